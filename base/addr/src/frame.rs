@@ -1,0 +1,169 @@
+//! The address and frame-number newtypes.
+
+use crate::{GPA_BITS, PAGE_SHIFT, PAGE_SIZE};
+use core::fmt;
+
+macro_rules! number {
+    ($(#[$doc:meta])* $name:ident, $fmt:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+        #[repr(transparent)]
+        pub struct $name(u64);
+
+        impl $name {
+            /// The raw number, for formats and arithmetic that end in a checked constructor.
+            pub const fn get(self) -> u64 {
+                self.0
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!(stringify!($name), "(", $fmt, ")"), self.0)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, $fmt, self.0)
+            }
+        }
+    };
+}
+
+number!(
+    /// A guest-physical address in bytes, below 2^48.
+    Gpa,
+    "{:#x}"
+);
+number!(
+    /// A guest frame number: a guest-physical address divided by 4 KiB.
+    Gfn,
+    "{:#x}"
+);
+number!(
+    /// An address in the backing store's space: what a slot maps a gfn to.
+    ///
+    /// On the kvm backend it is a host virtual address. On soft it is an address in the host memory
+    /// manager's own numbering: never a pointer, so nobody can dereference one by mistake.
+    Hva,
+    "{:#x}"
+);
+number!(
+    /// A frame of the resident budget: index of a real 4 KiB page in the pool.
+    Pfn,
+    "{:#x}"
+);
+number!(
+    /// A number of 4 KiB pages.
+    PageCount,
+    "{}"
+);
+
+impl Gpa {
+    /// `None` when `addr` needs more than 48 bits.
+    pub const fn new(addr: u64) -> Option<Self> {
+        if addr >> GPA_BITS == 0 { Some(Self(addr)) } else { None }
+    }
+
+    /// An address whose bits from 48 up are dropped, as a processor with 48 physical bits does with
+    /// an entry that it has already checked for reserved bits.
+    pub const fn truncate(addr: u64) -> Self {
+        Self(addr & ((1 << GPA_BITS) - 1))
+    }
+
+    /// The frame this address lies in.
+    pub const fn gfn(self) -> Gfn {
+        Gfn(self.0 >> PAGE_SHIFT)
+    }
+
+    /// Offset within its 4 KiB page.
+    pub const fn offset(self) -> usize {
+        (self.0 as usize) & (PAGE_SIZE - 1)
+    }
+
+    /// `self + bytes`, or `None` past 48 bits.
+    pub const fn checked_add(self, bytes: u64) -> Option<Self> {
+        match self.0.checked_add(bytes) {
+            Some(sum) => Self::new(sum),
+            None => None,
+        }
+    }
+}
+
+impl Gfn {
+    /// `None` when the frame lies past 48 bits of address.
+    pub const fn new(gfn: u64) -> Option<Self> {
+        if gfn >> (GPA_BITS - PAGE_SHIFT) == 0 { Some(Self(gfn)) } else { None }
+    }
+
+    /// The address of the frame's first byte.
+    pub const fn gpa(self) -> Gpa {
+        Gpa(self.0 << PAGE_SHIFT)
+    }
+
+    /// `self + pages`, or `None` past 48 bits of address.
+    pub const fn checked_add(self, pages: u64) -> Option<Self> {
+        match self.0.checked_add(pages) {
+            Some(sum) => Self::new(sum),
+            None => None,
+        }
+    }
+}
+
+impl Hva {
+    /// An address in the backing's space.
+    pub const fn new(addr: u64) -> Self {
+        Self(addr)
+    }
+
+    /// Rounded down to its page.
+    pub const fn page(self) -> Self {
+        Self(self.0 & !(PAGE_SIZE as u64 - 1))
+    }
+
+    /// Whether it is the first byte of a page.
+    pub const fn is_page_aligned(self) -> bool {
+        self.0 & (PAGE_SIZE as u64 - 1) == 0
+    }
+
+    /// `self + pages`, or `None` on overflow.
+    pub const fn checked_add_pages(self, pages: u64) -> Option<Self> {
+        match pages.checked_mul(PAGE_SIZE as u64) {
+            Some(bytes) => match self.0.checked_add(bytes) {
+                Some(sum) => Some(Self(sum)),
+                None => None,
+            },
+            None => None,
+        }
+    }
+}
+
+impl Pfn {
+    /// Frame number `index` of the pool.
+    pub const fn new(index: u32) -> Self {
+        Self(index as u64)
+    }
+
+    /// The index into per-frame arrays.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+impl PageCount {
+    /// So many pages.
+    pub const fn new(pages: u64) -> Self {
+        Self(pages)
+    }
+
+    /// Pages that hold `bytes`, rounded up.
+    pub const fn from_bytes(bytes: u64) -> Self {
+        Self(bytes.div_ceil(PAGE_SIZE as u64))
+    }
+
+    /// The size in bytes.
+    pub const fn bytes(self) -> u64 {
+        self.0 * PAGE_SIZE as u64
+    }
+}

@@ -1,0 +1,47 @@
+//! Addresses that cannot be mixed up.
+//!
+//! A guest-memory engine speaks of four kinds of number that all look like `u64`:
+//!
+//! | type | names | unit |
+//! |---|---|---|
+//! | [`Gpa`] / [`Gfn`] | guest-physical address / 4 KiB frame | byte / page |
+//! | [`Hva`] | address of the *backing*: what a memory slot points to | byte |
+//! | [`Pfn`] | a real 4 KiB frame of the resident budget | page |
+//! | [`Level`] | size of one table leaf | – |
+//!
+//! There are no operators between kinds; every crossing is a named function of the room that knows
+//! the mapping. This crate imports nothing and holds no `unsafe`.
+#![forbid(unsafe_code)]
+
+mod frame;
+mod level;
+mod range;
+
+pub use frame::{Gfn, Gpa, Hva, PageCount, Pfn};
+pub use level::Level;
+pub use range::{GfnRange, HvaRange};
+
+/// log2 of the base page size.
+pub const PAGE_SHIFT: u32 = 12;
+/// Base page size in bytes.
+pub const PAGE_SIZE: usize = 1 << PAGE_SHIFT;
+/// Highest guest-physical address bit plus one that four-level tables can translate.
+pub const GPA_BITS: u32 = 48;
+
+/// What an access wants to do with a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Access {
+    /// A data read.
+    Read,
+    /// A data write, an atomic, or a page walker's own update.
+    Write,
+    /// An instruction fetch.
+    Fetch,
+}
+
+impl Access {
+    /// Whether the page must be writable.
+    pub const fn is_write(self) -> bool {
+        matches!(self, Self::Write)
+    }
+}

@@ -1,0 +1,20 @@
+//! std or loom, chosen by `--cfg loom`.
+
+#[cfg(loom)]
+pub use loom::{
+    hint::spin_loop,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{self, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
+    },
+    thread::{self, yield_now},
+};
+#[cfg(not(loom))]
+pub use std::{
+    hint::spin_loop,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{self, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
+    },
+    thread::{self, yield_now},
+};

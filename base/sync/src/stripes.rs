@@ -1,0 +1,143 @@
+//! The range lock of the stage-2 cursor, with the invalidation sequence beside it.
+//!
+//! The guest's frame numbers are cut into blocks of 512 pages (one leaf table, 2 MiB); block `b` belongs
+//! to stripe `b % STRIPES`. A stripe holds a lock, a count of invalidations in progress, and a
+//! sequence number. It exists whether or not anything is mapped there, which is why an invalidation
+//! excludes a fault that found nothing to unmap.
+//!
+//! ```text
+//! fault:        s = snapshot(block)     resolve the page    guard = lock(block)
+//!               guard.admits(s)?  no -> drop, retry         yes -> install, drop
+//! invalidation: begin: lock, busy += 1, unmap, drop    shoot down    end: lock, seq += 1, busy -= 1, drop
+//! ```
+//!
+//! Either the fault's critical section comes first, and `begin` finds and unmaps what it installed; or
+//! `begin` comes first, and the fault sees `busy > 0` or a moved `seq`. `seq` moves at the end, as in
+//! KVM (`Documentation/virt/kvm/locking.rst`), but per stripe: an invalidation makes only faults near
+//! it retry.
+
+use crate::shim::{AtomicU64, Ordering, spin_loop, yield_now};
+use std::ops::Range;
+
+/// One lock word: bit 0 locked, bits 1..=15 invalidations in progress, bits 16.. sequence.
+///
+/// One word, so that a snapshot is one load and a guard's release is one store.
+const LOCKED: u64 = 1;
+const BUSY_ONE: u64 = 1 << 1;
+const BUSY_MASK: u64 = 0x7fff << 1;
+const SEQ_ONE: u64 = 1 << 16;
+
+/// What a fault saw before it asked for its page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct Snapshot(u64);
+
+#[repr(align(64))]
+struct Stripe(AtomicU64);
+
+/// Striped range lock over blocks of 512 guest frames.
+pub struct Stripes {
+    stripes: Box<[Stripe]>,
+}
+
+/// One stripe, locked; unlocks on drop.
+pub struct StripeGuard<'a> {
+    word: &'a AtomicU64,
+    value: u64,
+}
+
+impl Stripes {
+    /// `count` stripes; a power of two.
+    pub fn new(count: usize) -> Self {
+        assert!(count.is_power_of_two(), "stripe count must be a power of two");
+        Self { stripes: (0..count).map(|_| Stripe(AtomicU64::new(0))).collect() }
+    }
+
+    /// How many stripes there are.
+    pub fn count(&self) -> usize {
+        self.stripes.len()
+    }
+
+    /// The stripe of a block (gfn >> 9).
+    pub fn index_of(&self, block: u64) -> usize {
+        (block as usize) & (self.stripes.len() - 1)
+    }
+
+    /// The stripes that a range of blocks touches, each once, ascending: the order of locking.
+    pub fn indices(&self, blocks: Range<u64>) -> Vec<usize> {
+        let n = self.stripes.len() as u64;
+        if blocks.end - blocks.start >= n {
+            return (0..self.stripes.len()).collect();
+        }
+        let mut v: Vec<usize> = blocks.map(|b| self.index_of(b)).collect();
+        v.sort_unstable();
+        v
+    }
+
+    /// Taken before the backing is asked for the page.
+    #[inline]
+    pub fn snapshot(&self, block: u64) -> Snapshot {
+        Snapshot(self.stripes[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
+    }
+
+    /// Locks the stripe of `block`.
+    #[inline]
+    pub fn lock(&self, block: u64) -> StripeGuard<'_> {
+        self.lock_index(self.index_of(block))
+    }
+
+    /// Locks stripe `index`. Several at once only in ascending order.
+    #[inline]
+    pub fn lock_index(&self, index: usize) -> StripeGuard<'_> {
+        let word = &self.stripes[index].0;
+        let mut spins = 0u32;
+        loop {
+            let seen = word.load(Ordering::Relaxed);
+            if seen & LOCKED == 0
+                && word
+                    .compare_exchange_weak(seen, seen | LOCKED, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
+            {
+                return StripeGuard { word, value: seen };
+            }
+            // Critical sections are a few hundred instructions, but the holder's thread may have been
+            // preempted: after a while give it the core.
+            spins += 1;
+            if spins.is_multiple_of(64) { yield_now() } else { spin_loop() }
+        }
+    }
+}
+
+impl Snapshot {
+    /// Whether an invalidation was under way when it was taken: such a fault may as well wait.
+    pub const fn is_busy(self) -> bool {
+        self.0 & BUSY_MASK != 0
+    }
+}
+
+impl StripeGuard<'_> {
+    /// Whether what was resolved after `snapshot` may still be installed: no invalidation is under
+    /// way and none has ended since.
+    #[inline]
+    pub fn admits(&self, snapshot: Snapshot) -> bool {
+        self.value == snapshot.0 && self.value & BUSY_MASK == 0
+    }
+
+    /// An invalidation of something in this stripe begins.
+    pub fn begin(&mut self) {
+        assert!(self.value & BUSY_MASK != BUSY_MASK, "too many invalidations at once");
+        self.value += BUSY_ONE;
+    }
+
+    /// It ends: its mappings are gone from every TLB.
+    pub fn end(&mut self) {
+        assert!(self.value & BUSY_MASK != 0, "end without begin");
+        self.value = (self.value - BUSY_ONE).wrapping_add(SEQ_ONE);
+    }
+}
+
+impl Drop for StripeGuard<'_> {
+    fn drop(&mut self) {
+        self.word.store(self.value, Ordering::Release);
+    }
+}

@@ -1,0 +1,104 @@
+//! Why a vCPU returned to its VMM.
+
+use lacuna_addr::Gpa;
+
+/// Size of a port or device access.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Width {
+    /// 1 byte.
+    Byte = 1,
+    /// 2 bytes.
+    Word = 2,
+    /// 4 bytes.
+    Long = 4,
+    /// 8 bytes; device memory only.
+    Quad = 8,
+}
+
+impl Width {
+    /// A value with every bit of this width set: what an absent device reads as.
+    pub const fn ones(self) -> u64 {
+        u64::MAX >> (64 - 8 * self as u32)
+    }
+}
+
+/// What the VMM has to do before it enters the vCPU again. Halts, page waits and interrupts stay inside
+/// the backend, as with KVM's in-kernel interrupt controller.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Exit {
+    /// `OUT`: the value is in the low bits.
+    IoOut {
+        /// Port number.
+        port: u16,
+        /// Access size.
+        width: Width,
+        /// What was written.
+        value: u32,
+    },
+    /// `IN`: answer with [`Vcpu::complete_read`].
+    IoIn {
+        /// Port number.
+        port: u16,
+        /// Access size.
+        width: Width,
+    },
+    /// A read where there is no memory slot: answer with [`Vcpu::complete_read`].
+    MmioRead {
+        /// Guest-physical address.
+        gpa: Gpa,
+        /// Access size.
+        width: Width,
+    },
+    /// A write where there is no memory slot, or a read-only one.
+    MmioWrite {
+        /// Guest-physical address.
+        gpa: Gpa,
+        /// Access size.
+        width: Width,
+        /// What was written.
+        value: u64,
+    },
+    /// The vCPU shut down (triple fault); the text says where.
+    Shutdown(String),
+    /// [`Kick`](crate::Kick) interrupted the run.
+    Interrupted,
+}
+
+/// A vCPU cannot go on; the run ends.
+#[derive(Debug, thiserror::Error, Clone)]
+pub enum VcpuError {
+    /// The content of a page is gone.
+    #[error("vCPU {vcpu}: guest page {gpa} is lost: {cause}; the guest was stopped before it could read anything wrong")]
+    PageLost {
+        /// Which vCPU needed it.
+        vcpu: usize,
+        /// The page.
+        gpa: Gpa,
+        /// What the host's memory manager says.
+        cause: String,
+    },
+    /// No frame could be made free.
+    #[error("vCPU {vcpu}: no memory: {cause}")]
+    NoMemory {
+        /// Which vCPU needed a frame.
+        vcpu: usize,
+        /// What the host's memory manager says.
+        cause: String,
+    },
+    /// Nothing can ever wake any vCPU.
+    #[error("every vCPU is halted with interrupts off or no timer armed: the guest hangs")]
+    Hang,
+}
+
+/// One virtual processor.
+pub trait Vcpu: Send {
+    /// Which one, from 0.
+    fn index(&self) -> usize;
+
+    /// Runs guest code until an exit that the VMM must handle.
+    fn run(&mut self) -> Result<Exit, VcpuError>;
+
+    /// Supplies the value of an [`Exit::IoIn`] or [`Exit::MmioRead`] before the next run.
+    fn complete_read(&mut self, value: u64);
+}

@@ -1,0 +1,153 @@
+//! A guest kernel image: ELF64 for x86-64 with the PVH note.
+//!
+//! The note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI) is what other VMMs start it by, and what tells
+//! a kernel from any other program. Lacuna itself enters at the ELF entry point, in long mode with an
+//! identity map, as Linux's 64-bit boot protocol does.
+
+use elf::{ElfBytes, abi, endian::AnyEndian, file::Class, note::Note};
+use lacuna_addr::Gpa;
+
+/// `XEN_ELFNOTE_PHYS32_ENTRY` (xen/include/public/elfnote.h).
+const PVH_NOTE: u64 = 18;
+
+/// Why a file is not a guest image.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+pub enum ImageError {
+    /// Bad magic, or the headers are cut off.
+    #[error("not an ELF file ({0}); give a guest kernel, such as one of `lacuna run --list`")]
+    NotElf(String),
+    /// 32-bit, or another processor.
+    #[error("ELF file for {0}; this backend runs 64-bit x86-64 kernels")]
+    WrongMachine(String),
+    /// A normal program.
+    #[error("ELF file without the PVH note (XEN_ELFNOTE_PHYS32_ENTRY): a program, not a guest kernel")]
+    NoPvhNote,
+    /// A segment's file range lies outside the file.
+    #[error("segment {index}: bytes {offset:#x}+{size:#x} lie outside the file of {file:#x} bytes")]
+    Truncated {
+        /// Program header index.
+        index: usize,
+        /// File offset.
+        offset: u64,
+        /// Bytes in the file.
+        size: u64,
+        /// The file's size.
+        file: u64,
+    },
+    /// Nonsense addresses.
+    #[error("segment {index}: physical address {addr:#x}+{size:#x} is past 48 bits")]
+    BadAddress {
+        /// Program header index.
+        index: usize,
+        /// Physical address.
+        addr: u64,
+        /// Bytes in memory.
+        size: u64,
+    },
+    /// Nothing to load.
+    #[error("ELF file has no loadable segment")]
+    Empty,
+    /// The entry point lies in no segment.
+    #[error("entry point {0:#x} lies in no loadable segment")]
+    BadEntry(u64),
+}
+
+/// One piece to load: `bytes`, then zeros up to `size`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Segment<'a> {
+    /// Where it goes.
+    pub gpa: Gpa,
+    /// From the file.
+    pub bytes: &'a [u8],
+    /// Size in memory, at least `bytes.len()`.
+    pub size: u64,
+}
+
+/// A parsed image; nothing has been loaded.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Image<'a> {
+    /// Loadable segments in file order.
+    pub segments: Vec<Segment<'a>>,
+    /// Physical entry point, long mode.
+    pub entry: Gpa,
+}
+
+impl<'a> Image<'a> {
+    /// Parses and checks `file`.
+    pub fn parse(file: &'a [u8]) -> Result<Self, ImageError> {
+        let not_elf = |e: elf::ParseError| ImageError::NotElf(e.to_string());
+        let elf = ElfBytes::<AnyEndian>::minimal_parse(file).map_err(not_elf)?;
+        if elf.ehdr.class != Class::ELF64 || elf.ehdr.e_machine != abi::EM_X86_64 {
+            let machine = abi_name(elf.ehdr.class, elf.ehdr.e_machine);
+            return Err(ImageError::WrongMachine(machine));
+        }
+        let headers = elf.segments().ok_or(ImageError::Empty)?;
+        let mut segments = Vec::new();
+        let mut pvh = false;
+        for (index, header) in headers.iter().enumerate() {
+            match header.p_type {
+                abi::PT_LOAD if header.p_memsz > 0 => segments.push(segment(file, index, &header)?),
+                abi::PT_NOTE => {
+                    let notes = elf.segment_data_as_notes(&header).map_err(not_elf)?;
+                    pvh |= notes.into_iter().any(|note| is_pvh(&note));
+                }
+                _ => {}
+            }
+        }
+        if !pvh {
+            return Err(ImageError::NoPvhNote);
+        }
+        if segments.is_empty() {
+            return Err(ImageError::Empty);
+        }
+        let entry = elf.ehdr.e_entry;
+        let inside = |s: &Segment| s.gpa.get() <= entry && entry < s.gpa.get() + s.size;
+        let entry = match Gpa::new(entry) {
+            Some(gpa) if segments.iter().any(inside) => gpa,
+            _ => return Err(ImageError::BadEntry(entry)),
+        };
+        Ok(Self { segments, entry })
+    }
+
+    /// One past the highest byte that any segment occupies.
+    pub fn end(&self) -> u64 {
+        self.segments.iter().map(|s| s.gpa.get() + s.size).max().unwrap_or(0)
+    }
+}
+
+fn is_pvh(note: &Note<'_>) -> bool {
+    matches!(note, Note::Unknown(any) if any.n_type == PVH_NOTE && any.name.starts_with(b"Xen"))
+}
+
+fn abi_name(class: Class, machine: u16) -> String {
+    let bits = if class == Class::ELF64 { 64 } else { 32 };
+    match machine {
+        abi::EM_386 => "32-bit x86".into(),
+        abi::EM_AARCH64 => "AArch64".into(),
+        abi::EM_RISCV => "RISC-V".into(),
+        other => format!("ELF machine {other} ({bits}-bit)"),
+    }
+}
+
+fn segment<'a>(
+    file: &'a [u8],
+    index: usize,
+    header: &elf::segment::ProgramHeader,
+) -> Result<Segment<'a>, ImageError> {
+    let (offset, size) = (header.p_offset, header.p_filesz);
+    let truncated =
+        || ImageError::Truncated { index, offset, size, file: file.len() as u64 };
+    let end = offset.checked_add(size).ok_or_else(truncated)?;
+    if header.p_filesz > header.p_memsz {
+        return Err(truncated());
+    }
+    let bytes = usize::try_from(offset)
+        .ok()
+        .zip(usize::try_from(end).ok())
+        .and_then(|(a, b)| file.get(a..b))
+        .ok_or_else(truncated)?;
+    let bad = ImageError::BadAddress { index, addr: header.p_paddr, size: header.p_memsz };
+    let gpa = Gpa::new(header.p_paddr).ok_or(bad.clone())?;
+    gpa.checked_add(header.p_memsz).ok_or(bad)?;
+    Ok(Segment { gpa, bytes, size: header.p_memsz })
+}

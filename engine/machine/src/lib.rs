@@ -1,0 +1,24 @@
+//! What a virtual machine looks like from outside: exits, devices, images and the run loop.
+//!
+//! * [`Vcpu`], [`Exit`]: the seam that every backend implements, named after `kvm-ioctls`.
+//! * [`GuestMemory`]: bytes of the guest, for whoever loads or inspects it.
+//! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry state.
+//! * [`Board`]: the few devices that a guest sees (serial line, exit port, status-page port).
+//! * [`run`]: one thread per vCPU until the guest ends.
+//!
+//! This crate knows no processor, no tables and no memory manager: it and `lacuna-mmu` are strangers.
+#![forbid(unsafe_code)]
+
+mod board;
+mod boot;
+mod exit;
+mod image;
+mod memory;
+mod run;
+
+pub use board::{Board, Console, Ending, port};
+pub use boot::{Boot, BootError, Layout};
+pub use exit::{Exit, Vcpu, VcpuError, Width};
+pub use image::{Image, ImageError, Segment};
+pub use memory::{GuestMemory, MemoryError};
+pub use run::{Kick, Next, dispatch, run};

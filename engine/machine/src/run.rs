@@ -1,0 +1,64 @@
+//! The run loop: one thread per vCPU until the guest ends.
+
+use crate::{Board, Ending, Exit, Vcpu, VcpuError};
+use std::thread;
+
+/// Gets vCPUs out of [`Vcpu::run`].
+pub trait Kick: Sync {
+    /// Every vCPU returns [`Exit::Interrupted`] soon, also one that is halted.
+    fn kick_all(&self);
+}
+
+/// Whether a vCPU goes on after [`dispatch`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Next {
+    /// Enter it again.
+    Enter,
+    /// The run is over.
+    Stop,
+}
+
+/// Does what one exit asks for.
+pub fn dispatch(
+    vcpu: &mut impl Vcpu,
+    exit: Result<Exit, VcpuError>,
+    board: &Board,
+    kick: &impl Kick,
+) -> Next {
+    match exit {
+        Ok(Exit::IoOut { port, width, value }) => board.write(port, width, value, kick),
+        Ok(Exit::IoIn { port, width }) => vcpu.complete_read(board.read(port, width)),
+        Ok(Exit::MmioRead { width, .. }) => vcpu.complete_read(width.ones()),
+        Ok(Exit::MmioWrite { .. } | Exit::Interrupted) => {}
+        Ok(Exit::Shutdown(text)) => board.end(Ending::Shutdown(text), kick),
+        Err(error) => board.end(Ending::Failed(error), kick),
+    }
+    if board.ending().is_some() { Next::Stop } else { Next::Enter }
+}
+
+/// Runs every vCPU on a thread of its own until the board has an ending; gives the vCPUs back.
+pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &(impl Kick + Sync)) -> Vec<V> {
+    thread::scope(|scope| {
+        let start = |mut vcpu: V| {
+            let name = format!("vcpu{}", vcpu.index());
+            let body = move || {
+                while board.ending().is_none() {
+                    let exit = vcpu.run();
+                    if dispatch(&mut vcpu, exit, board, kick) == Next::Stop {
+                        break;
+                    }
+                }
+                vcpu
+            };
+            thread::Builder::new().name(name).spawn_scoped(scope, body).expect("spawn a vCPU thread")
+        };
+        let threads: Vec<_> = vcpus.into_iter().map(start).collect();
+        let join = |t: thread::ScopedJoinHandle<'_, V>| {
+            t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        let vcpus = threads.into_iter().map(join).collect();
+        board.flush();
+        vcpus
+    })
+}
