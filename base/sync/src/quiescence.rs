@@ -76,6 +76,16 @@ impl Quiescence {
         self.vcpus.iter().all(|vcpu| vcpu.seen.load(Ordering::Acquire) >= epoch.0)
     }
 
+    /// Whether every vCPU but `index` is offline: nobody else executes guest code.
+    ///
+    /// Meaningful to a caller that keeps the others from coming online, by a flag that they test after
+    /// [`Quiescence::online`]; the fences on both sides are SeqCst.
+    pub fn alone(&self, index: usize) -> bool {
+        fence(Ordering::SeqCst);
+        let offline = |vcpu: &VcpuSlot| vcpu.seen.load(Ordering::SeqCst) == OFFLINE;
+        self.vcpus.iter().enumerate().all(|(i, vcpu)| i == index || offline(vcpu))
+    }
+
     /// The vCPU is about to run guest code. Returns the epoch that its TLB must have been flushed at
     /// or after.
     pub fn online(&self, index: usize) -> Epoch {

@@ -1,6 +1,7 @@
 //! Architectural state, and the two ways an instruction can fail to complete.
 
 use lacuna_cpu::Stop;
+use lacuna_sync::Nanos;
 
 /// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,6 +84,40 @@ pub struct Table {
     pub selector: u16,
 }
 
+/// Bits of the control registers and EFER (SDM vol 3 2.5, 2.2.1).
+pub(crate) mod bits {
+    pub(crate) const CR0_PE: u64 = 1 << 0;
+    pub(crate) const CR0_MP: u64 = 1 << 1;
+    pub(crate) const CR0_EM: u64 = 1 << 2;
+    pub(crate) const CR0_TS: u64 = 1 << 3;
+    pub(crate) const CR0_ET: u64 = 1 << 4;
+    pub(crate) const CR0_NE: u64 = 1 << 5;
+    pub(crate) const CR0_WP: u64 = 1 << 16;
+    pub(crate) const CR0_AM: u64 = 1 << 18;
+    pub(crate) const CR0_NW: u64 = 1 << 29;
+    pub(crate) const CR0_CD: u64 = 1 << 30;
+    pub(crate) const CR0_PG: u64 = 1 << 31;
+
+    pub(crate) const CR4_TSD: u64 = 1 << 2;
+    pub(crate) const CR4_DE: u64 = 1 << 3;
+    pub(crate) const CR4_PSE: u64 = 1 << 4;
+    pub(crate) const CR4_PAE: u64 = 1 << 5;
+    pub(crate) const CR4_MCE: u64 = 1 << 6;
+    pub(crate) const CR4_PGE: u64 = 1 << 7;
+    pub(crate) const CR4_SMEP: u64 = 1 << 20;
+
+    pub(crate) const EFER_SCE: u64 = 1 << 0;
+    pub(crate) const EFER_LME: u64 = 1 << 8;
+    pub(crate) const EFER_LMA: u64 = 1 << 10;
+    pub(crate) const EFER_NXE: u64 = 1 << 11;
+}
+
+/// Whether bits 63 to 47 of a linear address are all equal.
+#[inline(always)]
+pub(crate) const fn is_canonical(va: u64) -> bool {
+    ((va << 16) as i64 >> 16) as u64 == va
+}
+
 /// System registers: everything but general registers, RIP and the arithmetic flags, which the executor
 /// keeps in its own (lazy) form.
 #[derive(Clone, Debug)]
@@ -101,6 +136,9 @@ pub struct System {
     pub cpl: u8,
     /// Selectors: ES CS SS DS FS GS.
     pub selectors: [u16; 6],
+    /// DPL of the segment in each selector, for the nulling on return to an outer level; 3 for a null
+    /// selector and for conforming code, which are never nulled.
+    pub segment_dpl: [u8; 6],
     /// FS base.
     pub fs_base: u64,
     /// GS base.
@@ -127,6 +165,14 @@ pub struct System {
     pub tsc_aux: u64,
     /// `IA32_PAT`.
     pub pat: u64,
+    /// `IA32_MISC_ENABLE`: kept, and means nothing.
+    pub misc_enable: u64,
+    /// DR0 to DR3. Breakpoints are kept but never hit.
+    pub dr: [u64; 4],
+    /// DR6.
+    pub dr6: u64,
+    /// DR7.
+    pub dr7: u64,
     /// What TSC adds to the clock.
     pub tsc_offset: u64,
     /// STI or MOV SS shadow: no interrupt before the next instruction has completed.
@@ -135,4 +181,48 @@ pub struct System {
     pub halted: bool,
     /// Every other vCPU is stopped: a split locked access may go ahead.
     pub exclusive: bool,
+}
+
+impl System {
+    /// The state a vCPU starts in: long mode, CPL 0, paging on with the tables at `cr3`, flat null
+    /// segments, empty descriptor tables; every other register as after a hardware reset.
+    pub fn long_mode(cr3: u64) -> Self {
+        use bits::{CR0_ET, CR0_NE, CR0_PE, CR0_PG, CR4_PAE, EFER_LMA, EFER_LME};
+        Self {
+            cr0: CR0_PE | CR0_ET | CR0_NE | CR0_PG,
+            cr2: 0,
+            cr3,
+            cr4: CR4_PAE,
+            efer: EFER_LME | EFER_LMA,
+            cpl: 0,
+            selectors: [0; 6],
+            segment_dpl: [3; 6],
+            fs_base: 0,
+            gs_base: 0,
+            kernel_gs_base: 0,
+            gdtr: Table::default(),
+            idtr: Table::default(),
+            tr: Table::default(),
+            ldtr: Table::default(),
+            star: 0,
+            lstar: 0,
+            cstar: 0,
+            fmask: 0,
+            tsc_aux: 0,
+            pat: 0x0007_0406_0007_0406,
+            misc_enable: 1,
+            dr: [0; 4],
+            dr6: 0xffff_0ff0,
+            dr7: 0x400,
+            tsc_offset: 0,
+            interrupt_shadow: false,
+            halted: false,
+            exclusive: false,
+        }
+    }
+
+    /// What RDTSC reads at `now`: a 1 GHz counter.
+    pub const fn tsc(&self, now: Nanos) -> u64 {
+        now.0.wrapping_add(self.tsc_offset)
+    }
 }

@@ -1,1 +1,20 @@
-//! placeholder
+//! Where translation tables live: an arena of 4 KiB pages of 512 atomic entries.
+//!
+//! Tables are named by [`TableId`], never by pointer, and an entry is lent as `&AtomicU64`. That is all
+//! the unsafe code that stage-2 translation needs, so everything above is safe Rust: a stale or
+//! forged id reads the wrong table, which `verify()` finds, and never memory that is not a table.
+//!
+//! ```text
+//!          alloc                detach                 retire(epoch)          reap(passed)
+//!  free ----------> in use -----------> detached ---------------------> limbo ------------> free
+//!         zeroed           unlinked: no      waits for the shoot-down         nobody can be
+//!                          new walk enters   with this epoch                  inside any more
+//! ```
+//!
+//! Imports `addr` and `sync`. An *unsafe room*: one mapping, and references into it.
+
+mod arena;
+mod id;
+
+pub use arena::{Arena, ArenaError, Detached, Exhausted, Usage};
+pub use id::{ENTRIES, Index, TableId};

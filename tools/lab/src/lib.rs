@@ -1,1 +1,24 @@
-//! placeholder
+//! Measurements that can be trusted, and the form in which they are told.
+//!
+//! Ratios inside one run on one machine; never absolute times in tests. Arms are interleaved, a
+//! null arm runs beside them, and what is printed is a median with its 95 % interval:
+//!
+//! ```text
+//! closures ─▶ stats::compare ─▶ Summary ─▶ result::Measurement ─▶ result::Report ─▶ JSON
+//!                                                                             └───▶ report::table
+//! ```
+//!
+//! * [`stats`]: interleaving, medians, intervals.
+//! * [`result`]: the stable JSON form; result ids are part of the interface.
+//! * [`report`]: the table for people, and progress on stderr.
+//! * [`host_info`]: the machine a figure was measured on.
+//! * [`native`]: what the host kernel's own page fault costs (the denominator of ours).
+//! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
+#![forbid(unsafe_code)]
+
+pub mod external;
+pub mod host_info;
+pub mod native;
+pub mod report;
+pub mod result;
+pub mod stats;

@@ -1,0 +1,20 @@
+//! The local APIC (SDM vol 3 chapter 11): x2APIC registers, and the xAPIC page as a second face.
+//!
+//! ```text
+//! any thread            ApicBus (shared)                     Lapic (its vCPU's own)
+//! post(i, vector) --->  Inbox i: IRR, 256 atomic bits  ---> pending(): highest IRR above PPR
+//!   + Wake::wake(i)     id, LDR: who is addressed            accept(v): IRR -> ISR,  EOI: ISR -> out
+//!                                                            timer: deadline in Nanos, tick(now)
+//! ```
+//! An interrupt in flight is one bit: a storm of posts allocates nothing and wakes the target once.
+//!
+//! Left out, each on purpose: INIT and SIPI (Lacuna starts every vCPU in long mode), NMI, SMI and
+//! ExtINT delivery (no device raises them), level triggering (there is no I/O APIC), lowest-priority
+//! arbitration (the lowest-numbered destination takes it), moving the xAPIC page. The first two are
+//! accepted in ICR and LVT and do nothing.
+
+mod bus;
+mod registers;
+mod timer;
+
+pub use bus::ApicBus;

@@ -1,0 +1,347 @@
+//! The stage-1 page walk: four-level long-mode paging (SDM vol 3 4.5), permissions, A and D bits.
+//!
+//! ```text
+//! va  47..39  38..30  29..21  20..12  11..0
+//!     PML4E -> PDPTE -> PDE -> PTE -> page        PDPTE.PS: a 1 GiB leaf, PDE.PS: a 2 MiB leaf
+//!              WalkCache: va[47:21] -> PT page + rights of the three levels above it
+//! ```
+//! The cache plays the processor's paging-structure cache (SDM vol 3 4.10.3): most walks read one
+//! entry. It holds frame numbers and no pointers, so stage-2 changes need not flush it; whatever
+//! flushes the TLB for the guest's own sake (CR0, CR3, CR4, EFER, INVLPG) does. As on hardware, a walk
+//! that ends in a fault drops what it had cached and looks at the tables themselves.
+//!
+//! Table pages are asked for with [`Access::Write`], as hardware with EPT A/D bits does. A table
+//! without memory behind it reads as all ones, and so faults with its reserved bits.
+
+use crate::state::bits::{CR0_WP, CR4_SMEP, EFER_NXE};
+use crate::state::{Exception, System, Trap, is_canonical};
+use lacuna_addr::{Access, Gfn, Gpa};
+use lacuna_cpu::{Bus, HostPage, Stop};
+use std::sync::atomic::Ordering;
+
+const PRESENT: u64 = 1 << 0;
+const WRITE: u64 = 1 << 1;
+const USER: u64 = 1 << 2;
+const ACCESSED: u64 = 1 << 5;
+const DIRTY: u64 = 1 << 6;
+const LARGE: u64 = 1 << 7;
+const NO_EXECUTE: u64 = 1 << 63;
+/// The frame in an entry: bits 47 to 12.
+const FRAME: u64 = 0x0000_ffff_ffff_f000;
+/// Bits above the 48 physical address bits of CPUID 0x80000008.
+const RESERVED_HIGH: u64 = 0x000f_0000_0000_0000;
+/// What an entry grants. NX is kept inverted, so that rights accumulate by AND.
+const RIGHTS: u64 = WRITE | USER | NO_EXECUTE;
+
+/// Entries that another vCPU changed under the walk before it gives up and lets the run loop breathe.
+const MAX_RACES: usize = 16;
+
+/// On whose behalf memory is accessed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum User {
+    /// CPL 0 to 2, and implicit accesses to descriptor tables and the TSS.
+    Supervisor,
+    /// CPL 3.
+    User,
+}
+
+impl User {
+    /// The privilege of an explicit access at `cpl`.
+    #[inline(always)]
+    pub(crate) const fn at_cpl(cpl: u8) -> Self {
+        if cpl == 3 { Self::User } else { Self::Supervisor }
+    }
+}
+
+/// A translation and what may be done through it, for the privilege that was asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Mapping {
+    /// The 4 KiB frame, inside a larger leaf too.
+    pub gfn: Gfn,
+    /// Writes are allowed and D is set already: a TLB may let writes through.
+    pub writable: bool,
+    /// A user page.
+    pub user: bool,
+    /// Instruction fetches are allowed.
+    pub exec: bool,
+}
+
+/// The paging-structure cache of one vCPU.
+pub(crate) struct WalkCache {
+    slots: Box<[Slot; Self::SLOTS]>,
+    generation: u64,
+    wrote_code: bool,
+}
+
+/// `tag` is va[47:21] below the generation; `table` is the PT page's address with [`RIGHTS`].
+#[derive(Clone, Copy)]
+struct Slot {
+    tag: u64,
+    table: u64,
+}
+
+impl Default for WalkCache {
+    fn default() -> Self {
+        let empty = Slot { tag: 0, table: 0 };
+        Self { slots: Box::new([empty; Self::SLOTS]), generation: 1, wrote_code: false }
+    }
+}
+
+impl WalkCache {
+    /// One a PT page: 2 GiB of address space.
+    const SLOTS: usize = 1024;
+    const TAG_BITS: u32 = 27;
+
+    /// Forgets everything.
+    pub(crate) fn flush(&mut self) {
+        self.generation += 1;
+        if self.generation >> (u64::BITS - Self::TAG_BITS) != 0 {
+            let wrote_code = self.wrote_code;
+            *self = Self { wrote_code, ..Self::default() };
+        }
+    }
+
+    /// Whether a walk since the last call has set an A or D bit in a page that holds decoded
+    /// instructions. The bus has told the other vCPUs; the caller drops its own.
+    pub(crate) fn take_wrote_code(&mut self) -> bool {
+        std::mem::take(&mut self.wrote_code)
+    }
+
+    #[inline(always)]
+    fn tag(&self, va: u64) -> u64 {
+        (va << 16 >> 37) | self.generation << Self::TAG_BITS
+    }
+
+    #[inline(always)]
+    fn slot(va: u64) -> usize {
+        (va >> 21) as usize % Self::SLOTS
+    }
+
+    #[inline(always)]
+    fn find(&self, va: u64) -> Option<u64> {
+        let slot = self.slots[Self::slot(va)];
+        (slot.tag == self.tag(va)).then_some(slot.table)
+    }
+
+    fn fill(&mut self, va: u64, table: u64) {
+        self.slots[Self::slot(va)] = Slot { tag: self.tag(va), table };
+    }
+
+    fn drop_one(&mut self, va: u64) {
+        self.slots[Self::slot(va)].tag = 0;
+    }
+}
+
+/// Why one attempt at a walk found no mapping.
+enum Miss {
+    /// #PF, with P or RSVD bits of the error code.
+    Fault(u32),
+    /// Another processor changed an entry between our load and our A/D update.
+    Raced,
+    Stop(Stop),
+}
+
+impl From<Stop> for Miss {
+    fn from(stop: Stop) -> Self {
+        Self::Stop(stop)
+    }
+}
+
+const FAULT_ABSENT: Miss = Miss::Fault(0);
+const FAULT_PROTECTION: Miss = Miss::Fault(1);
+const FAULT_RESERVED: Miss = Miss::Fault(1 | 8);
+
+/// Translates `va` for `access` on behalf of `user`, setting A on every level used and D on the leaf of
+/// a write.
+///
+/// # Errors
+/// #PF with its error code, #GP(0) for a non-canonical address, or the bus's stop for a table page.
+/// Under a storm of changes by other vCPUs, [`Stop::Again`].
+#[inline]
+pub(crate) fn walk<B: Bus>(
+    sys: &System,
+    cache: &mut WalkCache,
+    bus: &mut B,
+    va: u64,
+    access: Access,
+    user: User,
+) -> Result<Mapping, Trap> {
+    let mut walker = Walker { sys, cache, bus, va, access, user };
+    if let Some(table) = walker.cache.find(va) {
+        match walker.page_table(table) {
+            Ok(mapping) => return Ok(mapping),
+            Err(Miss::Stop(stop)) => return Err(stop.into()),
+            Err(Miss::Fault(_) | Miss::Raced) => {}
+        }
+    }
+    walker.from_root()
+}
+
+/// One walk's inputs.
+struct Walker<'a, B> {
+    sys: &'a System,
+    cache: &'a mut WalkCache,
+    bus: &'a mut B,
+    va: u64,
+    access: Access,
+    user: User,
+}
+
+impl<B: Bus> Walker<'_, B> {
+    #[cold]
+    fn from_root(&mut self) -> Result<Mapping, Trap> {
+        if !is_canonical(self.va) {
+            return Err(Exception::GP0.into());
+        }
+        self.cache.drop_one(self.va);
+        for _ in 0..MAX_RACES {
+            match self.upper_levels() {
+                Ok(mapping) => return Ok(mapping),
+                Err(Miss::Raced) => {}
+                Err(Miss::Stop(stop)) => return Err(stop.into()),
+                Err(Miss::Fault(error)) => {
+                    let error = error | self.error_bits();
+                    return Err(Exception::page_fault(error, self.va).into());
+                }
+            }
+        }
+        Err(Stop::Again.into())
+    }
+
+    fn upper_levels(&mut self) -> Result<Mapping, Miss> {
+        let mut table = (self.sys.cr3 & FRAME) | RIGHTS;
+        for shift in [39, 30, 21] {
+            let (page, gfn, entry) = self.load(table, shift)?;
+            let rights = entry & table;
+            if entry_is_leaf(entry, shift) {
+                return self.leaf(page, gfn, shift, entry, rights);
+            }
+            self.update(page, gfn, shift, entry, ACCESSED)?;
+            table = entry & FRAME | rights & RIGHTS;
+        }
+        let mapping = self.page_table(table)?;
+        self.cache.fill(self.va, table);
+        Ok(mapping)
+    }
+
+    /// The last level, with the PT page and the rights so far in `table`.
+    #[inline(always)]
+    fn page_table(&mut self, table: u64) -> Result<Mapping, Miss> {
+        let (page, gfn, entry) = self.load(table, 12)?;
+        self.leaf(page, gfn, 12, entry, entry & table)
+    }
+
+    /// The present, well-formed entry for this level of the table page in `table`, NX inverted.
+    #[inline(always)]
+    fn load(&mut self, table: u64, shift: u32) -> Result<(HostPage, Gfn, u64), Miss> {
+        let gfn = Gpa::truncate(table & FRAME).gfn();
+        let page = match self.bus.page(gfn, Access::Write) {
+            Ok(page) => page,
+            Err(Stop::Mmio(_)) => return Err(FAULT_RESERVED),
+            Err(stop) => return Err(stop.into()),
+        };
+        let entry = page.word(offset(self.va, shift)).load(Ordering::Acquire);
+        if entry & PRESENT == 0 {
+            return Err(FAULT_ABSENT);
+        }
+        if entry & self.reserved(entry, shift) != 0 {
+            return Err(FAULT_RESERVED);
+        }
+        Ok((page, gfn, entry ^ NO_EXECUTE))
+    }
+
+    #[inline(always)]
+    fn reserved(&self, entry: u64, shift: u32) -> u64 {
+        let nx = if self.sys.efer & EFER_NXE == 0 { NO_EXECUTE } else { 0 };
+        let level = match shift {
+            39 => LARGE,
+            // Bit 12 of a large leaf is its PAT bit.
+            30 | 21 if entry & LARGE != 0 => ((1 << shift) - 1) & !0x1fff,
+            _ => 0,
+        };
+        RESERVED_HIGH | nx | level
+    }
+
+    #[inline(always)]
+    fn leaf(
+        &mut self,
+        page: HostPage,
+        gfn: Gfn,
+        shift: u32,
+        entry: u64,
+        rights: u64,
+    ) -> Result<Mapping, Miss> {
+        let user_page = rights & USER != 0;
+        let (may_write, may_fetch) = match self.user {
+            User::User => (rights & WRITE != 0, rights & NO_EXECUTE != 0),
+            User::Supervisor => (
+                rights & WRITE != 0 || self.sys.cr0 & CR0_WP == 0,
+                rights & NO_EXECUTE != 0 && !(user_page && self.sys.cr4 & CR4_SMEP != 0),
+            ),
+        };
+        let allowed = match self.access {
+            Access::Read => true,
+            Access::Write => may_write,
+            Access::Fetch => may_fetch,
+        };
+        if !allowed || (self.user == User::User && !user_page) {
+            return Err(FAULT_PROTECTION);
+        }
+        let set = if self.access.is_write() { ACCESSED | DIRTY } else { ACCESSED };
+        self.update(page, gfn, shift, entry, set)?;
+        let below = (1 << shift) - 1;
+        let address = (entry & FRAME & !below) | (self.va & below);
+        Ok(Mapping {
+            gfn: Gpa::truncate(address).gfn(),
+            writable: may_write && (entry | set) & DIRTY != 0,
+            user: user_page,
+            exec: may_fetch,
+        })
+    }
+
+    /// Sets `bits` in the entry, which was loaded as `entry` (NX inverted).
+    #[inline(always)]
+    fn update(
+        &mut self,
+        page: HostPage,
+        gfn: Gfn,
+        shift: u32,
+        entry: u64,
+        bits: u64,
+    ) -> Result<(), Miss> {
+        if entry & bits == bits {
+            return Ok(());
+        }
+        let old = entry ^ NO_EXECUTE;
+        page.word(offset(self.va, shift))
+            .compare_exchange(old, old | bits, Ordering::AcqRel, Ordering::Acquire)
+            .map_err(|_| Miss::Raced)?;
+        if page.is_watched() {
+            self.cache.wrote_code = true;
+            self.bus.code_written(gfn);
+        }
+        Ok(())
+    }
+
+    /// The error-code bits that depend on the access alone: W/R, U/S, I/D.
+    fn error_bits(&self) -> u32 {
+        let fetch_counts = self.sys.efer & EFER_NXE != 0 || self.sys.cr4 & CR4_SMEP != 0;
+        let kind = match self.access {
+            Access::Read => 0,
+            Access::Write => 1 << 1,
+            Access::Fetch => u32::from(fetch_counts) << 4,
+        };
+        kind | u32::from(self.user == User::User) << 2
+    }
+}
+
+/// The entry's offset in its table page.
+#[inline(always)]
+const fn offset(va: u64, shift: u32) -> usize {
+    ((va >> shift) & 511) as usize * 8
+}
+
+#[inline(always)]
+const fn entry_is_leaf(entry: u64, shift: u32) -> bool {
+    shift < 39 && entry & LARGE != 0
+}

@@ -1,0 +1,218 @@
+//! The arena: one reserved mapping, an allocation cursor, a free list and the limbo list.
+//!
+//! UNSAFETY: `entry` turns an id into a reference by arithmetic on the mapping's base. The mapping is
+//! made once with its final size, readable and writable throughout (`MAP_NORESERVE`: pages cost nothing
+//! until touched), never moved, and unmapped only by `Drop`, after every borrow of the arena.
+//!
+//! A `TableId` is a plain number, so safe code may still hold a reference into a table that was freed and
+//! handed out again. That is allowed here: entries are only ever touched as atomics, zeroing included.
+
+use crate::{ENTRIES, Index, TableId};
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicU64, Ordering};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_sync::Epoch;
+use lacuna_sync::shim::{Mutex, MutexGuard};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use std::collections::VecDeque;
+
+/// No table is left: the arena is at its cap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "all {cap} translation-table pages are in use ({limbo} of them wait for a TLB shoot-down): give the \
+     VM a larger table cap"
+)]
+pub struct Exhausted {
+    /// Most tables that may exist.
+    pub cap: u32,
+    /// Tables that the next shoot-down may give back.
+    pub limbo: u32,
+}
+
+/// The arena could not be made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// The cap is zero or larger than ids can name.
+    #[error("a cap of {0} table pages is not between 1 and {max}", max = Arena::MAX_CAP)]
+    Cap(u32),
+    /// The kernel refused the reservation.
+    #[error("cannot reserve {bytes} bytes of address space for translation tables: {errno}")]
+    Reserve {
+        /// Size of the reservation.
+        bytes: usize,
+        /// What the kernel said.
+        errno: rustix::io::Errno,
+    },
+}
+
+/// How many tables are in which state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Usage {
+    /// Allocated and, as far as the arena knows, linked.
+    pub in_use: u32,
+    /// Unlinked, not yet waiting for a shoot-down.
+    pub detached: u32,
+    /// Waiting for a shoot-down to pass.
+    pub limbo: u32,
+}
+
+/// A table that was unlinked: nobody can enter it, somebody may still be inside. It must be given to
+/// [`Arena::retire`]; dropping it leaks the page.
+#[must_use = "a detached table must be retired, or its page is lost"]
+#[derive(Debug)]
+pub struct Detached(TableId);
+
+/// An arena of table pages. It grows by touching its reservation, up to its cap.
+pub struct Arena {
+    base: NonNull<AtomicU64>,
+    cap: u32,
+    lists: Mutex<Lists>,
+}
+
+struct Lists {
+    /// Ids from here up were never handed out, and so are zero.
+    fresh: u32,
+    free: Vec<TableId>,
+    /// In the order of retirement. Epochs of one VM only grow, but two flushes may retire in the other
+    /// order: `reap` stops at the first that has not passed, which only delays the rest.
+    limbo: VecDeque<(Epoch, TableId)>,
+    detached: u32,
+}
+
+// SAFETY: the pointer is to a mapping that any thread may use; it is only read, and everything behind
+// it is atomic.
+unsafe impl Send for Arena {}
+// SAFETY: as above; the lists have their own lock.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Most tables that one arena can name; id 0 is never used.
+    pub const MAX_CAP: u32 = (1 << TableId::BITS) - 1;
+
+    /// An arena that will hand out at most `cap` tables of 4 KiB.
+    pub fn new(cap: u32) -> Result<Self, ArenaError> {
+        if cap == 0 || cap > Self::MAX_CAP {
+            return Err(ArenaError::Cap(cap));
+        }
+        let bytes = Self::bytes(cap);
+        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
+        let base = unsafe {
+            mmap_anonymous(
+                core::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(|errno| ArenaError::Reserve { bytes, errno })?;
+        // Walks touch tables at random: with large pages they all share a few host TLB entries. Where the
+        // host has no large pages this changes nothing, so a refusal is no error.
+        // SAFETY: the range is the mapping just made; this advice keeps its contents.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
+        let base = NonNull::new(base.cast()).expect("mmap succeeded");
+        let lists =
+            Lists { fresh: 1, free: Vec::new(), limbo: VecDeque::new(), detached: 0 };
+        Ok(Self { base, cap, lists: Mutex::new(lists) })
+    }
+
+    /// Most tables that may exist at once.
+    pub fn cap(&self) -> u32 {
+        self.cap
+    }
+
+    /// A zeroed table.
+    pub fn alloc(&self) -> Result<TableId, Exhausted> {
+        let id = {
+            let mut lists = self.lists();
+            match lists.free.pop() {
+                Some(id) => id,
+                None if lists.fresh <= self.cap => {
+                    let id = TableId::new(lists.fresh).expect("the cap fits the id");
+                    lists.fresh += 1;
+                    return Ok(id);
+                }
+                None => {
+                    return Err(Exhausted { cap: self.cap, limbo: lists.limbo.len() as u32 });
+                }
+            }
+        };
+        for index in Index::all() {
+            self.entry(id, index).store(0, Ordering::Relaxed);
+        }
+        Ok(id)
+    }
+
+    /// An entry of a table.
+    ///
+    /// # Panics
+    /// If `id` is past the cap, that is, was not handed out by this arena.
+    #[inline]
+    pub fn entry(&self, id: TableId, index: Index) -> &AtomicU64 {
+        assert!(id.get() <= self.cap, "table id of another arena");
+        let offset = id.get() as usize * ENTRIES + index.get() as usize;
+        // SAFETY: 1. the id is at most `cap` (just checked) and the index below 512 (its type), so the
+        // offset is inside the mapping of `(cap + 1)` tables. 2. The mapping is page-aligned, so the
+        // entry is aligned. 3. It lives until `Drop`, which cannot run during this borrow. 4. Only
+        // atomic accesses are ever made behind `base`, and zero bytes are a valid `AtomicU64`.
+        unsafe { self.base.add(offset).as_ref() }
+    }
+
+    /// Gives back a table that was never linked, so that nobody can be inside.
+    pub fn free_unlinked(&self, id: TableId) {
+        self.lists().free.push(id);
+    }
+
+    /// Takes note that `id` was unlinked.
+    pub fn detach(&self, id: TableId) -> Detached {
+        self.lists().detached += 1;
+        Detached(id)
+    }
+
+    /// Puts unlinked tables in limbo until the shoot-down `epoch` has passed.
+    pub fn retire(&self, tables: impl IntoIterator<Item = Detached>, epoch: Epoch) {
+        let mut lists = self.lists();
+        for Detached(id) in tables {
+            lists.detached -= 1;
+            lists.limbo.push_back((epoch, id));
+        }
+    }
+
+    /// Frees the tables whose epoch has passed; returns how many.
+    pub fn reap(&self, passed: impl Fn(Epoch) -> bool) -> u32 {
+        let mut lists = self.lists();
+        let mut reaped = 0;
+        while let Some((_, id)) = lists.limbo.pop_front_if(|(epoch, _)| passed(*epoch)) {
+            lists.free.push(id);
+            reaped += 1;
+        }
+        reaped
+    }
+
+    /// The tables in each state, as one consistent view.
+    pub fn usage(&self) -> Usage {
+        let lists = self.lists();
+        let limbo = lists.limbo.len() as u32;
+        let handed_out = lists.fresh - 1 - lists.free.len() as u32;
+        Usage {
+            in_use: handed_out - limbo - lists.detached,
+            detached: lists.detached,
+            limbo,
+        }
+    }
+
+    fn lists(&self) -> MutexGuard<'_, Lists> {
+        self.lists.lock().expect("no panic while holding the arena's lists")
+    }
+
+    const fn bytes(cap: u32) -> usize {
+        (cap as usize + 1) * PAGE_SIZE
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`, with its size; no reference into it outlives the arena.
+        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), Self::bytes(self.cap)) };
+        debug_assert!(unmapped.is_ok(), "unmapping our own mapping");
+    }
+}

@@ -1,0 +1,106 @@
+//! The machine a figure was measured on.
+
+use std::fs;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+/// What a reader needs to know about the machine to place a figure.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct HostInfo {
+    /// Processor, as the kernel names it.
+    pub cpu: String,
+    /// Processors this process may run on.
+    pub cores: usize,
+    /// Kernel release.
+    pub kernel: String,
+    /// Memory the kernel manages, in bytes; 0 where `/proc/meminfo` cannot be read.
+    pub memory_bytes: u64,
+    /// When this was asked: UTC, ISO 8601, to the second.
+    pub date: String,
+}
+
+impl HostInfo {
+    /// Asks this machine. What cannot be read is named `unknown`, never an error: a report
+    /// without its processor's name is better than none.
+    pub fn detect() -> Self {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease");
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            cpu: field(&cpuinfo, "model name").unwrap_or("unknown").to_owned(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            kernel: kernel.map_or("unknown".into(), |release| release.trim().to_owned()),
+            memory_bytes: kib(&meminfo, "MemTotal").unwrap_or(0),
+            date: iso_8601(since_epoch.as_secs()),
+        }
+    }
+}
+
+/// The value of `name` in a `name : value` file of `/proc`; the first where there are several.
+pub fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let (key, value) = line.split_once(':')?;
+        (key.trim() == name).then(|| value.trim())
+    })
+}
+
+/// The value of `name` in a file like `/proc/meminfo`, in bytes.
+pub fn kib(text: &str, name: &str) -> Option<u64> {
+    let number: u64 = field(text, name)?.strip_suffix("kB")?.trim().parse().ok()?;
+    number.checked_mul(1024)
+}
+
+/// `seconds` since 1970 as `2026-01-31T23:59:59Z`.
+fn iso_8601(seconds: u64) -> String {
+    let (mut days, time) = (seconds / 86_400, seconds % 86_400);
+    let leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));
+    let mut year = 1970;
+    while days >= 365 + u64::from(leap(year)) {
+        days -= 365 + u64::from(leap(year));
+        year += 1;
+    }
+    let february = 28 + u64::from(leap(year));
+    let mut month = 1;
+    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if days < length {
+            break;
+        }
+        days -= length;
+        month += 1;
+    }
+    let (hour, minute, second) = (time / 3600, time / 60 % 60, time % 60);
+    format!("{year}-{month:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z", days + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates() {
+        assert_eq!(iso_8601(0), "1970-01-01T00:00:00Z");
+        assert_eq!(iso_8601(951_782_399), "2000-02-28T23:59:59Z");
+        assert_eq!(iso_8601(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(iso_8601(1_767_225_599), "2025-12-31T23:59:59Z");
+        assert_eq!(iso_8601(4_107_542_400), "2100-03-01T00:00:00Z");
+    }
+
+    #[test]
+    fn proc_fields() {
+        let text = "processor\t: 0\nmodel name\t: Some CPU\nMemTotal:       24553 kB\n";
+        assert_eq!(field(text, "model name"), Some("Some CPU"));
+        assert_eq!(kib(text, "MemTotal"), Some(24553 * 1024));
+        assert_eq!(kib(text, "model name"), None);
+        assert_eq!(field(text, "model"), None);
+    }
+
+    #[test]
+    fn this_machine_has_a_core_and_a_kernel() {
+        let host = HostInfo::detect();
+        assert!(host.cores >= 1);
+        assert!(!host.kernel.is_empty());
+        assert!(host.memory_bytes > 0);
+    }
+}

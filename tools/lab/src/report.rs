@@ -1,0 +1,175 @@
+//! What people see: the table on stdout, progress on stderr.
+
+use std::borrow::Cow;
+use std::fmt::Write;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::result::{Better, Measurement, Report};
+
+/// The report as an aligned table: one line a result, the skipped ones below.
+pub fn table(report: &Report) -> String {
+    let header = ["result", "value", "95 % interval", "runs", "bar", "wanted", ""];
+    let mut rows = vec![header.map(str::to_owned)];
+    rows.extend(report.results.iter().map(row));
+    let mut text = align(&rows);
+    for skipped in &report.skipped {
+        let _ = writeln!(text, "{}  skipped: {}", skipped.id, skipped.why);
+    }
+    let host = &report.host;
+    let gib = host.memory_bytes as f64 / (1_u64 << 30) as f64;
+    let _ = writeln!(
+        text,
+        "\n{}, {} cores, {gib:.1} GiB, Linux {}, {}",
+        host.cpu, host.cores, host.kernel, host.date
+    );
+    text
+}
+
+fn row(result: &Measurement) -> [String; 7] {
+    let sign = match result.better {
+        Better::Higher => ">=",
+        Better::Lower => "<=",
+    };
+    let bound = |bound: Option<f64>| {
+        bound.map_or(String::new(), |bound| format!("{sign} {}", figure(bound)))
+    };
+    let verdict = match result.met {
+        Some(true) => "ok",
+        Some(false) => "MISSED",
+        None => "",
+    };
+    [
+        result.id.clone(),
+        format!("{} {}", figure(result.value), result.unit),
+        format!("{} .. {}", figure(result.min), figure(result.max)),
+        result.runs.to_string(),
+        bound(result.bar),
+        bound(result.wanted),
+        verdict.to_owned(),
+    ]
+}
+
+/// Three significant digits, and never an exponent: figures are compared by eye.
+fn figure(value: f64) -> String {
+    let decimals = match value.abs() {
+        size if size >= 100.0 => 0,
+        size if size >= 10.0 => 1,
+        size if size >= 1.0 || size == 0.0 => 2,
+        _ => 3,
+    };
+    format!("{value:.decimals$}")
+}
+
+/// `rows` in columns, two spaces apart: the first column flush left, figures flush right, the
+/// verdict at the end flush left again.
+fn align<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
+    let widths: [usize; N] = std::array::from_fn(|column| width(column).unwrap_or(0));
+    let mut text = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
+            let gap = if column == 0 { "" } else { "  " };
+            let _ = if column == 0 || column == N - 1 {
+                write!(line, "{gap}{cell:<width$}")
+            } else {
+                write!(line, "{gap}{cell:>width$}")
+            };
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// Whether a command may speak while it works.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Verbosity {
+    /// Progress on stderr where that is a terminal.
+    Normal,
+    /// Nothing but the result.
+    Quiet,
+}
+
+/// A line on stderr that says what is being measured.
+///
+/// Silent when asked to be, and where stderr is not a terminal: logs want results, not spinners.
+pub struct Progress(ProgressBar);
+
+impl Progress {
+    /// Progress over `steps` steps.
+    pub fn new(steps: u64, verbosity: Verbosity) -> Self {
+        if verbosity == Verbosity::Quiet || !std::io::stderr().is_terminal() {
+            return Self(ProgressBar::hidden());
+        }
+        let bar = ProgressBar::new(steps);
+        let style = ProgressStyle::with_template("{spinner} [{pos}/{len}] {msg} ({elapsed})");
+        bar.set_style(style.expect("the template is well formed"));
+        bar.enable_steady_tick(Duration::from_millis(200));
+        Self(bar)
+    }
+
+    /// Begins a step.
+    pub fn step(&self, what: impl Into<Cow<'static, str>>) {
+        self.0.inc(1);
+        self.0.set_message(what);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Summary;
+
+    #[test]
+    fn figures_have_three_digits() {
+        for (value, text) in [
+            (0.0, "0.00"),
+            (0.384, "0.384"),
+            (1.0, "1.00"),
+            (19.951, "20.0"),
+            (840.4, "840"),
+            (12345.6, "12346"),
+            (-3.14159, "-3.14"),
+        ] {
+            assert_eq!(figure(value), text);
+        }
+    }
+
+    #[test]
+    fn a_table_is_aligned_and_names_what_was_missed_or_skipped() {
+        let mut report = Report::new("lacuna lab base");
+        report.host.date = "2026-01-31T00:00:00Z".into();
+        let summary = Summary { median: 0.38, low: 0.36, high: 0.41, runs: 15, coverage: 0.96 };
+        let fault = Measurement::new("fault.soft_vs_host", "x", Better::Lower, summary);
+        let rate = Measurement::new(
+            "cpu.x86.minstr_per_s.alu",
+            "M/s",
+            Better::Higher,
+            summary.scaled(1000.0),
+        );
+        report.push(fault.bar(0.5).wanted(0.4));
+        report.push(rate.bar(600.0));
+        report.skip("cpu.x86.vs_qemu_tcg.mem64m", "no QEMU");
+        let text = table(&report);
+        let lines: Vec<&str> = text.lines().collect();
+        let expected = [
+            "result                      value   95 % interval  runs     bar    wanted",
+            "fault.soft_vs_host        0.380 x  0.360 .. 0.410    15  <= 0.500  <= 0.400  ok",
+            "cpu.x86.minstr_per_s.alu  380 M/s      360 .. 410    15    >= 600            MISSED",
+            "cpu.x86.vs_qemu_tcg.mem64m  skipped: no QEMU",
+        ];
+        assert_eq!(lines[1..4], expected[1..4]);
+        assert!(lines[0].starts_with("result") && lines[0].ends_with("wanted"));
+        assert_eq!(report.missed().count(), 1);
+    }
+}

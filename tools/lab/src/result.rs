@@ -1,0 +1,309 @@
+//! The stable JSON form of what a command measured.
+//!
+//! ```text
+//! {"schema":1, "host":{...}, "command":"...", "results":[
+//!   {"id":"fault.soft_vs_host", "value":0.38, "min":0.36, "max":0.41, "runs":15, "unit":"x",
+//!    "better":"lower", "bar":0.5, "wanted":0.4, "met":true, "reference":1.0,
+//!    "reference_source":"...", "simulated":false, "params":{...}, "arms":{"host":{...},...}}],
+//!  "skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m", "why":"qemu-system-x86_64 is not installed"}]}
+//! ```
+//!
+//! Ids are part of the interface: `experiment.measure.variant`, once given never reused for
+//! something else. `min` and `max` are the ends of the 95 % interval ([`crate::stats`]). What could
+//! not be measured is listed as skipped, with the reason: it never counts as passed.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::host_info::HostInfo;
+use crate::stats::Summary;
+
+/// Version of the form. It changes when a field changes its meaning or goes, not when one comes.
+pub const SCHEMA: u32 = 1;
+
+/// Everything one command measured.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Report {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// Where it was measured.
+    pub host: HostInfo,
+    /// The command line that reproduces it.
+    pub command: String,
+    /// What was measured, in the order of measuring.
+    pub results: Vec<Measurement>,
+    /// What was not, and why.
+    #[serde(default)]
+    pub skipped: Vec<Skipped>,
+}
+
+impl Report {
+    /// An empty report of this machine.
+    pub fn new(command: impl Into<String>) -> Self {
+        Self {
+            schema: SCHEMA,
+            host: HostInfo::detect(),
+            command: command.into(),
+            results: Vec::new(),
+            skipped: Vec::new(),
+        }
+    }
+
+    /// Adds a measurement.
+    ///
+    /// # Panics
+    /// If its id is already there: an id names one thing.
+    pub fn push(&mut self, measurement: Measurement) {
+        let id = &measurement.id;
+        assert!(self.results.iter().all(|known| known.id != *id), "two results named {id}");
+        self.results.push(measurement);
+    }
+
+    /// Notes that `id` was not measured.
+    pub fn skip(&mut self, id: impl Into<String>, why: impl ToString) {
+        self.skipped.push(Skipped { id: id.into(), why: why.to_string() });
+    }
+
+    /// The results whose bar was missed.
+    pub fn missed(&self) -> impl Iterator<Item = &Measurement> {
+        self.results.iter().filter(|result| result.met == Some(false))
+    }
+
+    /// The JSON form, indented, with a newline at the end.
+    ///
+    /// # Panics
+    /// Never: every field has a JSON form. A figure that is not finite becomes `null`.
+    pub fn to_json(&self) -> String {
+        let mut text = serde_json::to_string_pretty(self).expect("a report has a JSON form");
+        text.push('\n');
+        text
+    }
+}
+
+/// A result that could not be measured here.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Skipped {
+    /// The id it would have had.
+    pub id: String,
+    /// What was missing.
+    pub why: String,
+}
+
+/// Which direction is progress.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// More is better: a rate.
+    Higher,
+    /// Less is better: a cost.
+    Lower,
+}
+
+/// One figure, with everything needed to judge it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Measurement {
+    /// `experiment.measure.variant`.
+    pub id: String,
+    /// The median.
+    pub value: f64,
+    /// Lower end of its interval.
+    pub min: f64,
+    /// Upper end of its interval.
+    pub max: f64,
+    /// How many runs it was made from.
+    pub runs: usize,
+    /// Unit of `value`, `min`, `max`, `bar`, `wanted` and `reference`; `x` for a ratio.
+    pub unit: String,
+    /// Which direction is progress.
+    pub better: Better,
+    /// What the project promises; none for a figure that is only told.
+    #[serde(default)]
+    pub bar: Option<f64>,
+    /// What it hopes for beyond the bar.
+    #[serde(default)]
+    pub wanted: Option<f64>,
+    /// Whether the *worse* end of the interval meets the bar; none without one.
+    #[serde(default)]
+    pub met: Option<bool>,
+    /// The published figure this one stands beside.
+    pub reference: Option<f64>,
+    /// Where that was published.
+    pub reference_source: Option<String>,
+    /// Measured under the virtual clock, not on this machine's.
+    pub simulated: bool,
+    /// What the experiment was run with: sizes, seeds, tick, slice.
+    pub params: BTreeMap<String, Value>,
+    /// The arms it was made from, each with its own figures.
+    pub arms: BTreeMap<String, Value>,
+}
+
+impl Measurement {
+    /// A measurement without bar, reference, parameters or arms.
+    ///
+    /// # Panics
+    /// If `id` is not two or more words of `a-z`, `0-9` and `_`, joined by dots.
+    pub fn new(id: impl Into<String>, unit: &str, better: Better, summary: Summary) -> Self {
+        let id = id.into();
+        assert!(is_id(&id), "{id:?} is no result id");
+        Self {
+            id,
+            value: summary.median,
+            min: summary.low,
+            max: summary.high,
+            runs: summary.runs,
+            unit: unit.to_owned(),
+            better,
+            bar: None,
+            wanted: None,
+            met: None,
+            reference: None,
+            reference_source: None,
+            simulated: false,
+            params: BTreeMap::new(),
+            arms: BTreeMap::new(),
+        }
+    }
+
+    /// With what the project promises.
+    #[must_use]
+    pub fn bar(mut self, bar: f64) -> Self {
+        self.bar = Some(bar);
+        self.met = Some(match self.better {
+            Better::Higher => self.min >= bar,
+            Better::Lower => self.max <= bar,
+        });
+        self
+    }
+
+    /// With what it hopes for beyond the bar.
+    #[must_use]
+    pub fn wanted(mut self, wanted: f64) -> Self {
+        self.wanted = Some(wanted);
+        self
+    }
+
+    /// With the published figure it stands beside.
+    #[must_use]
+    pub fn reference(mut self, value: f64, source: &str) -> Self {
+        self.reference = Some(value);
+        self.reference_source = Some(source.to_owned());
+        self
+    }
+
+    /// Measured under the virtual clock.
+    #[must_use]
+    pub fn simulated(mut self) -> Self {
+        self.simulated = true;
+        self
+    }
+
+    /// With one parameter of the experiment.
+    #[must_use]
+    pub fn param(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.params.insert(name.to_owned(), value.into());
+        self
+    }
+
+    /// With one arm: its median, interval and whatever else is known of it.
+    #[must_use]
+    pub fn arm(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.arms.insert(name.to_owned(), value.into());
+        self
+    }
+}
+
+/// An arm's own figures, for [`Measurement::arm`].
+impl From<Summary> for Value {
+    fn from(summary: Summary) -> Self {
+        let Summary { median, low, high, runs, .. } = summary;
+        serde_json::json!({"value": median, "min": low, "max": high, "runs": runs})
+    }
+}
+
+fn is_id(id: &str) -> bool {
+    let word = |word: &str| {
+        let mut bytes = word.bytes();
+        !word.is_empty()
+            && bytes.all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+    };
+    id.contains('.') && id.split('.').all(word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn summary(low: f64, median: f64, high: f64) -> Summary {
+        Summary { median, low, high, runs: 7, coverage: 0.98 }
+    }
+
+    /// The worse end decides, not the median, and equality is enough.
+    #[test]
+    fn bars() {
+        let of = |better, s| Measurement::new("a.b", "x", better, s);
+        assert_eq!(of(Better::Lower, summary(0.3, 0.4, 0.5)).bar(0.5).met, Some(true));
+        assert_eq!(of(Better::Lower, summary(0.3, 0.4, 0.51)).bar(0.5).met, Some(false));
+        assert_eq!(of(Better::Higher, summary(1.8, 1.9, 2.0)).bar(1.8).met, Some(true));
+        assert_eq!(of(Better::Higher, summary(1.7, 1.9, 2.0)).bar(1.8).met, Some(false));
+        assert_eq!(of(Better::Higher, summary(1.7, 1.9, 2.0)).met, None);
+        let nan = summary(f64::NAN, f64::NAN, f64::NAN);
+        assert_eq!(of(Better::Lower, nan).bar(0.5).met, Some(false));
+    }
+
+    #[test]
+    fn ids() {
+        for good in ["run.memory_overhead_percent", "fault.soft_vs_host.cold", "a.b2"] {
+            assert!(is_id(good), "{good}");
+        }
+        for bad in ["", "fault", "fault.", ".x", "fault..x", "Fault.x", "fault x.y", "fault.x-y"] {
+            assert!(!is_id(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "two results named a.b")]
+    fn an_id_names_one_thing() {
+        let mut report = Report::new("lacuna lab");
+        let one = Measurement::new("a.b", "x", Better::Lower, summary(1.0, 1.0, 1.0));
+        report.push(one.clone());
+        report.push(one);
+    }
+
+    /// The form others parse, literally. If this test must change, so must [`SCHEMA`], unless the
+    /// change only adds a field.
+    #[test]
+    fn the_json_form_is_stable() {
+        let mut report = Report::new("lacuna lab base --quick");
+        report.host = HostInfo {
+            cpu: "Some CPU".into(),
+            cores: 2,
+            kernel: "6.18".into(),
+            memory_bytes: 1 << 30,
+            date: "2026-01-31T00:00:00Z".into(),
+        };
+        report.push(
+            Measurement::new("fault.soft_vs_host", "x", Better::Lower, summary(0.25, 0.375, 0.5))
+                .bar(0.5)
+                .wanted(0.375)
+                .reference(1.0, "this host's kernel")
+                .param("pages", 64)
+                .arm("host", summary(1.0, 2.0, 3.0)),
+        );
+        report.skip("cpu.x86.vs_qemu_tcg.mem64m", "no QEMU");
+        let compact = serde_json::to_string(&report).unwrap();
+        let expected = concat!(
+            r#"{"schema":1,"host":{"cpu":"Some CPU","cores":2,"kernel":"6.18","#,
+            r#""memory_bytes":1073741824,"date":"2026-01-31T00:00:00Z"},"#,
+            r#""command":"lacuna lab base --quick","results":[{"id":"fault.soft_vs_host","#,
+            r#""value":0.375,"min":0.25,"max":0.5,"runs":7,"unit":"x","better":"lower","#,
+            r#""bar":0.5,"wanted":0.375,"met":true,"reference":1.0,"#,
+            r#""reference_source":"this host's kernel","simulated":false,"params":{"pages":64},"#,
+            r#""arms":{"host":{"max":3.0,"min":1.0,"runs":7,"value":2.0}}}],"#,
+            r#""skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m","why":"no QEMU"}]}"#,
+        );
+        assert_eq!(compact, expected);
+        assert_eq!(serde_json::from_str::<Report>(&report.to_json()).unwrap(), report);
+    }
+}
