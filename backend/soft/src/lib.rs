@@ -1,1 +1,38 @@
-//! placeholder
+//! The soft backend: a hypervisor in user space, without `/dev/kvm`.
+//!
+//! It joins what does not know each other: software processors (`lacuna-x86`) on a [`Bus`](lacuna_cpu::Bus)
+//! that is stage 2 and the fault path (`lacuna-mmu`), behind the vCPU trait of `lacuna-machine`.
+//!
+//! | file | job |
+//! |---|---|
+//! | `vm` | one VM: what its vCPUs share |
+//! | `bus` | a vCPU's view of memory: stage-2 walk, faults |
+//! | `vcpu` | one step of a vCPU, and the thread-mode loop around it |
+//! | `code` | which pages hold decoded instructions |
+//! | `exclusive` | the world-stop for split locks |
+//! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
+//! | `launch` | from a description of a run to its end |
+//! | `memory` | guest memory for loaders and viewers |
+//!
+//! # Unsafe
+//! One `unsafe impl` (in `bus`): the promise that a page handed to a processor stays valid until the vCPU's
+//! next quiescent point. It rests on the shoot-down protocol of `lacuna_sync::Quiescence`.
+#![deny(unsafe_code)]
+
+mod bus;
+mod code;
+mod exclusive;
+mod launch;
+mod memory;
+mod park;
+mod seeded;
+mod stall;
+mod vcpu;
+mod vm;
+
+pub use lacuna_host::HostStats;
+pub use launch::{Launch, Observed, Outcome, Swap};
+pub use seeded::{Guest, Trace, World, WorldConfig};
+pub use stall::Stalls;
+pub use vcpu::{Step, Vcpu, Wait};
+pub use vm::{SoftError, Vm, VmConfig};

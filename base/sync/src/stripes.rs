@@ -1,9 +1,10 @@
 //! The range lock of the stage-2 cursor, with the invalidation sequence beside it.
 //!
-//! The guest's frame numbers are cut into blocks of 512 pages (one leaf table, 2 MiB); block `b` belongs
-//! to stripe `b % STRIPES`. A stripe holds a lock, a count of invalidations in progress, and a
-//! sequence number. It exists whether or not anything is mapped there, which is why an invalidation
-//! excludes a fault that found nothing to unmap.
+//! The guest's frame numbers are cut into blocks of 512 pages (one leaf table, 2 MiB); every block belongs
+//! to a stripe. Neighbours have different ones, and so have blocks a power of two apart: guests like to
+//! give each thread an equal share of memory, and the threads advance in step. A stripe holds a lock, a
+//! count of invalidations in progress, and a sequence number. It exists whether or not anything is mapped
+//! there, which is why an invalidation excludes a fault that found nothing to unmap.
 //!
 //! ```text
 //! fault:        s = snapshot(block)     resolve the page    guard = lock(block)
@@ -60,7 +61,8 @@ impl Stripes {
 
     /// The stripe of a block (gfn >> 9).
     pub fn index_of(&self, block: u64) -> usize {
-        (block as usize) & (self.stripes.len() - 1)
+        let n = self.stripes.len();
+        (block ^ block >> n.trailing_zeros()) as usize & (n - 1)
     }
 
     /// The stripes that a range of blocks touches, each once, ascending: the order of locking.
@@ -71,6 +73,7 @@ impl Stripes {
         }
         let mut v: Vec<usize> = blocks.map(|b| self.index_of(b)).collect();
         v.sort_unstable();
+        v.dedup();
         v
     }
 

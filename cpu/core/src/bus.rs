@@ -21,7 +21,9 @@ pub enum Stop {
 ///
 /// # Safety
 /// A page returned by [`Bus::page`] must stay readable (and writable, if it says so) until the calling
-/// vCPU passes its next quiescent point: until it returns from its run loop.
+/// vCPU passes its next quiescent point: until it returns from its run loop. Processors keep such pages
+/// in a [`crate::Tlb`]: whoever takes a page back, and lets the vCPU pass a quiescent point before it is
+/// reused, flushes the processor's TLBs before that vCPU enters its run loop again.
 pub unsafe trait Bus {
     /// The page behind `gfn` for `access`: stage 2, faults included. Page walks ask with
     /// [`Access::Write`], as hardware with EPT A/D bits does (facts section 3.1).

@@ -11,6 +11,12 @@
 
 mod bus;
 mod page;
+#[cfg(feature = "testing")]
+pub mod testing;
+mod tlb;
+mod word;
 
 pub use bus::{Bus, Stop, Wake};
 pub use page::HostPage;
+pub use tlb::{Rights, Tlb};
+pub use word::Word;

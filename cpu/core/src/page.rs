@@ -1,5 +1,6 @@
 //! One page of guest memory, as a processor touches it.
 
+use crate::Word;
 use lacuna_addr::PAGE_SIZE;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -75,5 +76,61 @@ impl HostPage {
         assert!(offset & !(PAGE_SIZE - 8) == 0, "misaligned or outside the page");
         // SAFETY: as above; the lifetime is bounded by this short-lived handle.
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU64>() }
+    }
+}
+
+/// Bytes at any alignment, in series of atomics: what a misaligned or block access is made of.
+impl HostPage {
+    /// Replaces the aligned word at `offset` by `new(old)` atomically, sequentially consistent; returns the
+    /// old value. The page must be writable; `new` may be called more than once.
+    pub fn update_locked<T: Word>(self, offset: usize, new: impl FnMut(T) -> T) -> T {
+        assert!(offset & !(PAGE_SIZE - T::BYTES) == 0, "misaligned or outside the page");
+        debug_assert!(self.writable);
+        // SAFETY: as for the loads and stores above.
+        unsafe { T::update_locked(self.base.as_ptr().add(offset), new) }
+    }
+
+    /// `bytes` (1 to 8) little-endian bytes from `offset` on, all inside the page.
+    pub fn load_bytes(self, offset: usize, bytes: usize) -> u64 {
+        (0..bytes).fold(0, |value, i| value | u64::from(self.load_u8(offset + i)) << (8 * i))
+    }
+
+    /// Stores the low `bytes` (1 to 8) bytes of `value` from `offset` on, all inside the page.
+    pub fn store_bytes(self, offset: usize, bytes: usize, value: u64) {
+        for i in 0..bytes {
+            self.store_u8(offset + i, (value >> (8 * i)) as u8);
+        }
+    }
+
+    /// Repeats the 8-byte `pattern` over `len` bytes from `offset` on, in ascending order. The first byte
+    /// written is the pattern's lowest.
+    pub fn fill(self, offset: usize, len: usize, pattern: u64) {
+        let (mut at, end) = (offset, offset + len);
+        let mut pattern = pattern;
+        while at < end {
+            if at.is_multiple_of(8) && end - at >= 8 {
+                self.store_u64(at, pattern);
+                at += 8;
+            } else {
+                self.store_u8(at, pattern as u8);
+                pattern = pattern.rotate_right(8);
+                at += 1;
+            }
+        }
+    }
+
+    /// Copies `len` bytes from `from` at `from_offset`, in ascending order. The ranges must not overlap
+    /// with the destination ahead of the source by less than 8 bytes.
+    pub fn copy_from(self, offset: usize, from: Self, from_offset: usize, len: usize) {
+        let (mut to, mut at, end) = (offset, from_offset, from_offset + len);
+        while at < end {
+            if (to | at).is_multiple_of(8) && end - at >= 8 {
+                self.store_u64(to, from.load_u64(at));
+                (to, at) = (to + 8, at + 8);
+            } else {
+                self.store_u8(to, from.load_u8(at));
+                (to, at) = (to + 1, at + 1);
+            }
+        }
     }
 }

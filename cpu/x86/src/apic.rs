@@ -14,7 +14,12 @@
 //! accepted in ICR and LVT and do nothing.
 
 mod bus;
+mod lapic;
 mod registers;
 mod timer;
 
 pub use bus::ApicBus;
+pub(crate) use lapic::Lapic;
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,1 +1,33 @@
-//! placeholder
+//! A software x86-64 processor: long mode, CPL 0 and 3, integer instructions.
+//!
+//! It knows a [`Bus`](lacuna_cpu::Bus), not a hypervisor: it asks for the page behind a guest frame and gets
+//! a host page or a reason to stop. One [`Cpu`] is one vCPU; nothing in it is shared but what it posts
+//! to other processors through the [`ApicBus`].
+//!
+//! ```text
+//! decode.rs   bytes -> iced instruction -> lower/ -> 16-byte Ops, one basic block at a time
+//! cache.rs    blocks by page, direct links, jump cache; dropped when their page is written
+//! dispatch.rs the hot loop over Ops      general.rs, string.rs  the rarer instructions
+//! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
+//! cpu.rs      the run loop: interrupts, traps, exits          system.rs  instructions that end a block
+//! walk.rs     stage-1 paging     deliver.rs  events through the IDT     msr.rs cpuid.rs apic.rs
+//! ```
+#![forbid(unsafe_code)]
+
+mod apic;
+mod control;
+mod cpu;
+mod cpuid;
+mod deliver;
+mod exit;
+mod linear;
+mod msr;
+mod returns;
+mod segments;
+mod state;
+mod walk;
+
+pub use apic::ApicBus;
+pub use cpu::{Cpu, Regs};
+pub use exit::{Exit, Shutdown};
+pub use state::{Exception, System, Table, Trap};

@@ -53,3 +53,6 @@ pub(crate) trait Linear {
     /// Writes the low `width` bytes of `value`.
     fn write(&mut self, va: u64, width: Width, value: u64, user: User) -> Result<(), Trap>;
 }
+
+#[cfg(test)]
+pub(crate) mod mock;

@@ -48,22 +48,38 @@ impl Exception {
 
     /// A vector without error code.
     pub const fn plain(vector: u8) -> Self {
-        Self { vector, error: None, cr2: None }
+        Self {
+            vector,
+            error: None,
+            cr2: None,
+        }
     }
 
     /// #GP with a selector error code.
     pub const fn gp(error: u32) -> Self {
-        Self { vector: 13, error: Some(error), cr2: None }
+        Self {
+            vector: 13,
+            error: Some(error),
+            cr2: None,
+        }
     }
 
     /// #TS, #NP, #SS, #AC, #DF: any vector with an error code.
     pub const fn with_error(vector: u8, error: u32) -> Self {
-        Self { vector, error: Some(error), cr2: None }
+        Self {
+            vector,
+            error: Some(error),
+            cr2: None,
+        }
     }
 
     /// #PF at linear address `addr`.
     pub const fn page_fault(error: u32, addr: u64) -> Self {
-        Self { vector: 14, error: Some(error), cr2: Some(addr) }
+        Self {
+            vector: 14,
+            error: Some(error),
+            cr2: Some(addr),
+        }
     }
 }
 
@@ -137,7 +153,7 @@ pub struct System {
     /// Selectors: ES CS SS DS FS GS.
     pub selectors: [u16; 6],
     /// DPL of the segment in each selector, for the nulling on return to an outer level; 3 for a null
-    /// selector and for conforming code, which are never nulled.
+    /// selector, conforming code, CS and SS, which are never nulled.
     pub segment_dpl: [u8; 6],
     /// FS base.
     pub fs_base: u64,
@@ -210,7 +226,7 @@ impl System {
             fmask: 0,
             tsc_aux: 0,
             pat: 0x0007_0406_0007_0406,
-            misc_enable: 1,
+            misc_enable: 0x1801,
             dr: [0; 4],
             dr6: 0xffff_0ff0,
             dr7: 0x400,

@@ -49,7 +49,11 @@ impl User {
     /// The privilege of an explicit access at `cpl`.
     #[inline(always)]
     pub(crate) const fn at_cpl(cpl: u8) -> Self {
-        if cpl == 3 { Self::User } else { Self::Supervisor }
+        if cpl == 3 {
+            Self::User
+        } else {
+            Self::Supervisor
+        }
     }
 }
 
@@ -83,7 +87,11 @@ struct Slot {
 impl Default for WalkCache {
     fn default() -> Self {
         let empty = Slot { tag: 0, table: 0 };
-        Self { slots: Box::new([empty; Self::SLOTS]), generation: 1, wrote_code: false }
+        Self {
+            slots: Box::new([empty; Self::SLOTS]),
+            generation: 1,
+            wrote_code: false,
+        }
     }
 }
 
@@ -97,7 +105,10 @@ impl WalkCache {
         self.generation += 1;
         if self.generation >> (u64::BITS - Self::TAG_BITS) != 0 {
             let wrote_code = self.wrote_code;
-            *self = Self { wrote_code, ..Self::default() };
+            *self = Self {
+                wrote_code,
+                ..Self::default()
+            };
         }
     }
 
@@ -124,7 +135,10 @@ impl WalkCache {
     }
 
     fn fill(&mut self, va: u64, table: u64) {
-        self.slots[Self::slot(va)] = Slot { tag: self.tag(va), table };
+        self.slots[Self::slot(va)] = Slot {
+            tag: self.tag(va),
+            table,
+        };
     }
 
     fn drop_one(&mut self, va: u64) {
@@ -166,7 +180,18 @@ pub(crate) fn walk<B: Bus>(
     access: Access,
     user: User,
 ) -> Result<Mapping, Trap> {
-    let mut walker = Walker { sys, cache, bus, va, access, user };
+    // The cache's tags have no room for bits 63 to 48.
+    if !is_canonical(va) {
+        return Err(Exception::GP0.into());
+    }
+    let mut walker = Walker {
+        sys,
+        cache,
+        bus,
+        va,
+        access,
+        user,
+    };
     if let Some(table) = walker.cache.find(va) {
         match walker.page_table(table) {
             Ok(mapping) => return Ok(mapping),
@@ -190,9 +215,6 @@ struct Walker<'a, B> {
 impl<B: Bus> Walker<'_, B> {
     #[cold]
     fn from_root(&mut self) -> Result<Mapping, Trap> {
-        if !is_canonical(self.va) {
-            return Err(Exception::GP0.into());
-        }
         self.cache.drop_one(self.va);
         for _ in 0..MAX_RACES {
             match self.upper_levels() {
@@ -252,7 +274,11 @@ impl<B: Bus> Walker<'_, B> {
 
     #[inline(always)]
     fn reserved(&self, entry: u64, shift: u32) -> u64 {
-        let nx = if self.sys.efer & EFER_NXE == 0 { NO_EXECUTE } else { 0 };
+        let nx = if self.sys.efer & EFER_NXE == 0 {
+            NO_EXECUTE
+        } else {
+            0
+        };
         let level = match shift {
             39 => LARGE,
             // Bit 12 of a large leaf is its PAT bit.
@@ -287,7 +313,11 @@ impl<B: Bus> Walker<'_, B> {
         if !allowed || (self.user == User::User && !user_page) {
             return Err(FAULT_PROTECTION);
         }
-        let set = if self.access.is_write() { ACCESSED | DIRTY } else { ACCESSED };
+        let set = if self.access.is_write() {
+            ACCESSED | DIRTY
+        } else {
+            ACCESSED
+        };
         self.update(page, gfn, shift, entry, set)?;
         let below = (1 << shift) - 1;
         let address = (entry & FRAME & !below) | (self.va & below);
@@ -345,3 +375,6 @@ const fn offset(va: u64, shift: u32) -> usize {
 const fn entry_is_leaf(entry: u64, shift: u32) -> bool {
     shift < 39 && entry & LARGE != 0
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,1 +1,44 @@
-//! placeholder
+//! Stage-2 translation: guest frame to host frame, in hardware-format tables.
+//!
+//! | file | job |
+//! |---|---|
+//! | `format/` | bits, shifts and masks, nowhere else |
+//! | `entry` | the same entries, decoded |
+//! | `walk` | plays the hardware: translates, sets A and D, without a lock |
+//! | `cursor` | the lock: the only way to change a mapping |
+//! | `map` `unmap` `protect` `age` | one verb each |
+//! | `change` | the one function that writes an entry: counts and asserts legality |
+//! | `flush` | a stale TLB is a value that must be dealt with |
+//! | `verify` | walks everything and asserts |
+//!
+//! Three rules. *The cursor is the lock*: entries change under the stripe of their block, so faults on
+//! different 2 MiB blocks do not meet; only A and D change beside it, by the walker. *A leaf never
+//! changes its frame*: it is unmapped, shot down, and mapped anew. *Prepare may fail, commit may not.*
+//!
+//! Imports `addr`, `sync`, `tables`. No `unsafe`.
+#![forbid(unsafe_code)]
+
+mod age;
+mod change;
+mod cursor;
+mod entry;
+mod flush;
+mod format;
+mod map;
+mod protect;
+mod stage2;
+mod unmap;
+mod verify;
+mod walk;
+
+pub use age::Age;
+pub use change::Counts;
+pub use cursor::Cursor;
+pub use entry::{Entry, EntryRef, Leaf, Write};
+pub use flush::{Flush, Shootdown, Waiting};
+pub use lacuna_sync::Snapshot;
+pub use lacuna_tables::{Arena, ArenaError, Exhausted, TableId, Usage};
+pub use map::{MapError, Mapped, Place};
+pub use stage2::Stage2;
+pub use unmap::Removed;
+pub use walk::{Cause, Translation, Violation, Walk};

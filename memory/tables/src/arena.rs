@@ -110,9 +110,17 @@ impl Arena {
         // SAFETY: the range is the mapping just made; this advice keeps its contents.
         let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
         let base = NonNull::new(base.cast()).expect("mmap succeeded");
-        let lists =
-            Lists { fresh: 1, free: Vec::new(), limbo: VecDeque::new(), detached: 0 };
-        Ok(Self { base, cap, lists: Mutex::new(lists) })
+        let lists = Lists {
+            fresh: 1,
+            free: Vec::new(),
+            limbo: VecDeque::new(),
+            detached: 0,
+        };
+        Ok(Self {
+            base,
+            cap,
+            lists: Mutex::new(lists),
+        })
     }
 
     /// Most tables that may exist at once.
@@ -132,7 +140,10 @@ impl Arena {
                     return Ok(id);
                 }
                 None => {
-                    return Err(Exhausted { cap: self.cap, limbo: lists.limbo.len() as u32 });
+                    return Err(Exhausted {
+                        cap: self.cap,
+                        limbo: lists.limbo.len() as u32,
+                    });
                 }
             }
         };
@@ -201,7 +212,9 @@ impl Arena {
     }
 
     fn lists(&self) -> MutexGuard<'_, Lists> {
-        self.lists.lock().expect("no panic while holding the arena's lists")
+        self.lists
+            .lock()
+            .expect("no panic while holding the arena's lists")
     }
 
     const fn bytes(cap: u32) -> usize {

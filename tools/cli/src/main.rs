@@ -1,1 +1,32 @@
-fn main() {}
+//! The command `lacuna`.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use lacuna_cli::args::{Cli, Command, DoctorArgs};
+use lacuna_cli::doctor;
+use lacuna_cli::exit::Exit;
+use lacuna_cli::output::print;
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Some(Command::Doctor(args)) => doctor(&args),
+        None | Some(Command::Run(_) | Command::Lab(_)) => {
+            eprintln!("lacuna: this build has no backend to run a guest on");
+            Exit::Host
+        }
+    }
+    .into()
+}
+
+fn doctor(args: &DoctorArgs) -> Exit {
+    let swap_dir = args.swap_dir.clone().unwrap_or_else(std::env::temp_dir);
+    let diagnosis = doctor::examine(&swap_dir);
+    print(&if args.json {
+        diagnosis.to_json()
+    } else {
+        diagnosis.to_text()
+    });
+    Exit::Done
+}

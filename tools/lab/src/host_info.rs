@@ -27,9 +27,13 @@ impl HostInfo {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease");
-        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since_epoch = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
         Self {
-            cpu: field(&cpuinfo, "model name").unwrap_or("unknown").to_owned(),
+            cpu: field(&cpuinfo, "model name")
+                .unwrap_or("unknown")
+                .to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             kernel: kernel.map_or("unknown".into(), |release| release.trim().to_owned()),
             memory_bytes: kib(&meminfo, "MemTotal").unwrap_or(0),
@@ -71,7 +75,10 @@ fn iso_8601(seconds: u64) -> String {
         month += 1;
     }
     let (hour, minute, second) = (time / 3600, time / 60 % 60, time % 60);
-    format!("{year}-{month:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z", days + 1)
+    format!(
+        "{year}-{month:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z",
+        days + 1
+    )
 }
 
 #[cfg(test)]

@@ -1,0 +1,153 @@
+//! What the host kernel's own page fault costs: the denominator of `fault.soft_vs_host`.
+//!
+//! One anonymous 4 KiB page at a time, zeroing included, in CPU time of the touching thread, so
+//! that a busy neighbour costs nothing:
+//!
+//! ```text
+//! hot    map 64 pages ─ touch ─ unmap ─ again    the kernel gets back the frames it just freed:
+//!                                                frames and tables stay in the caches
+//! cold   flush ─ touch 256 pages of a fresh map ─ flush ─ touch the next 256 ...
+//! ```
+//!
+//! Mapping and unmapping are not timed, and neither is the page-table page under the area: it is
+//! there before the clock starts, as our own tables are.
+
+use std::hint::black_box;
+use std::io;
+
+use memmap2::{Advice, MmapMut};
+use rustix::time::{ClockId, clock_gettime};
+
+const PAGE: usize = 4096;
+/// Pages of one hot map: a quarter MiB stays in a second-level cache.
+const HOT_PAGES: usize = 64;
+/// Pages touched between two flushes: enough that reading the clock weighs nothing.
+const COLD_PAGES: usize = 256;
+/// Longer than the share of the last-level cache one thread gets on the machines we know.
+const FLUSH_BYTES: usize = 64 << 20;
+
+/// CPU time this thread has used, in nanoseconds.
+pub fn thread_cpu_ns() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    let [seconds, ns] = [time.tv_sec, time.tv_nsec].map(|part| u64::try_from(part).unwrap_or(0));
+    seconds * 1_000_000_000 + ns
+}
+
+/// A buffer larger than the caches; streaming over it leaves nothing else in them.
+pub struct CacheFlush(Vec<u64>);
+
+impl Default for CacheFlush {
+    fn default() -> Self {
+        // Not zero: a zeroed allocation would be one shared page, and a very small cache load.
+        Self(vec![1; FLUSH_BYTES / size_of::<u64>()])
+    }
+}
+
+impl CacheFlush {
+    /// Empties the caches of everything else.
+    pub fn run(&self) {
+        black_box(
+            self.0
+                .iter()
+                .fold(0_u64, |sum, word| sum.wrapping_add(*word)),
+        );
+    }
+}
+
+/// Nanoseconds of CPU time a fault of the host kernel takes with warm caches.
+///
+/// One slice of at least `faults` faults, for [`crate::stats::compare`].
+///
+/// # Errors
+/// Those of mapping anonymous memory.
+pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
+    let maps = faults.div_ceil(HOT_PAGES).max(1);
+    let mut spent = 0;
+    for _ in 0..maps {
+        let mut area = small_pages(HOT_PAGES)?;
+        spent += touch(&mut area, 0..HOT_PAGES);
+    }
+    Ok(spent as f64 / (maps * HOT_PAGES) as f64)
+}
+
+/// The same with cold caches: `flush` runs between batches of faults.
+///
+/// # Errors
+/// Those of mapping anonymous memory.
+pub fn cold_fault_ns(faults: usize, flush: &CacheFlush) -> io::Result<f64> {
+    let batches = faults.div_ceil(COLD_PAGES).max(1);
+    let mut area = small_pages(batches * COLD_PAGES)?;
+    let mut spent = 0;
+    for batch in 0..batches {
+        flush.run();
+        spent += touch(&mut area, batch * COLD_PAGES..(batch + 1) * COLD_PAGES);
+    }
+    Ok(spent as f64 / (batches * COLD_PAGES) as f64)
+}
+
+/// Anonymous memory without huge pages, with a page more at each end; those two are touched, so
+/// that the tables between them exist.
+fn small_pages(pages: usize) -> io::Result<MmapMut> {
+    let mut area = MmapMut::map_anon((pages + 2) * PAGE)?;
+    match area.advise(Advice::NoHugePage) {
+        // A kernel built without huge pages does not know the advice, and does not need it.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
+        other => other?,
+    }
+    area[0] = 1;
+    area[(pages + 1) * PAGE] = 1;
+    Ok(area)
+}
+
+/// Touches `pages` of `area`, counted behind its guard page, and returns the CPU time it took.
+fn touch(area: &mut MmapMut, pages: std::ops::Range<usize>) -> u64 {
+    let start = thread_cpu_ns();
+    for page in pages {
+        area[(page + 1) * PAGE] = 1;
+    }
+    black_box(area.as_ptr());
+    thread_cpu_ns() - start
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Minor faults of this thread so far (`proc(5)`, field 10 of `stat`).
+    fn minor_faults() -> u64 {
+        let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        let after_name = stat.rsplit_once(')').unwrap().1;
+        after_name
+            .split_whitespace()
+            .nth(7)
+            .unwrap()
+            .parse()
+            .unwrap()
+    }
+
+    /// What is timed really faults, once a page: no huge page, no page touched twice.
+    #[test]
+    fn every_timed_page_is_one_fault() {
+        let before = minor_faults();
+        let cost = hot_fault_ns(10 * HOT_PAGES).unwrap();
+        let faults = minor_faults() - before;
+        assert!(
+            (640..640 + 100).contains(&faults),
+            "{faults} faults for 640 pages"
+        );
+        assert!(cost > 0.0);
+    }
+
+    #[test]
+    fn cold_areas_fault_as_often() {
+        let flush = CacheFlush::default();
+        let before = minor_faults();
+        let cost = cold_fault_ns(2 * COLD_PAGES, &flush).unwrap();
+        let faults = minor_faults() - before;
+        assert!(
+            (512..512 + 100).contains(&faults),
+            "{faults} faults for 512 pages"
+        );
+        assert!(cost > 0.0);
+    }
+}

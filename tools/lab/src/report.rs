@@ -11,7 +11,15 @@ use crate::result::{Better, Measurement, Report};
 
 /// The report as an aligned table: one line a result, the skipped ones below.
 pub fn table(report: &Report) -> String {
-    let header = ["result", "value", "95 % interval", "runs", "bar", "wanted", ""];
+    let header = [
+        "result",
+        "value",
+        "95 % interval",
+        "runs",
+        "bar",
+        "wanted",
+        "",
+    ];
     let mut rows = vec![header.map(str::to_owned)];
     rows.extend(report.results.iter().map(row));
     let mut text = align(&rows);
@@ -139,7 +147,7 @@ mod tests {
             (19.951, "20.0"),
             (840.4, "840"),
             (12345.6, "12346"),
-            (-3.14159, "-3.14"),
+            (-3.256, "-3.26"),
         ] {
             assert_eq!(figure(value), text);
         }
@@ -149,7 +157,13 @@ mod tests {
     fn a_table_is_aligned_and_names_what_was_missed_or_skipped() {
         let mut report = Report::new("lacuna lab base");
         report.host.date = "2026-01-31T00:00:00Z".into();
-        let summary = Summary { median: 0.38, low: 0.36, high: 0.41, runs: 15, coverage: 0.96 };
+        let summary = Summary {
+            median: 0.38,
+            low: 0.36,
+            high: 0.41,
+            runs: 15,
+            coverage: 0.96,
+        };
         let fault = Measurement::new("fault.soft_vs_host", "x", Better::Lower, summary);
         let rate = Measurement::new(
             "cpu.x86.minstr_per_s.alu",
@@ -163,13 +177,12 @@ mod tests {
         let text = table(&report);
         let lines: Vec<&str> = text.lines().collect();
         let expected = [
-            "result                      value   95 % interval  runs     bar    wanted",
+            "result                      value   95 % interval  runs       bar    wanted",
             "fault.soft_vs_host        0.380 x  0.360 .. 0.410    15  <= 0.500  <= 0.400  ok",
             "cpu.x86.minstr_per_s.alu  380 M/s      360 .. 410    15    >= 600            MISSED",
             "cpu.x86.vs_qemu_tcg.mem64m  skipped: no QEMU",
         ];
-        assert_eq!(lines[1..4], expected[1..4]);
-        assert!(lines[0].starts_with("result") && lines[0].ends_with("wanted"));
+        assert_eq!(lines[..4], expected);
         assert_eq!(report.missed().count(), 1);
     }
 }

@@ -57,18 +57,26 @@ impl Report {
     /// If its id is already there: an id names one thing.
     pub fn push(&mut self, measurement: Measurement) {
         let id = &measurement.id;
-        assert!(self.results.iter().all(|known| known.id != *id), "two results named {id}");
+        assert!(
+            self.results.iter().all(|known| known.id != *id),
+            "two results named {id}"
+        );
         self.results.push(measurement);
     }
 
     /// Notes that `id` was not measured.
     pub fn skip(&mut self, id: impl Into<String>, why: impl ToString) {
-        self.skipped.push(Skipped { id: id.into(), why: why.to_string() });
+        self.skipped.push(Skipped {
+            id: id.into(),
+            why: why.to_string(),
+        });
     }
 
     /// The results whose bar was missed.
     pub fn missed(&self) -> impl Iterator<Item = &Measurement> {
-        self.results.iter().filter(|result| result.met == Some(false))
+        self.results
+            .iter()
+            .filter(|result| result.met == Some(false))
     }
 
     /// The JSON form, indented, with a newline at the end.
@@ -217,7 +225,13 @@ impl Measurement {
 /// An arm's own figures, for [`Measurement::arm`].
 impl From<Summary> for Value {
     fn from(summary: Summary) -> Self {
-        let Summary { median, low, high, runs, .. } = summary;
+        let Summary {
+            median,
+            low,
+            high,
+            runs,
+            ..
+        } = summary;
         serde_json::json!({"value": median, "min": low, "max": high, "runs": runs})
     }
 }
@@ -225,8 +239,7 @@ impl From<Summary> for Value {
 fn is_id(id: &str) -> bool {
     let word = |word: &str| {
         let mut bytes = word.bytes();
-        !word.is_empty()
-            && bytes.all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+        !word.is_empty() && bytes.all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
     };
     id.contains('.') && id.split('.').all(word)
 }
@@ -236,17 +249,35 @@ mod tests {
     use super::*;
 
     fn summary(low: f64, median: f64, high: f64) -> Summary {
-        Summary { median, low, high, runs: 7, coverage: 0.98 }
+        Summary {
+            median,
+            low,
+            high,
+            runs: 7,
+            coverage: 0.98,
+        }
     }
 
     /// The worse end decides, not the median, and equality is enough.
     #[test]
     fn bars() {
         let of = |better, s| Measurement::new("a.b", "x", better, s);
-        assert_eq!(of(Better::Lower, summary(0.3, 0.4, 0.5)).bar(0.5).met, Some(true));
-        assert_eq!(of(Better::Lower, summary(0.3, 0.4, 0.51)).bar(0.5).met, Some(false));
-        assert_eq!(of(Better::Higher, summary(1.8, 1.9, 2.0)).bar(1.8).met, Some(true));
-        assert_eq!(of(Better::Higher, summary(1.7, 1.9, 2.0)).bar(1.8).met, Some(false));
+        assert_eq!(
+            of(Better::Lower, summary(0.3, 0.4, 0.5)).bar(0.5).met,
+            Some(true)
+        );
+        assert_eq!(
+            of(Better::Lower, summary(0.3, 0.4, 0.51)).bar(0.5).met,
+            Some(false)
+        );
+        assert_eq!(
+            of(Better::Higher, summary(1.8, 1.9, 2.0)).bar(1.8).met,
+            Some(true)
+        );
+        assert_eq!(
+            of(Better::Higher, summary(1.7, 1.9, 2.0)).bar(1.8).met,
+            Some(false)
+        );
         assert_eq!(of(Better::Higher, summary(1.7, 1.9, 2.0)).met, None);
         let nan = summary(f64::NAN, f64::NAN, f64::NAN);
         assert_eq!(of(Better::Lower, nan).bar(0.5).met, Some(false));
@@ -254,10 +285,23 @@ mod tests {
 
     #[test]
     fn ids() {
-        for good in ["run.memory_overhead_percent", "fault.soft_vs_host.cold", "a.b2"] {
+        for good in [
+            "run.memory_overhead_percent",
+            "fault.soft_vs_host.cold",
+            "a.b2",
+        ] {
             assert!(is_id(good), "{good}");
         }
-        for bad in ["", "fault", "fault.", ".x", "fault..x", "Fault.x", "fault x.y", "fault.x-y"] {
+        for bad in [
+            "",
+            "fault",
+            "fault.",
+            ".x",
+            "fault..x",
+            "Fault.x",
+            "fault x.y",
+            "fault.x-y",
+        ] {
             assert!(!is_id(bad), "{bad}");
         }
     }
@@ -284,12 +328,17 @@ mod tests {
             date: "2026-01-31T00:00:00Z".into(),
         };
         report.push(
-            Measurement::new("fault.soft_vs_host", "x", Better::Lower, summary(0.25, 0.375, 0.5))
-                .bar(0.5)
-                .wanted(0.375)
-                .reference(1.0, "this host's kernel")
-                .param("pages", 64)
-                .arm("host", summary(1.0, 2.0, 3.0)),
+            Measurement::new(
+                "fault.soft_vs_host",
+                "x",
+                Better::Lower,
+                summary(0.25, 0.375, 0.5),
+            )
+            .bar(0.5)
+            .wanted(0.375)
+            .reference(1.0, "this host's kernel")
+            .param("pages", 64)
+            .arm("host", summary(1.0, 2.0, 3.0)),
         );
         report.skip("cpu.x86.vs_qemu_tcg.mem64m", "no QEMU");
         let compact = serde_json::to_string(&report).unwrap();
@@ -304,6 +353,9 @@ mod tests {
             r#""skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m","why":"no QEMU"}]}"#,
         );
         assert_eq!(compact, expected);
-        assert_eq!(serde_json::from_str::<Report>(&report.to_json()).unwrap(), report);
+        assert_eq!(
+            serde_json::from_str::<Report>(&report.to_json()).unwrap(),
+            report
+        );
     }
 }

@@ -65,8 +65,15 @@ impl Summary {
     #[must_use]
     pub fn scaled(self, factor: f64) -> Self {
         assert!(factor > 0.0, "a unit is positive");
-        let Self { median, low, high, .. } = self;
-        Self { median: median * factor, low: low * factor, high: high * factor, ..self }
+        let Self {
+            median, low, high, ..
+        } = self;
+        Self {
+            median: median * factor,
+            low: low * factor,
+            high: high * factor,
+            ..self
+        }
     }
 }
 
@@ -154,7 +161,11 @@ pub fn rounds<E>(
 /// # Panics
 /// If the arms have different numbers of runs.
 pub fn paired(a: &[f64], b: &[f64]) -> Summary {
-    assert_eq!(a.len(), b.len(), "arms of one experiment have the same rounds");
+    assert_eq!(
+        a.len(),
+        b.len(),
+        "arms of one experiment have the same rounds"
+    );
     let ratios: Vec<f64> = a.iter().zip(b).map(|(a, b)| b / a).collect();
     Summary::of(&ratios)
 }
@@ -195,7 +206,16 @@ mod tests {
     /// Published tables of the order-statistics interval (ranks counted from one).
     #[test]
     fn intervals_have_the_ranks_of_the_tables() {
-        for (n, rank) in [(5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8)] {
+        for (n, rank) in [
+            (5, 1),
+            (6, 1),
+            (8, 1),
+            (9, 2),
+            (12, 3),
+            (15, 4),
+            (20, 6),
+            (25, 8),
+        ] {
             assert_eq!(interval(n).0 + 1, rank, "{n} runs");
         }
         assert!((interval(5).1 - 0.9375).abs() < 1e-12);
@@ -205,8 +225,8 @@ mod tests {
         assert!(skip > 900 && coverage >= CONFIDENCE);
     }
 
-    /// A million-to-one skewed source: the interval must still cover its median as often as it
-    /// says. The generator is a fixed one, so this test has one outcome.
+    /// An exponential source: the interval must still cover its median as often as it says. The
+    /// generator is a fixed one, so this test has one outcome.
     #[test]
     fn coverage_holds_for_a_skewed_distribution() {
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
@@ -227,7 +247,10 @@ mod tests {
             .count();
         let share = covered as f64 / f64::from(trials);
         let promised = interval(15).1;
-        assert!((share - promised).abs() < 0.015, "covered {share}, promised {promised}");
+        assert!(
+            (share - promised).abs() < 0.015,
+            "covered {share}, promised {promised}"
+        );
     }
 
     #[test]

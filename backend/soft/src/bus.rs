@@ -1,0 +1,107 @@
+//! A vCPU's view of memory: stage-2 walk, and the fault path when the walk fails.
+
+use crate::Vm;
+use lacuna_addr::{Access, Gfn, Gpa, Pfn};
+use lacuna_cpu::{Bus, HostPage, Stop};
+use lacuna_host::{HostError, Ticket};
+use lacuna_mmu::{Faulter, Outcome};
+use lacuna_stage2::{Shootdown, Walk};
+use std::sync::Arc;
+
+/// What a stopped instruction waits for.
+pub(crate) enum Blocked {
+    /// A page that is on its way.
+    Page(Ticket),
+    /// A free frame.
+    Memory,
+    /// An invalidation near its page to end.
+    Busy,
+    /// Nothing: the content of this page is gone.
+    Lost(Gpa, String),
+    /// Nothing: no table page is left.
+    NoTables(String),
+}
+
+/// One vCPU's bus.
+pub(crate) struct SoftBus {
+    vm: Arc<Vm>,
+    index: usize,
+    faulter: Faulter,
+    pub(crate) blocked: Option<Blocked>,
+}
+
+impl SoftBus {
+    pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, HostError> {
+        let faulter = vm.mmu.faulter()?;
+        Ok(Self { vm, index, faulter, blocked: None })
+    }
+
+    pub(crate) fn faulter(&mut self) -> &mut Faulter {
+        &mut self.faulter
+    }
+
+    #[inline]
+    #[allow(unsafe_code, reason = "the one place where a frame becomes a page of a processor")]
+    fn host_page(&self, gfn: Gfn, pfn: Pfn, writable: bool) -> HostPage {
+        let base = self.vm.host.frame(pfn).as_non_null();
+        let watched = self.vm.code.is_watched(gfn);
+        // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as long
+        // as the host lives, which the VM holds. That it stays *this page's* frame until the next
+        // quiescent point: the leaf that named it was read, or installed, while this vCPU was online;
+        // whoever unmaps it requests an epoch afterwards and waits for this vCPU before the frame is
+        // reused (`Mmu::invalidate`, `Mmu::zap`). Everyone who touches frames of mapped pages uses
+        // atomics (`lacuna_host`'s contract for `frame`).
+        unsafe { HostPage::new(base, writable, watched) }
+    }
+
+    #[cold]
+    fn stop(&mut self, gfn: Gfn, outcome: Outcome) -> Stop {
+        let (blocked, stop) = match outcome {
+            Outcome::Busy => (Blocked::Busy, Stop::Wait),
+            Outcome::Pending(ticket) => (Blocked::Page(ticket), Stop::Wait),
+            Outcome::NoMemory => (Blocked::Memory, Stop::Wait),
+            Outcome::Mmio => return Stop::Mmio(gfn.gpa()),
+            Outcome::Lost(page) => (Blocked::Lost(gfn.gpa(), page.to_string()), Stop::Lost),
+            Outcome::NoTables(e) => (Blocked::NoTables(e.to_string()), Stop::Lost),
+            Outcome::Mapped(_) => unreachable!("a mapped page stops nothing"),
+        };
+        self.blocked = Some(blocked);
+        stop
+    }
+}
+
+// SAFETY: see `host_page`. Frames are handed out only while the vCPU is online (`Vcpu::step` brings it
+// online around every entry of the processor), and the processor's TLB is flushed before it comes online
+// again after any epoch.
+#[allow(unsafe_code, reason = "the vCPU's guest-memory fast path")]
+unsafe impl Bus for SoftBus {
+    #[inline]
+    fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
+        let vm = &self.vm;
+        if let Walk::Hit(hit) = vm.mmu.stage2().walk(gfn, access) {
+            return Ok(self.host_page(gfn, hit.pfn, hit.writable));
+        }
+        match vm.mmu.fault(&mut self.faulter, gfn, access) {
+            Outcome::Mapped(page) => Ok(self.host_page(gfn, page.pfn, page.writable)),
+            other => Err(self.stop(gfn, other)),
+        }
+    }
+
+    fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
+        let vm = &self.vm;
+        if !vm.code.watch(gfn) {
+            return Ok(());
+        }
+        // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that watch
+        // pages at the same time must not wait for each other.
+        let quiescence = vm.quiescence();
+        let epoch = quiescence.request();
+        quiescence.offline(self.index);
+        Shootdown::wait(quiescence, epoch);
+        Err(Stop::Again)
+    }
+
+    fn code_written(&mut self, gfn: Gfn) {
+        self.vm.code.written(gfn, self.index, self.vm.quiescence());
+    }
+}

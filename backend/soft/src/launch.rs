@@ -1,0 +1,184 @@
+//! From a description of a run to its end: what `lacuna run`, the lab and the tests have in common.
+
+use crate::{Guest, SoftError, Stalls, Trace, Vm, VmConfig, World, WorldConfig};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_host::{
+    FileStore, Host, HostConfig, HostError, HostStats, Io, Latency, MemoryStore, SwapStore,
+};
+use lacuna_machine::{Board, Console, Ending, GuestMemory, Image};
+use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Where pages go that have no frame.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Swap {
+    /// An unlinked file in this folder.
+    File(PathBuf),
+    /// Compressed, inside the resident budget.
+    Memory,
+}
+
+/// A run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Launch {
+    /// The memory that the guest believes it has.
+    pub memory: PageCount,
+    /// The frames it gets.
+    pub resident: PageCount,
+    /// Its processors.
+    pub vcpus: usize,
+    /// Where the rest goes.
+    pub swap: Swap,
+    /// Added to every swap transfer.
+    pub latency: Duration,
+    /// One thread, virtual time, bit-exact; `None` for threads and real time.
+    pub seed: Option<u64>,
+    /// For the guest kernel; `smp=` and `ap=` are added.
+    pub command_line: String,
+}
+
+/// A run that is under way or over.
+pub struct Observed<'a> {
+    /// The VM.
+    pub vm: &'a Vm,
+    /// Its devices.
+    pub board: &'a Board,
+    /// The guest's time.
+    pub now: Nanos,
+}
+
+/// How a run went.
+pub struct Outcome {
+    /// Why it ended.
+    pub ending: Ending,
+    /// The host's counters at the end, the VM still there.
+    pub host: HostStats,
+    /// Each vCPU's stalls.
+    pub stalls: Vec<Stalls>,
+    /// Instructions that each vCPU retired.
+    pub retired: Vec<u64>,
+    /// The guest's time at the end.
+    pub end: Nanos,
+    /// The guest's status page, if it announced one.
+    pub status: Option<Vec<u8>>,
+    /// Of a seeded run.
+    pub trace: Option<Trace>,
+}
+
+/// How often the watcher of a threaded run looks.
+const WATCH: Duration = Duration::from_millis(100);
+/// A swap transfer's virtual time without added latency: about the plain file's here.
+const VIRTUAL_IO_NS: u64 = 50_000;
+
+impl Launch {
+    /// The memory manager of this run, for several VMs to share if wanted.
+    pub fn host(&self, clock: Arc<dyn Clock>) -> Result<Arc<Host>, HostError> {
+        let io = match self.seed {
+            None => Io::Threads { readers: 4 },
+            Some(seed) => Io::Virtual { seed, latency_ns: VIRTUAL_IO_NS..2 * VIRTUAL_IO_NS },
+        };
+        // Twice the memory: runs of free places for clusters stay easy to find.
+        let capacity = PageCount::new(2 * self.memory.get());
+        let swap = match &self.swap {
+            Swap::File(dir) => self.delayed(FileStore::create(dir, capacity)?),
+            Swap::Memory => self.delayed(MemoryStore::new()),
+        };
+        Host::new(HostConfig { budget: self.resident, swap, io, clock })
+    }
+
+    fn delayed<S: SwapStore + 'static>(&self, store: S) -> Box<dyn SwapStore> {
+        match u64::try_from(self.latency.as_nanos()).unwrap_or(u64::MAX) {
+            0 => Box::new(store),
+            ns => Box::new(Latency::new(store, ns)),
+        }
+    }
+
+    /// The guest kernel's whole command line.
+    pub fn full_command_line(&self) -> String {
+        format!("smp={} ap=direct {}", self.vcpus, self.command_line).trim_end().to_owned()
+    }
+
+    /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
+    ///
+    /// # Errors
+    /// What keeps the run from starting. A run that started has an [`Ending`].
+    pub fn run(
+        &self,
+        image: &Image<'_>,
+        console: impl Console + 'static,
+        watch: impl FnMut(&Observed<'_>),
+    ) -> Result<Outcome, SoftError> {
+        match self.seed {
+            None => self.run_threads(image, console, watch),
+            Some(seed) => self.run_seeded(seed, image, console, watch),
+        }
+    }
+
+    fn config(&self) -> VmConfig {
+        VmConfig { memory: self.memory, vcpus: self.vcpus }
+    }
+
+    fn run_threads(
+        &self,
+        image: &Image<'_>,
+        console: impl Console + 'static,
+        mut watch: impl FnMut(&Observed<'_>),
+    ) -> Result<Outcome, SoftError> {
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        let host = self.host(Arc::clone(&clock))?;
+        let vm = Vm::new(Arc::clone(&host), Arc::clone(&clock), self.config())?;
+        let vcpus = vm.boot(image, &self.full_command_line())?;
+        let board = Board::new(console);
+        let background = host.spawn_background()?;
+        std::thread::scope(|scope| {
+            let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
+            while !runner.is_finished() {
+                watch(&Observed { vm: &vm, board: &board, now: clock.now() });
+                std::thread::sleep(WATCH);
+            }
+        });
+        drop(background);
+        Ok(Outcome::of(&vm, &board, clock.now(), None))
+    }
+
+    fn run_seeded(
+        &self,
+        seed: u64,
+        image: &Image<'_>,
+        console: impl Console + 'static,
+        mut watch: impl FnMut(&Observed<'_>),
+    ) -> Result<Outcome, SoftError> {
+        let clock = Arc::new(VirtualClock::default());
+        let host = self.host(Arc::clone(&clock) as Arc<dyn Clock>)?;
+        let vm = Vm::new(Arc::clone(&host), Arc::clone(&clock) as Arc<dyn Clock>, self.config())?;
+        let vcpus = vm.boot(image, &self.full_command_line())?;
+        let board = Arc::new(Board::new(console));
+        let mut world = World::new(WorldConfig { seed, clock: Arc::clone(&clock), host });
+        world.add(Guest { vm: Arc::clone(&vm), vcpus, board: Arc::clone(&board) });
+        let trace = world.run(|| watch(&Observed { vm: &vm, board: &board, now: clock.now() }));
+        Ok(Outcome::of(&vm, &board, clock.now(), Some(trace)))
+    }
+}
+
+impl Outcome {
+    fn of(vm: &Vm, board: &Board, end: Nanos, trace: Option<Trace>) -> Self {
+        Self {
+            ending: board.ending().unwrap_or(Ending::Stopped),
+            host: vm.host().stats(),
+            stalls: vm.stalls(),
+            retired: vm.retired(),
+            status: status_page(vm, board),
+            end,
+            trace,
+        }
+    }
+}
+
+/// A copy of the status page, from swap if need be.
+fn status_page(vm: &Vm, board: &Board) -> Option<Vec<u8>> {
+    let mut page = vec![0; PAGE_SIZE];
+    vm.read(board.status_page()?.gpa(), &mut page).ok()?;
+    Some(page)
+}

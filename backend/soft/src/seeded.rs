@@ -1,0 +1,218 @@
+//! All vCPUs of one or more VMs on one thread, under a virtual clock and a seed: bit-exact.
+//!
+//! ```text
+//! loop: wake who can run -> draw one of them and a number of instructions -> step it -> time goes on by
+//!       1 ns an instruction -> deliver I/O that is due -> now and then one step of background reclaim
+//!       nobody can run: jump to the next completion or timer; there is none: the guest hangs
+//! ```
+//! The same code runs in thread mode; only time, I/O and the choice of who runs next come from here. The
+//! [`Trace`] hashes every choice and every vCPU's state after each slice, so that two runs with the same
+//! seed either have the same hash or a bug.
+
+use crate::vcpu::{Step, Vcpu, Wait};
+use crate::Vm;
+use fastrand::Rng;
+use lacuna_host::{Host, Ticket};
+use lacuna_machine::{Board, Ending, Next, Vcpu as _, VcpuError, dispatch};
+use lacuna_sync::{Clock, Nanos, VirtualClock};
+use std::sync::Arc;
+
+/// Longest slice, in instructions.
+const SLICE_MAX: u64 = 4000;
+/// What a slice costs beside its instructions, so that time goes on for one that retires none.
+const SLICE_NS: u64 = 50;
+
+/// What makes a world.
+pub struct WorldConfig {
+    /// Everything follows from it.
+    pub seed: u64,
+    /// The clock that the VMs and the host were made with.
+    pub clock: Arc<VirtualClock>,
+    /// Their memory manager, with a virtual executor.
+    pub host: Arc<Host>,
+}
+
+/// One VM to run.
+pub struct Guest {
+    /// The VM.
+    pub vm: Arc<Vm>,
+    /// Its vCPUs, from [`Vm::boot`].
+    pub vcpus: Vec<Vcpu>,
+    /// Its devices.
+    pub board: Arc<Board>,
+}
+
+/// What a run leaves behind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Trace {
+    /// FNV-1a over every slice: who ran, how far, in which state it stopped, at what time.
+    pub hash: u64,
+    /// Slices run.
+    pub slices: u64,
+    /// Virtual time at the end.
+    pub end: Nanos,
+}
+
+enum State {
+    Ready,
+    Halted(Option<Nanos>),
+    Page(Ticket),
+    Memory,
+    Over,
+}
+
+struct Runner {
+    guest: usize,
+    vcpu: Vcpu,
+    state: State,
+}
+
+/// The single-threaded world.
+pub struct World {
+    rng: Rng,
+    clock: Arc<VirtualClock>,
+    host: Arc<Host>,
+    guests: Vec<(Arc<Vm>, Arc<Board>)>,
+    runners: Vec<Runner>,
+    trace: Trace,
+}
+
+impl World {
+    /// A world with nobody in it.
+    pub fn new(config: WorldConfig) -> Self {
+        let WorldConfig { seed, clock, host } = config;
+        let trace = Trace { hash: 0xcbf2_9ce4_8422_2325, slices: 0, end: Nanos(0) };
+        let rng = Rng::with_seed(seed);
+        Self { rng, clock, host, guests: Vec::new(), runners: Vec::new(), trace }
+    }
+
+    /// Adds a VM.
+    pub fn add(&mut self, guest: Guest) {
+        let index = self.guests.len();
+        let runner = |vcpu| Runner { guest: index, vcpu, state: State::Ready };
+        self.runners.extend(guest.vcpus.into_iter().map(runner));
+        self.guests.push((guest.vm, guest.board));
+    }
+
+    /// Runs until every guest has an ending. `watch` is called now and then, for live views.
+    pub fn run(&mut self, mut watch: impl FnMut()) -> Trace {
+        loop {
+            self.retire();
+            if self.runners.iter().all(|r| matches!(r.state, State::Over)) {
+                break;
+            }
+            let ready = self.wake();
+            if ready.is_empty() {
+                self.idle();
+                continue;
+            }
+            let chosen = ready[self.rng.usize(..ready.len())];
+            self.slice(chosen);
+            if self.rng.u8(..) < 32 {
+                let _ = self.host.balance();
+            }
+            if self.trace.slices.is_multiple_of(1024) {
+                watch();
+            }
+        }
+        self.guests.iter().for_each(|(_, board)| board.flush());
+        self.trace.end = self.clock.now();
+        self.trace
+    }
+
+    /// The vCPUs' final counters, by guest in the order added.
+    pub fn vcpus(&self, guest: usize) -> impl Iterator<Item = &Vcpu> {
+        self.runners.iter().filter(move |r| r.guest == guest).map(|r| &r.vcpu)
+    }
+
+    fn retire(&mut self) {
+        for runner in &mut self.runners {
+            if self.guests[runner.guest].1.ending().is_some() {
+                runner.state = State::Over;
+            }
+        }
+    }
+
+    /// Indices of those that can run now.
+    fn wake(&mut self) -> Vec<usize> {
+        let now = self.clock.now();
+        let mut ready = Vec::with_capacity(self.runners.len());
+        for (index, runner) in self.runners.iter_mut().enumerate() {
+            let awake = match &runner.state {
+                State::Ready | State::Memory => true,
+                State::Halted(until) => {
+                    runner.vcpu.is_poked() || until.is_some_and(|at| at <= now)
+                }
+                State::Page(ticket) => ticket.is_done(),
+                State::Over => false,
+            };
+            if awake {
+                ready.push(index);
+            }
+        }
+        ready
+    }
+
+    fn slice(&mut self, index: usize) {
+        let fuel = self.rng.u64(1..=SLICE_MAX);
+        let runner = &mut self.runners[index];
+        let before = runner.vcpu.retired();
+        if matches!(runner.state, State::Memory)
+            && let Err(error) = runner.vcpu.reclaim()
+        {
+            let (vm, board) = &self.guests[runner.guest];
+            board.end(Ending::Failed(error), &**vm);
+            return;
+        }
+        runner.state = State::Ready;
+        let step = runner.vcpu.step(fuel);
+        self.clock.advance(runner.vcpu.retired() - before + SLICE_NS);
+        let (vm, board) = &self.guests[runner.guest];
+        match step {
+            Step::Ran | Step::Wait(Wait::Busy) => {}
+            Step::Wait(Wait::Halt(until)) => runner.state = State::Halted(until),
+            Step::Wait(Wait::Memory) => runner.state = State::Memory,
+            Step::Wait(Wait::Page(ticket)) => {
+                self.host.start(&ticket);
+                runner.state = State::Page(ticket);
+            }
+            Step::Exit(exit) => {
+                if dispatch(&mut runner.vcpu, Ok(exit), board, &**vm) == Next::Stop {
+                    runner.state = State::Over;
+                }
+            }
+            Step::Failed(error) => board.end(Ending::Failed(error), &**vm),
+        }
+        self.host.poll(self.clock.now());
+        self.note(index, fuel);
+    }
+
+    fn note(&mut self, index: usize, fuel: u64) {
+        let vcpu = &self.runners[index].vcpu;
+        let regs = vcpu.regs();
+        let head = [index as u64, fuel, vcpu.retired(), self.clock.now().0, regs.rip, regs.rflags];
+        for word in head.into_iter().chain(regs.gpr) {
+            self.trace.hash = (self.trace.hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+        self.trace.slices += 1;
+    }
+
+    /// Nobody can run: time jumps to what happens next.
+    fn idle(&mut self) {
+        let timers = self.runners.iter().filter_map(|r| match r.state {
+            State::Halted(until) => until,
+            _ => None,
+        });
+        match timers.chain(self.host.next_completion()).min() {
+            Some(at) => {
+                self.clock.advance_to(at);
+                self.host.poll(self.clock.now());
+            }
+            None => {
+                for (vm, board) in &self.guests {
+                    board.end(Ending::Failed(VcpuError::Hang), &**vm);
+                }
+            }
+        }
+    }
+}

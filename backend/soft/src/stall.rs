@@ -1,0 +1,41 @@
+//! How long a vCPU stood still for memory.
+
+use hdrhistogram::Histogram;
+use lacuna_sync::Nanos;
+
+/// Stalls of one vCPU, in nanoseconds, with two significant digits, from 100 ns to a minute.
+#[derive(Clone)]
+pub struct Stalls(Histogram<u64>);
+
+impl Default for Stalls {
+    fn default() -> Self {
+        let histogram = Histogram::new_with_bounds(100, 60_000_000_000, 2);
+        Self(histogram.expect("constant bounds are valid"))
+    }
+}
+
+impl Stalls {
+    pub(crate) fn record(&mut self, from: Nanos, to: Nanos) {
+        self.0.saturating_record(to.since(from));
+    }
+
+    /// How often it stood still.
+    pub fn count(&self) -> u64 {
+        self.0.len()
+    }
+
+    /// All stalls together, in nanoseconds.
+    pub fn total_ns(&self) -> u64 {
+        self.0.iter_recorded().map(|v| v.value_iterated_to() * v.count_at_value()).sum()
+    }
+
+    /// The stall, in nanoseconds, that a share `quantile` (0 to 1) of them does not exceed.
+    pub fn quantile_ns(&self, quantile: f64) -> u64 {
+        self.0.value_at_quantile(quantile)
+    }
+
+    /// Adds another vCPU's stalls.
+    pub fn add(&mut self, other: &Self) {
+        self.0.add(&other.0).expect("the same bounds everywhere");
+    }
+}

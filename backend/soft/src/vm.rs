@@ -1,0 +1,209 @@
+//! One VM: what its vCPUs share.
+
+use crate::code::CodeMap;
+use crate::exclusive::Exclusive;
+use crate::park::Parker;
+use crate::stall::Stalls;
+use crate::vcpu::Vcpu;
+use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
+use lacuna_cpu::Wake;
+use lacuna_host::{Host, HostError};
+use lacuna_machine::{Boot, BootError, Image, Kick, Layout};
+use lacuna_mmu::{Mmu, MmuError};
+use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
+use lacuna_sync::{Clock, Quiescence, VcpuSlot};
+use lacuna_x86::ApicBus;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// What a VM has.
+#[derive(Clone, Copy, Debug)]
+pub struct VmConfig {
+    /// The memory that the guest believes it has.
+    pub memory: PageCount,
+    /// Its processors, 1 to 64.
+    pub vcpus: usize,
+}
+
+/// Why a VM cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum SoftError {
+    /// Nonsense configuration.
+    #[error("{0} vCPUs: give 1 to 64")]
+    Vcpus(usize),
+    /// The host's memory manager refuses.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// No tables.
+    #[error(transparent)]
+    Mmu(#[from] MmuError),
+    /// The memory does not fit into slots.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The image does not fit.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+}
+
+/// What wakes vCPUs: flags for those that run, parkers for those that sleep.
+pub(crate) struct Bells {
+    pub(crate) quiescence: Arc<Quiescence>,
+    parkers: Box<[Parker]>,
+}
+
+impl Bells {
+    pub(crate) fn parker(&self, index: usize) -> &Parker {
+        &self.parkers[index]
+    }
+}
+
+impl Wake for Bells {
+    fn wake(&self, index: usize) {
+        self.quiescence.vcpu(index).poke(VcpuSlot::KICK);
+        self.parkers[index].wake();
+    }
+}
+
+/// What a vCPU reports while it runs, for whoever watches.
+#[derive(Default)]
+pub(crate) struct Meter {
+    pub(crate) retired: AtomicU64,
+    pub(crate) stalls: Mutex<Stalls>,
+}
+
+/// One virtual machine.
+pub struct Vm {
+    pub(crate) config: VmConfig,
+    pub(crate) layout: Layout,
+    pub(crate) host: Arc<Host>,
+    pub(crate) mmu: Arc<Mmu>,
+    pub(crate) bells: Arc<Bells>,
+    pub(crate) apics: Arc<ApicBus>,
+    pub(crate) code: CodeMap,
+    pub(crate) exclusive: Exclusive,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) stopping: AtomicBool,
+    pub(crate) meters: Box<[Meter]>,
+    backing: Mutex<Vec<HvaRange>>,
+}
+
+impl Vm {
+    /// A VM without content; its memory comes from `host`, which other VMs may share.
+    pub fn new(
+        host: Arc<Host>,
+        clock: Arc<dyn Clock>,
+        config: VmConfig,
+    ) -> Result<Arc<Self>, SoftError> {
+        let VmConfig { memory, vcpus } = config;
+        if !(1..=64).contains(&vcpus) {
+            return Err(SoftError::Vcpus(vcpus));
+        }
+        let layout = Layout::new(memory)?;
+        let quiescence = Arc::new(Quiescence::new(vcpus));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), tables_for(memory))?;
+        let parkers = (0..vcpus).map(|_| Parker::default()).collect();
+        let bells = Arc::new(Bells { quiescence, parkers });
+        let wake: Arc<dyn Wake> = Arc::clone(&bells) as Arc<dyn Wake>;
+        let end = layout.ranges().iter().map(|r| r.end_raw()).max().unwrap_or(0);
+        let vm = Self {
+            code: CodeMap::new(end, vcpus),
+            apics: Arc::new(ApicBus::new(vcpus, wake)),
+            exclusive: Exclusive::default(),
+            stopping: AtomicBool::new(false),
+            meters: (0..vcpus).map(|_| Meter::default()).collect(),
+            backing: Mutex::new(Vec::new()),
+            config,
+            layout,
+            host,
+            mmu,
+            bells,
+            clock,
+        };
+        vm.add_memory()?;
+        Ok(Arc::new(vm))
+    }
+
+    fn add_memory(&self) -> Result<(), SoftError> {
+        for (id, range) in (0..).zip(self.layout.ranges()) {
+            let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
+            let pages = PageCount::new(range.pages());
+            let backing = self.host.add_region(pages, notifier)?;
+            self.backing.lock().expect("no panic under this lock").push(backing);
+            self.mmu.add_slot(SlotSpec {
+                id: SlotId(id),
+                guest: range.start().gpa().get(),
+                host: backing.start(),
+                bytes: range.pages() * PAGE_SIZE as u64,
+                flags: SlotFlags::empty(),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Loads `image` and makes the vCPUs, each about to execute its first instruction.
+    pub fn boot(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<Vcpu>, SoftError> {
+        let boot = Boot::load(image, &self.layout, command_line, &**self)?;
+        (0..self.config.vcpus).map(|index| Vcpu::new(Arc::clone(self), index, &boot)).collect()
+    }
+
+    /// Its configuration.
+    pub fn config(&self) -> VmConfig {
+        self.config
+    }
+
+    /// Its memory-management unit.
+    pub fn mmu(&self) -> &Arc<Mmu> {
+        &self.mmu
+    }
+
+    /// Where its memory comes from.
+    pub fn host(&self) -> &Arc<Host> {
+        &self.host
+    }
+
+    /// Each vCPU's stalls so far.
+    pub fn stalls(&self) -> Vec<Stalls> {
+        let read = |meter: &Meter| meter.stalls.lock().expect("no panic under this lock").clone();
+        self.meters.iter().map(read).collect()
+    }
+
+    /// Instructions that each vCPU has retired, as of its last step.
+    pub fn retired(&self) -> Vec<u64> {
+        self.meters.iter().map(|meter| meter.retired.load(Ordering::Relaxed)).collect()
+    }
+
+    pub(crate) fn quiescence(&self) -> &Quiescence {
+        &self.bells.quiescence
+    }
+
+    /// Whether a vCPU that would wait should come back to its VMM instead.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+}
+
+/// Table pages that cover `memory` in 4 KiB leaves, with every directory half used.
+fn tables_for(memory: PageCount) -> u32 {
+    let leaves = memory.get().div_ceil(512);
+    u32::try_from(leaves + leaves.div_ceil(256) + 64).unwrap_or(u32::MAX)
+}
+
+impl Kick for Vm {
+    fn kick_all(&self) {
+        self.stopping.store(true, Ordering::Release);
+        (0..self.config.vcpus).for_each(|index| self.bells.wake(index));
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        for range in self.backing.get_mut().expect("no panic under this lock").drain(..) {
+            let removed = self.host.remove_region(range);
+            debug_assert!(removed.is_ok(), "this VM added it");
+        }
+    }
+}

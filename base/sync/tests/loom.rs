@@ -1,0 +1,299 @@
+//! The protocols of `Stripes` and `Quiescence`, model-checked.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
+//!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-sync --test loom --release
+//! ```
+//! The goal is always the same: *a frame is reused only when nobody can touch it any more*. The frame is
+//! a loom cell that both sides touch as if it were plain memory. Reuse is an exclusive access: loom fails
+//! if any access is not ordered before it, or can come after it, in any interleaving and any reordering that
+//! the memory model allows.
+#![cfg(loom)]
+
+use lacuna_sync::shim::thread::{self, yield_now};
+use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
+use lacuna_sync::{Epoch, Quiescence, Stripes, VcpuSlot};
+use loom::cell::UnsafeCell;
+
+/// One page of guest memory, and all that leads to it.
+struct World {
+    stripes: Stripes,
+    quiescence: Quiescence,
+    /// What the host would answer: the page has its frame.
+    resident: AtomicBool,
+    /// The stage-2 entry: present or not.
+    mapped: AtomicBool,
+    frame: UnsafeCell<()>,
+}
+
+// SAFETY: `frame` is only touched through loom's tracked accesses, which fail the test on the very race
+// that `Sync` would otherwise have to rule out.
+unsafe impl Sync for World {}
+// SAFETY: as above.
+unsafe impl Send for World {}
+
+const BLOCK: u64 = 0;
+
+impl World {
+    fn new(vcpus: usize) -> Arc<Self> {
+        Arc::new(Self {
+            stripes: Stripes::new(1),
+            quiescence: Quiescence::new(vcpus),
+            resident: AtomicBool::new(true),
+            mapped: AtomicBool::new(false),
+            frame: UnsafeCell::new(()),
+        })
+    }
+
+    /// A guest access through a translation.
+    fn touch(&self) {
+        self.frame.with(|_| ());
+    }
+
+    /// The frame goes to somebody else.
+    fn reuse(&self) {
+        self.frame.with_mut(|_| ());
+    }
+
+    /// One try of a stage-2 fault. The order of its first two lines is the protocol.
+    fn fault(&self) {
+        let snapshot = self.stripes.snapshot(BLOCK);
+        if !self.resident.load(Ordering::Relaxed) {
+            return;
+        }
+        let guard = self.stripes.lock(BLOCK);
+        if guard.admits(snapshot) {
+            self.mapped.store(true, Ordering::Release);
+        }
+    }
+
+    fn begin_and_unmap(&self) {
+        let mut guard = self.stripes.lock(BLOCK);
+        guard.begin();
+        self.mapped.swap(false, Ordering::AcqRel);
+    }
+
+    fn shoot_down(&self) {
+        let epoch = self.quiescence.request();
+        while !self.quiescence.passed(epoch) {
+            yield_now();
+        }
+    }
+
+    /// Takes the frame away from the guest and gives it to somebody else.
+    fn invalidate(&self) {
+        self.begin_and_unmap();
+        self.resident.store(false, Ordering::Relaxed);
+        self.shoot_down();
+        self.stripes.lock(BLOCK).end();
+        self.reuse();
+    }
+}
+
+/// A software vCPU with a TLB of one entry.
+struct Vcpu<'w> {
+    world: &'w World,
+    index: usize,
+    tlb: bool,
+    flushed_at: Epoch,
+}
+
+impl<'w> Vcpu<'w> {
+    fn new(world: &'w World, index: usize) -> Self {
+        Self { world, index, tlb: false, flushed_at: Epoch::default() }
+    }
+
+    /// Comes online, or passes a quiescent point: the same.
+    fn online(&mut self) {
+        let epoch = self.world.quiescence.online(self.index);
+        if self.flushed_at < epoch {
+            self.tlb = false;
+            self.flushed_at = epoch;
+        }
+    }
+
+    /// Between two blocks.
+    fn boundary(&mut self) {
+        let slot: &VcpuSlot = self.world.quiescence.vcpu(self.index);
+        if slot.poked() {
+            slot.take();
+            self.online();
+        }
+    }
+
+    /// One access: TLB, else walk; nothing when nothing is mapped.
+    fn access(&mut self) {
+        self.tlb = self.tlb || self.world.mapped.load(Ordering::Acquire);
+        if self.tlb {
+            self.world.touch();
+        }
+    }
+
+    fn offline(&self) {
+        self.world.quiescence.offline(self.index);
+    }
+}
+
+#[test]
+fn a_fault_and_an_invalidation_leave_no_way_to_the_frame() {
+    loom::model(|| {
+        let world = World::new(1);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world, 0);
+                world.fault();
+                vcpu.online();
+                vcpu.access();
+                vcpu.offline();
+            })
+        };
+        world.invalidate();
+        vcpu.join().expect("vCPU");
+        assert!(!world.mapped.load(Ordering::Relaxed), "a freed frame is still mapped");
+    });
+}
+
+#[test]
+fn a_fault_while_online_is_shot_down_too() {
+    // The soft backend faults from inside an access, without going offline.
+    loom::model(|| {
+        let world = World::new(1);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world, 0);
+                vcpu.online();
+                world.fault();
+                vcpu.access();
+                vcpu.boundary();
+                vcpu.access();
+                vcpu.offline();
+            })
+        };
+        world.invalidate();
+        vcpu.join().expect("vCPU");
+        assert!(!world.mapped.load(Ordering::Relaxed), "a freed frame is still mapped");
+    });
+}
+
+#[test]
+fn the_end_of_one_invalidation_opens_no_door_into_another() {
+    loom::model(|| {
+        let world = World::new(0);
+        let fault = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.fault())
+        };
+        // A neighbour in the same stripe is invalidated too, and ends first.
+        world.stripes.lock(BLOCK).begin();
+        world.begin_and_unmap();
+        world.stripes.lock(BLOCK).end();
+        world.resident.store(false, Ordering::Relaxed);
+        world.stripes.lock(BLOCK).end();
+        fault.join().expect("fault");
+        assert!(!world.mapped.load(Ordering::Relaxed), "a freed frame is still mapped");
+    });
+}
+
+#[test]
+fn no_access_goes_through_a_stale_tlb_after_the_shoot_down() {
+    loom::model(|| {
+        let world = World::new(1);
+        world.mapped.store(true, Ordering::Release);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world, 0);
+                vcpu.online();
+                vcpu.access();
+                vcpu.boundary();
+                vcpu.access();
+                vcpu.offline();
+                vcpu.online();
+                vcpu.access();
+                vcpu.offline();
+            })
+        };
+        world.mapped.swap(false, Ordering::AcqRel);
+        world.shoot_down();
+        world.reuse();
+        vcpu.join().expect("vCPU");
+    });
+}
+
+#[test]
+fn a_poked_vcpu_lets_the_remover_go_on() {
+    // The vCPU never goes offline by itself: only the poke can end the wait.
+    loom::model(|| {
+        let world = World::new(1);
+        world.mapped.store(true, Ordering::Release);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world, 0);
+                vcpu.online();
+                vcpu.access();
+                while vcpu.flushed_at == Epoch::default() {
+                    yield_now();
+                    vcpu.boundary();
+                }
+                vcpu.access();
+            })
+        };
+        world.mapped.swap(false, Ordering::AcqRel);
+        world.shoot_down();
+        world.reuse();
+        vcpu.join().expect("vCPU");
+    });
+}
+
+#[test]
+fn a_request_that_nobody_waits_for_disturbs_no_remover() {
+    // As an aging pass makes one.
+    loom::model(|| {
+        let world = World::new(1);
+        world.mapped.store(true, Ordering::Release);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world, 0);
+                vcpu.online();
+                vcpu.access();
+                vcpu.boundary();
+                vcpu.access();
+                vcpu.offline();
+            })
+        };
+        let other = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                world.quiescence.request();
+            })
+        };
+        world.mapped.swap(false, Ordering::AcqRel);
+        world.shoot_down();
+        world.reuse();
+        other.join().expect("aging pass");
+        vcpu.join().expect("vCPU");
+    });
+}
+
+#[test]
+fn a_stripe_is_a_lock() {
+    loom::model(|| {
+        let world = World::new(0);
+        let other = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let _guard = world.stripes.lock(BLOCK);
+                world.reuse();
+            })
+        };
+        {
+            let _guard = world.stripes.lock(BLOCK);
+            world.reuse();
+        }
+        other.join().expect("other");
+    });
+}

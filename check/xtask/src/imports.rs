@@ -1,0 +1,177 @@
+//! Who may import whom, and who may hold `unsafe`: the two tables of the house.
+
+use crate::finding::Finding;
+
+/// Every crate of ours and what it may import of ours; dev-dependencies are free. A row that may
+/// import less than it could is a promise: `mmu` and `machine` are strangers, the processors know
+/// a bus and no hypervisor, and only `soft` has seen both.
+const MAY_IMPORT: &[(&str, &[&str])] = &[
+    ("lacuna-addr", &[]),
+    ("lacuna-sync", &[]),
+    ("lacuna-tables", &["lacuna-addr", "lacuna-sync"]),
+    ("lacuna-slots", &["lacuna-addr", "lacuna-sync"]),
+    ("lacuna-host", &["lacuna-addr", "lacuna-sync"]),
+    (
+        "lacuna-stage2",
+        &["lacuna-addr", "lacuna-sync", "lacuna-tables"],
+    ),
+    (
+        "lacuna-mmu",
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-slots",
+            "lacuna-host",
+            "lacuna-stage2",
+        ],
+    ),
+    (
+        "lacuna-machine",
+        &["lacuna-addr", "lacuna-sync", "lacuna-slots", "lacuna-host"],
+    ),
+    ("lacuna-cpu", &["lacuna-addr", "lacuna-sync"]),
+    ("lacuna-x86", &["lacuna-addr", "lacuna-sync", "lacuna-cpu"]),
+    (
+        "lacuna-soft",
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-slots",
+            "lacuna-host",
+            "lacuna-stage2",
+            "lacuna-mmu",
+            "lacuna-machine",
+            "lacuna-cpu",
+            "lacuna-x86",
+        ],
+    ),
+    ("lacuna-guest", &[]),
+    // The lab measures the host memory manager itself, not only machines that use it.
+    (
+        "lacuna-lab",
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-host",
+            "lacuna-machine",
+            "lacuna-soft",
+            "lacuna-guest",
+        ],
+    ),
+    (
+        "lacuna",
+        &[
+            "lacuna-addr",
+            "lacuna-machine",
+            "lacuna-soft",
+            "lacuna-guest",
+            "lacuna-lab",
+        ],
+    ),
+    ("xtask", &[]),
+];
+
+/// What a crate may do about `unsafe`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unsafe {
+    /// `#![forbid(unsafe_code)]`: every crate that is not named in [`ROOMS`].
+    Forbidden,
+    /// `#![deny(unsafe_code)]`, and a reason with each exception.
+    Exceptional,
+    /// A room: its header says why it holds `unsafe`, and each block says why it is sound.
+    Room,
+}
+
+/// The crates that may hold `unsafe`, each with its reason in its own header.
+const ROOMS: &[(&str, Unsafe)] = &[
+    ("lacuna-tables", Unsafe::Room),
+    ("lacuna-host", Unsafe::Room),
+    ("lacuna-cpu", Unsafe::Room),
+    ("lacuna-soft", Unsafe::Exceptional),
+];
+
+/// What `package` may do about `unsafe`.
+pub fn unsafe_policy(package: &str) -> Unsafe {
+    let room = ROOMS.iter().find(|(name, _)| *name == package);
+    room.map_or(Unsafe::Forbidden, |(_, policy)| *policy)
+}
+
+/// One package of the workspace with what it imports of ours.
+pub struct Package<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Path of its manifest from the root.
+    pub manifest: &'a str,
+    /// Normal and build dependencies that are packages of this workspace.
+    pub imports: Vec<&'a str>,
+}
+
+/// Checks `packages` against the table.
+pub fn check(packages: &[Package<'_>]) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for package in packages {
+        let Some((_, allowed)) = MAY_IMPORT.iter().find(|(name, _)| *name == package.name) else {
+            let what = format!("{} has no row in check/xtask/src/imports.rs", package.name);
+            findings.push(Finding::of(package.manifest, what));
+            continue;
+        };
+        for import in package
+            .imports
+            .iter()
+            .filter(|import| !allowed.contains(import))
+        {
+            let what = format!("{} must not import {import}", package.name);
+            findings.push(Finding::of(package.manifest, what));
+        }
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn breaches(name: &str, imports: &[&str]) -> Vec<String> {
+        let package = Package {
+            name,
+            manifest: "Cargo.toml",
+            imports: imports.to_vec(),
+        };
+        check(&[package])
+            .into_iter()
+            .map(|finding| finding.what)
+            .collect()
+    }
+
+    #[test]
+    fn strangers_stay_strangers() {
+        assert!(breaches("lacuna-mmu", &["lacuna-host", "lacuna-stage2"]).is_empty());
+        assert_eq!(
+            breaches("lacuna-mmu", &["lacuna-machine"]),
+            ["lacuna-mmu must not import lacuna-machine"]
+        );
+        assert_eq!(
+            breaches("lacuna-x86", &["lacuna-mmu", "lacuna-host"]).len(),
+            2
+        );
+    }
+
+    #[test]
+    fn a_new_crate_needs_a_row() {
+        assert!(breaches("lacuna-new", &[])[0].contains("has no row"));
+    }
+
+    /// The table itself goes downward only: no crate reaches itself.
+    #[test]
+    fn the_table_has_no_cycle() {
+        fn reaches(from: &str, to: &str) -> bool {
+            let (_, imports) = MAY_IMPORT.iter().find(|(name, _)| *name == from).unwrap();
+            imports
+                .iter()
+                .any(|import| *import == to || reaches(import, to))
+        }
+        for (name, _) in MAY_IMPORT {
+            assert!(!reaches(name, name), "{name}");
+        }
+    }
+}

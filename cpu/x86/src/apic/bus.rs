@@ -1,0 +1,198 @@
+//! What other threads see of each local APIC: its IRR, and how it is addressed.
+
+use lacuna_cpu::Wake;
+use lacuna_sync::shim::{AtomicU64, Ordering};
+use std::fmt;
+use std::sync::Arc;
+
+/// The interrupt bus of one machine, shared by its vCPUs and devices.
+pub struct ApicBus {
+    inboxes: Box<[Inbox]>,
+    wake: Arc<dyn Wake>,
+}
+
+/// One APIC's part: 256 requested vectors, and an [`Address`].
+struct Inbox {
+    irr: [AtomicU64; 4],
+    address: AtomicU64,
+}
+
+/// How an APIC is addressed, as one word so that senders never see half of a change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Address {
+    /// LDR; in xAPIC mode bits 31 to 24 count.
+    pub(super) ldr: u32,
+    /// x2APIC mode: 32-bit clusters of 16.
+    pub(super) x2: bool,
+    /// DFR's flat model (xAPIC mode only).
+    pub(super) flat: bool,
+    /// Enabled by `APIC_BASE` and SVR: takes interrupts.
+    pub(super) open: bool,
+}
+
+impl Address {
+    fn pack(self) -> u64 {
+        let flag = |set, bit| u64::from(set) << bit;
+        u64::from(self.ldr) | flag(self.x2, 32) | flag(self.flat, 33) | flag(self.open, 34)
+    }
+
+    fn unpack(word: u64) -> Self {
+        let flag = |bit: u32| word >> bit & 1 != 0;
+        Self {
+            ldr: word as u32,
+            x2: flag(32),
+            flat: flag(33),
+            open: flag(34),
+        }
+    }
+
+    /// Whether the logical destination `to` names this APIC (SDM vol 3 11.6.2.2, 11.12.9).
+    fn answers(self, to: u32) -> bool {
+        if self.x2 {
+            return self.ldr >> 16 == to >> 16 && self.ldr & to & 0xffff != 0;
+        }
+        let (mine, to) = (self.ldr >> 24, to & 0xff);
+        if self.flat {
+            mine & to != 0
+        } else {
+            (to >> 4 == 0xf || mine >> 4 == to >> 4) && mine & to & 0xf != 0
+        }
+    }
+}
+
+/// Who an interrupt is for. Broadcast is its own case: its number differs between the two modes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Destination {
+    Physical(u32),
+    Logical(u32),
+    All,
+    AllBut(usize),
+}
+
+/// How many of the addressed APICs get it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Delivery {
+    /// All of them.
+    Fixed,
+    /// One: the lowest-numbered.
+    LowestPriority,
+}
+
+impl ApicBus {
+    /// A bus for vCPUs 0 to `vcpus` - 1, whose APIC IDs are their numbers.
+    pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
+        let closed = Address {
+            ldr: 0,
+            x2: false,
+            flat: true,
+            open: false,
+        };
+        let inbox = |_| Inbox {
+            irr: std::array::from_fn(|_| AtomicU64::new(0)),
+            address: AtomicU64::new(closed.pack()),
+        };
+        Self {
+            inboxes: (0..vcpus).map(inbox).collect(),
+            wake,
+        }
+    }
+
+    /// How many vCPUs there are.
+    pub fn vcpus(&self) -> usize {
+        self.inboxes.len()
+    }
+
+    /// Requests `vector` on vCPU `index`, from any thread, as an edge-triggered message would. Ignored
+    /// like on hardware: vectors below 16, APICs that are disabled or not there.
+    pub fn post(&self, index: usize, vector: u8) {
+        if self
+            .inboxes
+            .get(index)
+            .is_some_and(|inbox| inbox.address().open)
+        {
+            self.request(index, vector);
+        }
+    }
+
+    pub(super) fn send(&self, to: Destination, delivery: Delivery, vector: u8) {
+        if let Destination::Physical(id) = to {
+            return self.post(id as usize, vector);
+        }
+        for (index, inbox) in self.inboxes.iter().enumerate() {
+            let address = inbox.address();
+            let addressed = match to {
+                Destination::Physical(id) => id as usize == index,
+                Destination::Logical(id) => address.answers(id),
+                Destination::All => true,
+                Destination::AllBut(sender) => sender != index,
+            };
+            if address.open && addressed {
+                self.request(index, vector);
+                if delivery == Delivery::LowestPriority {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Sets an IRR bit, and wakes the vCPU unless whoever set it before has done so.
+    fn request(&self, index: usize, vector: u8) {
+        if vector >= 16 && self.raise(index, vector) {
+            self.wake.wake(index);
+        }
+    }
+
+    /// Sets an IRR bit without waking anybody; whether it was clear.
+    pub(super) fn raise(&self, index: usize, vector: u8) -> bool {
+        let (word, bit) = split(vector);
+        self.inboxes[index].irr[word].fetch_or(bit, Ordering::AcqRel) & bit == 0
+    }
+
+    /// Clears an IRR bit; whether it was set.
+    pub(super) fn take(&self, index: usize, vector: u8) -> bool {
+        let (word, bit) = split(vector);
+        self.inboxes[index].irr[word].fetch_and(!bit, Ordering::AcqRel) & bit != 0
+    }
+
+    pub(super) fn clear(&self, index: usize) {
+        for word in &self.inboxes[index].irr {
+            word.store(0, Ordering::Release);
+        }
+    }
+
+    pub(super) fn irr(&self, index: usize) -> [u64; 4] {
+        let irr = &self.inboxes[index].irr;
+        std::array::from_fn(|i| irr[i].load(Ordering::Acquire))
+    }
+
+    pub(super) fn set_address(&self, index: usize, address: Address) {
+        self.inboxes[index]
+            .address
+            .store(address.pack(), Ordering::Release);
+    }
+}
+
+impl Inbox {
+    fn address(&self) -> Address {
+        Address::unpack(self.address.load(Ordering::Acquire))
+    }
+}
+
+impl fmt::Debug for ApicBus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApicBus")
+            .field("vcpus", &self.vcpus())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Word and bit of a vector in IRR and ISR.
+pub(super) const fn split(vector: u8) -> (usize, u64) {
+    (vector as usize / 64, 1 << (vector % 64))
+}
+
+/// The highest vector in a 256-bit register.
+pub(super) fn highest(bits: &[u64; 4]) -> Option<u8> {
+    let word = bits.iter().rposition(|&w| w != 0)?;
+    Some((word as u32 * 64 + bits[word].ilog2()) as u8)
+}

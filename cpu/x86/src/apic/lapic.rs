@@ -1,0 +1,246 @@
+//! One vCPU's local APIC: what its processor asks of it. The guest's register accesses are in
+//! `registers.rs`.
+
+use super::bus::{Address, ApicBus, highest, split};
+use super::timer::Timer;
+use crate::state::{Exception, Trap};
+use lacuna_addr::{Gfn, Gpa};
+use lacuna_sync::Nanos;
+use std::sync::Arc;
+
+/// Where the xAPIC page lies; it cannot be moved.
+const MMIO_BASE: u64 = 0xfee0_0000;
+/// `IA32_APIC_BASE` bits.
+const BASE_BSP: u64 = 1 << 8;
+const BASE_X2: u64 = 1 << 10;
+const BASE_ENABLE: u64 = 1 << 11;
+
+/// SVR's software enable.
+pub(super) const SVR_ENABLE: u32 = 1 << 8;
+/// The mask bit of every LVT entry.
+pub(super) const LVT_MASKED: u32 = 1 << 16;
+/// ESR: an LVT entry or message with a vector below 16 was received, or sent.
+const ESR_RECEIVED_ILLEGAL: u32 = 1 << 6;
+pub(super) const ESR_SENT_ILLEGAL: u32 = 1 << 5;
+
+/// The state of `IA32_APIC_BASE` bits 11:10.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Mode {
+    Disabled,
+    XApic,
+    X2Apic,
+}
+
+/// The local vector table, in register order from offset 0x320.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Lvt {
+    Timer,
+    Thermal,
+    Counter,
+    Lint0,
+    Lint1,
+    Error,
+}
+
+/// A local APIC. IRR lives in its [`ApicBus`] inbox; everything else belongs to the vCPU.
+#[derive(Debug)]
+pub(crate) struct Lapic {
+    pub(super) index: usize,
+    pub(super) bus: Arc<ApicBus>,
+    pub(super) mode: Mode,
+    pub(super) isr: [u64; 4],
+    pub(super) tpr: u8,
+    pub(super) svr: u32,
+    /// Errors seen, and what the guest's last ESR write latched of them.
+    pub(super) errors: u32,
+    pub(super) esr: u32,
+    pub(super) lvt: [u32; 6],
+    pub(super) icr: u64,
+    pub(super) ldr: u32,
+    pub(super) dfr: u32,
+    pub(super) timer: Timer,
+}
+
+impl Lapic {
+    /// The APIC of vCPU `index` as after reset: xAPIC mode, software-disabled, everything masked.
+    pub(crate) fn new(index: usize, bus: Arc<ApicBus>) -> Self {
+        let apic = Self {
+            index,
+            bus,
+            mode: Mode::XApic,
+            isr: [0; 4],
+            tpr: 0,
+            svr: 0xff,
+            errors: 0,
+            esr: 0,
+            lvt: [LVT_MASKED; 6],
+            icr: 0,
+            ldr: 0,
+            dfr: u32::MAX,
+            timer: Timer::new(),
+        };
+        apic.publish();
+        apic
+    }
+
+    /// The vCPU's number, which is its APIC ID.
+    pub(crate) fn index(&self) -> usize {
+        self.index
+    }
+
+    /// How many vCPUs share the bus.
+    pub(crate) fn vcpus(&self) -> usize {
+        self.bus.vcpus()
+    }
+
+    /// Whether `IA32_APIC_BASE` has it enabled: CPUID's APIC bit.
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.mode != Mode::Disabled
+    }
+
+    /// The vector to deliver next, when interrupts are enabled: the highest requested one, if it is
+    /// above the processor priority.
+    pub(crate) fn pending(&self) -> Option<u8> {
+        if self.mode == Mode::Disabled {
+            return None;
+        }
+        highest(&self.bus.irr(self.index)).filter(|v| v >> 4 > self.ppr() >> 4)
+    }
+
+    /// The processor delivers `vector`, which [`Lapic::pending`] returned: from requested to in
+    /// service. Call it after the frame is pushed, which may fail and be done again.
+    pub(crate) fn accept(&mut self, vector: u8) {
+        if self.bus.take(self.index, vector) {
+            let (word, bit) = split(vector);
+            self.isr[word] |= bit;
+        }
+    }
+
+    /// When [`Lapic::tick`] will raise an interrupt.
+    pub(crate) fn next_deadline(&self) -> Option<Nanos> {
+        self.timer
+            .due()
+            .filter(|_| self.lvt[Lvt::Timer as usize] & LVT_MASKED == 0)
+    }
+
+    /// Lets the timer fire if it is due. Cheap when it is not.
+    pub(crate) fn tick(&mut self, now: Nanos) {
+        if self.timer.tick(now) {
+            self.raise_lvt(Lvt::Timer);
+        }
+    }
+
+    /// CR8: the task priority class.
+    pub(crate) fn cr8(&self) -> u64 {
+        u64::from(self.tpr >> 4)
+    }
+
+    /// # Errors
+    /// #GP(0) for more than four bits.
+    pub(crate) fn set_cr8(&mut self, value: u64) -> Result<(), Trap> {
+        if value > 15 {
+            return Err(Exception::GP0.into());
+        }
+        self.tpr = (value as u8) << 4;
+        Ok(())
+    }
+
+    /// `IA32_APIC_BASE`.
+    pub(crate) fn base(&self) -> u64 {
+        let mode = match self.mode {
+            Mode::Disabled => 0,
+            Mode::XApic => BASE_ENABLE,
+            Mode::X2Apic => BASE_ENABLE | BASE_X2,
+        };
+        MMIO_BASE | mode | if self.index == 0 { BASE_BSP } else { 0 }
+    }
+
+    /// Writes `IA32_APIC_BASE`. BSP is kept as it is, whatever is written.
+    ///
+    /// # Errors
+    /// #GP(0) for a moved page (not supported), reserved bits, and the transitions that SDM vol 3
+    /// figure 11-27 forbids: x2APIC to xAPIC, disabled to x2APIC.
+    pub(crate) fn set_base(&mut self, value: u64) -> Result<(), Trap> {
+        let mode = match value & !BASE_BSP ^ MMIO_BASE {
+            0 => Mode::Disabled,
+            BASE_ENABLE => Mode::XApic,
+            v if v == BASE_ENABLE | BASE_X2 => Mode::X2Apic,
+            _ => return Err(Exception::GP0.into()),
+        };
+        match (self.mode, mode) {
+            (Mode::X2Apic, Mode::XApic) | (Mode::Disabled, Mode::X2Apic) => {
+                return Err(Exception::GP0.into());
+            }
+            (old, new) if old == new => return Ok(()),
+            (_, Mode::Disabled) => {
+                self.bus.clear(self.index);
+                *self = Self::new(self.index, self.bus.clone());
+            }
+            (_, Mode::X2Apic) => {
+                let id = self.index as u32;
+                self.ldr = (id >> 4) << 16 | 1 << (id & 15);
+            }
+            (_, Mode::XApic) => {}
+        }
+        self.mode = mode;
+        self.publish();
+        Ok(())
+    }
+
+    /// The frame whose accesses go to [`Lapic::mmio_read`] and [`Lapic::mmio_write`], in xAPIC mode.
+    pub(crate) fn mmio_frame(&self) -> Option<Gfn> {
+        (self.mode == Mode::XApic).then(|| Gpa::truncate(MMIO_BASE).gfn())
+    }
+
+    /// The processor priority (SDM vol 3 11.8.3.1).
+    pub(super) fn ppr(&self) -> u8 {
+        let in_service = highest(&self.isr).unwrap_or(0) & 0xf0;
+        if self.tpr >> 4 >= in_service >> 4 {
+            self.tpr
+        } else {
+            in_service
+        }
+    }
+
+    pub(super) fn eoi(&mut self) {
+        if let Some(vector) = highest(&self.isr) {
+            let (word, bit) = split(vector);
+            self.isr[word] &= !bit;
+        }
+    }
+
+    /// Tells the bus how this APIC is addressed now.
+    pub(super) fn publish(&self) {
+        self.bus.set_address(
+            self.index,
+            Address {
+                ldr: self.ldr,
+                x2: self.mode == Mode::X2Apic,
+                flat: self.dfr >> 28 == 0xf,
+                open: self.mode != Mode::Disabled && self.svr & SVR_ENABLE != 0,
+            },
+        );
+    }
+
+    /// An event of the APIC itself: its LVT entry's vector, unless masked.
+    pub(super) fn raise_lvt(&mut self, lvt: Lvt) {
+        let entry = self.lvt[lvt as usize];
+        if entry & LVT_MASKED != 0 {
+            return;
+        }
+        match entry as u8 {
+            // The error entry reports this one; its own bad vector can only be recorded.
+            0..16 if lvt == Lvt::Error => self.errors |= ESR_RECEIVED_ILLEGAL,
+            0..16 => self.error(ESR_RECEIVED_ILLEGAL),
+            vector => {
+                self.bus.raise(self.index, vector);
+            }
+        }
+    }
+
+    /// Records an error, and raises the error interrupt.
+    pub(super) fn error(&mut self, bit: u32) {
+        self.errors |= bit;
+        self.raise_lvt(Lvt::Error);
+    }
+}

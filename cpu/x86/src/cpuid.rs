@@ -1,0 +1,172 @@
+//! CPUID: exactly what the executor implements, and KVM's interface.
+//!
+//! The vendor is Intel's, because it says which of the two architectures' corner cases hold here
+//! (SYSRET faults at CPL 0, a null selector clears the FS and GS base). Leaves past the last one
+//! read as zeros. There is no FPU, MMX or SSE: guests are built with general registers only.
+
+use crate::apic::Lapic;
+
+/// What CPUID leaves in its four registers.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) struct Leaf {
+    pub eax: u32,
+    pub ebx: u32,
+    pub ecx: u32,
+    pub edx: u32,
+}
+
+/// TSC and APIC timer frequency in kHz: both count the soft backend's nanoseconds.
+const TICKS_KHZ: u32 = 1_000_000;
+
+const MAX_BASIC: u32 = 0x15;
+const MAX_EXTENDED: u32 = 0x8000_0008;
+const MAX_HYPERVISOR: u32 = 0x4000_0010;
+
+/// Family 6: a long-mode processor with no quirk that any kernel knows of.
+const SIGNATURE: u32 = 0x0000_06f0;
+const BRAND: &[u8; 48] = b"Lacuna software vCPU @ 1.00GHz\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
+
+/// Leaf 1.
+mod one {
+    pub(super) const ECX: u32 = X2APIC | TSC_DEADLINE | HYPERVISOR;
+    pub(super) const EDX: u32 = DE | PSE | TSC | MSR | PAE | CX8 | PGE | CMOV | PAT;
+    pub(super) const APIC: u32 = 1 << 9;
+    pub(super) const HTT: u32 = 1 << 28;
+
+    const X2APIC: u32 = 1 << 21;
+    const TSC_DEADLINE: u32 = 1 << 24;
+    const HYPERVISOR: u32 = 1 << 31;
+    const DE: u32 = 1 << 2;
+    const PSE: u32 = 1 << 3;
+    const TSC: u32 = 1 << 4;
+    const MSR: u32 = 1 << 5;
+    const PAE: u32 = 1 << 6;
+    const CX8: u32 = 1 << 8;
+    const PGE: u32 = 1 << 13;
+    const CMOV: u32 = 1 << 15;
+    const PAT: u32 = 1 << 16;
+}
+
+/// Leaf 7: SMEP.
+const SEVEN_EBX: u32 = 1 << 7;
+
+/// Leaf 0x80000001: SYSCALL, NX, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode.
+const EXTENDED_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
+const EXTENDED_ECX: u32 = 1 << 0;
+/// Leaf 0x80000007: the TSC runs at one rate and never stops.
+const INVARIANT_TSC: u32 = 1 << 8;
+
+/// KVM features (facts section 1.1): port 0x80 need not be waited for. No clock (bits 0, 3), no async
+/// page faults (bits 4, 10, 14), no PV EOI, steal time or hypercalls.
+const KVM_FEATURES: u32 = 1 << 1;
+
+/// CPUID for `leaf` and `subleaf` on the vCPU of `apic`.
+pub(crate) fn cpuid(apic: &Lapic, leaf: u32, subleaf: u32) -> Leaf {
+    match leaf {
+        0 => vendor(MAX_BASIC, b"GenuntelineI"),
+        1 => features(apic),
+        7 if subleaf == 0 => Leaf {
+            ebx: SEVEN_EBX,
+            ..Leaf::default()
+        },
+        0xb => topology(apic, subleaf),
+        // TSC = crystal * 1 / 1.
+        0x15 => Leaf {
+            eax: 1,
+            ebx: 1,
+            ecx: TICKS_KHZ * 1000,
+            edx: 0,
+        },
+        0x4000_0000 => vendor(MAX_HYPERVISOR, b"KVMKVMKVM\0\0\0"),
+        0x4000_0001 => Leaf {
+            eax: KVM_FEATURES,
+            ..Leaf::default()
+        },
+        0x4000_0010 => Leaf {
+            eax: TICKS_KHZ,
+            ebx: TICKS_KHZ,
+            ..Leaf::default()
+        },
+        0x8000_0000 => Leaf {
+            eax: MAX_EXTENDED,
+            ..Leaf::default()
+        },
+        0x8000_0001 => Leaf {
+            ecx: EXTENDED_ECX,
+            edx: EXTENDED_EDX,
+            ..Leaf::default()
+        },
+        0x8000_0002..=0x8000_0004 => brand(leaf - 0x8000_0002),
+        0x8000_0007 => Leaf {
+            edx: INVARIANT_TSC,
+            ..Leaf::default()
+        },
+        // 48 physical and 48 linear address bits.
+        0x8000_0008 => Leaf {
+            eax: 48 << 8 | 48,
+            ..Leaf::default()
+        },
+        _ => Leaf::default(),
+    }
+}
+
+/// A leaf that names somebody in EBX, ECX, EDX.
+fn vendor(max: u32, name: &[u8; 12]) -> Leaf {
+    let word = |i: usize| u32::from_le_bytes([name[i], name[i + 1], name[i + 2], name[i + 3]]);
+    Leaf {
+        eax: max,
+        ebx: word(0),
+        ecx: word(4),
+        edx: word(8),
+    }
+}
+
+fn features(apic: &Lapic) -> Leaf {
+    let id = (apic.index() as u32).min(0xff) << 24;
+    let logical = (apic.vcpus() as u32).min(0xff) << 16;
+    let mut edx = one::EDX;
+    if apic.is_enabled() {
+        edx |= one::APIC;
+    }
+    if apic.vcpus() > 1 {
+        edx |= one::HTT;
+    }
+    Leaf {
+        eax: SIGNATURE,
+        ebx: id | logical,
+        ecx: one::ECX,
+        edx,
+    }
+}
+
+/// One package of cores without hyper-threads; EDX is the x2APIC ID at every level.
+fn topology(apic: &Lapic, level: u32) -> Leaf {
+    let vcpus = apic.vcpus() as u32;
+    let (eax, ebx, kind) = match level {
+        0 => (0, 1, 1),
+        1 => (vcpus.next_power_of_two().ilog2(), vcpus, 2),
+        _ => (0, 0, 0),
+    };
+    Leaf {
+        eax,
+        ebx,
+        ecx: kind << 8 | level & 0xff,
+        edx: apic.index() as u32,
+    }
+}
+
+fn brand(part: u32) -> Leaf {
+    let word = |i: usize| {
+        let at = part as usize * 16 + i * 4;
+        u32::from_le_bytes([BRAND[at], BRAND[at + 1], BRAND[at + 2], BRAND[at + 3]])
+    };
+    Leaf {
+        eax: word(0),
+        ebx: word(1),
+        ecx: word(2),
+        edx: word(3),
+    }
+}
+
+#[cfg(test)]
+mod tests;

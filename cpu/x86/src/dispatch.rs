@@ -1,0 +1,363 @@
+//! The hot loop: one `match` over decoded ops.
+//!
+//! `pc` indexes the code cache's op arena. Straight-line ops advance it; a branch reads its [`Links`],
+//! pays for the block it ends, and goes on at the linked block. The loop is left
+//! - at a block's end: out of budget, poked, or the way out not linked in this epoch;
+//! - at an op that was blocked, or that only the run loop can execute.
+//!
+//! It is one function, against the house rule of 70 lines, because the compiler must see every arm to
+//! keep `pc`, the arena and the register file in registers. Each arm is a line; rare instructions live in
+//! `general.rs`. docs/speed-x86.md has what was measured.
+
+use crate::arith::Arith;
+use crate::cache::JumpCache;
+use crate::general;
+use crate::mem::Touch;
+use crate::op::{Code, INVERTED, Links, Op};
+use crate::processor::Core;
+use lacuna_cpu::{Bus, Word};
+use lacuna_sync::VcpuSlot;
+
+/// Why the loop was left, and at which op.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Leave {
+    /// The op at this index was not executed: [`Core::why`].
+    Blocked(usize),
+    /// The [`Code::System`] op at this index is next.
+    System(usize),
+    /// The direct branch at this index ended its block, with this outcome.
+    Branch(usize, bool),
+    /// An indirect branch ended its block; [`Core::rip`] is its target.
+    Indirect,
+}
+
+/// Decoded code as the loop sees it.
+#[derive(Clone, Copy)]
+pub(crate) struct Decoded<'a> {
+    pub(crate) ops: &'a [Op],
+    pub(crate) jumps: &'a JumpCache,
+    pub(crate) epoch: u32,
+}
+
+/// The address of an op's memory operand.
+#[inline(always)]
+pub(crate) fn address(core: &Core, op: &Op) -> u64 {
+    core.r[op.base as usize]
+        .wrapping_add(core.r[op.index as usize] << (op.form & 3))
+        .wrapping_add(op.disp as i64 as u64)
+}
+
+#[inline(always)]
+fn get<T: Word>(core: &Core, slot: u8) -> T {
+    T::narrow(core.r[slot as usize])
+}
+
+#[inline(always)]
+fn imm<T: Word>(op: &Op) -> T {
+    T::narrow(op.imm64())
+}
+
+/// Executes from `pc` on until there is a reason to leave.
+pub(crate) fn dispatch<B: Bus>(
+    core: &mut Core,
+    code: Decoded<'_>,
+    mut pc: usize,
+    bus: &mut B,
+    slot: &VcpuSlot,
+) -> Leave {
+    let ops = code.ops;
+    macro_rules! done {
+        ($touch:expr) => {
+            match $touch {
+                Ok(value) => value,
+                Err(_) => return Leave::Blocked(pc),
+            }
+        };
+    }
+    macro_rules! branch {
+        ($op:expr, $condition:expr) => {{
+            let taken: bool = $condition;
+            let links = &ops[pc + 1];
+            core.budget -= links.block_instructions();
+            let next = links.target(taken) as usize;
+            if next == 0 || links.epoch() != code.epoch || core.budget < 0 || slot.poked() {
+                return Leave::Branch(pc, taken);
+            }
+            pc = next;
+        }};
+    }
+    macro_rules! indirect {
+        ($target:expr) => {{
+            let target: u64 = $target;
+            core.budget -= ops[pc + 1].block_instructions();
+            core.rip = target;
+            match code.jumps.find(target, core.user, code.epoch) {
+                Some(next) if core.budget >= 0 && !slot.poked() => pc = next,
+                _ => return Leave::Indirect,
+            }
+        }};
+    }
+    loop {
+        let op = &ops[pc];
+        macro_rules! r {
+            ($slot:ident : $t:ty) => {
+                get::<$t>(core, op.$slot)
+            };
+        }
+        macro_rules! set {
+            ($value:expr) => {{
+                let value = $value;
+                core.r[op.dst as usize] = value.widen();
+            }};
+        }
+        macro_rules! load {
+            ($t:ty) => {
+                done!(core.load::<$t>(bus, address(core, op)))
+            };
+        }
+        macro_rules! store {
+            ($value:expr) => {
+                done!(core.store(bus, address(core, op), $value))
+            };
+        }
+        macro_rules! add {
+            ($a:expr, $b:expr) => {{
+                let b = $b;
+                let result = $a.wrapping_add(b);
+                core.flags.set_add(result, b);
+                set!(result)
+            }};
+        }
+        macro_rules! add_to_memory {
+            ($t:ty, $b:expr) => {{
+                let (b, at) = ($b, address(core, op));
+                let old = done!(core.update(bus, at, |old: $t| old.wrapping_add(b)));
+                core.flags.set_add(old.wrapping_add(b), b);
+            }};
+        }
+        macro_rules! cmp {
+            ($a:expr, $b:expr) => {{
+                let b = $b;
+                let result = $a.wrapping_sub(b);
+                core.flags.set_sub(result, b);
+                result
+            }};
+        }
+        macro_rules! logic {
+            ($result:expr) => {{
+                let result = $result;
+                core.flags.set_given(result, 0);
+                result
+            }};
+        }
+        // The condition of a fused compare-and-branch, which also leaves the compare's flags.
+        macro_rules! jump_cmp {
+            ($t:ty, $b:expr, |$x:ident, $y:ident| $condition:expr) => {{
+                let ($x, $y) = (r!(dst: $t), $b);
+                core.flags.set_sub($x.wrapping_sub($y), $y);
+                branch!(op, $condition);
+                continue;
+            }};
+        }
+        macro_rules! jump_test {
+            ($t:ty, $b:expr, |$x:ident| $condition:expr) => {{
+                let $x = logic!(r!(dst: $t) & $b);
+                branch!(op, $condition);
+                continue;
+            }};
+        }
+        match op.code {
+            Code::AddRr32 => add!(r!(dst: u32), r!(src: u32)),
+            Code::AddRr64 => add!(r!(dst: u64), r!(src: u64)),
+            Code::AddRi32 => add!(r!(dst: u32), imm::<u32>(op)),
+            Code::AddRi64 => add!(r!(dst: u64), imm::<u64>(op)),
+            Code::AddRm32 => add!(r!(dst: u32), load!(u32)),
+            Code::AddRm64 => add!(r!(dst: u64), load!(u64)),
+            Code::AddMr32 => add_to_memory!(u32, r!(src: u32)),
+            Code::AddMr64 => add_to_memory!(u64, r!(src: u64)),
+            Code::AddMi32 => add_to_memory!(u32, imm::<u32>(op)),
+            Code::AddMi64 => add_to_memory!(u64, imm::<u64>(op)),
+            Code::SubRr32 => set!(cmp!(r!(dst: u32), r!(src: u32))),
+            Code::SubRr64 => set!(cmp!(r!(dst: u64), r!(src: u64))),
+            Code::SubRi32 => set!(cmp!(r!(dst: u32), imm::<u32>(op))),
+            Code::SubRi64 => set!(cmp!(r!(dst: u64), imm::<u64>(op))),
+            Code::SubRm32 => set!(cmp!(r!(dst: u32), load!(u32))),
+            Code::SubRm64 => set!(cmp!(r!(dst: u64), load!(u64))),
+            Code::AndRr32 => set!(logic!(r!(dst: u32) & r!(src: u32))),
+            Code::AndRr64 => set!(logic!(r!(dst: u64) & r!(src: u64))),
+            Code::AndRi32 => set!(logic!(r!(dst: u32) & imm::<u32>(op))),
+            Code::AndRi64 => set!(logic!(r!(dst: u64) & imm::<u64>(op))),
+            Code::AndRm32 => set!(logic!(r!(dst: u32) & load!(u32))),
+            Code::AndRm64 => set!(logic!(r!(dst: u64) & load!(u64))),
+            Code::OrRr32 => set!(logic!(r!(dst: u32) | r!(src: u32))),
+            Code::OrRr64 => set!(logic!(r!(dst: u64) | r!(src: u64))),
+            Code::OrRi32 => set!(logic!(r!(dst: u32) | imm::<u32>(op))),
+            Code::OrRi64 => set!(logic!(r!(dst: u64) | imm::<u64>(op))),
+            Code::OrRm32 => set!(logic!(r!(dst: u32) | load!(u32))),
+            Code::OrRm64 => set!(logic!(r!(dst: u64) | load!(u64))),
+            Code::XorRr32 => set!(logic!(r!(dst: u32) ^ r!(src: u32))),
+            Code::XorRr64 => set!(logic!(r!(dst: u64) ^ r!(src: u64))),
+            Code::XorRi32 => set!(logic!(r!(dst: u32) ^ imm::<u32>(op))),
+            Code::XorRi64 => set!(logic!(r!(dst: u64) ^ imm::<u64>(op))),
+            Code::XorRm32 => set!(logic!(r!(dst: u32) ^ load!(u32))),
+            Code::XorRm64 => set!(logic!(r!(dst: u64) ^ load!(u64))),
+            Code::CmpRr32 => _ = cmp!(r!(dst: u32), r!(src: u32)),
+            Code::CmpRr64 => _ = cmp!(r!(dst: u64), r!(src: u64)),
+            Code::CmpRi32 => _ = cmp!(r!(dst: u32), imm::<u32>(op)),
+            Code::CmpRi64 => _ = cmp!(r!(dst: u64), imm::<u64>(op)),
+            Code::CmpRm32 => _ = cmp!(r!(dst: u32), load!(u32)),
+            Code::CmpRm64 => _ = cmp!(r!(dst: u64), load!(u64)),
+            Code::CmpMr32 => _ = cmp!(load!(u32), r!(src: u32)),
+            Code::CmpMr64 => _ = cmp!(load!(u64), r!(src: u64)),
+            Code::CmpMi8 => _ = cmp!(load!(u8), imm::<u8>(op)),
+            Code::CmpMi32 => _ = cmp!(load!(u32), imm::<u32>(op)),
+            Code::CmpMi64 => _ = cmp!(load!(u64), imm::<u64>(op)),
+            Code::TestRr8 => _ = logic!(r!(dst: u8) & r!(src: u8)),
+            Code::TestRr32 => _ = logic!(r!(dst: u32) & r!(src: u32)),
+            Code::TestRr64 => _ = logic!(r!(dst: u64) & r!(src: u64)),
+            Code::TestRi32 => _ = logic!(r!(dst: u32) & imm::<u32>(op)),
+            Code::TestRi64 => _ = logic!(r!(dst: u64) & imm::<u64>(op)),
+            Code::TestMi8 => _ = logic!(load!(u8) & imm::<u8>(op)),
+            Code::MovRr32 => set!(r!(src: u32)),
+            Code::MovRr64 => set!(r!(src: u64)),
+            Code::MovRi32 => set!(imm::<u32>(op)),
+            Code::MovRi64 => set!(imm::<u64>(op)),
+            Code::Const => set!(op.wide()),
+            Code::Address => set!(general::far_address(core, op)),
+            Code::Load32 => set!(load!(u32)),
+            Code::Load64 => set!(load!(u64)),
+            Code::LoadZx8 => set!(load!(u8)),
+            Code::LoadZx16 => set!(load!(u16)),
+            Code::LoadSx8To32 => set!(load!(u8) as i8 as u32),
+            Code::LoadSx8To64 => set!(load!(u8) as i8 as u64),
+            Code::LoadSx16To32 => set!(load!(u16) as i16 as u32),
+            Code::LoadSx16To64 => set!(load!(u16) as i16 as u64),
+            Code::LoadSx32To64 => set!(load!(u32) as i32 as u64),
+            Code::Store8 => store!(r!(src: u8)),
+            Code::Store16 => store!(r!(src: u16)),
+            Code::Store32 => store!(r!(src: u32)),
+            Code::Store64 => store!(r!(src: u64)),
+            Code::StoreImm8 => store!(imm::<u8>(op)),
+            Code::StoreImm32 => store!(imm::<u32>(op)),
+            Code::StoreImm64 => store!(imm::<u64>(op)),
+            Code::MovZx8 => set!(r!(src: u8)),
+            Code::MovZx16 => set!(r!(src: u16)),
+            Code::MovSx8To32 => set!(r!(src: u8) as i8 as u32),
+            Code::MovSx8To64 => set!(r!(src: u8) as i8 as u64),
+            Code::MovSx16To32 => set!(r!(src: u16) as i16 as u32),
+            Code::MovSx16To64 => set!(r!(src: u16) as i16 as u64),
+            Code::MovSx32To64 => set!(r!(src: u32) as i32 as u64),
+            Code::Lea32 => set!(address(core, op) as u32),
+            Code::Lea64 => set!(address(core, op)),
+            Code::ShlRi32 => set!(r!(dst: u32).shl(&mut core.flags, op.imm as u32)),
+            Code::ShlRi64 => set!(r!(dst: u64).shl(&mut core.flags, op.imm as u32)),
+            Code::ShrRi32 => set!(r!(dst: u32).shr(&mut core.flags, op.imm as u32)),
+            Code::ShrRi64 => set!(r!(dst: u64).shr(&mut core.flags, op.imm as u32)),
+            Code::SarRi32 => set!(r!(dst: u32).sar(&mut core.flags, op.imm as u32)),
+            Code::SarRi64 => set!(r!(dst: u64).sar(&mut core.flags, op.imm as u32)),
+            Code::IncR32 => set!(r!(dst: u32).inc(&mut core.flags)),
+            Code::IncR64 => set!(r!(dst: u64).inc(&mut core.flags)),
+            Code::DecR32 => set!(r!(dst: u32).dec(&mut core.flags)),
+            Code::DecR64 => set!(r!(dst: u64).dec(&mut core.flags)),
+            Code::NegR32 => set!(cmp!(0_u32, r!(dst: u32))),
+            Code::NegR64 => set!(cmp!(0_u64, r!(dst: u64))),
+            Code::ImulRr32 => set!(r!(dst: u32).multiply(&mut core.flags, r!(src: u32))),
+            Code::ImulRr64 => set!(r!(dst: u64).multiply(&mut core.flags, r!(src: u64))),
+            Code::ImulRri32 => set!(r!(src: u32).multiply(&mut core.flags, imm::<u32>(op))),
+            Code::ImulRri64 => set!(r!(src: u64).multiply(&mut core.flags, imm::<u64>(op))),
+            Code::ImulRm32 => set!(r!(dst: u32).multiply(&mut core.flags, load!(u32))),
+            Code::ImulRm64 => set!(r!(dst: u64).multiply(&mut core.flags, load!(u64))),
+            Code::CmovRr32 => {
+                let slot = if core.flags.condition(op.aux) { op.src } else { op.dst };
+                set!(get::<u32>(core, slot))
+            }
+            Code::CmovRr64 => {
+                let slot = if core.flags.condition(op.aux) { op.src } else { op.dst };
+                set!(get::<u64>(core, slot))
+            }
+            Code::SetccR => {
+                let value = u64::from(core.flags.condition(op.aux));
+                set!(core.r[op.dst as usize] & !0xff | value)
+            }
+            Code::PushR => done!(push(core, bus, r!(src: u64))),
+            Code::PushI => done!(push(core, bus, imm::<u64>(op))),
+            Code::PopR => {
+                let rsp = core.r[RSP];
+                let value = done!(core.load::<u64>(bus, rsp));
+                core.r[RSP] = rsp.wrapping_add(8);
+                set!(value)
+            }
+            Code::Nop => {}
+            Code::Jump => {
+                branch!(op, true);
+                continue;
+            }
+            Code::JumpR => {
+                indirect!(r!(src: u64));
+                continue;
+            }
+            Code::Ret => {
+                let rsp = core.r[RSP];
+                let target = done!(core.load::<u64>(bus, rsp));
+                core.r[RSP] = rsp.wrapping_add(8).wrapping_add(op.imm64());
+                indirect!(target);
+                continue;
+            }
+            Code::JumpZ => {
+                branch!(op, core.flags.zf());
+                continue;
+            }
+            Code::JumpCc => {
+                branch!(op, core.flags.condition(op.aux));
+                continue;
+            }
+            Code::JumpSlot => {
+                branch!(op, r!(src: u64) != 0);
+                continue;
+            }
+            Code::JumpCmpEqRr32 => jump_cmp!(u32, r!(src: u32), |a, b| a == b),
+            Code::JumpCmpBelowRr32 => jump_cmp!(u32, r!(src: u32), |a, b| a < b),
+            Code::JumpCmpBeRr32 => jump_cmp!(u32, r!(src: u32), |a, b| a <= b),
+            Code::JumpCmpLessRr32 => jump_cmp!(u32, r!(src: u32), |a, b| (a as i32) < b as i32),
+            Code::JumpCmpLeRr32 => jump_cmp!(u32, r!(src: u32), |a, b| a as i32 <= b as i32),
+            Code::JumpCmpEqRr64 => jump_cmp!(u64, r!(src: u64), |a, b| a == b),
+            Code::JumpCmpBelowRr64 => jump_cmp!(u64, r!(src: u64), |a, b| a < b),
+            Code::JumpCmpBeRr64 => jump_cmp!(u64, r!(src: u64), |a, b| a <= b),
+            Code::JumpCmpLessRr64 => jump_cmp!(u64, r!(src: u64), |a, b| (a as i64) < b as i64),
+            Code::JumpCmpLeRr64 => jump_cmp!(u64, r!(src: u64), |a, b| a as i64 <= b as i64),
+            Code::JumpCmpEqRi32 => jump_cmp!(u32, imm::<u32>(op), |a, b| a == b),
+            Code::JumpCmpBelowRi32 => jump_cmp!(u32, imm::<u32>(op), |a, b| a < b),
+            Code::JumpCmpBeRi32 => jump_cmp!(u32, imm::<u32>(op), |a, b| a <= b),
+            Code::JumpCmpLessRi32 => jump_cmp!(u32, imm::<u32>(op), |a, b| (a as i32) < b as i32),
+            Code::JumpCmpLeRi32 => jump_cmp!(u32, imm::<u32>(op), |a, b| a as i32 <= b as i32),
+            Code::JumpCmpEqRi64 => jump_cmp!(u64, imm::<u64>(op), |a, b| a == b),
+            Code::JumpCmpBelowRi64 => jump_cmp!(u64, imm::<u64>(op), |a, b| a < b),
+            Code::JumpCmpBeRi64 => jump_cmp!(u64, imm::<u64>(op), |a, b| a <= b),
+            Code::JumpCmpLessRi64 => jump_cmp!(u64, imm::<u64>(op), |a, b| (a as i64) < b as i64),
+            Code::JumpCmpLeRi64 => jump_cmp!(u64, imm::<u64>(op), |a, b| a as i64 <= b as i64),
+            Code::JumpTestZRr32 => jump_test!(u32, r!(src: u32), |x| x == 0),
+            Code::JumpTestZRr64 => jump_test!(u64, r!(src: u64), |x| x == 0),
+            Code::JumpTestZRi32 => jump_test!(u32, imm::<u32>(op), |x| x == 0),
+            Code::JumpTestZRi64 => jump_test!(u64, imm::<u64>(op), |x| x == 0),
+            Code::JumpTestSRr32 => jump_test!(u32, r!(src: u32), |x| (x as i32) < 0),
+            Code::JumpTestSRr64 => jump_test!(u64, r!(src: u64), |x| (x as i64) < 0),
+            Code::JumpTestLeRr32 => jump_test!(u32, r!(src: u32), |x| x as i32 <= 0),
+            Code::JumpTestLeRr64 => jump_test!(u64, r!(src: u64), |x| x as i64 <= 0),
+            Code::System => return Leave::System(pc),
+            _ => done!(general::execute(core, bus, op)),
+        }
+        pc += 1;
+    }
+}
+
+/// RSP's slot.
+pub(crate) const RSP: usize = 4;
+
+#[inline(always)]
+fn push(core: &mut Core, bus: &mut impl Bus, value: u64) -> Touch<()> {
+    let rsp = core.r[RSP].wrapping_sub(8);
+    core.store(bus, rsp, value)?;
+    core.r[RSP] = rsp;
+    Ok(())
+}
+

@@ -1,0 +1,64 @@
+//! Why a processor left its run loop.
+
+use crate::state::Exception;
+use lacuna_addr::Gpa;
+use lacuna_cpu::Stop;
+
+/// Why [`crate::Cpu::run`] returned. Except after `Shutdown`, the processor can be entered again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Exit {
+    /// The instructions asked for have been executed.
+    Fuel,
+    /// The poke word was not zero: empty it, obey it, enter again.
+    Poked,
+    /// Halted (HLT with interrupts on): enter again when an interrupt may have come.
+    Halt,
+    /// The bus could not give a page; the instruction will be executed again from its start.
+    Stop(Stop),
+    /// OUT. The instruction is complete.
+    IoOut {
+        /// Port number.
+        port: u16,
+        /// 1, 2 or 4 bytes.
+        size: u8,
+        /// What was written, zero-extended.
+        value: u32,
+    },
+    /// IN: give the value with [`crate::Cpu::complete_read`] before the next run.
+    IoIn {
+        /// Port number.
+        port: u16,
+        /// 1, 2 or 4 bytes.
+        size: u8,
+    },
+    /// A load from an address without memory: as `IoIn`.
+    MmioRead {
+        /// Guest-physical address.
+        gpa: Gpa,
+        /// 1 to 8 bytes.
+        size: u8,
+    },
+    /// A store to an address without (writable) memory. It counts as done at the next run.
+    MmioWrite {
+        /// Guest-physical address.
+        gpa: Gpa,
+        /// 1 to 8 bytes.
+        size: u8,
+        /// What was written, zero-extended.
+        value: u64,
+    },
+    /// A locked access that is not aligned: stop every other vCPU, then [`crate::Cpu::run_exclusive`].
+    Exclusive,
+    /// Triple fault: the processor is dead.
+    Shutdown(Shutdown),
+}
+
+/// The last moments before a triple fault.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shutdown {
+    /// Where the first fault happened.
+    pub rip: u64,
+    /// The exception that could not be delivered, even as a double fault.
+    pub first: Exception,
+}

@@ -1,0 +1,447 @@
+//! The rarer instructions that stay inside a block: any width, any operand form.
+//!
+//! Operands: E is the r/m operand (`dst`, or memory with [`MEMORY`]), G the other one (`src`, or `imm`
+//! with [`IMMEDIATE`]). Values are kept zero-extended in a `u64` beside `width`, log2 of their bytes.
+
+use crate::arith::{
+    alu, alu_flags, alu_result, bits, extend, mask, shift, shift_count, shifted, sign,
+};
+use crate::dispatch::address;
+use crate::flags::{AF, ARITHMETIC, CF, DF, OF, PF, SF, ZF};
+use crate::mem::Touch;
+use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op};
+use crate::processor::Core;
+use crate::state::Exception;
+use crate::state::bits::{CR0_EM, CR0_TS};
+use crate::{divide, stack, string};
+use lacuna_cpu::Bus;
+
+const RAX: u8 = 0;
+const RCX: u8 = 1;
+const RDX: u8 = 2;
+const RBX: u8 = 3;
+
+/// Executes an op that `dispatch` has no arm for.
+#[inline(never)]
+pub(crate) fn execute(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    match op.code {
+        Code::Alu => alu_e(core, bus, op),
+        Code::AluReverse => alu_g(core, bus, op),
+        Code::Shift => shift_e(core, bus, op),
+        Code::DoubleShift => double_shift(core, bus, op),
+        Code::Not => {
+            let m = mask(op.width());
+            modify(core, bus, op, |a| !a & m).map(drop)
+        }
+        Code::Neg => {
+            let (width, m) = (op.width(), mask(op.width()));
+            let old = modify(core, bus, op, |a| a.wrapping_neg() & m)?;
+            core.flags.set_sub_wide(width, old.wrapping_neg() & m, old);
+            Ok(())
+        }
+        Code::Inc | Code::Dec => step(core, bus, op),
+        Code::Mul | Code::Imul => divide::multiply(core, bus, op),
+        Code::Div | Code::Idiv => divide::divide(core, bus, op),
+        Code::ImulG | Code::ImulGImm => divide::multiply_into(core, bus, op),
+        Code::MovE => write(core, bus, op, source(core, op)),
+        Code::MovG => {
+            let value = read(core, bus, op)?;
+            set_reg(core, op.src, op.width(), value);
+            Ok(())
+        }
+        Code::MovZx => {
+            let value = read(core, bus, op)?;
+            set_reg(core, op.src, op.aux, value);
+            Ok(())
+        }
+        Code::MovSx => {
+            let value = extend(op.width(), read(core, bus, op)?) & mask(op.aux);
+            set_reg(core, op.src, op.aux, value);
+            Ok(())
+        }
+        Code::CmovG => {
+            let value = read(core, bus, op)?;
+            let keep = reg(core, op.src, op.width());
+            let taken = core.flags.condition(op.aux);
+            set_reg(core, op.src, op.width(), if taken { value } else { keep });
+            Ok(())
+        }
+        Code::SetccE => write(core, bus, op, core.flags.condition(op.aux).into()),
+        Code::Xchg => {
+            let value = source(core, op);
+            let old = modify(core, bus, op, |_| value)?;
+            set_reg(core, op.src, op.width(), old);
+            Ok(())
+        }
+        Code::Xadd => exchange_add(core, bus, op),
+        Code::Cmpxchg => compare_exchange(core, bus, op),
+        Code::Cmpxchg8b => compare_exchange_8(core, bus, op),
+        Code::BitTest => bit_test(core, bus, op),
+        Code::BitScan => bit_scan(core, bus, op),
+        _ => simple(core, bus, op),
+    }
+}
+
+/// Those that touch registers and flags only, and the stack's.
+fn simple(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    match op.code {
+        Code::Bswap => {
+            let value = reg(core, op.dst, op.width());
+            let swapped = value.swap_bytes() >> (64 - bits(op.width()));
+            // On 16 bits the result is undefined; processors clear them.
+            set_reg(core, op.dst, op.width(), if op.width() == 1 { 0 } else { swapped });
+        }
+        Code::Widen => {
+            let half = extend(op.width() - 1, reg(core, RAX, op.width() - 1));
+            set_reg(core, RAX, op.width(), half & mask(op.width()));
+        }
+        Code::SignFill => {
+            let negative = reg(core, RAX, op.width()) & sign(op.width()) != 0;
+            set_reg(core, RDX, op.width(), if negative { mask(op.width()) } else { 0 });
+        }
+        Code::Lahf => {
+            let flags = core.flags.bits() & 0xff | 2;
+            set_reg(core, HIGH, 0, flags);
+        }
+        Code::Sahf => {
+            let image = reg(core, HIGH, 0);
+            core.flags.replace(SF | ZF | AF | PF | CF, image);
+        }
+        Code::Carry => {
+            let carry = match op.aux {
+                0 => false,
+                1 => true,
+                _ => !core.flags.cf(),
+            };
+            core.flags.replace(CF, if carry { CF } else { 0 });
+        }
+        Code::Direction => {
+            core.rflags = core.rflags & !DF | if op.aux == 0 { 0 } else { DF };
+        }
+        Code::LoopCount => loop_count(core, op),
+        Code::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
+        Code::PushE => return stack::push_operand(core, bus, op),
+        Code::PopE => return stack::pop_operand(core, bus, op),
+        Code::Pushf => return stack::push_flags(core, bus, op),
+        Code::Leave => return stack::leave(core, bus, op),
+        Code::Enter => return stack::enter(core, bus, op),
+        Code::String => return string::execute(core, bus, op),
+        Code::Float if core.sys.cr0 & (CR0_EM | CR0_TS) != 0 => return core.raise(Exception::NM),
+        _ => return core.raise(Exception::UD),
+    }
+    Ok(())
+}
+
+/// The value of [`Code::Address`]: segment base and 32-bit address size included. `aux` bit 0: 32-bit
+/// addresses; `src`: 1 for FS, 2 for GS.
+pub(crate) fn far_address(core: &Core, op: &Op) -> u64 {
+    let offset = address(core, op);
+    let offset = if op.aux & 1 != 0 { offset & mask(2) } else { offset };
+    offset.wrapping_add(segment_base(core, op.src))
+}
+
+/// The base of a segment override: 1 for FS, 2 for GS.
+pub(crate) fn segment_base(core: &Core, segment: u8) -> u64 {
+    match segment {
+        1 => core.sys.fs_base,
+        2 => core.sys.gs_base,
+        _ => 0,
+    }
+}
+
+/// A register's value; `slot` may name a second byte.
+pub(crate) fn reg(core: &Core, slot: u8, width: u8) -> u64 {
+    if slot >= HIGH {
+        return core.r[(slot - HIGH) as usize] >> 8 & 0xff;
+    }
+    core.r[slot as usize] & mask(width)
+}
+
+/// Writes a register as x86 does: 32 bits clear the upper half, 8 and 16 bits keep the rest.
+pub(crate) fn set_reg(core: &mut Core, slot: u8, width: u8, value: u64) {
+    if slot >= HIGH {
+        let whole = &mut core.r[(slot - HIGH) as usize];
+        *whole = *whole & !0xff00 | (value & 0xff) << 8;
+        return;
+    }
+    let whole = &mut core.r[slot as usize];
+    *whole = match width {
+        0 | 1 => *whole & !mask(width) | value & mask(width),
+        _ => value & mask(width),
+    };
+}
+
+/// G, or the immediate.
+fn source(core: &Core, op: &Op) -> u64 {
+    if op.has(IMMEDIATE) { op.imm64() & mask(op.width()) } else { reg(core, op.src, op.width()) }
+}
+
+/// Loads `1 << width` bytes.
+pub(crate) fn load(core: &mut Core, bus: &mut impl Bus, va: u64, width: u8) -> Touch<u64> {
+    match width {
+        0 => core.load::<u8>(bus, va).map(u64::from),
+        1 => core.load::<u16>(bus, va).map(u64::from),
+        2 => core.load::<u32>(bus, va).map(u64::from),
+        _ => core.load::<u64>(bus, va),
+    }
+}
+
+/// Stores the low `1 << width` bytes.
+pub(crate) fn store(
+    core: &mut Core,
+    bus: &mut impl Bus,
+    va: u64,
+    width: u8,
+    value: u64,
+) -> Touch<()> {
+    match width {
+        0 => core.store(bus, va, value as u8),
+        1 => core.store(bus, va, value as u16),
+        2 => core.store(bus, va, value as u32),
+        _ => core.store(bus, va, value),
+    }
+}
+
+/// E.
+pub(crate) fn read(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<u64> {
+    if op.has(MEMORY) {
+        return load(core, bus, address(core, op), op.width());
+    }
+    Ok(reg(core, op.dst, op.width()))
+}
+
+fn write(core: &mut Core, bus: &mut impl Bus, op: &Op, value: u64) -> Touch<()> {
+    if op.has(MEMORY) {
+        return store(core, bus, address(core, op), op.width(), value);
+    }
+    set_reg(core, op.dst, op.width(), value);
+    Ok(())
+}
+
+/// Replaces E by `new(E)`; returns the old value.
+fn modify(
+    core: &mut Core,
+    bus: &mut impl Bus,
+    op: &Op,
+    new: impl Fn(u64) -> u64,
+) -> Touch<u64> {
+    if !op.has(MEMORY) {
+        let old = reg(core, op.dst, op.width());
+        set_reg(core, op.dst, op.width(), new(old));
+        return Ok(old);
+    }
+    modify_at(core, bus, op, address(core, op), new)
+}
+
+fn modify_at(
+    core: &mut Core,
+    bus: &mut impl Bus,
+    op: &Op,
+    va: u64,
+    new: impl Fn(u64) -> u64,
+) -> Touch<u64> {
+    match (op.has(LOCKED), op.width()) {
+        (false, 0) => core.update(bus, va, |a: u8| new(a.into()) as u8).map(u64::from),
+        (false, 1) => core.update(bus, va, |a: u16| new(a.into()) as u16).map(u64::from),
+        (false, 2) => core.update(bus, va, |a: u32| new(a.into()) as u32).map(u64::from),
+        (false, _) => core.update(bus, va, new),
+        (true, 0) => core.update_locked(bus, va, |a: u8| new(a.into()) as u8).map(u64::from),
+        (true, 1) => core.update_locked(bus, va, |a: u16| new(a.into()) as u16).map(u64::from),
+        (true, 2) => core.update_locked(bus, va, |a: u32| new(a.into()) as u32).map(u64::from),
+        (true, _) => core.update_locked(bus, va, new),
+    }
+}
+
+fn alu_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (kind, width, b) = (op.aux, op.width(), source(core, op));
+    let carry = core.flags.cf();
+    let a = match kind {
+        alu::CMP | alu::TEST => read(core, bus, op)?,
+        _ => modify(core, bus, op, |a| alu_result(kind, width, a, b, carry))?,
+    };
+    alu_flags(&mut core.flags, kind, width, a, b, carry);
+    Ok(())
+}
+
+fn alu_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (kind, width) = (op.aux, op.width());
+    let b = read(core, bus, op)?;
+    let (a, carry) = (reg(core, op.src, width), core.flags.cf());
+    if kind != alu::CMP {
+        set_reg(core, op.src, width, alu_result(kind, width, a, b, carry));
+    }
+    alu_flags(&mut core.flags, kind, width, a, b, carry);
+    Ok(())
+}
+
+/// INC and DEC, which keep CF.
+fn step(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (width, m, carry) = (op.width(), mask(op.width()), core.flags.cf());
+    let kind = if op.code == Code::Inc { alu::ADD } else { alu::SUB };
+    let old = modify(core, bus, op, |a| alu_result(kind, width, a, 1, false) & m)?;
+    alu_flags(&mut core.flags, kind, width, old, 1, false);
+    core.flags.replace(CF, if carry { CF } else { 0 });
+    Ok(())
+}
+
+fn shift_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (kind, width, carry) = (op.aux, op.width(), core.flags.cf());
+    let count = if op.has(IMMEDIATE) { op.imm64() } else { core.r[RCX as usize] };
+    let count = shift_count(width, count);
+    let old = modify(core, bus, op, |a| shifted(kind, width, a, count, carry).0)?;
+    let (result, carries) = shifted(kind, width, old, count, carry);
+    match (count, kind) {
+        (0, _) => {}
+        (_, shift::ROL | shift::ROR | shift::RCL | shift::RCR) => {
+            core.flags.replace(CF | OF, carries);
+        }
+        _ => core.flags.set_given_wide(width, result, carries),
+    }
+    Ok(())
+}
+
+/// SHLD (`aux` 0) and SHRD (1). A count above the width leaves an undefined result.
+fn double_shift(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (width, n) = (op.width(), bits(op.width()));
+    let count = if op.has(IMMEDIATE) { op.imm64() } else { core.r[RCX as usize] };
+    let count = shift_count(width, count);
+    let fill = reg(core, op.src, width);
+    let left = op.aux == 0;
+    let shift = move |a: u64| {
+        let (a, fill) = (u128::from(a), u128::from(fill));
+        let by = count % n;
+        let wide = if left { (a << n | fill) << by >> n } else { (fill << n | a) >> by };
+        wide as u64 & mask(width)
+    };
+    let old = modify(core, bus, op, |a| if count == 0 { a } else { shift(a) })?;
+    if count != 0 {
+        let last = if left { n.wrapping_sub(count) } else { count - 1 } % n;
+        let cf = if old >> last & 1 != 0 { CF } else { 0 };
+        let of = if (old ^ shift(old)) & sign(width) != 0 { OF } else { 0 };
+        core.flags.set_given_wide(width, shift(old), cf | of);
+    }
+    Ok(())
+}
+
+fn exchange_add(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (width, b) = (op.width(), reg(core, op.src, op.width()));
+    let add = |a: u64| a.wrapping_add(b) & mask(width);
+    if op.has(MEMORY) {
+        let old = modify(core, bus, op, add)?;
+        set_reg(core, op.src, width, old);
+        core.flags.set_add_wide(width, add(old), b);
+        return Ok(());
+    }
+    // The destination is written last: with the same register twice the sum stays.
+    let old = reg(core, op.dst, width);
+    set_reg(core, op.src, width, old);
+    set_reg(core, op.dst, width, add(old));
+    core.flags.set_add_wide(width, add(old), b);
+    Ok(())
+}
+
+fn compare_exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let width = op.width();
+    let (expected, value) = (reg(core, RAX, width), reg(core, op.src, width));
+    let old = if op.has(MEMORY) {
+        modify(core, bus, op, |a| if a == expected { value } else { a })?
+    } else {
+        let old = reg(core, op.dst, width);
+        if old == expected {
+            set_reg(core, op.dst, width, value);
+        }
+        old
+    };
+    if old != expected {
+        set_reg(core, RAX, width, old);
+    }
+    core.flags.set_sub_wide(width, expected.wrapping_sub(old) & mask(width), old);
+    Ok(())
+}
+
+fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let pair = |high, low| reg(core, high, 2) << 32 | reg(core, low, 2);
+    let (expected, value) = (pair(RDX, RAX), pair(RCX, RBX));
+    let at = address(core, op);
+    let old = modify_at(core, bus, op, at, |a| if a == expected { value } else { a })?;
+    if old != expected {
+        set_reg(core, RAX, 2, old & mask(2));
+        set_reg(core, RDX, 2, old >> 32);
+    }
+    core.flags.replace(ZF, if old == expected { ZF } else { 0 });
+    Ok(())
+}
+
+/// BT, BTS, BTR, BTC (`aux` 0 to 3). With memory and a register, the bit may lie anywhere.
+fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let width = op.width();
+    let index = source(core, op);
+    let bit = 1_u64 << (index & u64::from(bits(width) - 1));
+    let new = |a: u64| match op.aux {
+        0 => a,
+        1 => a | bit,
+        2 => a & !bit,
+        _ => a ^ bit,
+    };
+    let old = if !op.has(MEMORY) {
+        let old = reg(core, op.dst, width);
+        if op.aux != 0 {
+            set_reg(core, op.dst, width, new(old));
+        }
+        old
+    } else {
+        let mut at = address(core, op);
+        if !op.has(IMMEDIATE) {
+            let words = extend(width, index) as i64 >> bits(width).trailing_zeros();
+            at = at.wrapping_add((words << width) as u64);
+        }
+        match op.aux {
+            0 => load(core, bus, at, width)?,
+            _ => modify_at(core, bus, op, at, new)?,
+        }
+    };
+    core.flags.replace(CF, if old & bit != 0 { CF } else { 0 });
+    Ok(())
+}
+
+/// BSF, BSR, TZCNT, LZCNT, POPCNT (`aux` 0 to 4): G from E.
+fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let width = op.width();
+    let value = read(core, bus, op)?;
+    let leading = u64::from(value.leading_zeros()) - u64::from(64 - bits(width));
+    let trailing = u64::from(value.trailing_zeros().min(bits(width)));
+    let result = match op.aux {
+        // BSF and BSR of zero leave the destination as it is.
+        0 | 1 if value == 0 => {
+            core.flags.replace(ARITHMETIC, ZF);
+            return Ok(());
+        }
+        0 | 2 => trailing,
+        1 => u64::from(bits(width)) - 1 - leading,
+        3 => leading,
+        _ => value.count_ones().into(),
+    };
+    set_reg(core, op.src, width, result);
+    let flag = |on: bool, bit: u64| if on { bit } else { 0 };
+    core.flags.set_bits(match op.aux {
+        0 | 1 => 0,
+        2 | 3 => flag(value == 0, CF) | flag(result == 0, ZF),
+        _ => flag(value == 0, ZF),
+    });
+    Ok(())
+}
+
+/// LOOPcc and JRCXZ: leaves 1 or 0, whether to jump, in `dst` for the branch that follows. `aux`:
+/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size's.
+fn loop_count(core: &mut Core, op: &Op) {
+    let width = op.width();
+    let count = reg(core, RCX, width);
+    let jump = if op.aux == 3 {
+        count == 0
+    } else {
+        let left = count.wrapping_sub(1) & mask(width);
+        set_reg(core, RCX, width, left);
+        left != 0 && (op.aux == 2 || core.flags.zf() == (op.aux == 1))
+    };
+    core.r[op.dst as usize] = jump.into();
+}

@@ -1,0 +1,575 @@
+//! One instruction to ops: the hot forms here, the rest in `lower_rare.rs`.
+
+use crate::arith::{alu, shift};
+use crate::op::{
+    Code, HIGH, IMMEDIATE, INVERTED, LOCKED, Links, MEMORY, Op, TARGET, TEMP, TEMP_STACK, ZERO,
+};
+use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
+
+/// Whether the block goes on after an instruction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Flow {
+    /// The next instruction follows in the block.
+    On,
+    /// A branch or system op ended it.
+    End,
+}
+
+/// Appends the ops of one instruction to the arena.
+pub(crate) struct Lower<'a> {
+    pub(crate) i: &'a Instruction,
+    pub(crate) ops: &'a mut Vec<Op>,
+    /// The block's first op.
+    pub(crate) start: usize,
+}
+
+impl Lower<'_> {
+    /// The whole instruction.
+    pub(crate) fn instruction(&mut self) -> Flow {
+        let first = self.ops.len();
+        let flow = self.by_mnemonic();
+        self.seal(first);
+        flow
+    }
+
+    /// Gives the instruction's length and count to its last op: those before it can be blocked, or leave
+    /// nothing behind but scratch. CALL and fused branches have done it themselves.
+    fn seal(&mut self, first: usize) {
+        let whole = self.whole();
+        let ops = &mut self.ops[first..];
+        if ops.iter().all(|op| op.len == 0)
+            && let Some(last) = ops.iter_mut().rev().find(|op| op.code != Code::Links)
+        {
+            last.len = whole;
+        }
+    }
+
+    /// This instruction in an op's `len`.
+    fn whole(&self) -> u8 {
+        self.i.len() as u8 | 1 << 5
+    }
+
+    fn by_mnemonic(&mut self) -> Flow {
+        use Mnemonic as M;
+        match self.i.mnemonic() {
+            M::Mov => self.mov(),
+            M::Lea => self.lea(),
+            M::Add => self.alu(alu::ADD),
+            M::Or => self.alu(alu::OR),
+            M::Adc => self.alu(alu::ADC),
+            M::Sbb => self.alu(alu::SBB),
+            M::And => self.alu(alu::AND),
+            M::Sub => self.alu(alu::SUB),
+            M::Xor => self.alu(alu::XOR),
+            M::Cmp => self.alu(alu::CMP),
+            M::Test => self.alu(alu::TEST),
+            M::Shl | M::Sal => self.shift(shift::SHL),
+            M::Shr => self.shift(shift::SHR),
+            M::Sar => self.shift(shift::SAR),
+            M::Movzx => self.extend(Code::MovZx),
+            M::Movsx | M::Movsxd => self.extend(Code::MovSx),
+            M::Inc => self.unary(Code::Inc, [Code::IncR32, Code::IncR64]),
+            M::Dec => self.unary(Code::Dec, [Code::DecR32, Code::DecR64]),
+            M::Neg => self.unary(Code::Neg, [Code::NegR32, Code::NegR64]),
+            M::Imul if self.i.op_count() > 1 => self.multiply(),
+            M::Push => self.push(),
+            M::Pop => self.pop(),
+            M::Jmp => self.jump(),
+            M::Call => self.call(),
+            M::Ret => self.ret(),
+            _ => match self.i.condition_code() {
+                ConditionCode::None => self.rare(),
+                cc => self.conditional(cc as u8 - 1),
+            },
+        }
+    }
+
+    pub(crate) fn emit(&mut self, op: Op) -> Flow {
+        self.ops.push(op);
+        Flow::On
+    }
+
+    /// Ends the block with a branch and its links.
+    pub(crate) fn emit_branch(&mut self, op: Op) -> Flow {
+        self.ops.push(op);
+        self.ops.push(Op::unlinked(0));
+        Flow::End
+    }
+
+    /// log2 of operand `n`'s bytes.
+    pub(crate) fn width(&self, n: u32) -> u8 {
+        let bytes = match self.i.op_kind(n) {
+            OpKind::Register => self.i.op_register(n).size(),
+            OpKind::Memory => self.i.memory_size().size(),
+            _ => 8,
+        };
+        bytes.max(1).trailing_zeros().min(3) as u8
+    }
+
+    pub(crate) fn is_memory(&self, n: u32) -> bool {
+        self.i.op_kind(n) == OpKind::Memory
+    }
+
+    pub(crate) fn is_register(&self, n: u32) -> bool {
+        self.i.op_kind(n) == OpKind::Register
+    }
+
+    /// The slot of register operand `n`.
+    pub(crate) fn slot(&self, n: u32) -> u8 {
+        slot(self.i.op_register(n))
+    }
+
+    /// An op of width `width` with the r/m operand `e` in `dst` or memory, and `g` (if any) in `src`
+    /// or `imm`.
+    pub(crate) fn form(&mut self, code: Code, width: u8, e: u32, g: Option<u32>) -> Op {
+        let mut op = Op { form: width << 2, ..Op::new(code) };
+        if self.i.has_lock_prefix() {
+            op.form |= LOCKED;
+        }
+        match g {
+            Some(g) if self.is_register(g) => op.src = self.slot(g),
+            Some(g) => {
+                op.form |= IMMEDIATE;
+                op.imm = self.i.immediate(g) as i32;
+            }
+            None => {}
+        }
+        if self.is_memory(e) {
+            self.memory(&mut op);
+        } else {
+            op.dst = self.slot(e);
+        }
+        op
+    }
+
+    /// Fills in the memory operand, computing what does not fit beforehand.
+    pub(crate) fn memory(&mut self, op: &mut Op) {
+        let segment = match self.i.memory_segment() {
+            Register::FS => 1,
+            Register::GS => 2,
+            _ => 0,
+        };
+        let (base, index) = (self.i.memory_base(), self.i.memory_index());
+        let narrow = base.is_gpr32() || index.is_gpr32() || base == Register::EIP;
+        let stack = self.i.memory_segment() == Register::SS;
+        let temp = if stack { TEMP_STACK } else { TEMP };
+        let displacement = self.i.memory_displacement64();
+        op.form |= MEMORY | self.i.memory_index_scale().trailing_zeros() as u8;
+        op.index = address_slot(index);
+        if matches!(base, Register::None | Register::RIP | Register::EIP) {
+            op.base = ZERO;
+            op.disp = displacement as i32;
+            if op.disp as i64 as u64 != displacement {
+                self.emit(Op::constant(temp, displacement));
+                (op.base, op.disp) = (temp, 0);
+            }
+        } else {
+            op.base = address_slot(base);
+            op.disp = displacement as i32;
+        }
+        if segment != 0 || narrow {
+            self.emit(Op {
+                code: Code::Address,
+                dst: temp,
+                src: segment,
+                aux: narrow.into(),
+                form: op.form & 3,
+                len: 0,
+                imm: 0,
+                ..*op
+            });
+            (op.base, op.index, op.disp) = (temp, ZERO, 0);
+            op.form &= !3;
+        }
+    }
+
+    fn mov(&mut self) -> Flow {
+        let i = self.i;
+        let special = |n: u32| {
+            self.is_register(n) && {
+                let r = i.op_register(n);
+                r.is_segment_register() || r.is_cr() || r.is_dr() || r.is_tr()
+            }
+        };
+        if special(0) || special(1) {
+            return self.mov_special();
+        }
+        let (width, plain) = (self.width(0), self.is_plain(0) && self.is_plain(1));
+        let op = match (self.is_memory(0), self.is_memory(1)) {
+            (true, _) => self.form(Code::MovE, width, 0, Some(1)),
+            (_, true) => {
+                let mut op = self.form(Code::MovG, width, 1, Some(0));
+                if width >= 2 {
+                    op.dst = op.src;
+                    op.code = by_width(width, [Code::Load32, Code::Load64]);
+                }
+                return self.emit(op);
+            }
+            _ if width == 3 && !self.is_register(1) => {
+                let value = i.immediate(1);
+                let slot = self.slot(0);
+                if value as i32 as i64 as u64 != value {
+                    return self.emit(Op::constant(slot, value));
+                }
+                self.form(Code::MovE, width, 0, Some(1))
+            }
+            _ => self.form(Code::MovE, width, 0, Some(1)),
+        };
+        let code = match (op.has(MEMORY), op.has(IMMEDIATE), width) {
+            (false, false, 2) => Code::MovRr32,
+            (false, false, 3) => Code::MovRr64,
+            (false, true, 2) => Code::MovRi32,
+            (false, true, 3) => Code::MovRi64,
+            (true, false, 0) if plain => Code::Store8,
+            (true, false, 1) => Code::Store16,
+            (true, false, 2) => Code::Store32,
+            (true, false, 3) => Code::Store64,
+            (true, true, 0) => Code::StoreImm8,
+            (true, true, 2) => Code::StoreImm32,
+            (true, true, 3) => Code::StoreImm64,
+            _ => Code::MovE,
+        };
+        self.emit(Op { code, ..op })
+    }
+
+    /// Not a second-byte register.
+    fn is_plain(&self, n: u32) -> bool {
+        !self.is_register(n) || self.slot(n) < HIGH
+    }
+
+    fn lea(&mut self) -> Flow {
+        let width = self.width(0);
+        let mut op = Op { form: width << 2, ..Op::new(Code::Lea64) };
+        // LEA takes the offset alone: no segment base, whatever the prefix.
+        let mut bare = *self.i;
+        bare.set_segment_prefix(Register::None);
+        let (start, dst) = (self.start, self.slot(0));
+        Lower { i: &bare, ops: self.ops, start }.memory(&mut op);
+        op.form &= !MEMORY;
+        if width == 1 {
+            self.emit(Op { dst: TEMP, ..op });
+            return self.emit(Op { form: 1 << 2, dst, src: TEMP, ..Op::new(Code::MovE) });
+        }
+        op.code = by_width(width, [Code::Lea32, Code::Lea64]);
+        self.emit(Op { dst, ..op })
+    }
+
+    fn alu(&mut self, kind: u8) -> Flow {
+        let width = self.width(0);
+        if self.is_memory(1) && kind != alu::TEST {
+            let op = self.form(Code::AluReverse, width, 1, Some(0));
+            return self.emit(match hot_load(kind, width) {
+                Some(code) => Op { code, dst: op.src, ..op },
+                None => Op { aux: kind, ..op },
+            });
+        }
+        // TEST is symmetric; iced may put memory second.
+        let (e, g) = if self.is_memory(1) { (1, 0) } else { (0, 1) };
+        let op = self.form(Code::Alu, width, e, Some(g));
+        let plain = self.is_plain(0) && self.is_plain(1);
+        self.emit(match hot_alu(kind, &op, plain) {
+            Some(code) => Op { code, ..op },
+            None => Op { aux: kind, ..op },
+        })
+    }
+
+    fn shift(&mut self, kind: u8) -> Flow {
+        let width = self.width(0);
+        let by_cl = self.is_register(1);
+        let mut op = self.form(Code::Shift, width, 0, (!by_cl).then_some(1));
+        op.aux = kind;
+        let count = op.imm & if width == 3 { 63 } else { 31 };
+        if !by_cl && !op.has(MEMORY) && width >= 2 && count != 0 {
+            op.imm = count;
+            op.code = match kind {
+                shift::SHL => by_width(width, [Code::ShlRi32, Code::ShlRi64]),
+                shift::SHR => by_width(width, [Code::ShrRi32, Code::ShrRi64]),
+                _ => by_width(width, [Code::SarRi32, Code::SarRi64]),
+            };
+        }
+        self.emit(op)
+    }
+
+    fn extend(&mut self, code: Code) -> Flow {
+        let (to, from) = (self.width(0), self.width(1));
+        let plain = self.is_plain(1);
+        let op = Op { aux: to, ..self.form(code, from, 1, Some(0)) };
+        let hot = match (code == Code::MovZx, op.has(MEMORY), from, to) {
+            _ if !plain => None,
+            (true, true, 0, 2 | 3) => Some(Code::LoadZx8),
+            (true, true, 1, 2 | 3) => Some(Code::LoadZx16),
+            (true, false, 0, 2 | 3) => Some(Code::MovZx8),
+            (true, false, 1, 2 | 3) => Some(Code::MovZx16),
+            (false, true, 0, 2) => Some(Code::LoadSx8To32),
+            (false, true, 0, 3) => Some(Code::LoadSx8To64),
+            (false, true, 1, 2) => Some(Code::LoadSx16To32),
+            (false, true, 1, 3) => Some(Code::LoadSx16To64),
+            (false, true, 2, 3) => Some(Code::LoadSx32To64),
+            (false, false, 0, 2) => Some(Code::MovSx8To32),
+            (false, false, 0, 3) => Some(Code::MovSx8To64),
+            (false, false, 1, 2) => Some(Code::MovSx16To32),
+            (false, false, 1, 3) => Some(Code::MovSx16To64),
+            (false, false, 2, 3) => Some(Code::MovSx32To64),
+            _ => None,
+        };
+        self.emit(match hot {
+            // The hot forms go from `src` to `dst`, the general ones from E to G.
+            Some(code) => Op { code, dst: op.src, src: op.dst, ..op },
+            None => op,
+        })
+    }
+
+    fn unary(&mut self, code: Code, hot: [Code; 2]) -> Flow {
+        let width = self.width(0);
+        let op = self.form(code, width, 0, None);
+        let is_hot = !op.has(MEMORY) && width >= 2;
+        self.emit(Op { code: if is_hot { by_width(width, hot) } else { code }, ..op })
+    }
+
+    fn multiply(&mut self) -> Flow {
+        let width = self.width(0);
+        let three = self.i.op_count() == 3;
+        let mut op = self.form(Code::ImulG, width, 1, Some(0));
+        if three {
+            op.imm = self.i.immediate(2) as i32;
+            op.code = Code::ImulGImm;
+        }
+        if width >= 2 && !(three && op.has(MEMORY)) {
+            let codes = match (three, op.has(MEMORY)) {
+                (true, _) => [Code::ImulRri32, Code::ImulRri64],
+                (_, true) => [Code::ImulRm32, Code::ImulRm64],
+                _ => [Code::ImulRr32, Code::ImulRr64],
+            };
+            op = Op { code: by_width(width, codes), dst: op.src, src: op.dst, ..op };
+        }
+        self.emit(op)
+    }
+
+    /// Jcc, SETcc, CMOVcc and LOOPcc carry a condition.
+    fn conditional(&mut self, cc: u8) -> Flow {
+        let i = self.i;
+        if i.is_jcc_short_or_near() {
+            return self.jcc(cc);
+        }
+        if i.op_count() == 1 && !i.is_loopcc() && !i.is_loop() {
+            let op = Op { aux: cc, ..self.form(Code::SetccE, 0, 0, None) };
+            let hot = !op.has(MEMORY) && op.dst < HIGH;
+            return self.emit(Op { code: if hot { Code::SetccR } else { op.code }, ..op });
+        }
+        if i.op_count() == 2 && i.op0_register().is_gpr() {
+            let width = self.width(0);
+            let mut op = Op { aux: cc, ..self.form(Code::CmovG, width, 1, Some(0)) };
+            if !op.has(MEMORY) && width >= 2 {
+                let code = by_width(width, [Code::CmovRr32, Code::CmovRr64]);
+                op = Op { code, dst: op.src, src: op.dst, ..op };
+            }
+            return self.emit(op);
+        }
+        self.rare()
+    }
+
+    /// The direct branch's displacement from the instruction's end.
+    pub(crate) fn displacement(&self) -> i32 {
+        self.i.near_branch64().wrapping_sub(self.i.next_ip()) as i32
+    }
+
+    fn jcc(&mut self, cc: u8) -> Flow {
+        let disp = self.displacement();
+        if self.i.op0_kind() != OpKind::NearBranch64 {
+            return self.undefined();
+        }
+        let inverted = if cc & 1 != 0 { INVERTED } else { 0 };
+        let last = self.ops.len() - 1;
+        if last >= self.start
+            && let Some(code) = fused(self.ops[last].code, cc)
+        {
+            let compare = self.ops[last];
+            self.ops[last] =
+                Op { code, form: compare.form | inverted, disp, ..compare };
+            self.ops.push(Op::unlinked(0));
+            self.ops[last].len += self.whole();
+            return Flow::End;
+        }
+        let op = match cc >> 1 {
+            2 => Op { form: inverted, disp, ..Op::new(Code::JumpZ) },
+            _ => Op { aux: cc, disp, ..Op::new(Code::JumpCc) },
+        };
+        self.emit_branch(op)
+    }
+
+    fn jump(&mut self) -> Flow {
+        match self.i.op0_kind() {
+            OpKind::NearBranch64 => {
+                let disp = self.displacement();
+                self.emit_branch(Op { disp, ..Op::new(Code::Jump) })
+            }
+            _ if self.i.is_jmp_far_indirect() || self.width(0) != 3 => self.undefined(),
+            OpKind::Register => {
+                let src = self.slot(0);
+                self.emit_branch(Op { src, ..Op::new(Code::JumpR) })
+            }
+            _ => {
+                self.load_target();
+                self.emit_branch(Op { src: TARGET, ..Op::new(Code::JumpR) })
+            }
+        }
+    }
+
+    fn load_target(&mut self) {
+        let mut op = Op { dst: TARGET, ..Op::new(Code::Load64) };
+        self.memory(&mut op);
+        self.emit(op);
+    }
+
+    fn call(&mut self) -> Flow {
+        let direct = self.i.op0_kind() == OpKind::NearBranch64;
+        if !direct && (self.i.is_call_far_indirect() || self.width(0) != 3) {
+            return self.undefined();
+        }
+        if self.is_memory(0) {
+            self.load_target();
+        } else if self.is_register(0) {
+            let src = self.slot(0);
+            self.emit(Op { dst: TARGET, src, ..Op::new(Code::MovRr64) });
+        }
+        let back = self.i.next_ip();
+        // The jump itself cannot fail, so the instruction is complete with the push.
+        let len = self.whole();
+        if back as i32 as i64 as u64 == back {
+            self.emit(Op { len, imm: back as i32, ..Op::new(Code::PushI) });
+        } else {
+            self.emit(Op::constant(TEMP, back));
+            self.emit(Op { len, src: TEMP, ..Op::new(Code::PushR) });
+        }
+        let jump = if direct {
+            Op { disp: self.displacement(), ..Op::new(Code::Jump) }
+        } else {
+            Op { src: TARGET, ..Op::new(Code::JumpR) }
+        };
+        self.emit_branch(jump)
+    }
+
+    fn ret(&mut self) -> Flow {
+        let imm = if self.i.op_count() == 0 { 0 } else { i32::from(self.i.immediate16()) };
+        if self.i.stack_pointer_increment() as i64 - i64::from(imm) != 8 {
+            return self.undefined();
+        }
+        self.emit_branch(Op { imm, ..Op::new(Code::Ret) })
+    }
+
+    fn push(&mut self) -> Flow {
+        let width = (-self.i.stack_pointer_increment()).trailing_zeros().min(3) as u8;
+        if self.is_register(0) && self.i.op0_register().is_segment_register() {
+            let aux = if self.i.op0_register() == Register::FS { 1 } else { 2 };
+            return self.emit(Op { form: width << 2, aux, ..Op::new(Code::PushE) });
+        }
+        if !self.is_register(0) && !self.is_memory(0) {
+            let imm = self.i.immediate(0) as i32;
+            let code = if width == 3 { Code::PushI } else { Code::PushE };
+            return self.emit(Op { form: width << 2 | IMMEDIATE, imm, ..Op::new(code) });
+        }
+        let op = self.form(Code::PushE, width, 0, None);
+        let hot = !op.has(MEMORY) && width == 3;
+        self.emit(if hot { Op { code: Code::PushR, src: op.dst, ..op } } else { op })
+    }
+
+    fn pop(&mut self) -> Flow {
+        let width = self.i.stack_pointer_increment().trailing_zeros().min(3) as u8;
+        if self.is_register(0) && self.i.op0_register().is_segment_register() {
+            return self.pop_segment(width);
+        }
+        let op = self.form(Code::PopE, width, 0, None);
+        let hot = !op.has(MEMORY) && width == 3;
+        self.emit(Op { code: if hot { Code::PopR } else { op.code }, ..op })
+    }
+}
+
+/// The file's slot of a general register.
+pub(crate) fn slot(r: Register) -> u8 {
+    match r {
+        Register::AH | Register::CH | Register::DH | Register::BH => {
+            HIGH + (r as u8 - Register::AH as u8)
+        }
+        _ => r.number() as u8,
+    }
+}
+
+fn address_slot(r: Register) -> u8 {
+    if r.is_gpr64() || r.is_gpr32() { r.number() as u8 } else { ZERO }
+}
+
+/// Of a pair of codes, the one for 32 or 64 bits.
+fn by_width(width: u8, codes: [Code; 2]) -> Code {
+    codes[usize::from(width == 3)]
+}
+
+/// `op r, [m]` forms that `dispatch` has.
+fn hot_load(kind: u8, width: u8) -> Option<Code> {
+    let codes = match kind {
+        alu::ADD => [Code::AddRm32, Code::AddRm64],
+        alu::OR => [Code::OrRm32, Code::OrRm64],
+        alu::AND => [Code::AndRm32, Code::AndRm64],
+        alu::SUB => [Code::SubRm32, Code::SubRm64],
+        alu::XOR => [Code::XorRm32, Code::XorRm64],
+        alu::CMP => [Code::CmpRm32, Code::CmpRm64],
+        _ => return None,
+    };
+    (width >= 2).then(|| by_width(width, codes))
+}
+
+/// `op e, g` forms that `dispatch` has.
+fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
+    let (memory, immediate, width) = (op.has(MEMORY), op.has(IMMEDIATE), op.width());
+    let codes = match (kind, memory, immediate) {
+        _ if op.has(LOCKED) => return None,
+        (alu::CMP, true, true) if width == 0 => return Some(Code::CmpMi8),
+        (alu::TEST, true, true) if width == 0 => return Some(Code::TestMi8),
+        (alu::TEST, false, false) if width == 0 && plain => return Some(Code::TestRr8),
+        (alu::ADD, true, false) => [Code::AddMr32, Code::AddMr64],
+        (alu::ADD, true, true) => [Code::AddMi32, Code::AddMi64],
+        (alu::CMP, true, false) => [Code::CmpMr32, Code::CmpMr64],
+        (alu::CMP, true, true) => [Code::CmpMi32, Code::CmpMi64],
+        (_, true, _) => return None,
+        (alu::ADD, _, false) => [Code::AddRr32, Code::AddRr64],
+        (alu::ADD, _, true) => [Code::AddRi32, Code::AddRi64],
+        (alu::SUB, _, false) => [Code::SubRr32, Code::SubRr64],
+        (alu::SUB, _, true) => [Code::SubRi32, Code::SubRi64],
+        (alu::AND, _, false) => [Code::AndRr32, Code::AndRr64],
+        (alu::AND, _, true) => [Code::AndRi32, Code::AndRi64],
+        (alu::OR, _, false) => [Code::OrRr32, Code::OrRr64],
+        (alu::OR, _, true) => [Code::OrRi32, Code::OrRi64],
+        (alu::XOR, _, false) => [Code::XorRr32, Code::XorRr64],
+        (alu::XOR, _, true) => [Code::XorRi32, Code::XorRi64],
+        (alu::CMP, _, false) => [Code::CmpRr32, Code::CmpRr64],
+        (alu::CMP, _, true) => [Code::CmpRi32, Code::CmpRi64],
+        (alu::TEST, _, false) => [Code::TestRr32, Code::TestRr64],
+        (alu::TEST, _, true) => [Code::TestRi32, Code::TestRi64],
+        _ => return None,
+    };
+    (width >= 2).then(|| by_width(width, codes))
+}
+
+/// The branch that does a compare's work too, for the condition without its inversion.
+#[rustfmt::skip]
+fn fused(compare: Code, cc: u8) -> Option<Code> {
+    use Code::*;
+    Some(match (compare, cc >> 1) {
+        (CmpRr32, 1) => JumpCmpBelowRr32, (CmpRr32, 2) => JumpCmpEqRr32,
+        (CmpRr32, 3) => JumpCmpBeRr32, (CmpRr32, 6) => JumpCmpLessRr32,
+        (CmpRr32, 7) => JumpCmpLeRr32,
+        (CmpRr64, 1) => JumpCmpBelowRr64, (CmpRr64, 2) => JumpCmpEqRr64,
+        (CmpRr64, 3) => JumpCmpBeRr64, (CmpRr64, 6) => JumpCmpLessRr64,
+        (CmpRr64, 7) => JumpCmpLeRr64,
+        (CmpRi32, 1) => JumpCmpBelowRi32, (CmpRi32, 2) => JumpCmpEqRi32,
+        (CmpRi32, 3) => JumpCmpBeRi32, (CmpRi32, 6) => JumpCmpLessRi32,
+        (CmpRi32, 7) => JumpCmpLeRi32,
+        (CmpRi64, 1) => JumpCmpBelowRi64, (CmpRi64, 2) => JumpCmpEqRi64,
+        (CmpRi64, 3) => JumpCmpBeRi64, (CmpRi64, 6) => JumpCmpLessRi64,
+        (CmpRi64, 7) => JumpCmpLeRi64,
+        (TestRr32, 2) => JumpTestZRr32, (TestRr64, 2) => JumpTestZRr64,
+        (TestRi32, 2) => JumpTestZRi32, (TestRi64, 2) => JumpTestZRi64,
+        (TestRr32, 4 | 6) => JumpTestSRr32, (TestRr64, 4 | 6) => JumpTestSRr64,
+        (TestRr32, 7) => JumpTestLeRr32, (TestRr64, 7) => JumpTestLeRr64,
+        _ => return None,
+    })
+}

@@ -1,0 +1,344 @@
+//! Linear memory: what every load and store of an instruction goes through.
+//!
+//! ```text
+//! load::<T> -- Tlb::load, one compare --> done
+//!      miss -> load_slow: canonical? one page or two? -> translate: walk + Bus::page + Tlb::insert
+//!                memory: the access, by byte atomics if misaligned
+//!                no memory (Stop::Mmio): from the replies of the last exits, else leave for one
+//! ```
+//! An access that cannot be made returns [`Blocked`], having changed nothing; why is in [`Core::why`].
+
+use crate::processor::{Core, Why};
+use crate::state::{Exception, Trap, is_canonical};
+use crate::walk::{User, walk};
+use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
+use lacuna_cpu::{Bus, HostPage, Rights, Stop, Word};
+
+/// The access was not made; [`Core::why`] says why. Carries nothing, so that the hot paths return in
+/// registers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Blocked;
+
+/// The outcome of whatever touches memory.
+pub(crate) type Touch<T> = Result<T, Blocked>;
+
+const LAST: u64 = PAGE_SIZE as u64 - 1;
+
+/// Device accesses that the current instruction has already been through.
+///
+/// An instruction that touches a device leaves the processor, and is executed again from its start when the
+/// answer is there. It may make several such accesses, so the answers are kept in order until it
+/// completes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Replay {
+    replies: [u64; Replay::MAX],
+    known: usize,
+    next: usize,
+}
+
+impl Replay {
+    /// The most accesses that one step makes: two operands, each over two pages, read and written.
+    const MAX: usize = 8;
+
+    /// Whether the current instruction has answers waiting.
+    pub(crate) fn is_active(&self) -> bool {
+        self.known > 0
+    }
+
+    /// The instruction starts again.
+    pub(crate) fn rewind(&mut self) {
+        self.next = 0;
+    }
+
+    /// The instruction is over.
+    pub(crate) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    /// The answer to the exit that was just taken.
+    pub(crate) fn push(&mut self, value: u64) {
+        if let Some(slot) = self.replies.get_mut(self.known) {
+            *slot = value;
+            self.known += 1;
+        }
+    }
+
+    fn take(&mut self) -> Option<u64> {
+        let reply = (self.next < self.known).then(|| self.replies[self.next]);
+        self.next += usize::from(reply.is_some());
+        reply
+    }
+}
+
+/// A page of linear memory for one access.
+#[derive(Clone, Copy)]
+pub(crate) enum Target {
+    Memory(Gfn, HostPage),
+    Device(Gpa),
+}
+
+impl Core {
+    /// Loads a word.
+    #[inline(always)]
+    pub(crate) fn load<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<T> {
+        match self.tlb.load(va) {
+            Some(value) => Ok(value),
+            None => self.load_slow(bus, va, T::BYTES).map(T::narrow),
+        }
+    }
+
+    /// Stores a word.
+    #[inline(always)]
+    pub(crate) fn store<T: Word>(&mut self, bus: &mut impl Bus, va: u64, value: T) -> Touch<()> {
+        if self.tlb.store(va, value) {
+            return Ok(());
+        }
+        self.store_slow(bus, va, T::BYTES, value.widen())
+    }
+
+    /// Replaces a word by `new(old)`, unlocked; returns the old value.
+    #[inline(always)]
+    pub(crate) fn update<T: Word>(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        new: impl Fn(T) -> T,
+    ) -> Touch<T> {
+        match self.tlb.update(va, &new) {
+            Some(old) => Ok(old),
+            None => self.update_slow(bus, va, new),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn load_slow(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        bytes: usize,
+    ) -> Touch<u64> {
+        self.load_as(bus, va, bytes, self.user)
+    }
+
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn store_slow(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        bytes: usize,
+        value: u64,
+    ) -> Touch<()> {
+        self.store_as(bus, va, bytes, value, self.user)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn update_slow<T: Word>(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        new: impl Fn(T) -> T,
+    ) -> Touch<T> {
+        self.translate_span(bus, va, T::BYTES, Access::Write, self.user)?;
+        let old = T::narrow(self.load_as(bus, va, T::BYTES, self.user)?);
+        self.store_as(bus, va, T::BYTES, new(old).widen(), self.user)?;
+        Ok(old)
+    }
+
+    /// Replaces a word by `new(old)` with a LOCK prefix; returns the old value. `new` may be called more than
+    /// once.
+    pub(crate) fn update_locked<T: Word>(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        new: impl Fn(T) -> T,
+    ) -> Touch<T> {
+        if let Some(old) = self.tlb.update_locked(va, &new) {
+            return Ok(old);
+        }
+        if va & (T::BYTES as u64 - 1) != 0 {
+            self.translate_span(bus, va, T::BYTES, Access::Write, self.user)?;
+            if !self.sys.exclusive {
+                return self.block(Why::Trap(Trap::Exclusive));
+            }
+            return self.update_slow(bus, va, new);
+        }
+        match self.translate(bus, va, Access::Write, self.user)? {
+            Target::Memory(gfn, page) => {
+                self.note_code_write(gfn, page)?;
+                Ok(page.update_locked((va & LAST) as usize, new))
+            }
+            Target::Device(_) => self.update_slow(bus, va, new),
+        }
+    }
+
+    /// Loads `bytes` (1 to 8) at any address with the rights of `user`.
+    pub(crate) fn load_as(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        bytes: usize,
+        user: User,
+    ) -> Touch<u64> {
+        let (first, second) = self.translate_span(bus, va, bytes, Access::Read, user)?;
+        let offset = (va & LAST) as usize;
+        let low = bytes.min(PAGE_SIZE - offset);
+        let mut value = self.load_at(first, offset, low)?;
+        if let Some(second) = second {
+            value |= self.load_at(second, 0, bytes - low)? << (8 * low);
+        }
+        Ok(value)
+    }
+
+    /// Stores the low `bytes` (1 to 8) of `value` at any address with the rights of `user`. Both
+    /// pages of a crossing store are translated before either is written.
+    pub(crate) fn store_as(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        bytes: usize,
+        value: u64,
+        user: User,
+    ) -> Touch<()> {
+        let (first, second) = self.translate_span(bus, va, bytes, Access::Write, user)?;
+        for target in [Some(first), second].into_iter().flatten() {
+            if let Target::Memory(gfn, page) = target {
+                self.note_code_write(gfn, page)?;
+            }
+        }
+        let offset = (va & LAST) as usize;
+        let low = bytes.min(PAGE_SIZE - offset);
+        self.store_at(first, offset, low, value)?;
+        match second {
+            Some(second) => self.store_at(second, 0, bytes - low, value >> (8 * low)),
+            None => Ok(()),
+        }
+    }
+
+    fn load_at(&mut self, target: Target, offset: usize, bytes: usize) -> Touch<u64> {
+        match target {
+            Target::Memory(_, page) if offset.is_multiple_of(bytes) => Ok(match bytes {
+                1 => page.load_u8(offset).into(),
+                2 => page.load_u16(offset).into(),
+                4 => page.load_u32(offset).into(),
+                8 => page.load_u64(offset),
+                _ => page.load_bytes(offset, bytes),
+            }),
+            Target::Memory(_, page) => Ok(page.load_bytes(offset, bytes)),
+            Target::Device(gpa) => match self.replay.take() {
+                Some(value) => Ok(value & (u64::MAX >> (64 - 8 * bytes))),
+                None => self.block(Why::DeviceRead(gpa, bytes as u8)),
+            },
+        }
+    }
+
+    fn store_at(&mut self, target: Target, offset: usize, bytes: usize, value: u64) -> Touch<()> {
+        match target {
+            Target::Memory(_, page) if offset.is_multiple_of(bytes) => match bytes {
+                1 => page.store_u8(offset, value as u8),
+                2 => page.store_u16(offset, value as u16),
+                4 => page.store_u32(offset, value as u32),
+                8 => page.store_u64(offset, value),
+                _ => page.store_bytes(offset, bytes, value),
+            },
+            Target::Memory(_, page) => page.store_bytes(offset, bytes, value),
+            Target::Device(gpa) if self.replay.take().is_none() => {
+                let value = value & (u64::MAX >> (64 - 8 * bytes));
+                return self.block(Why::DeviceWrite(gpa, bytes as u8, value));
+            }
+            Target::Device(_) => {}
+        }
+        Ok(())
+    }
+
+    /// A store is about to change decoded instructions. In a block it must not happen: the run loop
+    /// executes the instruction alone, [`Core::stepping`], and drops what was decoded afterwards.
+    pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
+        if !page.is_watched() {
+            return Ok(());
+        }
+        if !self.stepping {
+            return self.block(Why::Step);
+        }
+        if !self.code_written.contains(&gfn) {
+            self.code_written.push(gfn);
+        }
+        Ok(())
+    }
+
+    /// The page or two pages that an access touches.
+    fn translate_span(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        bytes: usize,
+        access: Access,
+        user: User,
+    ) -> Touch<(Target, Option<Target>)> {
+        let last = va.wrapping_add(bytes as u64 - 1);
+        if !is_canonical(va) || !is_canonical(last) {
+            return self.block(Why::NonCanonical);
+        }
+        let first = self.translate(bus, va, access, user)?;
+        let second = match (va ^ last) & !LAST {
+            0 => None,
+            _ => Some(self.translate(bus, last & !LAST, access, user)?),
+        };
+        Ok((first, second))
+    }
+
+    /// Translates one canonical address and remembers it.
+    pub(crate) fn translate(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        access: Access,
+        user: User,
+    ) -> Touch<Target> {
+        let mapping = match walk(&self.sys, &mut self.walk, bus, va, access, user) {
+            Ok(mapping) => mapping,
+            Err(trap) => return self.block(Why::Trap(trap)),
+        };
+        let page = match bus.page(mapping.gfn, access) {
+            Ok(page) => page,
+            Err(Stop::Mmio(_)) => {
+                let gpa = Gpa::truncate(mapping.gfn.gpa().get() | va & LAST);
+                return Ok(Target::Device(gpa));
+            }
+            Err(stop) => return self.block(Why::Trap(Trap::Stop(stop))),
+        };
+        let rights = Rights { write: mapping.writable, exec: mapping.exec };
+        let tlb = if user == self.user { &mut self.tlb } else { &mut self.other_tlb };
+        tlb.insert(va, mapping.gfn, page, rights);
+        Ok(Target::Memory(mapping.gfn, page))
+    }
+
+    /// The page that instructions at `va` are fetched from. None lies in a device.
+    pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
+        if let Some(found) = self.tlb.executable_page(va) {
+            return Ok(found);
+        }
+        if !is_canonical(va) {
+            return self.block(Why::Trap(Exception::GP0.into()));
+        }
+        match self.translate(bus, va, Access::Fetch, self.user)? {
+            Target::Memory(gfn, page) => Ok((gfn, page)),
+            Target::Device(gpa) => self.block(Why::Trap(Trap::Stop(Stop::Mmio(gpa)))),
+        }
+    }
+
+    /// Records why, and returns what the caller returns.
+    #[cold]
+    pub(crate) fn block<T>(&mut self, why: Why) -> Touch<T> {
+        self.why = why;
+        Err(Blocked)
+    }
+
+    /// Raises `exception` at the current instruction.
+    #[cold]
+    pub(crate) fn raise<T>(&mut self, exception: Exception) -> Touch<T> {
+        self.block(Why::Trap(Trap::Exception(exception)))
+    }
+}

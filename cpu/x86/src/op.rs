@@ -1,0 +1,202 @@
+//! The decoded form of an instruction: 16 bytes that the executor needs no further look-up for.
+//!
+//! ```text
+//!  0     1     2     3     4    5    6     7      8          12         16
+//!  code  form  len   aux   dst  src  base  index  disp i32   imm i32
+//! ```
+//! `dst`, `src`, `base`, `index` are slots of the register file: 0-15 general registers, then the
+//! constants and scratch below. A general register's second byte (AH to BH) is slot [`HIGH`] + n, which
+//! only byte operations know. An absent base or index is [`ZERO`], so that every address is
+//! `base + (index << scale) + disp`; whatever does not fit (segment bases, 32-bit addresses, far
+//! RIP-relative) is computed into a scratch slot by an [`Code::Address`] or [`Code::Const`] op before.
+//!
+//! A block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`] op.
+
+/// Always zero.
+pub(crate) const ZERO: u8 = 16;
+/// Scratch address, DS-like: a non-canonical one is #GP.
+pub(crate) const TEMP: u8 = 17;
+/// Scratch address of a stack access: a non-canonical one is #SS.
+pub(crate) const TEMP_STACK: u8 = 18;
+/// Scratch target of an indirect call.
+pub(crate) const TARGET: u8 = 19;
+/// First of the four second-byte registers.
+pub(crate) const HIGH: u8 = 32;
+
+/// `form`: scale (2 bits), log2 of the operand width (2 bits), then the flags below.
+pub(crate) const MEMORY: u8 = 1 << 4;
+/// The source is `imm`.
+pub(crate) const IMMEDIATE: u8 = 1 << 5;
+/// LOCK prefix (or XCHG with memory).
+pub(crate) const LOCKED: u8 = 1 << 6;
+/// On branches: the condition tested is the inverse of the instruction's.
+pub(crate) const INVERTED: u8 = 1 << 7;
+
+/// What an op does. Names: `Rr` register-register, `Ri` register-immediate, `Rm` register from
+/// memory, `Mr` memory from register, `Mi` memory from immediate; then the width in bits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+#[rustfmt::skip]
+pub(crate) enum Code {
+    // Hot forms, one arm each in dispatch.rs.
+    AddRr32, AddRr64, AddRi32, AddRi64, AddRm32, AddRm64, AddMr32, AddMr64, AddMi32, AddMi64,
+    SubRr32, SubRr64, SubRi32, SubRi64, SubRm32, SubRm64,
+    AndRr32, AndRr64, AndRi32, AndRi64, AndRm32, AndRm64,
+    OrRr32, OrRr64, OrRi32, OrRi64, OrRm32, OrRm64,
+    XorRr32, XorRr64, XorRi32, XorRi64, XorRm32, XorRm64,
+    CmpRr32, CmpRr64, CmpRi32, CmpRi64, CmpRm32, CmpRm64,
+    CmpMr32, CmpMr64, CmpMi8, CmpMi32, CmpMi64,
+    TestRr8, TestRr32, TestRr64, TestRi32, TestRi64, TestMi8,
+    MovRr32, MovRr64, MovRi32, MovRi64, Const, Address,
+    Load32, Load64, LoadZx8, LoadZx16, LoadSx8To32, LoadSx8To64, LoadSx16To32, LoadSx16To64,
+    LoadSx32To64, Store8, Store16, Store32, Store64, StoreImm8, StoreImm32, StoreImm64,
+    MovZx8, MovZx16, MovSx8To32, MovSx8To64, MovSx16To32, MovSx16To64, MovSx32To64,
+    Lea32, Lea64,
+    ShlRi32, ShlRi64, ShrRi32, ShrRi64, SarRi32, SarRi64,
+    IncR32, IncR64, DecR32, DecR64, NegR32, NegR64,
+    ImulRr32, ImulRr64, ImulRri32, ImulRri64, ImulRm32, ImulRm64,
+    CmovRr32, CmovRr64, SetccR,
+    PushR, PushI, PopR, Nop,
+    // Ends of blocks, each followed by Links.
+    Jump, JumpR, Ret, JumpZ, JumpCc, JumpSlot,
+    JumpCmpEqRr32, JumpCmpBelowRr32, JumpCmpBeRr32, JumpCmpLessRr32, JumpCmpLeRr32,
+    JumpCmpEqRr64, JumpCmpBelowRr64, JumpCmpBeRr64, JumpCmpLessRr64, JumpCmpLeRr64,
+    JumpCmpEqRi32, JumpCmpBelowRi32, JumpCmpBeRi32, JumpCmpLessRi32, JumpCmpLeRi32,
+    JumpCmpEqRi64, JumpCmpBelowRi64, JumpCmpBeRi64, JumpCmpLessRi64, JumpCmpLeRi64,
+    JumpTestZRr32, JumpTestZRr64, JumpTestZRi32, JumpTestZRi64,
+    JumpTestSRr32, JumpTestSRr64, JumpTestLeRr32, JumpTestLeRr64,
+    // Ends of blocks, executed by the run loop (system.rs); `aux` is a `System`.
+    System,
+    /// Not executed: the second slot of a block's end.
+    Links,
+    // Everything else: general.rs. E is the r/m operand, G the register or immediate.
+    Alu, AluReverse, Shift, DoubleShift, Not, Neg, Inc, Dec,
+    Mul, Imul, Div, Idiv, ImulG, ImulGImm,
+    MovE, MovG, MovZx, MovSx, Xchg, Xadd, Cmpxchg, Cmpxchg8b,
+    BitTest, BitScan, Bswap, CmovG, SetccE, Widen, SignFill,
+    Lahf, Sahf, Carry, Direction, PushE, PopE, Pushf, Leave, Enter,
+    LoopCount, Fence, String, Float, Undefined,
+}
+
+/// Instructions that the run loop executes, in [`Code::System`]'s `aux`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+#[allow(missing_docs)]
+#[rustfmt::skip]
+pub(crate) enum System {
+    Cli, Sti, Popf, Iret, Syscall, Sysret, Int, Int3, Int1, Ud, Nm, Gp, Hlt, Cpuid, Rdmsr, Wrmsr,
+    Rdtsc, Rdtscp, In, Out, Ins, Outs, Swapgs, MovFromCr, MovToCr, MovFromDr, MovToDr, Clts, Lmsw, Smsw,
+    Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd, LoadSegment, StoreSegment, PopSegment,
+    ReadBase, WriteBase, RetFar, Hypercall,
+}
+
+/// See the module header.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Op {
+    pub(crate) code: Code,
+    pub(crate) form: u8,
+    /// Bits 0-4 the instruction bytes, bits 5-6 the instructions, that are done when the op is.
+    pub(crate) len: u8,
+    /// A kind within the code.
+    pub(crate) aux: u8,
+    pub(crate) dst: u8,
+    pub(crate) src: u8,
+    pub(crate) base: u8,
+    pub(crate) index: u8,
+    pub(crate) disp: i32,
+    pub(crate) imm: i32,
+}
+
+const _: () = assert!(size_of::<Op>() == 16);
+
+impl Op {
+    pub(crate) const fn new(code: Code) -> Self {
+        let (base, index) = (ZERO, ZERO);
+        Self { code, form: 0, len: 0, aux: 0, dst: 0, src: 0, base, index, disp: 0, imm: 0 }
+    }
+
+    /// An op that puts `value` into `slot`.
+    pub(crate) const fn constant(slot: u8, value: u64) -> Self {
+        let (low, high) = (value as i32, (value >> 32) as i32);
+        Self { dst: slot, disp: high, imm: low, ..Self::new(Code::Const) }
+    }
+
+    /// The 64-bit immediate of [`Code::Const`].
+    #[inline(always)]
+    pub(crate) const fn wide(&self) -> u64 {
+        (self.disp as u32 as u64) << 32 | self.imm as u32 as u64
+    }
+
+    /// `imm`, sign-extended.
+    #[inline(always)]
+    pub(crate) const fn imm64(&self) -> u64 {
+        self.imm as i64 as u64
+    }
+
+    /// log2 of the operand's bytes.
+    #[inline(always)]
+    pub(crate) const fn width(&self) -> u8 {
+        (self.form >> 2) & 3
+    }
+
+    /// Whether `form` has `flag`.
+    #[inline(always)]
+    pub(crate) const fn has(&self, flag: u8) -> bool {
+        self.form & flag != 0
+    }
+
+    /// Instruction bytes that end with this op.
+    pub(crate) const fn bytes(&self) -> u64 {
+        (self.len & 31) as u64
+    }
+
+    /// Instructions that end with this op.
+    pub(crate) const fn instructions(&self) -> u64 {
+        ((self.len >> 5) & 3) as u64
+    }
+}
+
+/// The second slot of a block's end: where its two ways out lead. Index 0 is "not known yet"; both are void
+/// when `epoch` is not the code cache's.
+pub(crate) trait Links {
+    /// Links to nowhere, ending a block of `instructions`.
+    fn unlinked(instructions: u8) -> Self;
+    /// Op index of the block for `condition`.
+    fn target(&self, condition: bool) -> u32;
+    /// The epoch in which the indices mean something.
+    fn epoch(&self) -> u32;
+    /// Instructions in the whole block.
+    fn block_instructions(&self) -> i64;
+    /// Sets one way out.
+    fn link(&mut self, condition: bool, target: u32, epoch: u32);
+}
+
+impl Links for Op {
+    fn unlinked(instructions: u8) -> Self {
+        Self { len: instructions, ..Self::new(Code::Links) }
+    }
+
+    #[inline(always)]
+    fn target(&self, condition: bool) -> u32 {
+        if condition { self.disp as u32 } else { self.imm as u32 }
+    }
+
+    #[inline(always)]
+    fn epoch(&self) -> u32 {
+        u32::from_ne_bytes([self.dst, self.src, self.base, self.index])
+    }
+
+    #[inline(always)]
+    fn block_instructions(&self) -> i64 {
+        i64::from(self.len)
+    }
+
+    fn link(&mut self, condition: bool, target: u32, epoch: u32) {
+        if self.epoch() != epoch {
+            (self.disp, self.imm) = (0, 0);
+            [self.dst, self.src, self.base, self.index] = epoch.to_ne_bytes();
+        }
+        if condition { self.disp = target as i32 } else { self.imm = target as i32 }
+    }
+}

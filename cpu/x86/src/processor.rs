@@ -1,0 +1,101 @@
+//! The state of one processor, without its decoded instructions.
+
+use crate::flags::{ALWAYS, Flags};
+use crate::mem::Replay;
+use crate::state::{System, Trap};
+use crate::walk::{User, WalkCache};
+use lacuna_addr::{Gfn, Gpa};
+use lacuna_cpu::Tlb;
+
+/// Why an instruction did not complete where it stood.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Why {
+    /// For the guest or the machine.
+    Trap(Trap),
+    /// A non-canonical data address: #SS or #GP, depending on the base register.
+    NonCanonical,
+    /// A device must answer first.
+    DeviceRead(Gpa, u8),
+    /// A device must take this first.
+    DeviceWrite(Gpa, u8, u64),
+    /// A long string instruction has done a piece: look around, then go on with it.
+    Again,
+    /// It writes decoded instructions: execute it alone.
+    Step,
+}
+
+/// Registers and translations of one processor.
+pub(crate) struct Core {
+    /// The register file: 0-15 general, then the slots of op.rs. As long as a `u8` can index, so that
+    /// no access needs a bounds check; the tail is never touched.
+    pub(crate) r: [u64; 256],
+    /// Valid outside `dispatch`.
+    pub(crate) rip: u64,
+    pub(crate) flags: Flags,
+    /// RFLAGS without the six arithmetic flags.
+    pub(crate) rflags: u64,
+    /// Instructions left before `dispatch` leaves; a block may overdraw it.
+    pub(crate) budget: i64,
+    pub(crate) user: User,
+    /// Translations for `user`.
+    pub(crate) tlb: Tlb,
+    /// Translations for the other privilege.
+    pub(crate) other_tlb: Tlb,
+    pub(crate) walk: WalkCache,
+    pub(crate) sys: System,
+    /// Why the last access was [`crate::mem::Blocked`].
+    pub(crate) why: Why,
+    /// One instruction is executed alone: it may write decoded pages.
+    pub(crate) stepping: bool,
+    /// Decoded pages written while stepping.
+    pub(crate) code_written: Vec<Gfn>,
+    pub(crate) replay: Replay,
+}
+
+impl Core {
+    pub(crate) fn new(sys: System) -> Self {
+        Self {
+            r: [0; 256],
+            rip: 0,
+            flags: Flags::default(),
+            rflags: ALWAYS,
+            budget: 0,
+            user: User::at_cpl(sys.cpl),
+            tlb: Tlb::default(),
+            other_tlb: Tlb::default(),
+            walk: WalkCache::default(),
+            sys,
+            why: Why::Step,
+            stepping: false,
+            code_written: Vec::with_capacity(8),
+            replay: Replay::default(),
+        }
+    }
+
+    /// Follows a change of CPL: brings the right TLB forward.
+    pub(crate) fn sync_privilege(&mut self) {
+        let user = User::at_cpl(self.sys.cpl);
+        if user != self.user {
+            self.user = user;
+            std::mem::swap(&mut self.tlb, &mut self.other_tlb);
+        }
+    }
+
+    /// Forgets translations.
+    pub(crate) fn flush_tlb(&mut self) {
+        self.tlb.flush();
+        self.other_tlb.flush();
+        self.walk.flush();
+    }
+
+    /// RFLAGS as the guest sees them.
+    pub(crate) fn rflags(&self) -> u64 {
+        self.rflags | self.flags.bits()
+    }
+
+    /// Sets RFLAGS from an image that the architecture's checks have passed.
+    pub(crate) fn set_rflags(&mut self, image: u64) {
+        self.flags.set_bits(image & crate::flags::ARITHMETIC);
+        self.rflags = image & !crate::flags::ARITHMETIC | ALWAYS;
+    }
+}

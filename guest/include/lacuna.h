@@ -1,0 +1,90 @@
+/*
+ * Write a workload for Lacuna's guest kernel: include this, write main(), build with
+ * build-guest.sh. Integer code only (there is no FPU state), no C library beyond what is here.
+ */
+#ifndef LACUNA_H
+#define LACUNA_H
+
+#include "lacuna/abi.h"
+#include <stdbool.h>
+
+/* A program is one static piece: addresses are relative to rip, without a detour by the GOT. */
+#pragma GCC visibility push(hidden)
+
+/* The first process begins at `int main(void)`; its result is the machine's exit code. */
+
+/* ---- the console ---- */
+int lacuna_printf(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+
+/* ---- parameters: words `name=value` of the kernel command line ---- */
+uint64_t lacuna_param(const char *name, uint64_t otherwise); /* 7, 0x10, 512K, 2M, 1G */
+bool lacuna_param_is(const char *name, const char *value);   /* false if not given */
+bool lacuna_param_given(const char *name);
+
+/* ---- the machine ---- */
+uint32_t lacuna_cpus(void);
+char *lacuna_arena(void);           /* nearly all guest memory, the same for every process */
+uint64_t lacuna_arena_bytes(void);  /* a multiple of the page; untouched so far, hence zero */
+uint64_t lacuna_gpa(const void *p); /* guest-physical address, for reports */
+int lacuna_alias(void *at, const void *arena_page); /* map a page again; 0, or -1 */
+
+/* ---- time ---- */
+uint64_t lacuna_now_ns(void);
+uint64_t lacuna_tsc_to_ns(uint64_t cycles);
+void lacuna_sleep_ns(uint64_t ns);
+
+static inline uint64_t lacuna_tsc(void) {
+    uint32_t lo, hi;
+    __asm__ volatile("rdtsc" : "=a"(lo), "=d"(hi));
+    return (uint64_t)hi << 32 | lo;
+}
+
+static inline void lacuna_pause(void) { __asm__ volatile("pause" : : : "memory"); }
+
+/* ---- threads and processes; cpu: which processor, or LACUNA_ANY_CPU ---- */
+#define LACUNA_ANY_CPU (~0ull)
+typedef int lacuna_main_fn(uint64_t arg);
+int lacuna_thread(lacuna_main_fn *fn, uint64_t arg, uint64_t cpu); /* shares all; slot or -1 */
+int lacuna_spawn(lacuna_main_fn *fn, uint64_t arg, uint64_t cpu);  /* own space, fresh globals */
+int lacuna_wait(void); /* for all children; the worst exit status among them */
+void lacuna_yield(void);
+_Noreturn void lacuna_exit(int status);
+void lacuna_confine(uint64_t ns); /* end this thread and its children after a time, quietly */
+
+/* ---- progress the host can see: describe this thread, then count in the entry directly ---- */
+struct lacuna_status_entry *lacuna_status(uint32_t kind, const char *name, uint64_t goal);
+struct lacuna_status_entry *lacuna_status_of(int slot);
+
+/* ---- privileged services, for tests of the host ---- */
+int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if it raised #GP */
+int lacuna_wrmsr(uint32_t index, uint64_t value);
+void lacuna_kernel_call(void (*fn)(void)); /* run fn at CPL0, interrupts off */
+
+/* ---- small helpers ---- */
+
+/* A bijection that scatters all bits (the finaliser of splitmix64). */
+static inline uint64_t lacuna_mix(uint64_t v) {
+    v = (v ^ v >> 30) * 0xbf58476d1ce4e5b9;
+    v = (v ^ v >> 27) * 0x94d049bb133111eb;
+    return v ^ v >> 31;
+}
+
+/* xorshift64: state must not be 0. */
+static inline uint64_t lacuna_random(uint64_t *state) {
+    uint64_t x = *state;
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    return *state = x;
+}
+
+/* Uniform below n, for n < 2^32: one multiplication, no division. */
+static inline uint64_t lacuna_below(uint64_t random, uint64_t n) { return (random >> 32) * n >> 32; }
+
+#pragma GCC visibility pop
+
+void *memcpy(void *restrict to, const void *restrict from, size_t n);
+void *memset(void *to, int v, size_t n);
+int memcmp(const void *a, const void *b, size_t n);
+
+#endif

@@ -1,0 +1,99 @@
+/*
+ * What the guest kernel, user programs and the host agree on: the status page, the info page,
+ * the user address map and the system calls. Shared by C on both sides of the system call;
+ * src/status.rs mirrors the status page for the host, and a test compiles this file to compare.
+ */
+#ifndef LACUNA_ABI_H
+#define LACUNA_ABI_H
+
+#ifndef __ASSEMBLER__
+#include <stddef.h>
+#include <stdint.h>
+#endif
+
+/* ---- user address map: one PML4 slot (512 GiB) each for private things and for the arena ---- */
+#define LACUNA_IMAGE_BASE 0x8000000000 /* PML4[1]: the program; text shared, data private */
+#define LACUNA_STACK_BASE 0x8080000000 /* one window a thread slot, stack at its upper end */
+#define LACUNA_STACK_WINDOW 0x20000
+#define LACUNA_STACK_BYTES 0x10000
+#define LACUNA_STATUS_VA 0x80c0000000 /* status page, user-writable */
+#define LACUNA_INFO_VA 0x80c0001000   /* info page, read-only */
+#define LACUNA_ARENA_BASE 0x10000000000 /* PML4[2]: nearly all guest memory, shared by everyone */
+#define LACUNA_ALIAS_BASE 0x18000000000 /* PML4[3] and up: lacuna_alias() may map here */
+#define LACUNA_USER_END 0x7ffffffff000
+
+/* ---- ports (all the devices there are, beside the local APIC) ---- */
+#define LACUNA_PORT_COM1 0x3f8
+#define LACUNA_PORT_EXIT 0xf4     /* long out: exit code; QEMU's isa-debug-exit sits there too */
+#define LACUNA_PORT_STATUS 0x5c0  /* long out: page frame number of the status page */
+
+/* ---- status page: progress that the host reads while the guest runs ---- */
+#define LACUNA_STATUS_MAGIC 0x5453414e5543414c /* "LACUNAST" in memory order */
+#define LACUNA_STATUS_VERSION 1
+#define LACUNA_MAX_THREADS 60
+
+#define LACUNA_STATE_BOOTING 0
+#define LACUNA_STATE_RUNNING 1
+#define LACUNA_STATE_DONE 2
+
+#define LACUNA_KIND_WORKER 1
+#define LACUNA_KIND_FAULTER 2
+#define LACUNA_KIND_OTHER 3
+
+/* ---- system calls: number in rax, arguments in rdi rsi rdx r10, result in rax ---- */
+#define LACUNA_SYS_EXIT 0    /* (status) */
+#define LACUNA_SYS_WRITE 1   /* (buffer, bytes) -> bytes or -1 */
+#define LACUNA_SYS_YIELD 2   /* () */
+#define LACUNA_SYS_SLEEP 3   /* (nanoseconds) */
+#define LACUNA_SYS_NOW 4     /* () -> nanoseconds since the TSC was zero */
+#define LACUNA_SYS_THREAD 5  /* (entry, a0, a1, cpu or -1) -> slot or -1; same address space */
+#define LACUNA_SYS_SPAWN 6   /* the same in a new address space, data as the image has them */
+#define LACUNA_SYS_WAIT 7    /* () -> worst status of all children since the last wait */
+#define LACUNA_SYS_SELF 8    /* () -> own slot, the index of the status entry */
+#define LACUNA_SYS_GPA 9     /* (address) -> guest-physical address or -1 */
+#define LACUNA_SYS_ALIAS 10  /* (address >= ALIAS_BASE, arena address): map the page again */
+#define LACUNA_SYS_CONFINE 11 /* (nanoseconds): be killed after; no privileged calls; inherited */
+#define LACUNA_SYS_RDMSR 12  /* (index, u64 *value) -> 0, or -1 on #GP */
+#define LACUNA_SYS_WRMSR 13  /* (index, value) -> 0, or -1 on #GP */
+#define LACUNA_SYS_KCALL 14  /* (function): call it at CPL0, interrupts off. Anything may follow */
+
+/* Exit statuses that the kernel itself gives. */
+#define LACUNA_EXIT_TIMEOUT 124 /* a confined thread outlived its time */
+#define LACUNA_EXIT_PANIC 125   /* kernel panic; the reason is on the console */
+#define LACUNA_EXIT_FAULT 128   /* + exception vector: killed by that exception */
+
+#ifndef __ASSEMBLER__
+/* One line of progress, one cache line of memory. Its thread writes it directly. */
+struct lacuna_status_entry {
+    volatile uint64_t counter; /* what the thread counts; only grows */
+    uint64_t goal;             /* counter's final value, 0 if not known */
+    uint32_t kind;
+    uint32_t cpu;
+    char name[24];             /* NUL-padded */
+    uint64_t pad[2];
+};
+
+struct lacuna_status {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t nthreads; /* entries in use: indexes below this one */
+    uint32_t state;
+    uint32_t exit_code; /* valid when state is LACUNA_STATE_DONE */
+    uint64_t pad[5];
+    struct lacuna_status_entry entry[LACUNA_MAX_THREADS];
+};
+
+_Static_assert(sizeof(struct lacuna_status_entry) == 64, "status entry is a cache line");
+_Static_assert(offsetof(struct lacuna_status, entry) == 64, "entries follow the header");
+_Static_assert(sizeof(struct lacuna_status) <= 4096, "status fits its page");
+
+/* What a program needs to know about its machine, without a system call. */
+struct lacuna_info {
+    uint64_t arena_bytes;
+    uint64_t tsc_khz;
+    uint32_t ncpus;
+    uint32_t pad;
+    char cmdline[2048];
+};
+#endif
+#endif

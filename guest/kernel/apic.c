@@ -1,0 +1,97 @@
+/* The local APIC: x2APIC by MSR where CPUID has it, memory-mapped otherwise (same registers). */
+#include "kernel.h"
+
+#define APIC_MMIO 0xfee00000ull
+
+/* Register numbers as x2APIC counts them; memory-mapped ones are 16 bytes apart. */
+enum { TPR = 0x08, EOI = 0x0b, SVR = 0x0f, ICR = 0x30, ICR_HIGH = 0x31, LVT_TIMER = 0x32,
+       LVT_LINT0 = 0x35, LVT_LINT1 = 0x36, TIMER_INITIAL = 0x38, TIMER_CURRENT = 0x39,
+       TIMER_DIVIDE = 0x3e };
+
+#define LVT_MASKED 0x10000u
+#define LVT_TSC_DEADLINE 0x40000u
+#define ICR_BUSY 0x1000u
+#define ICR_INIT 0x4500u
+#define ICR_STARTUP 0x4600u
+
+static bool x2apic, tsc_deadline;
+
+static volatile u32 *mmio(u32 reg) { return (volatile u32 *)(APIC_MMIO + reg * 16); }
+
+static void write(u32 reg, u32 v) {
+    if (x2apic)
+        wrmsr(MSR_X2APIC + reg, v);
+    else
+        *mmio(reg) = v;
+}
+
+static u32 read(u32 reg) { return x2apic ? (u32)rdmsr(MSR_X2APIC + reg) : *mmio(reg); }
+
+static void send(u32 apic_id, u32 command) {
+    if (x2apic) {
+        wrmsr(MSR_X2APIC + ICR, (u64)apic_id << 32 | command);
+        return;
+    }
+    *mmio(ICR_HIGH) = apic_id << 24;
+    *mmio(ICR) = command;
+    while (*mmio(ICR) & ICR_BUSY)
+        pause();
+}
+
+void apic_init(void) {
+    struct cpuid features = cpuid(1);
+    x2apic = features.ecx >> 21 & 1;
+    tsc_deadline = features.ecx >> 24 & 1;
+    u64 base = rdmsr(MSR_APIC_BASE) | 0x800;
+    wrmsr(MSR_APIC_BASE, base);
+    if (x2apic)
+        wrmsr(MSR_APIC_BASE, base | 0xc00);
+    write(TPR, 0);
+    write(SVR, 0x100 | VEC_SPURIOUS);
+    write(LVT_LINT0, LVT_MASKED); /* shuts out the old interrupt controller, if there is one */
+    write(LVT_LINT1, LVT_MASKED);
+    write(TIMER_DIVIDE, 0xb); /* by 1 */
+    write(LVT_TIMER, VEC_TIMER | (tsc_deadline ? LVT_TSC_DEADLINE : 0));
+}
+
+void apic_eoi(void) { write(EOI, 0); }
+
+/* One shot at a TSC value; too early is harmless, the scheduler looks at the clock. */
+void apic_timer(u64 at) {
+    if (tsc_deadline) {
+        wrmsr(MSR_TSC_DEADLINE, at);
+        return;
+    }
+    u64 now = rdtsc(), wait = at > now ? at - now : 1;
+    if (wait > tsc_khz * 1000)
+        wait = tsc_khz * 1000; /* a second fits 32 bits of any bus clock */
+    u64 count = muldiv(wait, apic_khz, tsc_khz);
+    write(TIMER_INITIAL, count ? (u32)count : 1);
+}
+
+void apic_timer_free_run(void) {
+    write(LVT_TIMER, LVT_MASKED | VEC_TIMER);
+    write(TIMER_INITIAL, ~0u);
+}
+
+u32 apic_timer_elapsed(void) { return ~0u - read(TIMER_CURRENT); }
+
+void apic_send(u32 apic_id, u32 vector) { send(apic_id, vector | 0x4000); }
+
+static void delay_us(u64 us) {
+    for (u64 end = rdtsc() + us * tsc_khz / 1000; rdtsc() < end;)
+        pause();
+}
+
+/* INIT, then SIPI to each by id. Processors count from 0 without gaps. */
+void apic_start_others(void) {
+    extern u8 trampoline[], trampoline_end[];
+    __builtin_memcpy((void *)TRAMPOLINE, trampoline, (size_t)(trampoline_end - trampoline));
+    for (u32 i = 1; i < ncpus; i++) {
+        send(i, ICR_INIT);
+        delay_us(1000);
+        send(i, ICR_STARTUP | TRAMPOLINE >> 12);
+        delay_us(200);
+        send(i, ICR_STARTUP | TRAMPOLINE >> 12);
+    }
+}

@@ -1,0 +1,160 @@
+/* The whole kernel's interface to itself: one section a file. */
+#ifndef KERNEL_H
+#define KERNEL_H
+
+#include "lacuna/abi.h"
+#include "layout.h"
+#include "x86.h"
+
+/* Registers as trap.S saves them. */
+struct frame {
+    u64 r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi;
+    u64 vector, error;
+    u64 rip, cs, rflags, rsp, ss;
+};
+
+typedef struct {
+    volatile u32 held;
+} spinlock;
+
+static inline void lock(spinlock *l) {
+    while (__atomic_exchange_n(&l->held, 1, __ATOMIC_ACQUIRE)) {
+        while (l->held)
+            pause();
+    }
+}
+
+static inline void unlock(spinlock *l) { __atomic_store_n(&l->held, 0, __ATOMIC_RELEASE); }
+
+/* ---- mm.c: memory ---- */
+struct space {
+    u64 *pml4;
+    spinlock lock; /* the private part of the tables */
+    u32 threads;
+    bool used;
+};
+
+extern struct lacuna_status *status;
+extern struct lacuna_info *info;
+
+struct hvm_start_info;
+void mm_init(const struct hvm_start_info *start);
+void *page_alloc(void); /* zeroed, or NULL */
+void page_free(void *page);
+bool map_page(struct space *s, u64 va, u64 pa, u64 flags); /* false: no memory, or taken */
+u64 translate(struct space *s, u64 va); /* physical address, or ~0 where no user page is */
+
+/* ---- space.c: address spaces ---- */
+struct space *space_create(u64 *entry);
+bool space_add_stack(struct space *s, u32 slot, u64 *stack_top);
+void space_release(struct space *s); /* one thread less; the last one frees it */
+
+/* ---- sched.c: who runs ---- */
+enum thread_state { FREE, RUNNING, READY, SLEEPING, WAITING };
+
+struct cpu;
+struct thread {
+    struct frame frame; /* first: RSP0 points at its end */
+    struct space *space;
+    struct cpu *cpu; /* threads stay where they were put */
+    struct thread *next; /* in the run queue or among the sleepers */
+    struct thread *parent;
+    u64 wake_at, slice_end, slice_left, kill_at; /* TSC; kill_at 0 = unconfined */
+    enum thread_state state;
+    bool woken; /* queued by a wake-up: has a better claim than who runs */
+    u32 slot;
+    u32 children, worst_status;
+} __attribute__((aligned(16)));
+
+struct tss {
+    u32 reserved0;
+    u64 rsp[3], reserved1, ist[7], reserved2;
+    u16 reserved3, io_map;
+} __attribute__((packed));
+
+struct cpu {
+    struct cpu *self;
+    u64 stack_top;
+    u64 scratch;
+    u64 pad;
+    struct tss tss;
+    u64 gdt[7];
+    u32 apic_id;
+    bool resched; /* choose anew before leaving the kernel */
+    struct thread *current;
+    spinlock lock; /* the queue */
+    struct thread *head, *tail;
+    struct thread *sleepers; /* by wake_at; only this processor touches the list */
+    u64 timer_at; /* when the timer will fire, NEVER if it will not */
+    u8 fatal_stack[1024] __attribute__((aligned(16)));
+};
+
+_Static_assert(offsetof(struct cpu, stack_top) == CPU_STACK, "layout.h");
+_Static_assert(offsetof(struct cpu, scratch) == CPU_SCRATCH, "layout.h");
+_Static_assert(offsetof(struct cpu, tss.rsp) == CPU_RSP0, "layout.h");
+_Static_assert(sizeof(struct cpu) <= CPU_SIZE - 4096, "a page of stack");
+_Static_assert(sizeof(struct frame) % 16 == 0, "the processor aligns RSP0 down");
+
+#define NEVER (~0ull)
+#define MAX_CPUS 60 /* a thread each, at least */
+
+static inline struct cpu *this_cpu(void) {
+    struct cpu *c;
+    asm volatile("movq %%gs:0, %0" : "=r"(c));
+    return c;
+}
+
+extern u32 ncpus;
+extern struct cpu *cpus; /* CPU_SIZE apart: use cpu_at */
+static inline struct cpu *cpu_at(u32 i) { return (struct cpu *)((u8 *)cpus + i * CPU_SIZE); }
+
+void sched_init(u64 tick_us, u64 slice_us);
+_Noreturn void sched_resume(struct cpu *c);
+void sched_tick(struct cpu *c);
+void sched_wake(struct thread *t);
+void sched_woken(struct cpu *c);
+void sched_yield(struct cpu *c);
+void sched_sleep(struct cpu *c, u64 wake_at);
+void sched_block(struct cpu *c, enum thread_state why);
+void sched_start(struct thread *t);
+
+/* ---- thread.c: birth and death ---- */
+int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu);
+void thread_exit(struct thread *t, u32 status_code);
+void thread_wait(struct cpu *c);
+
+/* ---- trap.S, trap.c ---- */
+extern u8 trap_stubs[], msr_read_insn[], msr_write_insn[], msr_failed[];
+void syscall_entry(void);
+_Noreturn void idle(void);
+_Noreturn void resume(struct thread *t);
+void load_segments(void);
+int msr_read(u32 index, u64 *value);
+int msr_write(u32 index, u64 value);
+void trap_init(void);
+void trap_cpu_init(struct cpu *c);
+
+/* ---- syscall.c ---- */
+void syscall(struct cpu *c, struct thread *t);
+
+/* ---- apic.c: interrupts, timer, other processors; time.c: how fast clocks are ---- */
+void apic_init(void);
+void apic_eoi(void);
+void apic_timer(u64 at);
+void apic_send(u32 apic_id, u32 vector);
+void apic_start_others(void);
+void apic_timer_free_run(void);
+u32 apic_timer_elapsed(void);
+extern u64 tsc_khz, apic_khz;
+void time_init(void);
+
+/* ---- console.c ---- */
+void console_write(const char *s, size_t n);
+void kprintf(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+_Noreturn void panic(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+_Noreturn void shutdown(u32 code);
+
+/* ---- start.c ---- */
+u64 boot_param(const char *name, u64 otherwise);
+
+#endif

@@ -1,0 +1,25 @@
+/* Numbers that assembly and C share. kernel.h asserts that the structures agree. */
+#ifndef LAYOUT_H
+#define LAYOUT_H
+
+#define SEL_KCODE 0x08
+#define SEL_KDATA 0x10
+#define SEL_UDATA 0x1b /* sysret wants user data at STAR + 8, user code at STAR + 16 */
+#define SEL_UCODE 0x23
+#define SEL_TSS 0x28
+
+#define VEC_PF 14
+#define VEC_TIMER 32
+#define VEC_RESCHED 33
+#define VEC_SPURIOUS 47 /* low four bits set, as old APICs insist */
+#define VEC_COUNT 48
+#define VEC_SYSCALL 256 /* not an IDT vector: marks a frame made by the syscall instruction */
+
+#define CPU_SIZE 8192 /* struct cpu and its stack, which grows down towards it */
+#define CPU_STACK 8
+#define CPU_SCRATCH 16
+#define CPU_RSP0 36
+
+#define TRAMPOLINE 0x8000 /* where SIPI starts application processors */
+
+#endif

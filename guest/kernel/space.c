@@ -1,0 +1,123 @@
+/*
+ * Address spaces. Read-only segments of the program are mapped where the kernel image holds them;
+ * writable ones are copied for each space, so that a process has its own data. The arena's
+ * tables hang in every space as they are.
+ */
+#include "kernel.h"
+#include <elf.h>
+
+extern const u8 program[]; /* the workload, an ELF file, page-aligned (program.S) */
+extern u64 kernel_pml4[];
+
+static struct space spaces[LACUNA_MAX_THREADS];
+static spinlock spaces_lock;
+
+static struct space *claim(void) {
+    struct space *found = NULL;
+    lock(&spaces_lock);
+    for (u32 i = 0; i < LACUNA_MAX_THREADS && !found; i++) {
+        if (!spaces[i].used)
+            found = &spaces[i];
+    }
+    if (found) {
+        found->used = true;
+        found->threads = 1;
+    }
+    unlock(&spaces_lock);
+    return found;
+}
+
+static bool map_new(struct space *s, u64 va, const u8 *from, u64 bytes) {
+    u8 *page = page_alloc();
+    if (!page)
+        return false;
+    if (from)
+        __builtin_memcpy(page, from, bytes < PAGE ? bytes : PAGE);
+    u64 flags = PTE_P | PTE_W | PTE_U | PTE_NX | PTE_OWNED;
+    if (map_page(s, va, (u64)page, flags))
+        return true;
+    page_free(page);
+    return false;
+}
+
+static bool load_segment(struct space *s, const Elf64_Phdr *ph) {
+    u64 va = ph->p_vaddr & ~(PAGE - 1), skew = ph->p_vaddr - va;
+    const u8 *file = program + ph->p_offset - skew;
+    u64 file_bytes = ph->p_filesz + skew, bytes = ph->p_memsz + skew;
+    for (u64 at = 0; at < bytes; at += PAGE) {
+        const u8 *from = at < file_bytes ? file + at : NULL;
+        if (ph->p_flags & PF_W) {
+            if (!map_new(s, va + at, from, file_bytes - at))
+                return false;
+        } else {
+            u64 nx = ph->p_flags & PF_X ? 0 : PTE_NX;
+            if (!from || !map_page(s, va + at, (u64)from, PTE_P | PTE_U | nx))
+                return false;
+        }
+    }
+    return true;
+}
+
+static bool load_program(struct space *s) {
+    const Elf64_Ehdr *eh = (const void *)program;
+    const Elf64_Phdr *ph = (const void *)(program + eh->e_phoff);
+    for (int i = 0; i < eh->e_phnum; i++) {
+        if (ph[i].p_type == PT_LOAD && ph[i].p_memsz && !load_segment(s, &ph[i]))
+            return false;
+    }
+    return true;
+}
+
+struct space *space_create(u64 *entry) {
+    struct space *s = claim();
+    if (!s)
+        return NULL;
+    s->pml4 = page_alloc();
+    if (s->pml4) {
+        s->pml4[0] = kernel_pml4[0];
+        s->pml4[LACUNA_ARENA_BASE >> 39] = kernel_pml4[LACUNA_ARENA_BASE >> 39];
+        if (load_program(s) &&
+            map_page(s, LACUNA_STATUS_VA, (u64)status, PTE_P | PTE_W | PTE_U | PTE_NX) &&
+            map_page(s, LACUNA_INFO_VA, (u64)info, PTE_P | PTE_U | PTE_NX)) {
+            *entry = ((const Elf64_Ehdr *)program)->e_entry;
+            return s;
+        }
+    }
+    space_release(s);
+    return NULL;
+}
+
+bool space_add_stack(struct space *s, u32 slot, u64 *stack_top) {
+    u64 top = LACUNA_STACK_BASE + (slot + 1ull) * LACUNA_STACK_WINDOW;
+    *stack_top = top;
+    for (u64 va = top - LACUNA_STACK_BYTES; va < top; va += PAGE) {
+        if (translate(s, va) == NEVER && !map_new(s, va, NULL, 0))
+            return false;
+    }
+    return true;
+}
+
+/* Frees what a table at this level owns, then the table. Level 1 holds pages. */
+static void free_table(u64 *table, int level) {
+    for (u32 i = 0; i < 512; i++) {
+        if (!(table[i] & PTE_OWNED))
+            continue;
+        u64 *below = (u64 *)(table[i] & PTE_ADDR);
+        if (level == 1)
+            page_free(below);
+        else
+            free_table(below, level - 1);
+    }
+    page_free(table);
+}
+
+void space_release(struct space *s) {
+    if (__atomic_sub_fetch(&s->threads, 1, __ATOMIC_ACQ_REL))
+        return;
+    if (s->pml4) {
+        s->pml4[LACUNA_ARENA_BASE >> 39] = 0; /* everybody's */
+        free_table(s->pml4, 4);
+        s->pml4 = NULL;
+    }
+    __atomic_store_n(&s->used, false, __ATOMIC_RELEASE); /* only now may claim() take it */
+}

@@ -1,0 +1,66 @@
+/* From the boot information to the first program. */
+#include "kernel.h"
+#include "lacuna/format.h"
+#include "pvh.h"
+
+u32 ncpus = 1;
+struct cpu *cpus;
+volatile u32 cpus_released;
+
+u64 boot_param(const char *name, u64 otherwise) {
+    const char *v = lacuna_find_param(info->cmdline, name);
+    return v ? lacuna_parse_number(v) : otherwise;
+}
+
+static void cpu_init(u32 i) {
+    struct cpu *c = cpu_at(i);
+    c->self = c;
+    c->stack_top = (u64)c + CPU_SIZE;
+    c->timer_at = NEVER;
+    c->apic_id = i;
+    trap_cpu_init(c);
+    apic_init();
+}
+
+void secondary_main(u32 i) {
+    cpu_init(i);
+    sched_resume(cpu_at(i));
+}
+
+static void start_cpus(void) {
+    u64 wanted = boot_param("smp", 1);
+    ncpus = wanted < 1 ? 1 : wanted > MAX_CPUS ? MAX_CPUS : (u32)wanted;
+    info->ncpus = ncpus;
+    /* The heap has handed out nothing back yet, so that pages still come in sequence. */
+    cpus = page_alloc();
+    for (u32 i = 1; i < ncpus * (CPU_SIZE / PAGE); i++) {
+        if (page_alloc() != (u8 *)cpus + i * PAGE)
+            panic("no memory for %u processors", ncpus);
+    }
+    cpu_init(0);
+    time_init();
+    info->tsc_khz = tsc_khz;
+    sched_init(boot_param("tick_us", 1000), boot_param("slice_us", 4000));
+    __atomic_store_n(&cpus_released, 1, __ATOMIC_SEQ_CST);
+    const char *ap = lacuna_find_param(info->cmdline, "ap");
+    if (ncpus > 1 && !(ap && ap[0] == 'd')) /* ap=direct: they run already */
+        apic_start_others();
+}
+
+_Noreturn void kernel_main(const struct hvm_start_info *start) {
+    if (start->magic != HVM_START_MAGIC)
+        panic("not booted by PVH: start_info magic is %x", start->magic);
+    mm_init(start);
+    outl(LACUNA_PORT_STATUS, (u32)((u64)status / PAGE));
+    trap_init();
+    start_cpus();
+
+    u64 entry;
+    struct space *space = space_create(&entry);
+    if (!space)
+        panic("no memory for the program");
+    status->state = LACUNA_STATE_RUNNING;
+    if (thread_create(NULL, space, (const u64[3]){entry, 0, 0}, 0) < 0)
+        panic("no memory for the first thread");
+    sched_resume(cpu_at(0));
+}

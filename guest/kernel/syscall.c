@@ -1,0 +1,117 @@
+/* System calls. Arguments come from hostile programs too (workload `random`): check them all. */
+#include "kernel.h"
+
+#define FAIL (~0ull)
+#define MAX_SLEEP_NS 1000000000000000000ull
+
+static u64 tsc_after(u64 ns) {
+    if (ns > MAX_SLEEP_NS)
+        ns = MAX_SLEEP_NS;
+    return rdtsc() + muldiv(ns, tsc_khz, 1000000);
+}
+
+/* Copies within pages that the walk found: no fault can happen here. */
+static u64 sys_write(struct thread *t, u64 va, u64 bytes) {
+    char chunk[256];
+    u64 done = 0;
+    while (done < bytes) {
+        u64 at = va + done, n = PAGE - (at & (PAGE - 1)), pa = translate(t->space, at);
+        if (pa == NEVER)
+            return FAIL;
+        n = n > bytes - done ? bytes - done : n;
+        n = n > sizeof chunk ? sizeof chunk : n;
+        __builtin_memcpy(chunk, (const void *)pa, n);
+        console_write(chunk, n);
+        done += n;
+    }
+    return done;
+}
+
+static u64 sys_thread(struct thread *t, u64 cpu) {
+    const u64 args[3] = {t->frame.rdi, t->frame.rsi, t->frame.rdx};
+    __atomic_fetch_add(&t->space->threads, 1, __ATOMIC_RELAXED);
+    int slot = thread_create(t, t->space, args, cpu);
+    if (slot < 0)
+        space_release(t->space);
+    return (u64)slot;
+}
+
+static u64 sys_spawn(struct thread *t, u64 cpu) {
+    const u64 args[3] = {t->frame.rdi, t->frame.rsi, t->frame.rdx};
+    u64 entry;
+    struct space *space = space_create(&entry);
+    if (!space)
+        return FAIL;
+    int slot = thread_create(t, space, args, cpu);
+    if (slot < 0)
+        space_release(space);
+    return (u64)slot;
+}
+
+static u64 sys_alias(struct thread *t, u64 va, u64 arena_va) {
+    u64 offset = arena_va - LACUNA_ARENA_BASE;
+    if (va < LACUNA_ALIAS_BASE || va >= LACUNA_USER_END || offset >= info->arena_bytes)
+        return FAIL;
+    va &= ~(PAGE - 1);
+    u64 pa = translate(t->space, arena_va) & ~(PAGE - 1);
+    /* New mappings only: nothing to flush anywhere. */
+    return map_page(t->space, va, pa, PTE_P | PTE_W | PTE_U) ? 0 : FAIL;
+}
+
+static u64 sys_rdmsr(struct thread *t, u64 index, u64 va) {
+    u64 value, pa = translate(t->space, va);
+    if (pa == NEVER || va % 8 || msr_read((u32)index, &value))
+        return FAIL;
+    *(u64 *)pa = value;
+    return 0;
+}
+
+static u64 privileged(struct thread *t, u64 a, u64 b) {
+    if (t->kill_at)
+        return FAIL;
+    switch (t->frame.rax) {
+    case LACUNA_SYS_RDMSR: return sys_rdmsr(t, a, b);
+    case LACUNA_SYS_WRMSR: return msr_write((u32)a, b) ? FAIL : 0;
+    default: ((void (*)(void))a)(); return 0;
+    }
+}
+
+static void sys_sleep(struct cpu *c, struct thread *t, u64 ns) {
+    u64 at = tsc_after(ns);
+    if (t->kill_at && at > t->kill_at)
+        at = t->kill_at;
+    sched_sleep(c, at);
+}
+
+static void sys_confine(struct thread *t, u64 ns) {
+    u64 at = tsc_after(ns);
+    if (!t->kill_at || at < t->kill_at)
+        t->kill_at = at;
+}
+
+void syscall(struct cpu *c, struct thread *t) {
+    struct frame *f = &t->frame;
+    u64 a = f->rdi, b = f->rsi, number = f->rax;
+    f->rax = 0;
+    switch (number) {
+    case LACUNA_SYS_EXIT: thread_exit(t, (u32)a); break;
+    case LACUNA_SYS_WRITE: f->rax = sys_write(t, a, b); break;
+    case LACUNA_SYS_YIELD: sched_yield(c); break;
+    case LACUNA_SYS_SLEEP: sys_sleep(c, t, a); break;
+    case LACUNA_SYS_NOW: f->rax = muldiv(rdtsc(), 1000000, tsc_khz); break;
+    case LACUNA_SYS_THREAD: f->rax = sys_thread(t, f->r10); break;
+    case LACUNA_SYS_SPAWN: f->rax = sys_spawn(t, f->r10); break;
+    case LACUNA_SYS_WAIT: thread_wait(c); break;
+    case LACUNA_SYS_SELF: f->rax = t->slot; break;
+    case LACUNA_SYS_GPA: f->rax = translate(t->space, a); break;
+    case LACUNA_SYS_ALIAS: f->rax = sys_alias(t, a, b); break;
+    case LACUNA_SYS_CONFINE: sys_confine(t, a); break;
+    case LACUNA_SYS_RDMSR:
+    case LACUNA_SYS_WRMSR:
+    case LACUNA_SYS_KCALL:
+        f->rax = number;
+        f->rax = privileged(t, a, b);
+        break;
+    default: f->rax = FAIL; break;
+    }
+}

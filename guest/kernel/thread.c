@@ -1,0 +1,119 @@
+/* Birth, death and the wait between: the tree of threads, under one lock. */
+#include "kernel.h"
+
+static struct thread threads[LACUNA_MAX_THREADS];
+static spinlock tree_lock;
+static u32 next_cpu;
+
+extern u64 kernel_pml4[];
+
+static struct thread *claim(struct thread *parent) {
+    struct thread *found = NULL;
+    lock(&tree_lock);
+    for (u32 i = 0; i < LACUNA_MAX_THREADS && !found; i++) {
+        if (threads[i].state != FREE)
+            continue;
+        found = &threads[i];
+        __builtin_memset(found, 0, sizeof *found);
+        found->state = SLEEPING; /* not FREE, and nobody wakes it: until sched_start */
+        found->slot = i;
+        found->parent = parent;
+        if (parent) {
+            parent->children++;
+            found->kill_at = parent->kill_at;
+        }
+        if (i >= status->nthreads)
+            status->nthreads = i + 1;
+    }
+    unlock(&tree_lock);
+    return found;
+}
+
+static void unclaim(struct thread *t) {
+    lock(&tree_lock);
+    if (t->parent)
+        t->parent->children--;
+    t->state = FREE;
+    unlock(&tree_lock);
+}
+
+static struct cpu *choose_cpu(u64 hint) {
+    if (hint < ncpus)
+        return cpu_at((u32)hint);
+    return cpu_at(__atomic_fetch_add(&next_cpu, 1, __ATOMIC_RELAXED) % ncpus);
+}
+
+/* Makes a thread in `space`, whose count already includes it; args: entry, rdi, rsi. */
+int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu) {
+    u64 stack_top;
+    struct thread *t = claim(parent);
+    if (!t)
+        return -1;
+    if (!space_add_stack(space, t->slot, &stack_top)) {
+        unclaim(t);
+        return -1;
+    }
+    t->space = space;
+    t->cpu = choose_cpu(cpu);
+    t->frame.rip = args[0];
+    t->frame.rdi = args[1];
+    t->frame.rsi = args[2];
+    t->frame.rsp = stack_top - 8; /* as if called: the compiler counts on it */
+    t->frame.rflags = 0x202;
+    t->frame.cs = SEL_UCODE;
+    t->frame.ss = SEL_UDATA;
+    struct lacuna_status_entry *e = &status->entry[t->slot];
+    __builtin_memset(e, 0, sizeof *e);
+    e->kind = LACUNA_KIND_OTHER;
+    e->cpu = t->cpu->apic_id;
+    int slot = (int)t->slot; /* once started, t may be gone before we return */
+    sched_start(t);
+    return slot;
+}
+
+/* Children outlive their parent as nobody's; nobody asks for their status. */
+static void orphan_children(struct thread *t) {
+    for (u32 i = 0; i < LACUNA_MAX_THREADS && t->children; i++) {
+        if (threads[i].state != FREE && threads[i].parent == t) {
+            threads[i].parent = NULL;
+            t->children--;
+        }
+    }
+}
+
+static void tell_parent(struct thread *parent, u32 status_code) {
+    if (status_code > parent->worst_status)
+        parent->worst_status = status_code;
+    if (--parent->children || parent->state != WAITING)
+        return;
+    parent->frame.rax = parent->worst_status;
+    parent->worst_status = 0;
+    sched_wake(parent);
+}
+
+/* Ends the processor's current thread. The first thread takes the machine with it. */
+void thread_exit(struct thread *t, u32 status_code) {
+    if (t->slot == 0)
+        shutdown(status_code);
+    t->cpu->current = NULL;
+    write_cr3((u64)kernel_pml4);
+    space_release(t->space);
+    lock(&tree_lock);
+    orphan_children(t);
+    if (t->parent)
+        tell_parent(t->parent, status_code);
+    t->state = FREE;
+    unlock(&tree_lock);
+}
+
+void thread_wait(struct cpu *c) {
+    struct thread *t = c->current;
+    lock(&tree_lock);
+    if (t->children) {
+        sched_block(c, WAITING);
+    } else {
+        t->frame.rax = t->worst_status;
+        t->worst_status = 0;
+    }
+    unlock(&tree_lock);
+}

@@ -1,0 +1,168 @@
+/*
+ * Into the kernel and out of it.
+ *
+ * The kernel is event-driven: no thread has a kernel stack. RSP0 points at the end of the running
+ * thread's own register frame, so that a trap from user mode saves the registers where they
+ * belong; then the handler runs on the processor's only stack and ends in resume(any thread).
+ * A switch is therefore nothing but resuming somebody else, and a thread that sleeps in a page
+ * fault is a thread that is not resumed.
+ *
+ * The kernel runs with interrupts off. Only the idle loop lets them in, and has nothing to save.
+ */
+#include "layout.h"
+
+    .macro SAVE
+    pushq %rdi
+    pushq %rsi
+    pushq %rdx
+    pushq %rcx
+    pushq %rax
+    pushq %r8
+    pushq %r9
+    pushq %r10
+    pushq %r11
+    pushq %rbx
+    pushq %rbp
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    .endm
+
+    .macro RESTORE
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbp
+    popq %rbx
+    popq %r11
+    popq %r10
+    popq %r9
+    popq %r8
+    popq %rax
+    popq %rcx
+    popq %rdx
+    popq %rsi
+    popq %rdi
+    .endm
+
+    .text
+    .globl syscall_entry
+syscall_entry:
+    swapgs
+    movq %rsp, %gs:CPU_SCRATCH
+    movq %gs:CPU_RSP0, %rsp
+    pushq $SEL_UDATA
+    pushq %gs:CPU_SCRATCH
+    pushq %r11
+    pushq $SEL_UCODE
+    pushq %rcx
+    pushq $0
+    pushq $VEC_SYSCALL
+    jmp user_entered
+
+trap_entry: /* vector and error code are on the stack */
+    testb $3, 24(%rsp)
+    jz kernel_entered
+    swapgs
+user_entered:
+    SAVE
+    movq %rsp, %rdi
+    movq %gs:CPU_STACK, %rsp
+    call trap_user /* does not return */
+
+kernel_entered:
+    cmpl $32, (%rsp)
+    jae idle_interrupted
+    SAVE
+    movq %rsp, %rdi
+    call trap_kernel
+    RESTORE
+    addq $16, %rsp
+    iretq
+
+idle_interrupted:
+    movl (%rsp), %edi
+    movq %gs:CPU_STACK, %rsp
+    call trap_idle /* does not return */
+
+    .globl idle
+idle:
+    movq %gs:CPU_STACK, %rsp
+    sti
+    hlt /* sti holds interrupts off until here: a wake-up cannot slip in between */
+    jmp idle
+
+    .globl resume
+resume: /* rdi = thread, whose frame comes first */
+    movq %rdi, %rsp
+    RESTORE
+    cmpl $VEC_SYSCALL, (%rsp)
+    je 1f
+    addq $16, %rsp
+    swapgs
+    iretq
+1:  movq 40(%rsp), %rsp /* rcx and r11 hold rip and rflags as syscall left them */
+    swapgs
+    sysretq
+
+/* rdmsr and wrmsr that survive #GP: trap_kernel moves rip to msr_failed. */
+    .globl msr_read, msr_read_insn, msr_write, msr_write_insn, msr_failed
+msr_read: /* (index, u64 *value) -> 0 or -1 */
+    movl %edi, %ecx
+msr_read_insn:
+    rdmsr
+    movl %eax, (%rsi)
+    movl %edx, 4(%rsi)
+    xorl %eax, %eax
+    ret
+msr_write: /* (index, value) -> 0 or -1 */
+    movl %edi, %ecx
+    movl %esi, %eax
+    shrq $32, %rsi
+    movl %esi, %edx
+msr_write_insn:
+    wrmsr
+    xorl %eax, %eax
+    ret
+msr_failed:
+    movl $-1, %eax
+    ret
+
+    .globl load_segments
+load_segments: /* reload cs and ss from the new GDT; fs and gs bases are set by MSR */
+    popq %rax
+    movl $SEL_KDATA, %ecx
+    movl %ecx, %ss
+    movl %ecx, %ds
+    movl %ecx, %es
+    pushq $SEL_KCODE
+    pushq %rax
+    lretq
+
+/* Stubs of one size, so that stub n sits at trap_stubs + 16 n. */
+    .balign 16
+    .globl trap_stubs
+trap_stubs:
+    .set vector, 0
+    .rept VEC_COUNT
+    .balign 16
+    .if !((vector == 8) | ((vector >= 10) & (vector <= 14)) | (vector == 17) | (vector == 21))
+    pushq $0
+    .endif
+    pushq $vector
+    .if (vector == 2) | (vector == 8) | (vector == 18)
+    jmp fatal_entry /* NMI, #DF, #MC come on a stack of their own, for good */
+    .else
+    jmp trap_entry
+    .endif
+    .set vector, vector + 1
+    .endr
+
+fatal_entry:
+    SAVE
+    movq %rsp, %rdi
+    call trap_fatal
+
+    .section .note.GNU-stack, "", @progbits

@@ -1,0 +1,110 @@
+/* What the processor reports: exceptions, interrupts, and where each goes. */
+#include "kernel.h"
+
+struct gate {
+    u16 offset0, selector;
+    u8 ist, type;
+    u16 offset1;
+    u32 offset2, reserved;
+};
+
+struct pointer {
+    u16 limit;
+    u64 base;
+} __attribute__((packed));
+
+static struct gate idt[VEC_COUNT];
+
+void trap_init(void) {
+    for (u32 v = 0; v < VEC_COUNT; v++) {
+        u64 stub = (u64)trap_stubs + v * 16;
+        bool fatal = v == 2 || v == 8 || v == 18; /* may find no usable stack */
+        idt[v] = (struct gate){(u16)stub, SEL_KCODE, fatal, 0x8e, (u16)(stub >> 16), 0, 0};
+    }
+}
+
+void trap_cpu_init(struct cpu *c) {
+    u64 tss = (u64)&c->tss;
+    c->tss.ist[0] = (u64)(c->fatal_stack + sizeof c->fatal_stack);
+    c->tss.io_map = sizeof c->tss;
+    c->gdt[1] = 0x00af9b000000ffff;
+    c->gdt[2] = 0x00cf93000000ffff;
+    c->gdt[3] = 0x00cff3000000ffff;
+    c->gdt[4] = 0x00affb000000ffff;
+    c->gdt[5] = (sizeof c->tss - 1) | (tss & 0xffffff) << 16 | 0x89ull << 40 |
+                (tss >> 24 & 0xff) << 56;
+    c->gdt[6] = tss >> 32;
+    struct pointer gdtr = {sizeof c->gdt - 1, (u64)c->gdt}, idtr = {sizeof idt - 1, (u64)idt};
+    asm volatile("lgdt %0" : : "m"(gdtr));
+    asm volatile("lidt %0" : : "m"(idtr));
+    load_segments();
+    asm volatile("ltr %w0" : : "r"(SEL_TSS));
+    wrmsr(MSR_GS_BASE, (u64)c);
+    wrmsr(MSR_KERNEL_GS_BASE, 0);
+    wrmsr(MSR_STAR, (u64)(SEL_KDATA | 3) << 48 | (u64)SEL_KCODE << 32);
+    wrmsr(MSR_LSTAR, (u64)syscall_entry);
+    wrmsr(MSR_FMASK, 0x47700); /* AC NT IOPL DF IF TF */
+}
+
+static void interrupt(struct cpu *c, u64 vector) {
+    switch (vector) {
+    case VEC_TIMER:
+        apic_eoi();
+        sched_tick(c);
+        break;
+    case VEC_RESCHED:
+        apic_eoi();
+        sched_woken(c);
+        break;
+    case VEC_SPURIOUS: /* has no EOI */
+        break;
+    default:
+        panic("interrupt on vector %lu, which nobody uses", vector);
+    }
+}
+
+/* An exception that no one handles ends the thread. A confined one is expected to fail. */
+static void kill(struct thread *t) {
+    u64 v = t->frame.vector;
+    if (!t->kill_at) {
+        char name[sizeof status->entry[0].name + 1] = {0}; /* users need not terminate theirs */
+        __builtin_memcpy(name, status->entry[t->slot].name, sizeof name - 1);
+        kprintf("killed: thread %u (%s), exception %lu error %lx at rip %lx", t->slot, name, v,
+                t->frame.error, t->frame.rip);
+        if (v == VEC_PF)
+            kprintf(", page fault at %lx", read_cr2());
+        kprintf("\n");
+    }
+    thread_exit(t, LACUNA_EXIT_FAULT + (u32)v);
+}
+
+_Noreturn void trap_user(struct thread *t) {
+    struct cpu *c = this_cpu();
+    u64 vector = t->frame.vector;
+    if (vector == VEC_SYSCALL)
+        syscall(c, t);
+    else if (vector >= 32)
+        interrupt(c, vector);
+    else
+        kill(t);
+    sched_resume(c);
+}
+
+_Noreturn void trap_idle(u64 vector) {
+    struct cpu *c = this_cpu();
+    interrupt(c, vector);
+    sched_resume(c);
+}
+
+_Noreturn void trap_fatal(struct frame *f) {
+    panic("exception %lu error %lx at rip %lx cs %lx rsp %lx cr2 %lx", f->vector, f->error,
+          f->rip, f->cs, f->rsp, read_cr2());
+}
+
+/* An exception in the kernel is a bug, except for a model-specific register that says no. */
+void trap_kernel(struct frame *f) {
+    if (f->vector == 13 && (f->rip == (u64)msr_read_insn || f->rip == (u64)msr_write_insn))
+        f->rip = (u64)msr_failed;
+    else
+        trap_fatal(f);
+}

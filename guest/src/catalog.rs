@@ -1,0 +1,151 @@
+//! Which images there are, and what parameters they take.
+
+/// A word `name=value` that a kernel or workload reads from its command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Param {
+    /// Its name.
+    pub name: &'static str,
+    /// What holds when it is not given.
+    pub default: &'static str,
+    /// What it does, with its unit.
+    pub about: &'static str,
+}
+
+/// A bootable guest: the kernel with one workload inside.
+#[derive(Debug, Clone, Copy)]
+pub struct Image {
+    /// The workload's name.
+    pub name: &'static str,
+    /// The image, an ELF64 file.
+    pub elf: &'static [u8],
+    /// What it does, in one line.
+    pub about: &'static str,
+    /// Its parameters.
+    pub params: &'static [Param],
+}
+
+const fn param(name: &'static str, default: &'static str, about: &'static str) -> Param {
+    Param { name, default, about }
+}
+
+/// Parameters that the kernel reads, whatever the workload.
+pub const KERNEL_PARAMS: &[Param] = &[
+    param("smp", "1", "vCPUs, APIC ids 0 to smp - 1"),
+    param("ap", "sipi", "direct: all vCPUs start at e_entry; sipi: the first starts the others"),
+    param("tick_us", "1000", "timer tick, microseconds"),
+    param("slice_us", "4000", "time slice, microseconds"),
+];
+
+macro_rules! image {
+    ($name:literal, $about:literal, $params:expr) => {
+        Image {
+            name: $name,
+            elf: include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf")),
+            about: $about,
+            params: $params,
+        }
+    };
+}
+
+static IMAGES: &[Image] = &[
+    image!(
+        "bm",
+        "faulting processes beside counting ones (the 2010 talk's benchmark)",
+        &[
+            param("faulters", "smp", "processes that access the arena at random, half writes"),
+            param("workers", "smp", "processes that count"),
+            param("seconds", "10", "how long, seconds"),
+            param("accesses", "0", "or: until each faulter made that many accesses"),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of the random places"),
+        ]
+    ),
+    image!(
+        "verify",
+        "writes and re-reads keyed patterns: any lost, stale or torn page is found",
+        &[
+            param("threads", "smp", "threads, each with its own part"),
+            param("rounds", "3", "times every page is checked and rewritten"),
+            param("pages", "all", "how many pages"),
+            param("pattern", "keyed", "keyed: lz4 packs it 12:1; random: incompressible"),
+            param("seed", "1", "of patterns, page classes and order"),
+            param("clear", "0", "1: zero all pages first, for a VMM whose firmware dirties them"),
+        ]
+    ),
+    image!(
+        "membound",
+        "allocates all memory, touches every page, frees all; again",
+        &[
+            param("rounds", "3", "how often"),
+            param("nop", "0", "1: a counting process runs beside it"),
+            param("bytes", "all", "how much of the arena, bytes"),
+        ]
+    ),
+    image!(
+        "touch",
+        "first touch of every page: cycles and nanoseconds a page",
+        &[
+            param("order", "seq", "seq or random"),
+            param("threads", "smp", "threads, each with its own part"),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of the random order"),
+        ]
+    ),
+    image!(
+        "cpubench",
+        "instructions a second: alu, mem256k, mem64m, branchy",
+        &[
+            param("test", "all", "alu, mem256k, mem64m, branchy or all"),
+            param("iters", "by test", "loop iterations (branchy: passes of 21604 instructions)"),
+        ]
+    ),
+    image!(
+        "litmus",
+        "x86 memory-order litmus tests, misaligned and locked accesses, on two vCPUs",
+        &[
+            param("iters", "20000", "iterations of each ordering test"),
+            param("adds", "20000", "locked additions of each thread and place"),
+        ]
+    ),
+    image!(
+        "maxpage",
+        "instructions that touch the most pages, in a loop",
+        &[param("iters", "1000", "times each instruction runs")]
+    ),
+    image!(
+        "smc",
+        "self- and cross-modifying code",
+        &[param("iters", "2000", "modifications of each kind")]
+    ),
+    image!(
+        "random",
+        "random bytes as code",
+        &[
+            param("level", "3", "3: in confined processes; 0: in the kernel, once"),
+            param("seed", "1", "of the bytes; round n uses seed + n"),
+            param("count", "100", "rounds at level 3"),
+            param("limit_us", "2000", "time limit of a round, microseconds"),
+        ]
+    ),
+    image!(
+        "msr",
+        "nonsense in model-specific registers",
+        &[
+            param("count", "2000", "random indexes beside the usual ranges"),
+            param("seed", "1", "of indexes and values"),
+            param("wild", "0", "1: write the vital ones too, last; the guest may not survive"),
+        ]
+    ),
+    image!("triple", "a deliberate triple fault", &[]),
+    image!("hello", "prints a line and ends", &[]),
+];
+
+/// All images, most useful first.
+pub fn images() -> &'static [Image] {
+    IMAGES
+}
+
+/// The image of that name.
+pub fn image(name: &str) -> Option<&'static Image> {
+    IMAGES.iter().find(|i| i.name == name)
+}

@@ -1,0 +1,232 @@
+//! The status page: progress of each guest thread, in guest memory.
+//!
+//! ```text
+//!    0  u64 magic "LACUNAST"   u32 version   u32 nthreads   u32 state   u32 exit_code   pad to 64
+//!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  pad to 64
+//!  128  entry 1 ...                                                       up to 60 entries
+//! ```
+//! The guest announces the page with a 32-bit write of its frame number to [`crate::PORT_STATUS`].
+//! Threads write their counters with plain aligned stores, so that a copy of the page taken at
+//! any moment is good enough: each counter in it is a value that the thread did write.
+//! `include/lacuna/abi.h` is the C side; a test compares the two.
+
+use std::fmt;
+
+/// Size of the page, bytes.
+pub const PAGE_BYTES: usize = 4096;
+/// First eight bytes of the page, read as a little-endian number.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"LACUNAST");
+/// The version this module reads.
+pub const VERSION: u32 = 1;
+/// Entries on the page.
+pub const MAX_THREADS: usize = 60;
+
+/// Offset of the magic, u64.
+pub const MAGIC_AT: usize = 0;
+/// Offset of the version, u32.
+pub const VERSION_AT: usize = 8;
+/// Offset of the number of entries in use, u32.
+pub const NTHREADS_AT: usize = 12;
+/// Offset of the machine's state, u32.
+pub const STATE_AT: usize = 16;
+/// Offset of the exit code, u32.
+pub const EXIT_CODE_AT: usize = 20;
+/// Offset of the first entry.
+pub const ENTRIES_AT: usize = 64;
+/// Size of one entry, bytes.
+pub const ENTRY_BYTES: usize = 64;
+/// Offset of the counter in an entry, u64.
+pub const COUNTER_AT: usize = 0;
+/// Offset of the counter's final value, u64.
+pub const GOAL_AT: usize = 8;
+/// Offset of the kind, u32.
+pub const KIND_AT: usize = 16;
+/// Offset of the processor, u32.
+pub const CPU_AT: usize = 20;
+/// Offset of the name.
+pub const NAME_AT: usize = 24;
+/// Size of the name, NUL-padded.
+pub const NAME_BYTES: usize = 24;
+
+/// What a thread does for a living.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Computes; its counter is work done.
+    Worker,
+    /// Touches memory; its counter is accesses made.
+    Faulter,
+    /// Anything else.
+    Other,
+}
+
+/// Where the guest is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// The kernel is setting up.
+    Booting,
+    /// The workload runs.
+    Running,
+    /// Over, with this exit code.
+    Done(u32),
+}
+
+/// One thread's progress.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Thread {
+    /// Work done so far, in the thread's own unit.
+    pub counter: u64,
+    /// The counter's final value, if the thread knows it.
+    pub goal: Option<u64>,
+    /// What the thread does.
+    pub kind: Kind,
+    /// The vCPU it runs on.
+    pub cpu: u32,
+    /// Its name; empty until it gives itself one.
+    pub name: String,
+}
+
+/// The page, read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Status {
+    /// Where the guest is in its life.
+    pub state: State,
+    /// Thread slots in use so far, by index; a finished thread keeps its last values until its
+    /// slot is used again.
+    pub threads: Vec<Thread>,
+}
+
+/// Why bytes are not a status page.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// Fewer bytes than a page.
+    Short(usize),
+    /// The magic is another one.
+    Magic(u64),
+    /// A version this module does not know.
+    Version(u32),
+    /// More entries than a page has.
+    Threads(u32),
+    /// A state this module does not know.
+    State(u32),
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Error::Short(n) => write!(f, "status page has {n} bytes, {PAGE_BYTES} expected"),
+            Error::Magic(m) => write!(f, "status page magic is {m:#x}, {MAGIC:#x} expected"),
+            Error::Version(v) => write!(f, "status page version is {v}, {VERSION} expected"),
+            Error::Threads(n) => write!(f, "status page claims {n} threads of {MAX_THREADS}"),
+            Error::State(s) => write!(f, "status page state is {s}, 0 to 2 expected"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl Status {
+    /// Reads a copy of the page. The guest may have written anything: every field is checked,
+    /// names lose what is not printable ASCII, and unknown kinds are [`Kind::Other`].
+    pub fn parse(page: &[u8]) -> Result<Self, Error> {
+        if page.len() < PAGE_BYTES {
+            return Err(Error::Short(page.len()));
+        }
+        match u64_at(page, MAGIC_AT) {
+            MAGIC => {}
+            other => return Err(Error::Magic(other)),
+        }
+        match u32_at(page, VERSION_AT) {
+            VERSION => {}
+            other => return Err(Error::Version(other)),
+        }
+        let state = match u32_at(page, STATE_AT) {
+            0 => State::Booting,
+            1 => State::Running,
+            2 => State::Done(u32_at(page, EXIT_CODE_AT)),
+            other => return Err(Error::State(other)),
+        };
+        let count = u32_at(page, NTHREADS_AT);
+        if count as usize > MAX_THREADS {
+            return Err(Error::Threads(count));
+        }
+        let entries = page[ENTRIES_AT..].chunks_exact(ENTRY_BYTES);
+        let threads = entries.take(count as usize).map(Thread::parse).collect();
+        Ok(Self { state, threads })
+    }
+}
+
+impl Thread {
+    fn parse(entry: &[u8]) -> Self {
+        let name = &entry[NAME_AT..NAME_AT + NAME_BYTES];
+        let name = name.iter().take_while(|b| **b != 0).filter(|b| (32..127).contains(*b));
+        Self {
+            counter: u64_at(entry, COUNTER_AT),
+            goal: Some(u64_at(entry, GOAL_AT)).filter(|g| *g != 0),
+            kind: match u32_at(entry, KIND_AT) {
+                1 => Kind::Worker,
+                2 => Kind::Faulter,
+                _ => Kind::Other,
+            },
+            cpu: u32_at(entry, CPU_AT),
+            name: name.map(|b| char::from(*b)).collect(),
+        }
+    }
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page() -> Vec<u8> {
+        let mut p = vec![0; PAGE_BYTES];
+        p[..8].copy_from_slice(b"LACUNAST");
+        p[VERSION_AT] = 1;
+        p[NTHREADS_AT] = 2;
+        p[STATE_AT] = 1;
+        let e = ENTRIES_AT + ENTRY_BYTES;
+        p[e..e + 8].copy_from_slice(&77u64.to_le_bytes());
+        p[e + GOAL_AT] = 100;
+        p[e + KIND_AT] = 2;
+        p[e + CPU_AT] = 3;
+        p[e + NAME_AT..e + NAME_AT + 7].copy_from_slice(b"fault\x1b0");
+        p
+    }
+
+    #[test]
+    fn reads_what_a_guest_wrote() {
+        let status = Status::parse(&page()).unwrap();
+        assert_eq!(status.state, State::Running);
+        assert_eq!(status.threads.len(), 2);
+        let t = &status.threads[1];
+        assert_eq!((t.counter, t.goal, t.kind, t.cpu), (77, Some(100), Kind::Faulter, 3));
+        assert_eq!(t.name, "fault0");
+        assert_eq!(status.threads[0].goal, None);
+    }
+
+    #[test]
+    fn refuses_what_is_not_a_status_page() {
+        assert_eq!(Status::parse(&[0; 100]), Err(Error::Short(100)));
+        assert_eq!(Status::parse(&[0; PAGE_BYTES]), Err(Error::Magic(0)));
+        for (at, value, error) in [
+            (VERSION_AT, 9, Error::Version(9)),
+            (NTHREADS_AT, 61, Error::Threads(61)),
+            (STATE_AT, 3, Error::State(3)),
+        ] {
+            let mut p = page();
+            p[at] = value;
+            assert_eq!(Status::parse(&p), Err(error));
+        }
+    }
+}

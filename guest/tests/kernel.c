@@ -1,0 +1,158 @@
+/* Does the kernel keep what it promises? Built with build-guest.sh and run by tests/qemu.rs. */
+#include "lacuna.h"
+
+#define CHECK(what)                                                                                \
+    do {                                                                                           \
+        if (!(what)) {                                                                             \
+            lacuna_printf("line %d: %s does not hold\n", __LINE__, #what);                         \
+            lacuna_exit(1);                                                                        \
+        }                                                                                          \
+    } while (0)
+
+struct shared {
+    volatile uint64_t seen, order, done;
+    volatile uint64_t woke_at;
+};
+
+static struct shared *shared(void) { return (struct shared *)lacuna_arena(); }
+static volatile uint64_t global = 7;
+
+static int reads_global(uint64_t expected) {
+    shared()->seen = global;
+    global = 99;
+    return global == 99 && shared()->seen == expected ? 0 : 1;
+}
+
+static void data_is_private_to_a_process(void) {
+    global = 8;
+    CHECK(lacuna_spawn(reads_global, 7, LACUNA_ANY_CPU) >= 0);
+    CHECK(lacuna_wait() == 0);
+    CHECK(global == 8);
+    CHECK(lacuna_thread(reads_global, 8, LACUNA_ANY_CPU) >= 0);
+    CHECK(lacuna_wait() == 0);
+    CHECK(global == 99);
+}
+
+static int exits_with(uint64_t status) { return (int)status; }
+
+static int faults(uint64_t unused) {
+    (void)unused;
+    *(volatile int *)0x123456789000 = 1;
+    return 0;
+}
+
+static int writes_text(uint64_t unused) {
+    (void)unused;
+    *(volatile char *)(uint64_t)exits_with = 0;
+    return 0;
+}
+
+static int divides(uint64_t zero) { return (int)(1 / zero); }
+
+static int spins(uint64_t unused) {
+    lacuna_confine(3000000);
+    for (;;)
+        unused++;
+}
+
+static int status_of(lacuna_main_fn *fn, uint64_t arg) {
+    CHECK(lacuna_spawn(fn, arg, LACUNA_ANY_CPU) >= 0);
+    return lacuna_wait();
+}
+
+static void endings_have_their_status(void) {
+    CHECK(lacuna_wait() == 0);
+    CHECK(status_of(exits_with, 5) == 5);
+    CHECK(status_of(faults, 0) == LACUNA_EXIT_FAULT + 14);
+    CHECK(status_of(writes_text, 0) == LACUNA_EXIT_FAULT + 14);
+    CHECK(status_of(divides, 0) == LACUNA_EXIT_FAULT + 0);
+    CHECK(status_of(spins, 0) == LACUNA_EXIT_TIMEOUT);
+    for (uint64_t i = 0; i < 8; i++)
+        CHECK(lacuna_spawn(exits_with, i, i) >= 0);
+    CHECK(lacuna_wait() == 7);
+}
+
+static int sleeps(uint64_t ms) {
+    lacuna_sleep_ns(ms * 1000000);
+    shared()->order = shared()->order * 10 + ms / 10;
+    return 0;
+}
+
+static void sleepers_wake_in_time(void) {
+    shared()->order = 0;
+    CHECK(lacuna_spawn(sleeps, 60, 0) >= 0);
+    CHECK(lacuna_spawn(sleeps, 20, 0) >= 0);
+    CHECK(lacuna_spawn(sleeps, 40, 0) >= 0);
+    uint64_t start = lacuna_now_ns();
+    CHECK(lacuna_wait() == 0);
+    CHECK(shared()->order == 246);
+    CHECK(lacuna_now_ns() - start >= 50000000);
+}
+
+static int hogs(uint64_t unused) {
+    (void)unused;
+    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_WORKER, "hog", 0);
+    while (!shared()->done)
+        me->counter++;
+    return 0;
+}
+
+static int wakes(uint64_t unused) {
+    (void)unused;
+    for (int i = 0; i < 5; i++)
+        lacuna_sleep_ns(2000000);
+    shared()->woke_at = lacuna_now_ns();
+    return 0;
+}
+
+/* With a 10 s slice (the test's parameter), only preemption lets the sleeper finish early. */
+static void a_wakeup_preempts(void) {
+    shared()->done = 0;
+    CHECK(lacuna_spawn(hogs, 0, 0) >= 0);
+    CHECK(lacuna_spawn(wakes, 0, 0) >= 0);
+    uint64_t start = lacuna_now_ns();
+    lacuna_sleep_ns(100000000);
+    shared()->done = 1;
+    CHECK(lacuna_wait() == 0);
+    CHECK(shared()->woke_at - start < 2000000000);
+}
+
+static void memory_comes_back(void) {
+    for (uint64_t i = 0; i < 2000; i++)
+        CHECK(status_of(exits_with, 0) == 0);
+}
+
+static void threads_run_out_gracefully(void) {
+    int n = 0;
+    shared()->done = 0;
+    while (lacuna_spawn(sleeps, 30, LACUNA_ANY_CPU) >= 0)
+        n++;
+    CHECK(n == LACUNA_MAX_THREADS - 1);
+    CHECK(lacuna_wait() == 0);
+}
+
+static void bad_arguments_are_refused(void) {
+    CHECK(lacuna_gpa((void *)0x1000) == ~0ull);
+    CHECK(lacuna_gpa((void *)~0ull) == ~0ull);
+    CHECK(lacuna_gpa(lacuna_arena()) != ~0ull);
+    CHECK(lacuna_alias(lacuna_arena(), lacuna_arena()) == -1);
+    CHECK(lacuna_alias((void *)LACUNA_ALIAS_BASE, (void *)0x1000) == -1);
+    CHECK(lacuna_alias((void *)LACUNA_ALIAS_BASE, lacuna_arena()) == 0);
+    CHECK(lacuna_alias((void *)LACUNA_ALIAS_BASE, lacuna_arena()) == -1);
+    *(volatile uint64_t *)LACUNA_ALIAS_BASE = 4711;
+    CHECK(*(volatile uint64_t *)lacuna_arena() == 4711);
+}
+
+int main(void) {
+    lacuna_status(LACUNA_KIND_OTHER, "kernel test", 0);
+    data_is_private_to_a_process();
+    endings_have_their_status();
+    sleepers_wake_in_time();
+    a_wakeup_preempts();
+    memory_comes_back();
+    threads_run_out_gracefully();
+    bad_arguments_are_refused();
+    lacuna_printf("kernel: ok, now a fault of the first process\n");
+    faults(0);
+    return 0;
+}

@@ -1,0 +1,131 @@
+//! Bytes in and out of pages for those who are no vCPU: image loading, the status page, tests.
+//!
+//! A hold is a promise that reclaim keeps when it next looks; a copy needs the frame to stay *now*. So it
+//! isolates the frame, as a reclaimer would, for as long as it copies.
+
+use crate::cache::FrameCache;
+use crate::error::HostError;
+use crate::host::{Core, Host};
+use crate::pool::FramePtr;
+use crate::residency::{PageNo, PageState};
+use crate::resolve::Resolution;
+use lacuna_addr::{Access, Hva, PAGE_SIZE, Pfn};
+
+/// How often [`Host::peek`] tries a page that reclaim is looking at.
+const PEEKS: usize = 64;
+
+impl Host {
+    /// Copies `bytes` to the pages from `hva` on, swapping in what has to be. Not for vCPU threads: it
+    /// waits.
+    pub fn copy_in(&self, mut hva: Hva, mut bytes: &[u8]) -> Result<(), HostError> {
+        let mut cache = FrameCache::new(self.core.clone());
+        while !bytes.is_empty() {
+            let (offset, len) = within_page(hva, bytes.len());
+            let (now, rest) = bytes.split_at(len);
+            let copy = |frame: FramePtr<'_>| frame.write(offset, now);
+            self.with_page(hva, Access::Write, &mut cache, copy)?;
+            (hva, bytes) = (Hva::new(hva.get().wrapping_add(len as u64)), rest);
+        }
+        Ok(())
+    }
+
+    /// Copies from the pages at `hva` on, swapping in what has to be. Empty pages stay empty and read as
+    /// zeros.
+    pub fn copy_out(&self, mut hva: Hva, mut out: &mut [u8]) -> Result<(), HostError> {
+        let mut cache = FrameCache::new(self.core.clone());
+        while !out.is_empty() {
+            let (offset, len) = within_page(hva, out.len());
+            let (now, rest) = out.split_at_mut(len);
+            if self.core.state_of(hva) == Some(PageState::Empty) {
+                now.fill(0);
+            } else {
+                let copy = |frame: FramePtr<'_>| frame.read(offset, now);
+                self.with_page(hva, Access::Read, &mut cache, copy)?;
+            }
+            (hva, out) = (Hva::new(hva.get().wrapping_add(len as u64)), rest);
+        }
+        Ok(())
+    }
+
+    /// Copies from the page at `hva` if it is resident, up to the page's end; never brings one in. `None`
+    /// when it is elsewhere, empty, or on its way.
+    pub fn peek(&self, hva: Hva, out: &mut [u8]) -> Option<()> {
+        let (offset, len) = within_page(hva, out.len());
+        if len < out.len() {
+            return None;
+        }
+        for _ in 0..PEEKS {
+            let PageState::Resident { frame, .. } = self.core.state_of(hva)? else {
+                return None;
+            };
+            if self
+                .core
+                .pinned(frame, PageNo::of(hva), |page| page.read(offset, out))
+                .is_some()
+            {
+                return Some(());
+            }
+            std::thread::yield_now();
+        }
+        None
+    }
+
+    fn with_page(
+        &self,
+        hva: Hva,
+        access: Access,
+        cache: &mut FrameCache,
+        copy: impl FnOnce(FramePtr<'_>),
+    ) -> Result<(), HostError> {
+        let mut copy = Some(copy);
+        loop {
+            match self.resolve(hva, access, cache) {
+                Resolution::Ready(frame) => {
+                    let pinned = self.core.pinned(frame, PageNo::of(hva), |page| {
+                        copy.take().into_iter().for_each(|copy| copy(page));
+                        if access.is_write() {
+                            self.mark_dirty(frame);
+                        }
+                    });
+                    if pinned.is_some() {
+                        cache.release_holds();
+                        return Ok(());
+                    }
+                    std::thread::yield_now();
+                }
+                Resolution::Pending(ticket) => self.wait(&ticket)?,
+                Resolution::NoMemory => {
+                    let seen = self.core.settled.generation();
+                    if self.reclaim_direct()?.freed == 0 {
+                        self.io.help(&self.core, seen);
+                    }
+                }
+                Resolution::Lost(lost) => return Err(lost.into()),
+            }
+        }
+    }
+}
+
+impl Core {
+    fn state_of(&self, hva: Hva) -> Option<PageState> {
+        let page = PageNo::of(hva);
+        self.regions.find(page)?.word(page).map(|word| word.load())
+    }
+
+    /// Runs `copy` while nobody can take the frame from `page`. `None` if somebody else is about to, or
+    /// already has.
+    fn pinned(&self, frame: Pfn, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
+        let desc = self.frames.desc(frame);
+        let owner = desc.isolate()?;
+        if owner == page {
+            copy(self.frames.pool.frame(frame));
+        }
+        desc.publish();
+        (owner == page).then_some(())
+    }
+}
+
+fn within_page(hva: Hva, len: usize) -> (usize, usize) {
+    let offset = hva.get() as usize & (PAGE_SIZE - 1);
+    (offset, len.min(PAGE_SIZE - offset))
+}

@@ -1,0 +1,147 @@
+//! What is known of a frame: 16 bytes each.
+//!
+//! ```text
+//!          take a batch              page word CAS won
+//!   Free ---------------> Cached --------------------------> Used <-----------.
+//!    ^  <---------------    |                                 | isolate (CAS)  | release
+//!    |     give back        '--> Store (holds compressed      v                |
+//!    |                            pages; back by give)     Isolated -----------'
+//!    '-------------------------------------------------------'  page word moved away from the frame
+//! ```
+//! *Isolated* is ownership: one reclaimer (or region removal, or a copy helper) at a time may take the
+//! frame from its page, and a frame whose write-out is in flight stays isolated until it completes. All
+//! other states have one owner too (free list, a vCPU's magazine, the store), so `Used -> Isolated` is
+//! the only transition that needs a compare-and-swap, and a fault touches no descriptor with one.
+
+use crate::residency::PageNo;
+use lacuna_sync::shim::AtomicU64;
+use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
+
+/// Who has the frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum FrameState {
+    /// The free list.
+    Free,
+    /// A vCPU's magazine, or a fault that has not published it yet.
+    Cached,
+    /// A page.
+    Used,
+    /// A page, and somebody who may take it away.
+    Isolated,
+    /// The swap store: it holds compressed pages.
+    Store,
+}
+
+impl FrameState {
+    const ALL: [Self; 5] = [
+        Self::Free,
+        Self::Cached,
+        Self::Used,
+        Self::Isolated,
+        Self::Store,
+    ];
+}
+
+/// A frame descriptor.
+pub struct Desc {
+    /// The page that the frame belongs to, while Used or Isolated.
+    owner: AtomicU64,
+    state: AtomicU8,
+    /// The content may differ from the swap slot's, or from zeros when there is none. Set before a
+    /// write access may go on and whenever a leaf with D is removed; cleared only by the eviction that
+    /// writes it out. A stale fault may set it on a frame that has since moved to another page, which
+    /// costs a needless write and nothing else.
+    dirty: AtomicU8,
+    /// Swapped in since the clock hand last passed: its faulter may not have come back yet.
+    recent: AtomicU8,
+}
+
+impl Desc {
+    pub fn new() -> Self {
+        Self {
+            owner: AtomicU64::new(0),
+            state: AtomicU8::new(FrameState::Free as u8),
+            dirty: AtomicU8::new(0),
+            recent: AtomicU8::new(0),
+        }
+    }
+
+    /// Before the page word names the frame: whose it is going to be.
+    #[inline]
+    pub fn prepare(&self, owner: PageNo, dirty: Dirt) {
+        self.owner.store(owner.get(), Ordering::Relaxed);
+        self.dirty
+            .store(u8::from(dirty == Dirt::Dirty), Ordering::Relaxed);
+        self.recent.store(0, Ordering::Relaxed);
+    }
+
+    /// After the page word names it.
+    #[inline]
+    pub fn publish(&self) {
+        self.set_state(FrameState::Used);
+    }
+
+    /// Hands the frame from one sole owner to the next.
+    #[inline]
+    pub fn set_state(&self, state: FrameState) {
+        self.state.store(state as u8, Ordering::Release);
+    }
+
+    pub fn state(&self) -> FrameState {
+        FrameState::ALL[usize::from(self.state.load(Ordering::Acquire))]
+    }
+
+    /// Takes the right to move the page away from its frame. `None` when somebody else has it or no
+    /// page is in the frame. Ends with [`Desc::publish`], or with the frame given back.
+    pub fn isolate(&self) -> Option<PageNo> {
+        let (used, isolated) = (FrameState::Used as u8, FrameState::Isolated as u8);
+        self.state
+            .compare_exchange(used, isolated, Ordering::AcqRel, Ordering::Relaxed)
+            .ok()
+            .map(|_| self.owner())
+    }
+
+    /// The page it belongs to; meaningful while Used or Isolated.
+    pub fn owner(&self) -> PageNo {
+        PageNo::new(self.owner.load(Ordering::Relaxed))
+    }
+
+    /// The page was, or is about to be, written. Tests first: the line is shared between cores.
+    #[inline]
+    pub fn mark_dirty(&self) {
+        if self.dirty.load(Ordering::Relaxed) == 0 {
+            self.dirty.store(1, Ordering::Release);
+        }
+    }
+
+    /// Reads and clears. Only for a page that nothing maps.
+    pub fn take_dirty(&self) -> Dirt {
+        if self.dirty.swap(0, Ordering::AcqRel) != 0 {
+            Dirt::Dirty
+        } else {
+            Dirt::Clean
+        }
+    }
+
+    pub fn mark_recent(&self) {
+        self.recent.store(1, Ordering::Relaxed);
+    }
+
+    /// Whether it was recent, which it is no more.
+    pub fn take_recent(&self) -> bool {
+        self.recent.load(Ordering::Relaxed) != 0 && {
+            self.recent.store(0, Ordering::Relaxed);
+            true
+        }
+    }
+}
+
+/// Whether a page differs from its copy in swap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dirt {
+    /// It does not: it can be dropped.
+    Clean,
+    /// It may.
+    Dirty,
+}

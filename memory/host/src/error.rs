@@ -1,0 +1,119 @@
+//! What can go wrong, in words that say what, where, and what to do.
+
+use lacuna_addr::{Hva, PageCount};
+use std::sync::Arc;
+
+/// Why the host memory manager cannot do what was asked. Cloneable: an error met on one thread is
+/// reported on every other that runs into it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HostError {
+    /// Fewer frames than the guests' vCPUs may need at once.
+    #[error(
+        "memory budget too small: {budget} pages for {vcpus} vCPUs, at least {minimum} pages \
+         ({} KiB) are needed", minimum.bytes() / 1024
+    )]
+    BudgetTooSmall {
+        /// What was given.
+        budget: PageCount,
+        /// How many vCPUs must make progress in it.
+        vcpus: usize,
+        /// What would do.
+        minimum: PageCount,
+    },
+    /// More frames than a page word can name.
+    #[error("memory budget too large: {budget} pages, at most {maximum} are supported")]
+    BudgetTooLarge {
+        /// What was given.
+        budget: PageCount,
+        /// The largest possible.
+        maximum: PageCount,
+    },
+    /// The kernel refused the memory of the budget.
+    #[error("cannot get {bytes} bytes of memory for the budget: {reason}")]
+    Map {
+        /// Bytes asked for.
+        bytes: u64,
+        /// The system's words.
+        reason: String,
+    },
+    /// A region of no page, or one that passes the end of the numbering.
+    #[error("cannot add a region of {0} pages")]
+    BadRegion(PageCount),
+    /// The range is not a region's, or not the whole of one.
+    #[error("no region begins at {0} with that length")]
+    NoSuchRegion(Hva),
+    /// The swap device cannot be opened.
+    #[error("cannot create a swap file in {path}: {reason}")]
+    SwapSetup {
+        /// The directory.
+        path: String,
+        /// The system's words.
+        reason: String,
+    },
+    /// Nothing more fits on the swap device. Nothing was lost.
+    #[error(
+        "swap device full: {device}: {reason}; give it more space, or the guest a larger budget"
+    )]
+    SwapFull {
+        /// Which device.
+        device: String,
+        /// How it came to know.
+        reason: String,
+    },
+    /// A page could not be written out. It stays resident: nothing was lost.
+    #[error("cannot write to swap: {device}: {reason}")]
+    SwapWrite {
+        /// Which device.
+        device: String,
+        /// The system's words.
+        reason: String,
+    },
+    /// Every frame is held by an instruction in progress or in flight.
+    #[error("no frame can be reclaimed: {in_use} of {budget} frames in use, all held or in flight")]
+    Exhausted {
+        /// Frames that hold a page.
+        in_use: usize,
+        /// Frames there are.
+        budget: usize,
+    },
+    /// The page's content is gone.
+    #[error(transparent)]
+    Lost(#[from] LostPage),
+    /// A thread of the manager's own could not be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(String),
+}
+
+/// A page whose content cannot be had any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("page {page} is lost: {reason}")]
+pub struct LostPage {
+    /// The page's address.
+    pub page: Hva,
+    /// Why.
+    pub reason: Arc<str>,
+}
+
+/// Why a swap device did not do what it was told.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SwapError {
+    /// No space is left.
+    #[error("{0}")]
+    Full(String),
+    /// The device ends here: neither this slot nor any after it can be used. What lies before can.
+    #[error("{0}")]
+    Ends(String),
+    /// The device failed.
+    #[error("{0}")]
+    Io(String),
+}
+
+/// A write that stopped part-way: the first `done` pages are stored, the others are not.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{error} (after {done} pages)")]
+pub struct WriteFailed {
+    /// Pages stored before the failure.
+    pub done: usize,
+    /// The failure.
+    pub error: SwapError,
+}

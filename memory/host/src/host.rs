@@ -1,0 +1,294 @@
+//! The manager: what it is made of, and regions coming and going.
+
+use crate::cache::{FrameCache, MAX_HOLDS, Shared};
+use crate::desc::FrameState;
+use crate::error::{HostError, LostPage};
+use crate::frames::{BATCH, Frames, StoreFrames};
+use crate::io::{Executor, Io};
+use crate::pool::{FramePtr, MAX_FRAMES, Pool};
+use crate::region::{MmuNotifier, Region, Regions};
+use crate::residency::{PageNo, PageState, PageWord};
+use crate::settled::Settled;
+use crate::stats::Counters;
+use crate::swap::{Slot, SlotMap, SwapStore};
+use crate::ticket::Ticket;
+use lacuna_addr::{HvaRange, PageCount, Pfn};
+use lacuna_sync::{Clock, Nanos};
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::Thread;
+
+/// Frames that must exist besides those of the vCPUs: a cluster on its way out, the store's reserve.
+const BASE_FRAMES: u64 = 64;
+/// What one more vCPU can keep from everybody else: its holds and a full magazine.
+const FRAMES_PER_VCPU: u64 = (MAX_HOLDS + BATCH) as u64;
+
+/// What a [`Host`] is made of.
+pub struct HostConfig {
+    /// Frames of the resident budget, shared by every region.
+    pub budget: PageCount,
+    /// Where pages go when the budget is needed for others.
+    pub swap: Box<dyn SwapStore>,
+    /// Who carries out reads and completes operations.
+    pub io: Io,
+    /// The time that device latencies are measured by.
+    pub clock: Arc<dyn Clock>,
+}
+
+/// The host memory manager: see the crate's documentation.
+pub struct Host {
+    pub(crate) core: Arc<Core>,
+    pub(crate) io: Executor,
+}
+
+/// What the threads of the executor share with everybody else.
+pub(crate) struct Core {
+    pub frames: Arc<Frames>,
+    pub regions: Regions,
+    pub store: Box<dyn SwapStore>,
+    pub device: String,
+    pub slots: Mutex<SlotMap>,
+    /// Reads in flight by page.
+    pub tickets: Mutex<BTreeMap<PageNo, Ticket>>,
+    lost: Mutex<BTreeMap<PageNo, Arc<str>>>,
+    caches: Mutex<Vec<Arc<Shared>>>,
+    /// The clock hand: the next frame that reclaim looks at.
+    pub hand: AtomicUsize,
+    /// Pages being written out.
+    pub writing: AtomicUsize,
+    pub settled: Settled,
+    pub stats: Counters,
+    pub clock: Arc<dyn Clock>,
+    /// The last write-out's failure, until one succeeds.
+    pub failure: Mutex<Option<HostError>>,
+    pub background: Mutex<Option<Thread>>,
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every critical section of this crate leaves its data whole at each step that may panic.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Host {
+    /// Gets the budget's memory, touched; nothing else.
+    pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
+        let HostConfig {
+            budget,
+            swap: mut store,
+            io,
+            clock,
+        } = config;
+        check_budget(budget, 1)?;
+        if budget > MAX_FRAMES {
+            return Err(HostError::BudgetTooLarge {
+                budget,
+                maximum: MAX_FRAMES,
+            });
+        }
+        let frames = Arc::new(Frames::new(Pool::new(budget.get() as usize)?));
+        store.attach(StoreFrames::new(frames.clone()));
+        let core = Core {
+            frames,
+            regions: Regions::default(),
+            device: store.describe(),
+            slots: Mutex::new(SlotMap::new(store.capacity().get())),
+            store,
+            tickets: Mutex::default(),
+            lost: Mutex::default(),
+            caches: Mutex::default(),
+            hand: AtomicUsize::new(0),
+            writing: AtomicUsize::new(0),
+            settled: Settled::default(),
+            stats: Counters::default(),
+            clock,
+            failure: Mutex::default(),
+            background: Mutex::default(),
+        };
+        let core = Arc::new(core);
+        Ok(Arc::new(Self {
+            io: Executor::new(io, core.clone()),
+            core,
+        }))
+    }
+
+    /// The smallest budget in which `vcpus` vCPUs make progress, whatever their guests do.
+    pub const fn minimum_budget(vcpus: usize) -> PageCount {
+        PageCount::new(BASE_FRAMES + FRAMES_PER_VCPU * vcpus as u64)
+    }
+
+    /// A vCPU's corner of the manager. [`HostError::BudgetTooSmall`] when the budget cannot promise one
+    /// vCPU more its progress.
+    pub fn frame_cache(&self) -> Result<FrameCache, HostError> {
+        let vcpus = lock(&self.core.caches).len() + 1;
+        check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
+        Ok(FrameCache::new(self.core.clone()))
+    }
+
+    /// Adds `pages` empty pages, whose mappings `notifier` looks after.
+    pub fn add_region(
+        &self,
+        pages: PageCount,
+        notifier: Arc<dyn MmuNotifier>,
+    ) -> Result<HvaRange, HostError> {
+        self.core.regions.add(pages, notifier)
+    }
+
+    /// Removes a whole region with its pages, in frames and in swap. The caller has unmapped it and
+    /// stopped whoever could fault there; a fault that comes nevertheless finds the page lost. Waits
+    /// for the region's reads and writes in flight, so it is called with no lock held.
+    pub fn remove_region(&self, range: HvaRange) -> Result<(), HostError> {
+        let region = self.core.regions.remove(range)?;
+        loop {
+            let seen = self.core.settled.generation();
+            let mut left = 0;
+            for (page, word) in region.pages() {
+                left += usize::from(self.core.remove_page(&region, page, word) == Removal::Busy);
+            }
+            if left == 0 {
+                return Ok(());
+            }
+            self.io.help(&self.core, seen);
+        }
+    }
+
+    /// Frame `pfn`'s bytes. Which page they belong to is the caller's knowledge, from a
+    /// [`crate::Resolution::Ready`] not yet invalidated.
+    #[inline]
+    pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
+        self.core.frames.pool.frame(pfn)
+    }
+
+    /// The page in `pfn` has been written: a leaf with D set that maps it was removed, or is known of.
+    #[inline]
+    pub fn mark_dirty(&self, pfn: Pfn) {
+        self.core.frames.desc(pfn).mark_dirty();
+    }
+
+    /// The last write-out's failure, if none has succeeded since.
+    pub fn failure(&self) -> Option<HostError> {
+        lock(&self.core.failure).clone()
+    }
+
+    /// When the next completion of a virtual executor is due. `None` with threads.
+    pub fn next_completion(&self) -> Option<Nanos> {
+        self.io.next_completion()
+    }
+
+    /// Delivers the completions of a virtual executor that are due at `now`; how many. Nothing with
+    /// threads.
+    pub fn poll(&self, now: Nanos) -> usize {
+        self.io.poll(&self.core, now)
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.io.shut_down();
+    }
+}
+
+fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
+    let minimum = Host::minimum_budget(vcpus);
+    if budget < minimum {
+        return Err(HostError::BudgetTooSmall {
+            budget,
+            vcpus,
+            minimum,
+        });
+    }
+    Ok(())
+}
+
+#[derive(PartialEq, Eq)]
+enum Removal {
+    Done,
+    Busy,
+}
+
+impl Core {
+    pub fn register(&self, cache: &Arc<Shared>) {
+        lock(&self.caches).push(cache.clone());
+    }
+
+    pub fn unregister(&self, cache: &Arc<Shared>) {
+        lock(&self.caches).retain(|other| !Arc::ptr_eq(other, cache));
+        self.stats.absorb(&cache.count);
+    }
+
+    pub fn with_caches<T>(&self, read: impl FnOnce(&[Arc<Shared>]) -> T) -> T {
+        read(&lock(&self.caches))
+    }
+
+    /// Pages that an instruction in progress has faulted on, ascending.
+    pub fn held_pages(&self) -> Vec<PageNo> {
+        let mut held = Vec::new();
+        self.with_caches(|caches| caches.iter().for_each(|cache| cache.gather(&mut held)));
+        held.sort_unstable();
+        held
+    }
+
+    /// Gives a slot back. Its content must not be needed, and no write to it may be in flight.
+    pub fn free_slot(&self, slot: Slot) {
+        // The device first: once the slot is free, somebody may write to it.
+        self.store.discard(slot);
+        lock(&self.slots).free(slot);
+    }
+
+    pub fn lost_page(&self, page: PageNo) -> LostPage {
+        let reason = lock(&self.lost).get(&page).cloned();
+        let reason = reason.unwrap_or_else(|| "no region holds it".into());
+        LostPage {
+            page: page.hva(),
+            reason,
+        }
+    }
+
+    pub fn note_lost(&self, page: PageNo, reason: Arc<str>) {
+        lock(&self.lost).insert(page, reason);
+    }
+
+    /// Empties one page of a removed region.
+    fn remove_page(&self, region: &Region, page: PageNo, word: &PageWord) -> Removal {
+        let state = word.load();
+        let removed = match (state, state.removed()) {
+            (PageState::Gone, _) => return Removal::Done,
+            (PageState::Reading { .. }, _) => {
+                self.cancel_read(page);
+                return Removal::Busy;
+            }
+            (_, None) => return Removal::Busy,
+            (_, Some(removed)) => removed,
+        };
+        if let Some(frame) = state.frame() {
+            let desc = self.frames.desc(frame);
+            match desc.isolate() {
+                Some(owner) if owner == page => {}
+                Some(_) => {
+                    // The page has just left the frame, which is another's now.
+                    desc.publish();
+                    return Removal::Busy;
+                }
+                None => return Removal::Busy,
+            }
+        }
+        if word.change(state, removed).is_err() {
+            if let Some(frame) = state.frame() {
+                self.frames.desc(frame).publish();
+            }
+            return Removal::Busy;
+        }
+        if let Some(frame) = state.frame() {
+            debug_assert_eq!(self.frames.desc(frame).state(), FrameState::Isolated);
+            self.frames.give([frame.index() as u32]);
+            region.add_resident(-1);
+        }
+        if let Some(slot) = state.slot() {
+            self.free_slot(slot);
+        }
+        if state == PageState::Lost {
+            lock(&self.lost).remove(&page);
+        }
+        Removal::Done
+    }
+}

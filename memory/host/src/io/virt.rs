@@ -1,0 +1,70 @@
+//! One thread, virtual time: the device is used at submission, its completion waits for its turn.
+
+use super::Completion;
+use crate::host::{Core, lock};
+use lacuna_sync::Nanos;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Mutex;
+
+pub(crate) struct Virtual {
+    world: Mutex<World>,
+    latency_ns: Range<u64>,
+}
+
+struct World {
+    rng: fastrand::Rng,
+    /// By due time, then by submission: no tie is left to chance.
+    due: BTreeMap<(Nanos, u64), Completion>,
+    submitted: u64,
+}
+
+impl Virtual {
+    pub fn new(seed: u64, latency_ns: Range<u64>) -> Self {
+        let rng = fastrand::Rng::with_seed(seed);
+        Self {
+            world: Mutex::new(World {
+                rng,
+                due: BTreeMap::new(),
+                submitted: 0,
+            }),
+            latency_ns,
+        }
+    }
+
+    pub fn submit(&self, core: &Core, completion: Completion) {
+        let mut world = lock(&self.world);
+        let range = self.latency_ns.clone();
+        let extra = if range.is_empty() {
+            range.start
+        } else {
+            world.rng.u64(range)
+        };
+        let due = core.deadline().after(extra);
+        world.submitted += 1;
+        let number = world.submitted;
+        world.due.insert((due, number), completion);
+    }
+
+    pub fn next_due(&self) -> Option<Nanos> {
+        lock(&self.world)
+            .due
+            .first_key_value()
+            .map(|(&(due, _), _)| due)
+    }
+
+    /// Delivers the next completion, whatever the time; false when there is none.
+    pub fn deliver_next(&self, core: &Core) -> bool {
+        let next = lock(&self.world).due.pop_first();
+        next.map(|(_, completion)| core.complete(completion))
+            .is_some()
+    }
+
+    pub fn deliver_until(&self, core: &Core, now: Nanos) -> usize {
+        let mut delivered = 0;
+        while self.next_due().is_some_and(|due| due <= now) && self.deliver_next(core) {
+            delivered += 1;
+        }
+        delivered
+    }
+}

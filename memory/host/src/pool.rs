@@ -1,0 +1,235 @@
+//! The budget itself: one private anonymous mapping, prefaulted, and the only raw pointers to it.
+//!
+//! ```text
+//! mapped ....[base, 2 MiB aligned ............................................)....
+//!            | frame 0 | frame 1 | ...                                        |
+//! ```
+//! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page. Prefaulting
+//! matters: the first touch of host memory can cost many times the average, because the machine under
+//! us backs it then.
+//!
+//! # Unsafe
+//! A frame is shared between vCPU threads, reclaim and I/O. Everything that may race goes through
+//! [`FramePtr`]: 8-byte or 1-byte relaxed atomics, never a `&` to the bytes. Only a frame that no page
+//! word and no table names yet ([`Pool::zero`], [`Pool::exclusive`]) is touched with plain stores.
+
+use crate::error::HostError;
+use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use std::marker::PhantomData;
+use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+const HUGE: usize = 2 << 20;
+const WORDS: usize = PAGE_SIZE / 8;
+
+/// One page of bytes outside the pool: what swap devices are given to write.
+#[derive(Clone)]
+#[repr(C, align(4096))]
+pub struct Page(pub [u8; PAGE_SIZE]);
+
+impl Page {
+    /// A page of zeros.
+    pub const ZERO: Self = Self([0; PAGE_SIZE]);
+
+    /// Pages in a row as one run of bytes.
+    pub const fn bytes(pages: &[Self]) -> &[u8] {
+        // SAFETY: a Page is exactly its PAGE_SIZE bytes (checked below), and pages lie back to back.
+        unsafe { std::slice::from_raw_parts(pages.as_ptr().cast(), pages.len() * PAGE_SIZE) }
+    }
+}
+
+const _: () = assert!(size_of::<Page>() == PAGE_SIZE);
+
+impl Default for Page {
+    fn default() -> Self {
+        Self::ZERO
+    }
+}
+
+/// A frame's bytes, shared: every access is a relaxed atomic.
+#[derive(Clone, Copy)]
+pub struct FramePtr<'a> {
+    base: NonNull<u8>,
+    pool: PhantomData<&'a Pool>,
+}
+
+pub(crate) struct Pool {
+    map: *mut u8,
+    map_len: usize,
+    base: NonNull<u8>,
+    frames: usize,
+}
+
+// SAFETY: the mapping belongs to the pool until drop; its bytes are reached only through FramePtr's atomics
+// or by whoever exclusively owns a frame (the contracts of `zero` and `exclusive`).
+unsafe impl Send for Pool {}
+// SAFETY: as above.
+unsafe impl Sync for Pool {}
+
+impl Pool {
+    pub fn new(frames: usize) -> Result<Self, HostError> {
+        let len = frames * PAGE_SIZE;
+        let map_len = len + HUGE;
+        let failed = |e: rustix::io::Errno| HostError::Map {
+            bytes: len as u64,
+            reason: e.to_string(),
+        };
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice touches nothing.
+        let map = unsafe { mmap_anonymous(null_mut(), map_len, prot, MapFlags::PRIVATE) }
+            .map_err(failed)?
+            .cast::<u8>();
+        let base = map.wrapping_add(map.align_offset(HUGE));
+        let base = NonNull::new(base).expect("a mapping does not begin at zero");
+        let pool = Self {
+            map,
+            map_len,
+            base,
+            frames,
+        };
+        // A host without transparent huge pages refuses the advice; 4 KiB pages then.
+        // SAFETY: the range lies inside the mapping, whose contents nobody uses yet.
+        let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
+        // SAFETY: as above.
+        unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) }
+            .map_err(failed)?;
+        Ok(pool)
+    }
+
+    /// How many frames there are.
+    pub fn frames(&self) -> usize {
+        self.frames
+    }
+
+    /// Frame `pfn`'s bytes.
+    #[inline]
+    pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
+        FramePtr {
+            base: self.at(pfn),
+            pool: PhantomData,
+        }
+    }
+
+    #[inline]
+    fn at(&self, pfn: Pfn) -> NonNull<u8> {
+        assert!(pfn.index() < self.frames, "frame number outside the pool");
+        // SAFETY: the offset is inside the mapping: pfn < frames.
+        unsafe { self.base.add(pfn.index() * PAGE_SIZE) }
+    }
+
+    /// Fills a frame with zeros.
+    ///
+    /// # Safety
+    /// The caller owns the frame: it came from the free list, and no page word names it.
+    #[inline]
+    pub unsafe fn zero(&self, pfn: Pfn) {
+        // SAFETY: in bounds by `at`; nobody else touches the bytes by the contract.
+        unsafe { self.at(pfn).write_bytes(0, PAGE_SIZE) }
+    }
+
+    /// A frame's bytes, for overwriting.
+    ///
+    /// # Safety
+    /// The caller owns the frame for the life of the reference: its page word says Reading and the
+    /// caller alone carries out that read, so nothing maps it.
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "the exclusivity is the caller's, by frame"
+    )]
+    pub unsafe fn exclusive(&self, pfn: Pfn) -> &mut Page {
+        // SAFETY: in bounds and page-aligned by `at`; exclusive by the contract; any bytes are a Page.
+        unsafe { self.at(pfn).cast::<Page>().as_mut() }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: this is the mapping made by `new`; no FramePtr outlives the pool.
+        let unmapped = unsafe { munmap(self.map.cast(), self.map_len) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+impl FramePtr<'_> {
+    /// The first byte's address: page-aligned, valid for reads and writes of a page until the host is
+    /// dropped. It names the *frame*, which may be given to another page once the listener's
+    /// `invalidate` has returned: whoever keeps it (a TLB) drops it before then.
+    #[inline]
+    pub const fn as_non_null(self) -> NonNull<u8> {
+        self.base
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < WORDS);
+        // SAFETY: inside the frame, aligned to 8; every racing access is atomic (module contract).
+        unsafe { &*self.base.as_ptr().cast::<AtomicU64>().add(index) }
+    }
+
+    #[inline]
+    fn byte(&self, offset: usize) -> &AtomicU8 {
+        assert!(offset < PAGE_SIZE);
+        // SAFETY: inside the frame; every racing access is atomic (module contract).
+        unsafe { &*self.base.as_ptr().cast::<AtomicU8>().add(offset) }
+    }
+
+    /// Copies bytes from `offset` on out of the frame. Panics outside the page.
+    pub fn read(self, mut offset: usize, out: &mut [u8]) {
+        let mut done = 0;
+        while done < out.len() {
+            match out[done..].first_chunk_mut::<8>() {
+                Some(chunk) if offset.is_multiple_of(8) => {
+                    *chunk = self.word(offset / 8).load(Ordering::Relaxed).to_ne_bytes();
+                    (offset, done) = (offset + 8, done + 8);
+                }
+                _ => {
+                    out[done] = self.byte(offset).load(Ordering::Relaxed);
+                    (offset, done) = (offset + 1, done + 1);
+                }
+            }
+        }
+    }
+
+    /// Copies bytes into the frame from `offset` on. Panics outside the page.
+    pub fn write(self, mut offset: usize, mut bytes: &[u8]) {
+        while let Some((first, rest)) = bytes.split_first() {
+            if offset.is_multiple_of(8)
+                && let Some((word, tail)) = bytes.split_first_chunk::<8>()
+            {
+                self.word(offset / 8)
+                    .store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+                (offset, bytes) = (offset + 8, tail);
+            } else {
+                self.byte(offset).store(*first, Ordering::Relaxed);
+                (offset, bytes) = (offset + 1, rest);
+            }
+        }
+    }
+
+    /// Copies the page and says whether it is all zeros. A zero page's copy is not made.
+    pub(crate) fn snapshot(self, page: &mut Page) -> Content {
+        let first = (0..WORDS).find(|&i| self.word(i).load(Ordering::Relaxed) != 0);
+        if first.is_none() {
+            return Content::Zero;
+        }
+        let (chunks, _) = page.0.as_chunks_mut::<8>();
+        for (i, chunk) in chunks.iter_mut().enumerate() {
+            *chunk = self.word(i).load(Ordering::Relaxed).to_ne_bytes();
+        }
+        Content::Data
+    }
+}
+
+/// What a frame was found to contain.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub(crate) enum Content {
+    /// Only zeros: need not be written anywhere.
+    Zero,
+    /// Something else, copied.
+    Data,
+}
+
+/// The largest budget: what a page word can name.
+pub(crate) const MAX_FRAMES: PageCount = PageCount::new(1 << crate::residency::FRAME_BITS);

@@ -1,0 +1,327 @@
+//! Where a page is: one state machine, one 64-bit word a page, one choke point for its changes.
+//!
+//! ```text
+//!                 fault (zero-filled frame)                  read error
+//!       Empty ----------------------------.        .------------------------> Lost
+//!         ^                               v        |
+//!         | clean without slot,        Resident <--+---------- Reading
+//!         | or all zeros              |  ^    ^     read done     ^
+//!         |                   evict   |  |    |                   | fault (frame allocated)
+//!         |                           v  |    | fault             |
+//!         +------------------------ Evicting  |                   |
+//!         | (unmapped everywhere)     |  |    |                   |
+//!         |               dirty:      |  | clean with slot        |
+//!         |               write out   v  '--------------------> Swapped
+//!         |                        Writeback ---------------------^
+//!         |                               \    written
+//!         '- any state at rest --> Gone    '-> fault: Resident again (the swap cache)
+//!            (region removed)
+//! ```
+//! A page in `Evicting` or `Writeback` still has its frame: a fault takes it back with one
+//! compare-and-swap and the reclaimer, whose own then fails, lets go. Frames are moved away from a page
+//! only by whoever isolated their descriptor (see `desc`), so two reclaimers never meet here.
+//!
+//! The word: bits 0..3 state, 3..32 frame, 32..64 slot + 1 (0 for none).
+
+use crate::swap::Slot;
+use lacuna_addr::{Hva, PAGE_SHIFT, Pfn};
+use lacuna_sync::shim::{AtomicU64, Ordering};
+
+/// Bits of a frame number in a page word.
+pub const FRAME_BITS: u32 = 29;
+const STATE_BITS: u32 = 3;
+const SLOT_SHIFT: u32 = 32;
+const _: () = assert!(STATE_BITS + FRAME_BITS == SLOT_SHIFT);
+
+/// A page of the manager's numbering: an [`Hva`] divided by 4 KiB. Never zero for a real page.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct PageNo(u64);
+
+impl PageNo {
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+
+    pub const fn of(hva: Hva) -> Self {
+        Self(hva.get() >> PAGE_SHIFT)
+    }
+
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    pub const fn hva(self) -> Hva {
+        Hva::new(self.0 << PAGE_SHIFT)
+    }
+}
+
+/// Where a page is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PageState {
+    /// Nowhere: it reads as zeros.
+    Empty,
+    /// In `frame`; `slot`, if any, held the same bytes when the frame was last clean.
+    Resident { frame: Pfn, slot: Option<Slot> },
+    /// In `frame`, being unmapped.
+    Evicting { frame: Pfn, slot: Option<Slot> },
+    /// In `frame`, unmapped, being written to `slot`.
+    Writeback { frame: Pfn, slot: Slot },
+    /// In `slot` alone.
+    Swapped { slot: Slot },
+    /// In `slot`, being read into `frame`; a ticket exists.
+    Reading { frame: Pfn, slot: Slot },
+    /// Its slot could not be read.
+    Lost,
+    /// Its region was removed.
+    Gone,
+}
+
+use PageState::{Empty, Evicting, Gone, Lost, Reading, Resident, Swapped, Writeback};
+
+impl PageState {
+    #[inline]
+    const fn encode(self) -> u64 {
+        const fn pack(tag: u64, frame: u64, slot: Option<Slot>) -> u64 {
+            let slot = match slot {
+                Some(slot) => slot.get() as u64 + 1,
+                None => 0,
+            };
+            tag | frame << STATE_BITS | slot << SLOT_SHIFT
+        }
+        match self {
+            Empty => pack(0, 0, None),
+            Resident { frame, slot } => pack(1, frame.get(), slot),
+            Evicting { frame, slot } => pack(2, frame.get(), slot),
+            Writeback { frame, slot } => pack(3, frame.get(), Some(slot)),
+            Swapped { slot } => pack(4, 0, Some(slot)),
+            Reading { frame, slot } => pack(5, frame.get(), Some(slot)),
+            Lost => pack(6, 0, None),
+            Gone => pack(7, 0, None),
+        }
+    }
+
+    #[inline]
+    const fn decode(word: u64) -> Self {
+        let frame = Pfn::new((word as u32) >> STATE_BITS);
+        let number = (word >> SLOT_SHIFT) as u32;
+        let slot = if number == 0 {
+            None
+        } else {
+            Some(Slot::new(number - 1))
+        };
+        match (word & ((1 << STATE_BITS) - 1), slot) {
+            (1, slot) => Resident { frame, slot },
+            (2, slot) => Evicting { frame, slot },
+            (3, Some(slot)) => Writeback { frame, slot },
+            (4, Some(slot)) => Swapped { slot },
+            (5, Some(slot)) => Reading { frame, slot },
+            (6, _) => Lost,
+            (7, _) => Gone,
+            _ => Empty,
+        }
+    }
+
+    /// The frame that the word names.
+    pub const fn frame(self) -> Option<Pfn> {
+        match self {
+            Resident { frame, .. }
+            | Evicting { frame, .. }
+            | Writeback { frame, .. }
+            | Reading { frame, .. } => Some(frame),
+            Empty | Swapped { .. } | Lost | Gone => None,
+        }
+    }
+
+    /// The slot that the word names.
+    pub const fn slot(self) -> Option<Slot> {
+        match self {
+            Resident { slot, .. } | Evicting { slot, .. } => slot,
+            Writeback { slot, .. } | Swapped { slot } | Reading { slot, .. } => Some(slot),
+            Empty | Lost | Gone => None,
+        }
+    }
+
+    /// A reclaimer that isolated the frame begins to take it.
+    pub const fn evicted(self) -> Option<Self> {
+        match self {
+            Resident { frame, slot } => Some(Evicting { frame, slot }),
+            _ => None,
+        }
+    }
+
+    /// A fault takes the frame back, or the reclaimer changes its mind.
+    pub const fn rescued(self) -> Option<Self> {
+        match self {
+            Evicting { frame, slot } => Some(Resident { frame, slot }),
+            Writeback { frame, slot } => Some(Resident {
+                frame,
+                slot: Some(slot),
+            }),
+            _ => None,
+        }
+    }
+
+    /// The unmapped page is clean: its slot, or zeros, are as good.
+    pub const fn dropped(self) -> Option<Self> {
+        match self {
+            Evicting {
+                slot: Some(slot), ..
+            } => Some(Swapped { slot }),
+            Evicting { slot: None, .. } => Some(Empty),
+            _ => None,
+        }
+    }
+
+    /// The unmapped page holds only zeros.
+    pub const fn zero_dropped(self) -> Option<Self> {
+        match self {
+            Evicting { .. } => Some(Empty),
+            _ => None,
+        }
+    }
+
+    /// The unmapped page is going to `to`. Its old slot is the caller's to free.
+    pub const fn write_started(self, to: Slot) -> Option<Self> {
+        match self {
+            Evicting { frame, .. } => Some(Writeback { frame, slot: to }),
+            _ => None,
+        }
+    }
+
+    /// The write is done.
+    pub const fn written(self) -> Option<Self> {
+        match self {
+            Writeback { slot, .. } => Some(Swapped { slot }),
+            _ => None,
+        }
+    }
+
+    /// The slot holds nothing of use: the write failed, or the device needs the space.
+    pub const fn without_slot(self) -> Option<Self> {
+        match self {
+            Writeback { frame, .. } | Resident { frame, .. } => {
+                Some(Resident { frame, slot: None })
+            }
+            _ => None,
+        }
+    }
+
+    /// A fault gives the swapped page a frame to be read into.
+    pub const fn read_started(self, into: Pfn) -> Option<Self> {
+        match self {
+            Swapped { slot } => Some(Reading { frame: into, slot }),
+            _ => None,
+        }
+    }
+
+    /// The read is done; the slot stays valid as long as the page stays clean.
+    pub const fn read_done(self) -> Option<Self> {
+        match self {
+            Reading { frame, slot } => Some(Resident {
+                frame,
+                slot: Some(slot),
+            }),
+            _ => None,
+        }
+    }
+
+    /// The read failed.
+    pub const fn read_failed(self) -> Option<Self> {
+        match self {
+            Reading { .. } => Some(Lost),
+            _ => None,
+        }
+    }
+
+    /// The region goes away. A page in transit must come to rest first.
+    pub const fn removed(self) -> Option<Self> {
+        match self {
+            Empty | Resident { .. } | Swapped { .. } | Lost => Some(Gone),
+            Evicting { .. } | Writeback { .. } | Reading { .. } | Gone => None,
+        }
+    }
+}
+
+/// A page's word.
+pub struct PageWord(AtomicU64);
+
+impl PageWord {
+    /// An empty page's.
+    pub fn new() -> Self {
+        Self(AtomicU64::new(Empty.encode()))
+    }
+
+    /// Where the page is now.
+    #[inline]
+    pub fn load(&self) -> PageState {
+        PageState::decode(self.0.load(Ordering::Acquire))
+    }
+
+    /// The choke point: `from -> to`, unless somebody was quicker; then where the page is instead.
+    #[inline]
+    pub fn change(&self, from: PageState, to: PageState) -> Result<(), PageState> {
+        self.0
+            .compare_exchange(
+                from.encode(),
+                to.encode(),
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            )
+            .map(|_| ())
+            .map_err(PageState::decode)
+    }
+
+    /// Applies a transition of [`PageState`] to whatever the state is, until it either wins (the state
+    /// before) or does not apply (the state that stands).
+    pub fn advance(
+        &self,
+        step: impl Fn(PageState) -> Option<PageState>,
+    ) -> Result<PageState, PageState> {
+        let mut state = self.load();
+        loop {
+            let next = step(state).ok_or(state)?;
+            match self.change(state, next) {
+                Ok(()) => return Ok(state),
+                Err(now) => state = now,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_state_survives_its_word() {
+        let (frame, slot) = (Pfn::new((1 << FRAME_BITS) - 1), Slot::new(u32::MAX - 1));
+        let some = Some(slot);
+        for state in [
+            Empty,
+            Resident { frame, slot: None },
+            Resident { frame, slot: some },
+            Evicting { frame, slot: None },
+            Evicting {
+                frame: Pfn::new(0),
+                slot: Some(Slot::new(0)),
+            },
+            Writeback { frame, slot },
+            Swapped { slot },
+            Reading { frame, slot },
+            Lost,
+            Gone,
+        ] {
+            assert_eq!(PageState::decode(state.encode()), state);
+        }
+        assert_eq!(Empty.encode(), 0);
+    }
+
+    #[test]
+    fn a_page_in_transit_cannot_be_removed() {
+        let (frame, slot) = (Pfn::new(1), Slot::new(2));
+        assert_eq!(Reading { frame, slot }.removed(), None);
+        assert_eq!(Writeback { frame, slot }.removed(), None);
+        assert_eq!(Evicting { frame, slot: None }.removed(), None);
+        assert_eq!(Resident { frame, slot: None }.removed(), Some(Gone));
+    }
+}

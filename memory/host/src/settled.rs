@@ -1,0 +1,36 @@
+//! Something in flight has come to rest: what direct reclaim and region removal wait for.
+
+use crate::host::lock;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// A generation that moves whenever frames are freed or an operation completes.
+#[derive(Default)]
+pub(crate) struct Settled {
+    generation: Mutex<u64>,
+    moved: Condvar,
+}
+
+impl Settled {
+    /// Read before looking, so that nothing is missed.
+    pub fn generation(&self) -> u64 {
+        *lock(&self.generation)
+    }
+
+    /// Something came to rest.
+    pub fn bump(&self) {
+        *lock(&self.generation) += 1;
+        self.moved.notify_all();
+    }
+
+    /// Waits until the generation is not `seen`, but not for long: another thread's isolation of a
+    /// frame ends without notice.
+    pub fn wait_past(&self, seen: u64) {
+        let guard = lock(&self.generation);
+        let patience = Duration::from_millis(1);
+        let waited = self
+            .moved
+            .wait_timeout_while(guard, patience, |now| *now == seen);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}

@@ -1,0 +1,137 @@
+//! Numbers: what the manager has done and where its frames are.
+
+use crate::cache::FaultCounters;
+use crate::host::{Core, Host, lock};
+use lacuna_addr::PAGE_SIZE;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Counters of the cold paths, and of the fault paths of vCPUs that are gone.
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub faults: FaultCounters,
+    pub swapped_in: AtomicU64,
+    pub swapped_out: AtomicU64,
+    pub write_clusters: AtomicU64,
+    pub write_failures: AtomicU64,
+    pub zero_dropped: AtomicU64,
+    pub clean_dropped: AtomicU64,
+    pub scanned: AtomicU64,
+    pub young: AtomicU64,
+    pub direct_reclaims: AtomicU64,
+}
+
+impl Counters {
+    pub fn add(counter: &AtomicU64, count: u64) {
+        counter.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// Keeps what a vanishing vCPU has counted.
+    pub fn absorb(&self, gone: &FaultCounters) {
+        for (total, part) in self.faults.all().into_iter().zip(gone.all()) {
+            Self::add(total, part.load(Ordering::Relaxed));
+        }
+    }
+}
+
+/// A reading of everything, at about one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct HostStats {
+    /// Frames of the budget.
+    pub budget: u64,
+    /// Frames that hold a page of a region now, in transit included.
+    pub resident: u64,
+    /// The most frames that were ever not on the free list, magazines included.
+    pub in_use_peak: u64,
+    /// Frames that the swap store has: compressed pages, charged to the budget.
+    pub store: u64,
+    /// Slots of the swap device in use, those of clean resident pages included.
+    pub slots: u64,
+    /// Faults that took a frame of zeros.
+    pub faults_zero_fill: u64,
+    /// Faults that found the page resident.
+    pub faults_resident: u64,
+    /// Faults that took a page back on its way out.
+    pub faults_rescued: u64,
+    /// Faults that began a swap-in.
+    pub faults_swap_in: u64,
+    /// Faults that found a swap-in under way.
+    pub faults_shared_ticket: u64,
+    /// Pages read from the swap device.
+    pub swapped_in: u64,
+    /// Pages written to it.
+    pub swapped_out: u64,
+    /// Write operations that took.
+    pub write_clusters: u64,
+    /// Write operations that failed, wholly or in part.
+    pub write_failures: u64,
+    /// Pages evicted as all zeros, unwritten.
+    pub zero_dropped: u64,
+    /// Pages evicted as clean, unwritten.
+    pub clean_dropped: u64,
+    /// Frames that the clock hand passed.
+    pub scanned: u64,
+    /// Pages that it spared as accessed.
+    pub young: u64,
+    /// Times that somebody had to reclaim for itself.
+    pub direct_reclaims: u64,
+}
+
+impl HostStats {
+    /// Bytes read from the swap device.
+    pub const fn bytes_in(&self) -> u64 {
+        self.swapped_in * PAGE_SIZE as u64
+    }
+
+    /// Bytes written to it.
+    pub const fn bytes_out(&self) -> u64 {
+        self.swapped_out * PAGE_SIZE as u64
+    }
+}
+
+impl Host {
+    /// Reads every counter.
+    pub fn stats(&self) -> HostStats {
+        self.core.stats()
+    }
+}
+
+impl Core {
+    fn stats(&self) -> HostStats {
+        let counters = &self.stats;
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let mut faults = counters.faults.all().map(get);
+        let mut cached = 0;
+        self.with_caches(|caches| {
+            for cache in caches {
+                cached += u64::from(cache.cached.load(Ordering::Relaxed));
+                for (total, part) in faults.iter_mut().zip(cache.count.all()) {
+                    *total += get(part);
+                }
+            }
+        });
+        let [zero_fill, resident, rescued, swap_in, shared_ticket] = faults;
+        let frames = &self.frames;
+        let elsewhere = (frames.free_now() + frames.in_store()) as u64 + cached;
+        HostStats {
+            budget: frames.len() as u64,
+            resident: (frames.len() as u64).saturating_sub(elsewhere),
+            in_use_peak: (frames.len() - frames.free_min()) as u64,
+            store: frames.in_store() as u64,
+            slots: lock(&self.slots).used() as u64,
+            faults_zero_fill: zero_fill,
+            faults_resident: resident,
+            faults_rescued: rescued,
+            faults_swap_in: swap_in,
+            faults_shared_ticket: shared_ticket,
+            swapped_in: get(&counters.swapped_in),
+            swapped_out: get(&counters.swapped_out),
+            write_clusters: get(&counters.write_clusters),
+            write_failures: get(&counters.write_failures),
+            zero_dropped: get(&counters.zero_dropped),
+            clean_dropped: get(&counters.clean_dropped),
+            scanned: get(&counters.scanned),
+            young: get(&counters.young),
+            direct_reclaims: get(&counters.direct_reclaims),
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Swap on a file that has no name.
+
+use super::{Slot, SwapStore};
+use crate::error::{HostError, SwapError, WriteFailed};
+use crate::pool::Page;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use rustix::fs::{Advice, CWD, Mode, OFlags, fadvise, open, openat, unlink};
+use rustix::io::{Errno, pread, pwrite};
+use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+/// A file in a directory, unlinked from its first moment: after a crash nothing is left of it. It grows
+/// as slots are used. Opened with O_DIRECT where the file system allows it; elsewhere every operation is
+/// followed by `posix_fadvise(DONTNEED)`, so that the host's page cache does not become a second,
+/// uncounted budget.
+pub struct FileStore {
+    file: OwnedFd,
+    dir: PathBuf,
+    capacity: PageCount,
+    caching: Caching,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Caching {
+    Direct,
+    Buffered,
+}
+
+impl FileStore {
+    /// A swap file of at most `capacity` pages in `dir`.
+    pub fn create(dir: &Path, capacity: PageCount) -> Result<Self, HostError> {
+        let failed = |error: Errno| HostError::SwapSetup {
+            path: dir.display().to_string(),
+            reason: error.to_string(),
+        };
+        let (file, caching) = match open_unlinked(dir, OFlags::DIRECT) {
+            // tmpfs and some network file systems.
+            Err(Errno::INVAL) => (
+                open_unlinked(dir, OFlags::empty()).map_err(failed)?,
+                Caching::Buffered,
+            ),
+            other => (other.map_err(failed)?, Caching::Direct),
+        };
+        Ok(Self {
+            file,
+            dir: dir.to_owned(),
+            capacity,
+            caching,
+        })
+    }
+
+    /// Whether the host's page cache is bypassed.
+    pub fn is_direct(&self) -> bool {
+        self.caching == Caching::Direct
+    }
+
+    fn forget(&self, slot: Slot, pages: usize) {
+        if self.caching == Caching::Buffered {
+            let len = NonZeroU64::new((pages * PAGE_SIZE) as u64);
+            // Advice: a file system that does not take it costs memory, not correctness.
+            let _ = fadvise(&self.file, slot.offset(), len, Advice::DontNeed);
+        }
+    }
+}
+
+/// O_TMPFILE where the file system has it, else a file created and unlinked.
+fn open_unlinked(dir: &Path, extra: OFlags) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | extra;
+    let mode = Mode::RUSR | Mode::WUSR;
+    match open(dir, flags | OFlags::TMPFILE, mode) {
+        Err(Errno::OPNOTSUPP | Errno::ISDIR) => {}
+        other => return other,
+    }
+    let name = format!(
+        ".lacuna-swap-{}-{:x}",
+        std::process::id(),
+        fastrand::u64(..)
+    );
+    let path = dir.join(name);
+    let file = openat(CWD, &path, flags | OFlags::CREATE | OFlags::EXCL, mode)?;
+    unlink(&path)?;
+    Ok(file)
+}
+
+impl SwapStore for FileStore {
+    fn describe(&self) -> String {
+        format!("swap file in {}", self.dir.display())
+    }
+
+    fn capacity(&self) -> PageCount {
+        self.capacity
+    }
+
+    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+        let mut done = 0;
+        while done < PAGE_SIZE {
+            match pread(&self.file, &mut page.0[done..], slot.offset() + done as u64) {
+                Ok(0) => return Err(SwapError::Io("the file ends before the slot".into())),
+                Ok(count) => done += count,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(SwapError::Io(error.to_string())),
+            }
+        }
+        self.forget(slot, 1);
+        Ok(())
+    }
+
+    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+        let bytes = Page::bytes(pages);
+        let mut done = 0;
+        while done < bytes.len() {
+            match pwrite(&self.file, &bytes[done..], first.offset() + done as u64) {
+                Ok(count) if count > 0 => done += count,
+                Err(Errno::INTR) => {}
+                result => {
+                    let error = result.err().unwrap_or(Errno::NOSPC);
+                    return Err(WriteFailed {
+                        done: done / PAGE_SIZE,
+                        error: classify(error),
+                    });
+                }
+            }
+        }
+        self.forget(first, pages.len());
+        Ok(())
+    }
+
+    /// The space stays the file's: punching holes costs more than reusing the slot.
+    fn discard(&self, _slot: Slot) {}
+}
+
+fn classify(error: Errno) -> SwapError {
+    match error {
+        // Slots written before have their blocks; what is new does not get any.
+        Errno::NOSPC | Errno::DQUOT | Errno::FBIG => SwapError::Ends(error.to_string()),
+        other => SwapError::Io(other.to_string()),
+    }
+}

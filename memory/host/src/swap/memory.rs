@@ -1,0 +1,229 @@
+//! Swap compressed in memory: frames of the same budget, several pages in each.
+//!
+//! ```text
+//! frame of class 1024: | page a | page b | (free) | page c |      a slab: one class, a bitmap of its places
+//! frame of class 4096: | a page that lz4 does not halve, as it is |
+//! ```
+//! Everything stored is charged to the budget, because the frames come out of it; only 8 bytes a slot
+//! and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only this
+//! device may take, so that one more page can be compressed when no other frame is free. The device
+//! never takes the last part of the budget: pages must have somewhere to be used.
+
+use super::{Slot, SwapStore};
+use crate::error::{SwapError, WriteFailed};
+use crate::frames::StoreFrames;
+use crate::pool::Page;
+use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
+use lz4_flex::block::{
+    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Place sizes in bytes: multiples of 8, whose rounding wastes little in a frame. What does not fit the
+/// last but one is stored as it is.
+const CLASSES: [u16; 13] = [
+    64,
+    128,
+    192,
+    256,
+    320,
+    384,
+    512,
+    640,
+    816,
+    1024,
+    1360,
+    2048,
+    PAGE_SIZE as u16,
+];
+const RAW: usize = CLASSES.len() - 1;
+const _: () = assert!(
+    PAGE_SIZE / CLASSES[0] as usize <= 64,
+    "a slab's places fit its bitmap"
+);
+
+/// Compressed memory within the budget.
+#[derive(Default)]
+pub struct MemoryStore {
+    frames: Option<StoreFrames>,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    /// By slot number.
+    places: Vec<Option<Place>>,
+    /// Every frame taken, with its used places.
+    slabs: BTreeMap<u32, u64>,
+    /// Those with room, by class.
+    partial: [BTreeSet<u32>; CLASSES.len()],
+    limit: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Place {
+    frame: u32,
+    len: u16,
+    class: u8,
+    index: u8,
+}
+
+const _: () = assert!(size_of::<Option<Place>>() <= 12);
+
+impl Place {
+    fn offset(self) -> usize {
+        usize::from(self.index) * usize::from(CLASSES[usize::from(self.class)])
+    }
+}
+
+impl MemoryStore {
+    /// An empty device. How much it holds depends on the budget and on how well pages compress.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn frames(&self) -> Result<&StoreFrames, SwapError> {
+        let missing = || SwapError::Io("the device was not attached to a budget".into());
+        self.frames.as_ref().ok_or_else(missing)
+    }
+
+    fn store(&self, slot: Slot, bytes: &[u8]) -> Result<(), SwapError> {
+        let frames = self.frames()?;
+        let place = self.lock().take(frames, slot, bytes.len())?;
+        // Outside the lock: nobody else has this place, and the frame stays while it is used.
+        frames
+            .frame(Pfn::new(place.frame))
+            .write(place.offset(), bytes);
+        Ok(())
+    }
+}
+
+impl Inner {
+    fn take(&mut self, frames: &StoreFrames, slot: Slot, len: usize) -> Result<Place, SwapError> {
+        let class = CLASSES
+            .iter()
+            .position(|&size| usize::from(size) >= len)
+            .unwrap_or(RAW);
+        let frame = match self.partial[class].first() {
+            Some(&frame) => frame,
+            None => self.grow(frames, class)?,
+        };
+        let places = PAGE_SIZE / usize::from(CLASSES[class]);
+        let used = self.slabs.entry(frame).or_default();
+        let index = used.trailing_ones();
+        *used |= 1 << index;
+        if used.count_ones() as usize == places {
+            self.partial[class].remove(&frame);
+        }
+        let place = Place {
+            frame,
+            len: len as u16,
+            class: class as u8,
+            index: index as u8,
+        };
+        let number = slot.get() as usize;
+        if number >= self.places.len() {
+            self.places.resize(number + 1, None);
+        }
+        self.places[number] = Some(place);
+        Ok(place)
+    }
+
+    fn grow(&mut self, frames: &StoreFrames, class: usize) -> Result<u32, SwapError> {
+        if self.slabs.len() >= self.limit {
+            let reason = format!("compressed pages fill {} frames of the budget", self.limit);
+            return Err(SwapError::Full(reason));
+        }
+        let none = || SwapError::Full("no frame is free for compressed pages".into());
+        let frame = frames.take().ok_or_else(none)?.index() as u32;
+        self.slabs.insert(frame, 0);
+        self.partial[class].insert(frame);
+        Ok(frame)
+    }
+
+    fn free(&mut self, frames: &StoreFrames, place: Place) {
+        let class = usize::from(place.class);
+        let Some(used) = self.slabs.get_mut(&place.frame) else {
+            return;
+        };
+        *used &= !(1 << place.index);
+        if *used == 0 {
+            self.slabs.remove(&place.frame);
+            self.partial[class].remove(&place.frame);
+            frames.give(Pfn::new(place.frame));
+        } else {
+            self.partial[class].insert(place.frame);
+        }
+    }
+}
+
+impl SwapStore for MemoryStore {
+    fn describe(&self) -> String {
+        "compressed memory".into()
+    }
+
+    /// As many as can be named: what fits is known only when it is compressed.
+    fn capacity(&self) -> PageCount {
+        PageCount::new(u64::from(u32::MAX))
+    }
+
+    fn attach(&mut self, frames: StoreFrames) {
+        let budget = frames.budget();
+        let kept = (budget / 8).max(1024).min(budget / 2);
+        self.lock().limit = budget - kept;
+        self.frames = Some(frames);
+    }
+
+    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+        let place = self
+            .lock()
+            .places
+            .get(slot.get() as usize)
+            .copied()
+            .flatten();
+        let place = place.ok_or_else(|| SwapError::Io("the slot is empty".into()))?;
+        let frame = self.frames()?.frame(Pfn::new(place.frame));
+        if usize::from(place.class) == RAW {
+            frame.read(0, &mut page.0);
+            return Ok(());
+        }
+        let mut bytes = [0; CLASSES[RAW - 1] as usize];
+        let bytes = &mut bytes[..usize::from(place.len)];
+        frame.read(place.offset(), bytes);
+        match decompress_into(bytes, &mut page.0) {
+            Ok(PAGE_SIZE) => Ok(()),
+            Ok(len) => Err(SwapError::Io(format!("decompressed to {len} bytes"))),
+            Err(error) => Err(SwapError::Io(error.to_string())),
+        }
+    }
+
+    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+        let mut table = CompressTable::default();
+        let mut out = [0; get_maximum_output_size(PAGE_SIZE)];
+        for (done, page) in pages.iter().enumerate() {
+            let bytes = match compress_into_with_table(&page.0, &mut out, &mut table) {
+                Ok(len) if len <= usize::from(CLASSES[RAW - 1]) => &out[..len],
+                _ => &page.0[..],
+            };
+            let stored = self.store(first.plus(done as u32), bytes);
+            stored.map_err(|error| WriteFailed { done, error })?;
+        }
+        Ok(())
+    }
+
+    fn discard(&self, slot: Slot) {
+        let mut inner = self.lock();
+        let place = inner
+            .places
+            .get_mut(slot.get() as usize)
+            .and_then(Option::take);
+        if let (Some(place), Some(frames)) = (place, &self.frames) {
+            inner.free(frames, place);
+        }
+    }
+}

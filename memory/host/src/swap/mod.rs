@@ -1,0 +1,107 @@
+//! Swap devices: where pages go when the budget is needed for others.
+//!
+//! A device is synchronous and knows slots and bytes only. Which thread runs it, when its completion is
+//! delivered, and which slots are in use is decided above it (`io`, `slots`).
+
+mod faulty;
+mod file;
+mod latency;
+mod memory;
+mod slots;
+
+pub use faulty::{Fault, FaultyStore};
+pub use file::FileStore;
+pub use latency::Latency;
+pub use memory::MemoryStore;
+pub(crate) use slots::SlotMap;
+
+use crate::error::{SwapError, WriteFailed};
+use crate::frames::StoreFrames;
+use crate::pool::Page;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+
+/// A place for one page on a swap device.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub struct Slot(u32);
+
+impl Slot {
+    /// Place number `index`; `u32::MAX` is not a place.
+    pub const fn new(index: u32) -> Self {
+        assert!(index != u32::MAX);
+        Self(index)
+    }
+
+    /// Its number.
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+
+    /// Its byte offset on a device laid out flat.
+    pub const fn offset(self) -> u64 {
+        self.0 as u64 * PAGE_SIZE as u64
+    }
+
+    /// The place `count` further on.
+    pub const fn plus(self, count: u32) -> Self {
+        Self::new(self.0 + count)
+    }
+}
+
+/// A swap device. Called by several threads at once; never twice at once for one slot.
+pub trait SwapStore: Send + Sync {
+    /// Its name in error messages, such as `swap file in /tmp`.
+    fn describe(&self) -> String;
+
+    /// How many slots it has. It may be full earlier and say so.
+    fn capacity(&self) -> PageCount;
+
+    /// Called once, before anything else: frames of the budget, for a device that keeps pages in
+    /// memory.
+    fn attach(&mut self, frames: StoreFrames) {
+        drop(frames);
+    }
+
+    /// Reads `slot`, which was written before, over the whole of `page`.
+    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError>;
+
+    /// Writes `pages` to `first` and the slots after it.
+    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed>;
+
+    /// The content of `slot` is needed no more.
+    fn discard(&self, slot: Slot);
+
+    /// Nanoseconds from submission before which an operation does not complete.
+    fn latency_ns(&self) -> u64 {
+        0
+    }
+}
+
+impl<S: SwapStore + ?Sized> SwapStore for Box<S> {
+    fn describe(&self) -> String {
+        (**self).describe()
+    }
+
+    fn capacity(&self) -> PageCount {
+        (**self).capacity()
+    }
+
+    fn attach(&mut self, frames: StoreFrames) {
+        (**self).attach(frames);
+    }
+
+    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+        (**self).read(slot, page)
+    }
+
+    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+        (**self).write(first, pages)
+    }
+
+    fn discard(&self, slot: Slot) {
+        (**self).discard(slot);
+    }
+
+    fn latency_ns(&self) -> u64 {
+        (**self).latency_ns()
+    }
+}

@@ -1,0 +1,152 @@
+//! Which slots of the swap device are in use.
+
+use super::Slot;
+
+/// A bitmap that grows as far as it is used, searched next-fit: a batch that leaves together lies
+/// together on the device.
+pub(crate) struct SlotMap {
+    /// One bit a slot; set = used. Slots past the end are free.
+    words: Vec<u64>,
+    used: usize,
+    limit: u32,
+    hint: u32,
+}
+
+/// `count` free slots in a row, now taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Run {
+    pub first: Slot,
+    pub count: u32,
+}
+
+impl SlotMap {
+    /// `capacity` slots, clipped to what a page word can name.
+    pub fn new(capacity: u64) -> Self {
+        let limit = u32::try_from(capacity)
+            .unwrap_or(u32::MAX)
+            .min(u32::MAX - 1);
+        Self {
+            words: Vec::new(),
+            used: 0,
+            limit,
+            hint: 0,
+        }
+    }
+
+    /// How many are in use.
+    pub fn used(&self) -> usize {
+        self.used
+    }
+
+    /// Takes up to `want` slots in a row: as many as the best place near the last one offers, halving
+    /// the wish until one fits. `None` when every slot is taken.
+    pub fn take(&mut self, want: u32) -> Option<Run> {
+        let mut count = want;
+        while count > 0 {
+            let found = self.find(self.hint, self.limit, count);
+            if let Some(first) = found.or_else(|| self.find(0, self.limit, count)) {
+                (first..first + count).for_each(|slot| self.set(slot));
+                self.hint = first + count;
+                return Some(Run {
+                    first: Slot::new(first),
+                    count,
+                });
+            }
+            count /= 2;
+        }
+        None
+    }
+
+    /// Gives one back.
+    pub fn free(&mut self, slot: Slot) {
+        let (word, bit) = (slot.get() as usize / 64, slot.get() % 64);
+        assert!(self.words[word] >> bit & 1 == 1, "{slot:?} freed twice");
+        self.words[word] &= !(1 << bit);
+        self.used -= 1;
+    }
+
+    /// The device has no room for `slot`: what lies there and beyond is not offered again.
+    pub fn shrink_to(&mut self, slot: Slot) {
+        self.limit = self.limit.min(slot.get());
+    }
+
+    /// Whether `slot` is in use.
+    pub fn is_used(&self, slot: Slot) -> bool {
+        self.is_set(slot.get())
+    }
+
+    fn is_set(&self, slot: u32) -> bool {
+        let word = self.words.get(slot as usize / 64);
+        word.is_some_and(|word| word >> (slot % 64) & 1 == 1)
+    }
+
+    fn set(&mut self, slot: u32) {
+        let word = slot as usize / 64;
+        if word >= self.words.len() {
+            self.words.resize(word + 1, 0);
+        }
+        self.words[word] |= 1 << (slot % 64);
+        self.used += 1;
+    }
+
+    /// The first of `count` free slots in a row inside `from..to`.
+    fn find(&self, from: u32, to: u32, count: u32) -> Option<u32> {
+        let mut start = from;
+        while to.checked_sub(start).is_some_and(|room| room >= count) {
+            if start.is_multiple_of(64) && self.words.get(start as usize / 64) == Some(&u64::MAX) {
+                start += 64;
+                continue;
+            }
+            match (start..start + count).rev().find(|&slot| self.is_set(slot)) {
+                Some(taken) => start = taken + 1,
+                None => return Some(start),
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_shrink_to_what_is_free() {
+        let mut map = SlotMap::new(8);
+        assert_eq!(
+            map.take(6),
+            Some(Run {
+                first: Slot::new(0),
+                count: 6
+            })
+        );
+        map.free(Slot::new(2));
+        map.free(Slot::new(3));
+        assert_eq!(
+            map.take(4),
+            Some(Run {
+                first: Slot::new(6),
+                count: 2
+            })
+        );
+        assert_eq!(
+            map.take(4),
+            Some(Run {
+                first: Slot::new(2),
+                count: 2
+            })
+        );
+        assert_eq!(map.take(1), None);
+        assert_eq!(map.used(), 8);
+    }
+
+    #[test]
+    fn a_device_that_ran_out_is_not_asked_beyond() {
+        let mut map = SlotMap::new(1000);
+        let run = map.take(32).unwrap();
+        map.shrink_to(Slot::new(16));
+        (0..32).for_each(|i| map.free(run.first.plus(i)));
+        assert_eq!(map.take(32).unwrap().count, 16);
+        assert_eq!(map.take(1), None);
+    }
+}

@@ -1,0 +1,94 @@
+//! Swap-in: from a ticket to a page.
+
+use crate::error::{HostError, LostPage, SwapError};
+use crate::host::{Core, Host, lock};
+use crate::residency::{PageNo, PageState};
+use crate::stats::Counters;
+use crate::ticket::Ticket;
+use std::sync::Arc;
+
+impl Host {
+    /// Hands the read to the executor, unless somebody has it already. Returns at once.
+    pub fn start(&self, ticket: &Ticket) {
+        if ticket.claim() {
+            self.io.read(&self.core, ticket.clone());
+        }
+    }
+
+    /// Waits until the page has arrived; `Err` when it is lost. If nobody has begun the read, the caller
+    /// carries it out itself: no thread is woken, which would take longer than the read.
+    ///
+    /// A virtual executor's completions up to this one are delivered early, in order: a seeded scheduler
+    /// calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
+    pub fn wait(&self, ticket: &Ticket) -> Result<(), HostError> {
+        if ticket.claim() {
+            self.io.read_here(&self.core, ticket);
+        }
+        Ok(self.io.wait(&self.core, ticket)?)
+    }
+}
+
+impl Core {
+    /// The read itself, by whoever claimed the ticket.
+    pub fn read(&self, ticket: &Ticket) -> Result<(), SwapError> {
+        // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread alone has
+        // claimed the ticket.
+        let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
+        self.store.read(ticket.slot(), page)
+    }
+
+    /// The read is over: the page becomes resident, or lost.
+    pub fn complete_read(&self, ticket: &Ticket, result: Result<(), SwapError>) {
+        let page = ticket.number();
+        let desc = self.frames.desc(ticket.frame());
+        let result = result.map_err(|error| self.lost_in(ticket, &error));
+        let Some(word) = ticket.region().word(page) else {
+            return;
+        };
+        let moved = match &result {
+            Ok(()) => {
+                // Its faulter may need a while to come back: one turn of the clock hand.
+                desc.mark_recent();
+                word.advance(PageState::read_done)
+            }
+            Err(_) => word.advance(PageState::read_failed),
+        };
+        debug_assert!(
+            moved.is_ok(),
+            "only the claimer moves a page out of Reading"
+        );
+        lock(&self.tickets).remove(&page);
+        if result.is_ok() {
+            desc.publish();
+            Counters::add(&self.stats.swapped_in, 1);
+        } else {
+            ticket.region().add_resident(-1);
+            self.frames.give([ticket.frame().index() as u32]);
+            self.free_slot(ticket.slot());
+        }
+        ticket.complete(result);
+        self.settled.bump();
+    }
+
+    /// Completes a read that nobody has begun: its region goes away.
+    pub fn cancel_read(&self, page: PageNo) {
+        let ticket = lock(&self.tickets).get(&page).cloned();
+        if let Some(ticket) = ticket.filter(Ticket::claim) {
+            self.complete_read(&ticket, Err(SwapError::Io("its region was removed".into())));
+        }
+    }
+
+    fn lost_in(&self, ticket: &Ticket, error: &SwapError) -> LostPage {
+        let reason: Arc<str> = format!(
+            "cannot read it back: {}, slot {}: {error}",
+            self.device,
+            ticket.slot().get()
+        )
+        .into();
+        self.note_lost(ticket.number(), reason.clone());
+        LostPage {
+            page: ticket.number().hva(),
+            reason,
+        }
+    }
+}

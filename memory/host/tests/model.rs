@@ -1,0 +1,258 @@
+//! Random operations against a plain model of page contents, audited after every step.
+
+mod common;
+
+use common::{Use, Vm, virtual_host};
+use lacuna_addr::{Access, PageCount};
+use lacuna_host::{
+    Fault, FaultyStore, Host, HostError, Latency, MemoryStore, Resolution, SwapStore, Ticket,
+};
+use lacuna_sync::VirtualClock;
+use proptest::prelude::*;
+use std::sync::Arc;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Read {
+        vm: usize,
+        page: u64,
+    },
+    Write {
+        vm: usize,
+        page: u64,
+        value: u64,
+    },
+    /// A run of writes, to build pressure.
+    Sweep {
+        vm: usize,
+        page: u64,
+        count: u64,
+        value: u64,
+    },
+    /// A fault whose ticket is left in flight.
+    Prefetch {
+        vm: usize,
+        page: u64,
+    },
+    Balance,
+    Time,
+    Break(Option<Fault>),
+    /// Replaces a VM's region by a fresh one.
+    Replace {
+        vm: usize,
+    },
+    Flush {
+        vm: usize,
+    },
+    CopyIn {
+        vm: usize,
+        page: u64,
+        value: u64,
+    },
+}
+
+const PAGES: [u64; 2] = [300, 200];
+const BUDGET: u64 = 256;
+
+fn op() -> impl Strategy<Value = Op> {
+    let vm = 0..2usize;
+    let page = 0..300u64;
+    // Zero often: all-zero pages are dropped unwritten.
+    let value = prop_oneof![1 => Just(0), 3 => any::<u64>()];
+    prop_oneof![
+        8 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::Read { vm, page }),
+        8 => (vm.clone(), page.clone(), value.clone())
+            .prop_map(|(vm, page, value)| Op::Write { vm, page, value }),
+        4 => (vm.clone(), page.clone(), 10..90u64, value.clone())
+            .prop_map(|(vm, page, count, value)| Op::Sweep { vm, page, count, value }),
+        4 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::Prefetch { vm, page }),
+        4 => Just(Op::Balance),
+        4 => Just(Op::Time),
+        1 => prop_oneof![
+            Just(Some(Fault::WriteAfter(0))),
+            Just(Some(Fault::WriteAfter(5))),
+            Just(Some(Fault::EndsAt(100))),
+        ].prop_map(Op::Break),
+        2 => Just(Op::Break(None)),
+        1 => vm.clone().prop_map(|vm| Op::Replace { vm }),
+        1 => vm.clone().prop_map(|vm| Op::Flush { vm }),
+        2 => (vm, page, value).prop_map(|(vm, page, value)| Op::CopyIn { vm, page, value }),
+    ]
+}
+
+struct World {
+    host: Arc<Host>,
+    clock: Arc<VirtualClock>,
+    store: Option<FaultyStore>,
+    vms: Vec<Vm>,
+    tickets: Vec<Ticket>,
+}
+
+impl World {
+    fn new(swap: Box<dyn SwapStore>, store: Option<FaultyStore>) -> Self {
+        let (host, clock) = virtual_host(BUDGET, swap);
+        let vms = PAGES
+            .iter()
+            .map(|&pages| Vm::new(&host, &clock, pages))
+            .collect();
+        Self {
+            host,
+            clock,
+            store,
+            vms,
+            tickets: Vec::new(),
+        }
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Read { vm, page } => self.touch(vm, page, Use::Read),
+            Op::Write { vm, page, value } => self.touch(vm, page, Use::Write(value)),
+            Op::Sweep {
+                vm,
+                page,
+                count,
+                value,
+            } => {
+                for i in 0..count {
+                    self.touch(vm, page + i, Use::Write(value.wrapping_mul(i + 1)));
+                }
+            }
+            Op::Prefetch { vm, page } => {
+                let vm = &mut self.vms[vm];
+                let hva = vm.hva(page);
+                if let Resolution::Pending(ticket) =
+                    self.host.resolve(hva, Access::Read, &mut vm.cache)
+                {
+                    if page % 2 == 0 {
+                        self.host.start(&ticket);
+                    }
+                    self.tickets.push(ticket);
+                }
+                vm.cache.release_holds();
+            }
+            Op::Balance => _ = self.host.balance(),
+            Op::Time => _ = self.vms[0].step_time(),
+            Op::Break(fault) => self.store.iter().for_each(|store| store.set_fault(fault)),
+            Op::Replace { vm } => {
+                self.host.remove_region(self.vms[vm].range).unwrap();
+                self.vms.remove(vm);
+                self.vms
+                    .insert(vm, Vm::new(&self.host, &self.clock, PAGES[vm]));
+            }
+            Op::Flush { vm } => self.vms[vm].cache.flush(),
+            Op::CopyIn { vm, page, value } => {
+                let vm = &mut self.vms[vm];
+                let hva = vm.hva(page);
+                match self.host.copy_in(hva, &value.to_le_bytes().repeat(512)) {
+                    Ok(()) => _ = vm.model.insert(hva.get(), value),
+                    Err(error) => self.may_fail(&error),
+                }
+            }
+        }
+        self.host.verify();
+    }
+
+    fn touch(&mut self, vm: usize, page: u64, how: Use) {
+        if let Err(error) = self.vms[vm].touch(page, how) {
+            self.vms[vm].cache.release_holds();
+            self.may_fail(&error);
+        }
+    }
+
+    /// Only a device that was broken may refuse.
+    fn may_fail(&self, error: &HostError) {
+        let refused = matches!(
+            error,
+            HostError::SwapFull { .. } | HostError::SwapWrite { .. }
+        );
+        assert!(refused && self.store.is_some(), "{error}");
+    }
+
+    /// Heals the device and reads everything back.
+    fn finish(mut self) {
+        if let Some(store) = &self.store {
+            store.set_fault(None);
+        }
+        for ticket in std::mem::take(&mut self.tickets) {
+            if !ticket.is_started() {
+                // The region may be gone: then the ticket says so.
+                let _ = self.host.wait(&ticket);
+            }
+        }
+        if self.store.is_none() {
+            self.vms.iter_mut().for_each(Vm::check_all);
+        } else {
+            self.check_in_place();
+        }
+        while self.vms[0].step_time() {}
+        self.host.verify();
+        for vm in &self.vms {
+            self.host.remove_region(vm.range).unwrap();
+        }
+        self.vms.clear();
+        assert_eq!(self.host.stats().resident, 0);
+        assert_eq!(self.host.stats().slots, 0);
+        self.host.verify();
+    }
+
+    /// A device that ended early stays small: swap-in may find no room. What can be read is right.
+    fn check_in_place(&mut self) {
+        for vm in 0..self.vms.len() {
+            for page in 0..PAGES[vm] {
+                self.touch(vm, page, Use::Read);
+            }
+        }
+    }
+}
+
+fn run(world: World, ops: &[Op]) {
+    let mut world = world;
+    ops.iter().for_each(|op| world.apply(op));
+    world.finish();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..Default::default() })]
+
+    #[test]
+    fn pages_keep_their_contents(ops in prop::collection::vec(op(), 1..120)) {
+        let store = FaultyStore::new(PageCount::new(2000));
+        run(World::new(Box::new(store), None), &ops);
+    }
+
+    #[test]
+    fn pages_keep_their_contents_when_writes_fail(ops in prop::collection::vec(op(), 1..120)) {
+        let store = FaultyStore::new(PageCount::new(2000));
+        run(World::new(Box::new(store.clone()), Some(store)), &ops);
+    }
+
+    #[test]
+    fn pages_keep_their_contents_in_compressed_memory(
+        ops in prop::collection::vec(op(), 1..120)
+    ) {
+        run(World::new(Box::new(Latency::new(MemoryStore::new(), 50_000)), None), &ops);
+    }
+}
+
+/// The same seed twice is the same run, to the last counter.
+#[test]
+fn a_virtual_run_repeats_itself() {
+    let once = || {
+        let (host, clock) = virtual_host(BUDGET, Box::new(MemoryStore::new()));
+        let mut vm = Vm::new(&host, &clock, 700);
+        let mut rng = fastrand::Rng::with_seed(3);
+        for _ in 0..3000 {
+            let (page, value) = (rng.u64(0..700), rng.u64(..));
+            let how = if rng.bool() {
+                Use::Read
+            } else {
+                Use::Write(value)
+            };
+            vm.touch(page, how).unwrap();
+            let _ = host.balance();
+        }
+        (host.stats(), host.next_completion())
+    };
+    assert_eq!(once(), once());
+}

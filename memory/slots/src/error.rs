@@ -1,0 +1,81 @@
+//! Why a change of slots was refused. Nothing has changed then.
+
+use crate::SlotId;
+use lacuna_addr::{GfnRange, Hva};
+
+/// A refused change, with what to do about it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SlotError {
+    /// Two slots would back the same guest frames.
+    #[error(
+        "{id} (gfn {:#x}..{:#x}) overlaps {other} (gfn {:#x}..{:#x}): remove or move one of them first",
+        gfns.start().get(), gfns.end_raw(), other_gfns.start().get(), other_gfns.end_raw()
+    )]
+    Overlap {
+        /// The slot to be added or moved.
+        id: SlotId,
+        /// Where it was to be.
+        gfns: GfnRange,
+        /// The slot in the way.
+        other: SlotId,
+        /// Where that is.
+        other_gfns: GfnRange,
+    },
+    /// An address or size is not in whole pages.
+    #[error("{id}: its {what} {value:#x} is not a multiple of 4 KiB: align it")]
+    Misaligned {
+        /// The slot.
+        id: SlotId,
+        /// Which number.
+        what: &'static str,
+        /// The number.
+        value: u64,
+    },
+    /// The size is zero.
+    #[error("{id} has no pages: give it a size, or remove it with `remove`")]
+    Empty {
+        /// The slot.
+        id: SlotId,
+    },
+    /// It reaches beyond what the guest can address.
+    #[error(
+        "{id} reaches beyond the guest's physical addresses, which end at {limit:#x}: place it lower"
+    )]
+    BeyondWidth {
+        /// The slot.
+        id: SlotId,
+        /// One past the last byte that the guest can address.
+        limit: u64,
+    },
+    /// The backing wraps around.
+    #[error("{id}: {bytes:#x} bytes from host address {host} wrap around: check both numbers")]
+    HostWraps {
+        /// The slot.
+        id: SlotId,
+        /// The first address.
+        host: Hva,
+        /// The size.
+        bytes: u64,
+    },
+    /// The name is taken.
+    #[error("{id} exists already: remove it first, or choose another number")]
+    InUse {
+        /// The slot.
+        id: SlotId,
+    },
+    /// There is no such slot.
+    #[error("there is no {id}: add it first")]
+    Unknown {
+        /// The slot.
+        id: SlotId,
+    },
+    /// The limit is reached.
+    #[error("{id} would be one slot more than the {limit} that this VM may have: remove one first")]
+    TooMany {
+        /// The slot.
+        id: SlotId,
+        /// The limit.
+        limit: usize,
+    },
+}

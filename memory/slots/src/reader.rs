@@ -1,0 +1,50 @@
+//! A vCPU's own view of the slots.
+
+use crate::{Generation, Slot, Snapshot};
+use arc_swap::{ArcSwap, Cache};
+use lacuna_addr::Gfn;
+use std::sync::Arc;
+
+/// Looks slots up in the newest snapshot: one load and a comparison while nothing changes, one more
+/// comparison when the slot is the one found last.
+///
+/// It keeps the snapshot it saw last alive until its next look.
+pub struct Reader<X> {
+    cache: Cache<Arc<ArcSwap<Snapshot<X>>>, Arc<Snapshot<X>>>,
+    /// Where the last slot found is, in the gfn order. Only a hint: any value is right.
+    last: usize,
+}
+
+impl<X> Reader<X> {
+    pub(crate) fn new(slots: Arc<ArcSwap<Snapshot<X>>>) -> Self {
+        Self {
+            cache: Cache::new(slots),
+            last: 0,
+        }
+    }
+
+    /// The slot that `gfn` is in, now. Take the invalidation snapshot first (see the crate's page).
+    #[inline]
+    pub fn find(&mut self, gfn: Gfn) -> Option<&Arc<Slot<X>>> {
+        let snapshot = self.cache.load();
+        let hit = snapshot
+            .at(self.last)
+            .is_some_and(|slot| slot.gfns.contains(gfn));
+        if !hit {
+            self.last = snapshot.position(gfn)?;
+        }
+        snapshot.at(self.last)
+    }
+
+    /// The newest snapshot.
+    #[inline]
+    pub fn snapshot(&mut self) -> &Arc<Snapshot<X>> {
+        self.cache.load()
+    }
+
+    /// Its generation.
+    #[inline]
+    pub fn generation(&mut self) -> Generation {
+        self.snapshot().generation()
+    }
+}

@@ -1,0 +1,132 @@
+//! One slot.
+
+use crate::SlotError;
+use lacuna_addr::{Gfn, GfnRange, Hva, HvaRange, PAGE_SIZE};
+
+/// The name that the VMM gave a slot.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub struct SlotId(pub u16);
+
+impl core::fmt::Display for SlotId {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "slot {}", self.0)
+    }
+}
+
+bitflags::bitflags! {
+    /// What is special about a slot.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    pub struct SlotFlags: u32 {
+        /// Guest writes are not memory accesses: they leave the guest as MMIO.
+        const READONLY = 1 << 0;
+    }
+}
+
+/// What the VMM asks for, before anything is checked: addresses in bytes, as they come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SlotSpec {
+    /// The slot's name, unused so far.
+    pub id: SlotId,
+    /// First guest-physical address; a multiple of 4 KiB.
+    pub guest: u64,
+    /// First address of the backing; a multiple of 4 KiB.
+    pub host: Hva,
+    /// Bytes; a positive multiple of 4 KiB.
+    pub bytes: u64,
+    /// What is special about it.
+    pub flags: SlotFlags,
+}
+
+/// A range of guest frames with its backing, as one snapshot has it. `X` is what the user of the slots
+/// keeps for each of them (the MMU: its reverse map); it stays with the slot through moves and changes of flags.
+#[derive(Clone, Debug)]
+pub struct Slot<X> {
+    /// Its name.
+    pub id: SlotId,
+    /// The guest frames.
+    pub gfns: GfnRange,
+    /// Their backing, as many pages.
+    pub hvas: HvaRange,
+    /// What is special about it.
+    pub flags: SlotFlags,
+    /// The user's own.
+    pub attach: X,
+}
+
+impl<X> Slot<X> {
+    /// The page's number in the slot: the index into per-page arrays.
+    ///
+    /// # Panics
+    /// When `gfn` is not in the slot.
+    #[inline]
+    pub fn page(&self, gfn: Gfn) -> usize {
+        assert!(self.gfns.contains(gfn), "gfn {gfn} is not in {}", self.id);
+        (gfn.get() - self.gfns.start().get()) as usize
+    }
+
+    /// The backing of `gfn`.
+    ///
+    /// # Panics
+    /// When `gfn` is not in the slot.
+    #[inline]
+    pub fn hva(&self, gfn: Gfn) -> Hva {
+        self.hvas
+            .start()
+            .checked_add_pages(self.page(gfn) as u64)
+            .expect("inside the backing")
+    }
+
+    /// The guest frames whose backing lies in `hvas`; `None` when there is none.
+    pub fn gfns_of(&self, hvas: HvaRange) -> Option<GfnRange> {
+        let part = self.hvas.intersect(hvas)?;
+        let skip = (part.start().get() - self.hvas.start().get()) / PAGE_SIZE as u64;
+        GfnRange::new(self.gfns.start().checked_add(skip)?, part.pages())
+    }
+}
+
+impl SlotSpec {
+    /// The ranges, checked.
+    pub(crate) fn ranges(&self, gfn_limit: u64) -> Result<(GfnRange, HvaRange), SlotError> {
+        let Self {
+            id,
+            guest,
+            host,
+            bytes,
+            ..
+        } = *self;
+        const PAGE: u64 = PAGE_SIZE as u64;
+        if bytes == 0 {
+            return Err(SlotError::Empty { id });
+        }
+        for (what, value) in [
+            ("guest address", guest),
+            ("host address", host.get()),
+            ("size", bytes),
+        ] {
+            if !value.is_multiple_of(PAGE) {
+                return Err(SlotError::Misaligned { id, what, value });
+            }
+        }
+        let pages = bytes / PAGE;
+        let gfns = gfn_range(id, guest / PAGE, pages, gfn_limit)?;
+        let hvas = HvaRange::new(host, pages).ok_or(SlotError::HostWraps { id, host, bytes })?;
+        Ok((gfns, hvas))
+    }
+}
+
+/// `pages` frames from `first`, if they end at or below `gfn_limit`.
+pub(crate) fn gfn_range(
+    id: SlotId,
+    first: u64,
+    pages: u64,
+    gfn_limit: u64,
+) -> Result<GfnRange, SlotError> {
+    first
+        .checked_add(pages)
+        .filter(|end| *end <= gfn_limit)
+        .and_then(|_| GfnRange::new(Gfn::new(first)?, pages))
+        .ok_or(SlotError::BeyondWidth {
+            id,
+            limit: gfn_limit.saturating_mul(PAGE_SIZE as u64),
+        })
+}

@@ -1,0 +1,140 @@
+//! All slots at one moment.
+
+use crate::by_hva::ByHva;
+use crate::{Slot, SlotId};
+use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use std::sync::Arc;
+
+/// Counts changes: two snapshots of one VM are the same exactly if their generations are.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Hash)]
+pub struct Generation(pub u64);
+
+/// An immutable set of slots.
+pub struct Snapshot<X> {
+    generation: Generation,
+    /// Sorted by gfn, disjoint.
+    slots: Box<[Arc<Slot<X>>]>,
+    by_hva: ByHva,
+}
+
+/// A slot that has backing in a range of host addresses.
+pub struct Overlap<'a, X> {
+    /// The slot.
+    pub slot: &'a Arc<Slot<X>>,
+    /// Its frames whose backing is in the range.
+    pub gfns: GfnRange,
+}
+
+impl<X> Snapshot<X> {
+    /// From slots that do not overlap, in any order.
+    pub(crate) fn new(generation: Generation, mut slots: Vec<Arc<Slot<X>>>) -> Self {
+        slots.sort_unstable_by_key(|slot| slot.gfns.start());
+        let by_hva = ByHva::new(slots.iter().map(|slot| slot.hvas));
+        Self {
+            generation,
+            slots: slots.into(),
+            by_hva,
+        }
+    }
+
+    /// Which change made it.
+    pub fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Every slot, ascending by gfn.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Arc<Slot<X>>> {
+        self.slots.iter()
+    }
+
+    /// How many slots there are.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether there is no slot.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// The slot with this name.
+    pub fn get(&self, id: SlotId) -> Option<&Arc<Slot<X>>> {
+        self.slots.iter().find(|slot| slot.id == id)
+    }
+
+    /// The slot that `gfn` is in.
+    pub fn find(&self, gfn: Gfn) -> Option<&Arc<Slot<X>>> {
+        self.position(gfn).map(|i| &self.slots[i])
+    }
+
+    /// Calls `hit` with each slot that has backing in `hvas`, whichever slots share it. O(log n + hits);
+    /// returns the tree nodes looked at.
+    pub fn overlapping(&self, hvas: HvaRange, mut hit: impl FnMut(Overlap<'_, X>)) -> usize {
+        self.by_hva.overlapping(hvas, |i| {
+            let slot = &self.slots[i];
+            let gfns = slot.gfns_of(hvas).expect("the index found an overlap");
+            hit(Overlap { slot, gfns });
+        })
+    }
+
+    /// Where the slot of `gfn` is in the gfn order.
+    pub(crate) fn position(&self, gfn: Gfn) -> Option<usize> {
+        let above = self.slots.partition_point(|slot| slot.gfns.start() <= gfn);
+        let i = above.checked_sub(1)?;
+        self.slots[i].gfns.contains(gfn).then_some(i)
+    }
+
+    #[inline]
+    pub(crate) fn at(&self, i: usize) -> Option<&Arc<Slot<X>>> {
+        self.slots.get(i)
+    }
+}
+
+/// Asserts what every snapshot promises; for tests, the simulator and fuzzers.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn assert_invariants<X>(snapshot: &Snapshot<X>) {
+    let mut ids = std::collections::HashSet::new();
+    let mut last_end = 0;
+    for slot in snapshot.iter() {
+        assert!(ids.insert(slot.id), "{} exists twice", slot.id);
+        assert_eq!(
+            slot.gfns.pages(),
+            slot.hvas.pages(),
+            "{}: frames and backing differ",
+            slot.id
+        );
+        assert!(
+            slot.gfns.start().get() >= last_end,
+            "{} overlaps the slot below",
+            slot.id
+        );
+        last_end = slot.gfns.end_raw();
+        let same = |found: &Arc<Slot<X>>| Arc::ptr_eq(found, slot);
+        assert!(
+            snapshot.get(slot.id).is_some_and(same),
+            "{} is not found by id",
+            slot.id
+        );
+        for gfn in [slot.gfns.start(), last_frame(slot.gfns)] {
+            assert!(
+                snapshot.find(gfn).is_some_and(same),
+                "{} is not found by gfn",
+                slot.id
+            );
+        }
+        let mut found = 0;
+        snapshot.overlapping(slot.hvas, |hit| {
+            if same(hit.slot) {
+                assert_eq!(hit.gfns, slot.gfns, "{} is found only in part", slot.id);
+                found += 1;
+            }
+        });
+        assert_eq!(found, 1, "{} is not found by host address", slot.id);
+    }
+}
+
+fn last_frame(gfns: GfnRange) -> Gfn {
+    Gfn::new(gfns.end_raw() - 1).expect("the range ends inside the address space")
+}

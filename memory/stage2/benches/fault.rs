@@ -1,0 +1,132 @@
+//! What a resident fault pays here, in nanoseconds: `cargo bench -p lacuna-stage2`.
+//!
+//! Best of several rounds, on whatever machine this is: a tool for comparing two commits on one machine, not
+//! a test.
+
+use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
+use lacuna_stage2::{Arena, Leaf, Mapped, Stage2, Walk};
+use lacuna_sync::Quiescence;
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::time::Instant;
+
+const PAGES: u64 = 1 << 18;
+const ROUNDS: usize = 7;
+
+fn main() {
+    println!("walk, leaf table in cache    {:6.1} ns", best(walk_near));
+    println!("walk, random over 1 GiB      {:6.1} ns", best(walk_far));
+    println!(
+        "map 4K by fault cursor       {:6.1} ns",
+        best(|| map_threads(1))
+    );
+    println!(
+        "map 4K, 2 threads, each      {:6.1} ns",
+        best(|| map_threads(2))
+    );
+    println!(
+        "unmap_at and map again       {:6.1} ns",
+        best(unmap_and_map)
+    );
+    println!("age_at                       {:6.1} ns", best(age));
+}
+
+fn best(mut round: impl FnMut() -> f64) -> f64 {
+    (0..ROUNDS).map(|_| round()).fold(f64::INFINITY, f64::min)
+}
+
+fn walk_near() -> f64 {
+    let stage2 = mapped(512);
+    per_step(10_000_000, |i| walk(&stage2, i % 512))
+}
+
+fn walk_far() -> f64 {
+    let stage2 = mapped(PAGES);
+    let mut x = 1u64;
+    per_step(2_000_000, |_| {
+        x = x
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        walk(&stage2, (x >> 33) % PAGES);
+    })
+}
+
+/// Each thread maps its own half-gigabyte, in order, as a guest that touches fresh memory does.
+fn map_threads(threads: u64) -> f64 {
+    let stage2 = empty();
+    let start = Barrier::new(threads as usize);
+    let worker = |t: u64| {
+        start.wait();
+        per_step(PAGES / 2, |i| {
+            let _ = map(&stage2, t * PAGES + i, Leaf::dirty(Pfn::new(i as u32)));
+        })
+    };
+    std::thread::scope(|s| {
+        let handles: Vec<_> = (0..threads).map(|t| s.spawn(move || worker(t))).collect();
+        handles
+            .into_iter()
+            .map(|h| h.join().expect("worker"))
+            .fold(0.0, f64::max)
+    })
+}
+
+fn unmap_and_map() -> f64 {
+    let stage2 = mapped(512);
+    let nobody = Quiescence::new(1);
+    let at = map(&stage2, 7, Leaf::dirty(Pfn::new(7))).at();
+    per_step(1_000_000, |_| {
+        let mut cursor = stage2.fault_cursor(gfn(7));
+        let (_, flush) = cursor.unmap_at(at, gfn(7)).expect("mapped");
+        drop(cursor);
+        flush.finish(&nobody);
+        let _ = map(&stage2, 7, Leaf::dirty(Pfn::new(7)));
+    })
+}
+
+fn age() -> f64 {
+    let stage2 = mapped(512);
+    let at = map(&stage2, 7, Leaf::dirty(Pfn::new(7))).at();
+    per_step(5_000_000, |_| {
+        let _ = black_box(stage2.fault_cursor(gfn(7)).age_at(at, gfn(7)));
+    })
+}
+
+fn per_step(steps: u64, mut step: impl FnMut(u64)) -> f64 {
+    let start = Instant::now();
+    (0..steps).for_each(&mut step);
+    start.elapsed().as_nanos() as f64 / steps as f64
+}
+
+fn empty() -> Stage2 {
+    let arena = Arena::new(1 << 13).expect("address space");
+    // Touched before the clock runs: growing is the host kernel's time, not ours.
+    let stage2 = Stage2::new(arena).expect("a root");
+    let range = GfnRange::new(gfn(0), 2 * PAGES).expect("range");
+    for i in (0..2 * PAGES).step_by(Level::L2M.pages() as usize) {
+        let _ = map(&stage2, i, Leaf::clean(Pfn::new(0)));
+    }
+    let flush = stage2.cursor(range).unmap(range, |_| {});
+    flush.finish(&Quiescence::new(0));
+    stage2
+}
+
+fn mapped(pages: u64) -> Stage2 {
+    let stage2 = empty();
+    for i in 0..pages {
+        let _ = map(&stage2, i, Leaf::dirty(Pfn::new(i as u32)));
+    }
+    stage2
+}
+
+fn map(stage2: &Stage2, i: u64, leaf: Leaf) -> Mapped {
+    stage2.fault_cursor(gfn(i)).map(gfn(i), leaf).expect("room")
+}
+
+fn walk(stage2: &Stage2, i: u64) {
+    let outcome = stage2.walk(gfn(i), Access::Read);
+    assert!(matches!(black_box(outcome), Walk::Hit(_)));
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a frame number")
+}

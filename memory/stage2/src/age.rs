@@ -1,0 +1,53 @@
+//! Aging: was this page used since the last look?
+
+use crate::{Cursor, Entry, EntryRef, Leaf};
+use lacuna_addr::Gfn;
+
+/// What aging found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Age {
+    /// Used since the last look.
+    Young,
+    /// Mapped, not used.
+    Old,
+    /// Not mapped.
+    Absent,
+}
+
+impl Cursor<'_> {
+    /// Reads and clears A of the leaf that maps `gfn`.
+    ///
+    /// A TLB that still holds the page goes on using it without setting A again. No flush is asked for
+    /// each page: end the *pass* with one shoot-down request that nobody waits for, or hot pages look old.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`.
+    pub fn age(&mut self, gfn: Gfn) -> Age {
+        self.assert_holds(gfn);
+        match self.stage2.find(gfn) {
+            Some(at) => self.age_at(at, gfn),
+            None => Age::Absent,
+        }
+    }
+
+    /// [`Cursor::age`] without the walk: `at` is where `gfn` is mapped.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`; in debug builds also when `at` is not where it is mapped.
+    pub fn age_at(&mut self, at: EntryRef, gfn: Gfn) -> Age {
+        self.assert_maps(at, gfn);
+        let old = self.stage2.update(at, gfn, |found| match found {
+            Entry::Leaf(leaf) => Entry::Leaf(Leaf {
+                accessed: false,
+                ..leaf
+            }),
+            other => other,
+        });
+        match old {
+            Entry::Leaf(leaf) if leaf.accessed => Age::Young,
+            Entry::Leaf(_) => Age::Old,
+            _ => Age::Absent,
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! The cursor is the lock: to change a mapping, hold a cursor over its gfn; `Drop` unlocks.
+//!
+//! ```text
+//! fault          s = snapshot(gfn)    find the slot, resolve the page (no lock)
+//!                c = fault_cursor(gfn)    c.admits(s)?  no -> drop, start again
+//!                p = c.prepare(gfn, leaf)?    p.commit()    drop
+//! invalidation   c = cursor(range)    c.begin()    flush = c.unmap(range, ..)    drop
+//!                flush.finish(quiescence)     <- no lock is held while vCPUs are waited for
+//!                c = cursor(range)    c.end()    drop            now the frames may be reused
+//! ```
+//!
+//! A cursor locks stripes (see `lacuna_sync::Stripes`), each a set of 2 MiB blocks, ascending, so two
+//! cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor nobody else changes an
+//! entry of its blocks, except a walk that sets A or D. The tables above a block are shared between
+//! stripes: they are linked by compare-and-swap, and unlinked only under a cursor over all they span.
+
+use crate::{Flush, Stage2};
+use lacuna_addr::{Gfn, GfnRange};
+use lacuna_sync::{Snapshot, StripeGuard};
+
+/// The right to change the mappings of a range.
+#[must_use = "a cursor that is dropped at once locked nothing for anybody"]
+pub struct Cursor<'s> {
+    pub(crate) stage2: &'s Stage2,
+    range: GfnRange,
+    guards: Guards<'s>,
+}
+
+/// The locks. One block, the fault path's case, needs no allocation.
+pub(crate) enum Guards<'s> {
+    One(StripeGuard<'s>),
+    Many(Vec<StripeGuard<'s>>),
+}
+
+impl<'s> Cursor<'s> {
+    #[inline]
+    pub(crate) fn new(stage2: &'s Stage2, range: GfnRange, guards: Guards<'s>) -> Self {
+        Self {
+            stage2,
+            range,
+            guards,
+        }
+    }
+
+    /// What it locks: whole, for [`Stage2::fault_cursor`], the block around the gfn.
+    pub fn range(&self) -> GfnRange {
+        self.range
+    }
+
+    /// Whether what was resolved after `snapshot`, taken for a gfn of this cursor's one block, may still
+    /// be mapped: no invalidation near it is under way or has ended since.
+    ///
+    /// # Panics
+    /// On a cursor made for a range: it has no one sequence.
+    #[inline]
+    #[must_use]
+    pub fn admits(&self, snapshot: Snapshot) -> bool {
+        match &self.guards {
+            Guards::One(guard) => guard.admits(snapshot),
+            Guards::Many(_) => panic!("faults are admitted by a fault cursor"),
+        }
+    }
+
+    /// An invalidation in this range begins: until its end no fault is admitted near it.
+    pub fn begin(&mut self) {
+        self.for_each_guard(StripeGuard::begin);
+    }
+
+    /// The invalidation that a cursor over the same range began has ended: its flush is finished.
+    pub fn end(&mut self) {
+        self.for_each_guard(StripeGuard::end);
+    }
+
+    fn for_each_guard(&mut self, mut act: impl FnMut(&mut StripeGuard<'s>)) {
+        match &mut self.guards {
+            Guards::One(guard) => act(guard),
+            Guards::Many(guards) => guards.iter_mut().for_each(act),
+        }
+    }
+
+    pub(crate) fn flush(&self) -> Flush<'s> {
+        Flush::none(self.stage2)
+    }
+
+    #[track_caller]
+    #[inline]
+    pub(crate) fn assert_holds(&self, gfn: Gfn) {
+        assert!(
+            self.range.contains(gfn),
+            "gfn {gfn} is outside the cursor's {:?}",
+            self.range
+        );
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_holds_all(&self, range: GfnRange) {
+        assert!(
+            self.range.intersect(range) == Some(range),
+            "{range:?} is not inside the cursor's {:?}",
+            self.range
+        );
+    }
+}

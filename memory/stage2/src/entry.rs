@@ -1,0 +1,152 @@
+//! Table entries, decoded.
+
+use crate::format;
+use core::num::NonZeroU32;
+use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
+use lacuna_tables::{ENTRIES, Index, TableId};
+
+/// What an entry says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Entry {
+    /// Nothing is mapped.
+    Absent,
+    /// It points to a table of the next lower height.
+    Table(TableId),
+    /// It maps.
+    Leaf(Leaf),
+    /// Its table was unlinked and is being torn down. A walk that meets it starts again at the root, where
+    /// it can no longer find this table; `Absent` would be a false violation.
+    Frozen,
+}
+
+/// A mapping of `level.pages()` guest frames to as many host frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Leaf {
+    /// The first host frame; a multiple of the level's pages.
+    pub pfn: Pfn,
+    /// How much it maps.
+    pub level: Level,
+    /// Whether writes are allowed.
+    pub write: Write,
+    /// Whether instruction fetches are allowed.
+    pub exec: bool,
+    /// Used since it was last aged.
+    pub accessed: bool,
+    /// Written, or allowed to be without the walker's notice.
+    pub dirty: bool,
+}
+
+/// What happens to a write. In order of growing rights.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Write {
+    /// The backing is read-only: it ends as MMIO or an error.
+    Never,
+    /// It faults, and the MMU may set W without asking anybody: it only wants to know.
+    OnFault,
+    /// It goes through.
+    Allowed,
+}
+
+impl Leaf {
+    /// A 4 KiB leaf as a read fault installs it: accessed, clean, the first write faults.
+    pub const fn clean(pfn: Pfn) -> Self {
+        Self {
+            pfn,
+            level: Level::L4K,
+            write: Write::OnFault,
+            exec: true,
+            accessed: true,
+            dirty: false,
+        }
+    }
+
+    /// A 4 KiB leaf as a write fault installs it: W and D preset, because the access that faulted is
+    /// about to write.
+    pub const fn dirty(pfn: Pfn) -> Self {
+        Self {
+            write: Write::Allowed,
+            dirty: true,
+            ..Self::clean(pfn)
+        }
+    }
+
+    /// A 4 KiB leaf of a read-only slot.
+    pub const fn read_only(pfn: Pfn) -> Self {
+        Self {
+            write: Write::Never,
+            ..Self::clean(pfn)
+        }
+    }
+
+    /// The same leaf at another level.
+    #[must_use]
+    pub const fn at(self, level: Level) -> Self {
+        Self { level, ..self }
+    }
+
+    /// Whether a write goes through (W).
+    pub const fn is_writable(self) -> bool {
+        matches!(self.write, Write::Allowed)
+    }
+
+    /// The host frame behind `gfn`, one of the guest frames that this leaf maps.
+    #[inline]
+    pub const fn frame_of(self, gfn: Gfn) -> Pfn {
+        format::frame_of(self.pfn, self.level, gfn)
+    }
+
+    /// The guest frames that this leaf maps, `gfn` among them.
+    pub fn span(self, gfn: Gfn) -> GfnRange {
+        format::leaf_span(self.level, gfn)
+    }
+
+    /// What is wrong with it, in itself.
+    pub(crate) fn defect(self) -> Option<&'static str> {
+        if self.dirty && self.write != Write::Allowed {
+            return Some("D without W: a page that cannot be written cannot get dirty");
+        }
+        if !self.pfn.get().is_multiple_of(self.level.pages()) {
+            return Some("its first frame is not aligned to its level");
+        }
+        None
+    }
+}
+
+/// Where an entry is, in 32 bits: what a reverse map remembers of a leaf.
+///
+/// It is good as long as the leaf stays mapped, which whoever holds the cursor over its gfn can rely on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[repr(transparent)]
+pub struct EntryRef(NonZeroU32);
+
+impl EntryRef {
+    pub(crate) fn new(table: TableId, index: Index) -> Self {
+        let packed = table.get() * ENTRIES as u32 + u32::from(index.get());
+        Self(NonZeroU32::new(packed).expect("a TableId is not zero"))
+    }
+
+    /// The table it is in.
+    #[inline]
+    pub fn table(self) -> TableId {
+        TableId::new(self.0.get() / ENTRIES as u32).expect("packed from a TableId")
+    }
+
+    /// The index in that table.
+    #[inline]
+    pub fn index(self) -> Index {
+        Index::truncate(u64::from(self.0.get()))
+    }
+
+    /// A nonzero number for an atomic array.
+    pub const fn to_bits(self) -> u32 {
+        self.0.get()
+    }
+
+    /// Back from [`EntryRef::to_bits`]; `None` for what cannot be one, zero among it.
+    pub const fn from_bits(bits: u32) -> Option<Self> {
+        match NonZeroU32::new(bits) {
+            Some(bits) if bits.get() >= ENTRIES as u32 => Some(Self(bits)),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! The geometry of four-level tables with nine bits a level.
+
+use lacuna_addr::{GPA_BITS, Gfn, GfnRange, Level, PAGE_SHIFT, Pfn};
+use lacuna_tables::{ENTRIES, Index};
+use std::ops::Range;
+
+/// How far a table stands above the guest's pages: 1 holds 4 KiB leaves, 4 is the root.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct Height(u8);
+
+const INDEX_BITS: u32 = ENTRIES.trailing_zeros();
+
+const _: () = assert!(
+    PAGE_SHIFT + 4 * INDEX_BITS == GPA_BITS,
+    "four levels translate every Gpa"
+);
+
+impl Height {
+    pub(crate) const ROOT: Self = Self(4);
+    /// The order in which a walk meets them.
+    pub(crate) const DOWN: [Self; 4] = [Self(4), Self(3), Self(2), Self(1)];
+
+    /// The height whose tables hold leaves of `level`.
+    pub(crate) const fn of_leaf(level: Level) -> Self {
+        Self(level as u8)
+    }
+
+    /// The size of a leaf in a table of this height; the root holds none.
+    pub(crate) const fn leaf_level(self) -> Option<Level> {
+        match self.0 {
+            1 => Some(Level::L4K),
+            2 => Some(Level::L2M),
+            3 => Some(Level::L1G),
+            _ => None,
+        }
+    }
+
+    /// The height of the tables that entries of this height point to.
+    pub(crate) fn below(self) -> Self {
+        assert!(self.0 > 1, "a table of 4 KiB leaves points to no table");
+        Self(self.0 - 1)
+    }
+
+    /// Which entry of a table of this height translates `gfn`.
+    #[inline]
+    pub(crate) const fn index(self, gfn: Gfn) -> Index {
+        Index::truncate(gfn.get() >> self.entry_shift())
+    }
+
+    /// The entries of the table of this height over `inside` that translate a part of `range`, each with
+    /// all the frames that it translates.
+    pub(crate) fn entries(
+        self,
+        inside: Gfn,
+        range: GfnRange,
+    ) -> impl Iterator<Item = (Index, GfnRange)> {
+        let shift = self.entry_shift();
+        let base = inside.get() >> (shift + INDEX_BITS) << (shift + INDEX_BITS);
+        let all = GfnRange::new(gfn(base), 1 << (shift + INDEX_BITS)).expect("a table's span");
+        let indices = match range.intersect(all) {
+            Some(part) => {
+                (part.start().get() - base) >> shift..((part.end_raw() - 1 - base) >> shift) + 1
+            }
+            None => 0..0,
+        };
+        indices.map(move |i| {
+            let span = GfnRange::new(gfn(base + (i << shift)), 1 << shift);
+            (Index::truncate(i), span.expect("an entry's span"))
+        })
+    }
+
+    const fn entry_shift(self) -> u32 {
+        INDEX_BITS * (self.0 as u32 - 1)
+    }
+}
+
+/// The block of 512 frames that `gfn` lies in: the unit of locking.
+#[inline]
+pub(crate) const fn block_of(gfn: Gfn) -> u64 {
+    gfn.get() >> INDEX_BITS
+}
+
+/// The blocks that `range` touches.
+pub(crate) fn blocks_of(range: GfnRange) -> Range<u64> {
+    range.start().get() >> INDEX_BITS..((range.end_raw() - 1) >> INDEX_BITS) + 1
+}
+
+/// All frames of the block of `gfn`.
+pub(crate) fn block_range(inside: Gfn) -> GfnRange {
+    GfnRange::new(gfn(block_of(inside) << INDEX_BITS), 1 << INDEX_BITS).expect("a block's span")
+}
+
+/// The frame behind `gfn` in a leaf of `level` that starts at `base`.
+#[inline]
+pub(crate) const fn frame_of(base: Pfn, level: Level, gfn: Gfn) -> Pfn {
+    Pfn::new((base.get() | (gfn.get() & (level.pages() - 1))) as u32)
+}
+
+/// The frames that a leaf of `level` around `inside` maps.
+pub(crate) fn leaf_span(level: Level, inside: Gfn) -> GfnRange {
+    let shift = level.page_shift();
+    GfnRange::new(gfn(inside.get() >> shift << shift), level.pages()).expect("a leaf's span")
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("inside a table of the four-level tree")
+}

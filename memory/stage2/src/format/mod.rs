@@ -1,0 +1,7 @@
+//! Entry formats: the only place in this crate with shifts and masks.
+
+mod ept;
+mod height;
+
+pub(crate) use ept::{decode, encode, qualification};
+pub(crate) use height::{Height, block_of, block_range, blocks_of, frame_of, leaf_span};

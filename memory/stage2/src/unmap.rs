@@ -1,0 +1,187 @@
+//! Unmapping.
+//!
+//! A page goes alone. A range that covers all that a table spans takes the table with it:
+//!
+//! ```text
+//! parent: Table -> Absent      no new walk enters
+//! each child: -> Frozen        the last A and D are in the value swapped out; a walk still inside
+//!                              starts again at the root
+//! the table rides in the flush, and is free when every vCPU has passed
+//! ```
+
+use crate::format::Height;
+use crate::{Cursor, Entry, EntryRef, Flush, Leaf};
+use lacuna_addr::{Gfn, GfnRange};
+use lacuna_tables::TableId;
+
+/// A leaf that was taken out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Removed {
+    /// The first guest frame it mapped.
+    pub gfn: Gfn,
+    /// Where it was.
+    pub at: EntryRef,
+    /// It, with its last A and D.
+    pub leaf: Leaf,
+}
+
+/// One sweep over a range: where removed leaves go, and what the flush must carry.
+struct Sweep<'a, 's> {
+    cursor: &'a Cursor<'s>,
+    range: GfnRange,
+    flush: Flush<'s>,
+    removed: &'a mut dyn FnMut(Removed),
+}
+
+impl<'s> Cursor<'s> {
+    /// Removes every leaf that maps a frame of `range`, also one that reaches beyond it; `removed` is told of
+    /// each, ascending. The frames may be reused when the flush is finished.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `range`, or not all of a 1 GiB leaf found in it.
+    pub fn unmap(&mut self, range: GfnRange, mut removed: impl FnMut(Removed)) -> Flush<'s> {
+        self.assert_holds_all(range);
+        let mut sweep = Sweep {
+            cursor: self,
+            range,
+            flush: self.flush(),
+            removed: &mut removed,
+        };
+        sweep.table(self.stage2.root, Height::ROOT, range.start());
+        sweep.flush
+    }
+
+    /// Removes the leaf that maps `gfn`, if any.
+    ///
+    /// # Panics
+    /// As [`Cursor::unmap`].
+    pub fn unmap_page(&mut self, gfn: Gfn) -> Option<(Removed, Flush<'s>)> {
+        self.assert_holds(gfn);
+        let at = self.stage2.find(gfn)?;
+        self.unmap_at(at, gfn)
+    }
+
+    /// [`Cursor::unmap_page`] without the walk: `at` is where `gfn` was mapped, as the reverse map
+    /// remembers it. `None` when no leaf is there.
+    ///
+    /// # Panics
+    /// As [`Cursor::unmap`]; in debug builds also when `at` is not where `gfn` is mapped.
+    pub fn unmap_at(&mut self, at: EntryRef, gfn: Gfn) -> Option<(Removed, Flush<'s>)> {
+        self.assert_maps(at, gfn);
+        let Entry::Leaf(leaf) = self.stage2.update(at, gfn, removal) else {
+            return None;
+        };
+        let span = leaf.span(gfn);
+        self.assert_holds_large(leaf, span);
+        let mut flush = self.flush();
+        flush.add_stale();
+        Some((
+            Removed {
+                gfn: span.start(),
+                at,
+                leaf,
+            },
+            flush,
+        ))
+    }
+
+    /// That `at` is where `gfn` is mapped, if it is mapped.
+    #[track_caller]
+    #[inline]
+    pub(crate) fn assert_maps(&self, at: EntryRef, gfn: Gfn) {
+        self.assert_holds(gfn);
+        debug_assert!(
+            self.stage2.find(gfn).is_none_or(|found| found == at),
+            "the reverse map has {at:?} for gfn {gfn}, which is mapped elsewhere"
+        );
+    }
+
+    /// A 2 MiB leaf is one block, so whoever holds one of its frames holds it all.
+    fn assert_holds_large(&self, leaf: Leaf, span: GfnRange) {
+        if leaf.level == lacuna_addr::Level::L1G {
+            self.assert_holds_all(span);
+        }
+    }
+}
+
+impl crate::Stage2 {
+    /// Where the leaf is that maps `gfn`. Stable only under a cursor.
+    pub fn find(&self, gfn: Gfn) -> Option<EntryRef> {
+        let mut table = self.root;
+        for height in Height::DOWN {
+            let at = EntryRef::new(table, height.index(gfn));
+            match self.read(at) {
+                Entry::Table(below) => table = below,
+                Entry::Leaf(_) => return Some(at),
+                Entry::Absent | Entry::Frozen => return None,
+            }
+        }
+        None
+    }
+}
+
+impl Sweep<'_, '_> {
+    /// The part of the range under a table of `height` that translates `inside`.
+    fn table(&mut self, table: TableId, height: Height, inside: Gfn) {
+        for (index, span) in height.entries(inside, self.range) {
+            let at = EntryRef::new(table, index);
+            match self.cursor.stage2.read(at) {
+                Entry::Absent => {}
+                Entry::Table(below) if self.range.intersect(span) == Some(span) => {
+                    self.unlink(at, below, height.below(), span.start());
+                }
+                Entry::Table(below) => self.table(below, height.below(), self.start_in(span)),
+                Entry::Leaf(leaf) => {
+                    self.cursor.assert_holds_large(leaf, span);
+                    let old = self.cursor.stage2.update(at, span.start(), removal);
+                    self.report(at, span.start(), old);
+                }
+                Entry::Frozen => unreachable!("a frozen entry in a linked table"),
+            }
+        }
+    }
+
+    /// Takes out `table` of `height`, which `parent` points to, with all below it.
+    fn unlink(&mut self, parent: EntryRef, table: TableId, height: Height, first: Gfn) {
+        self.cursor.stage2.update(parent, first, |_| Entry::Absent);
+        self.freeze(table, height, first);
+    }
+
+    fn freeze(&mut self, table: TableId, height: Height, first: Gfn) {
+        // The range covers the table, so these are all of its entries.
+        for (index, span) in height.entries(first, self.range) {
+            let at = EntryRef::new(table, index);
+            let old = self
+                .cursor
+                .stage2
+                .update(at, span.start(), |_| Entry::Frozen);
+            match old {
+                Entry::Table(below) => self.freeze(below, height.below(), span.start()),
+                old => self.report(at, span.start(), old),
+            }
+        }
+        self.flush.add_table(self.cursor.stage2.arena.detach(table));
+    }
+
+    fn report(&mut self, at: EntryRef, gfn: Gfn, old: Entry) {
+        if let Entry::Leaf(leaf) = old {
+            self.flush.add_stale();
+            (self.removed)(Removed { gfn, at, leaf });
+        }
+    }
+
+    /// A frame of `span` that is in the range.
+    fn start_in(&self, span: GfnRange) -> Gfn {
+        self.range
+            .intersect(span)
+            .expect("entries() yields what overlaps")
+            .start()
+    }
+}
+
+fn removal(found: Entry) -> Entry {
+    match found {
+        Entry::Leaf(_) => Entry::Absent,
+        other => other,
+    }
+}

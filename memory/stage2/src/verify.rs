@@ -1,0 +1,81 @@
+//! Walks everything and asserts. Tests, the simulator and fuzzers call it after each step.
+
+use crate::format::Height;
+use crate::{Counts, Entry, EntryRef, Stage2};
+use lacuna_addr::{Gfn, GfnRange};
+use lacuna_tables::TableId;
+use std::collections::HashSet;
+
+struct Census<'a> {
+    stage2: &'a Stage2,
+    seen: HashSet<TableId>,
+    counts: Counts,
+}
+
+impl Stage2 {
+    /// Asserts, with every stripe locked, that
+    /// * the entries are ones that this crate writes, legal in themselves, of their table's height;
+    /// * no entry is frozen;
+    /// * every table is reachable exactly once, or unlinked and waiting for a shoot-down;
+    /// * the running counts are what is there.
+    ///
+    /// Returns what is there. Walks may go on meanwhile.
+    ///
+    /// # Panics
+    /// When one of these is not so.
+    pub fn verify(&self) -> Counts {
+        let everything = everything();
+        let _locked = self.cursor(everything);
+        let mut census = Census {
+            stage2: self,
+            seen: HashSet::new(),
+            counts: Counts::default(),
+        };
+        census.visit(self.root, Height::ROOT, everything);
+        assert_eq!(
+            census.counts,
+            self.counts(),
+            "what is there and the running counts differ"
+        );
+        assert_eq!(
+            census.seen.len(),
+            self.arena.usage().in_use as usize,
+            "tables that are in use and tables that can be reached differ"
+        );
+        census.counts
+    }
+}
+
+impl Census<'_> {
+    fn visit(&mut self, table: TableId, height: Height, span: GfnRange) {
+        assert!(self.seen.insert(table), "{table:?} is linked twice");
+        for (index, span) in height.entries(span.start(), span) {
+            match self.stage2.read(EntryRef::new(table, index)) {
+                Entry::Absent => {}
+                Entry::Table(below) => {
+                    self.counts.tables += 1;
+                    self.visit(below, height.below(), span);
+                }
+                Entry::Leaf(leaf) => {
+                    assert_eq!(
+                        height.leaf_level(),
+                        Some(leaf.level),
+                        "{leaf:?} at {span:?}"
+                    );
+                    assert_eq!(leaf.defect(), None, "{leaf:?} at {span:?}");
+                    self.counts.leaves[leaf.level as usize - 1] += 1;
+                }
+                Entry::Frozen => panic!("a frozen entry at rest, at {span:?}"),
+            }
+        }
+    }
+}
+
+fn everything() -> GfnRange {
+    let first = Gfn::new(0).expect("zero is a frame");
+    let (_, entry) = Height::ROOT
+        .entries(first, GfnRange::page(first))
+        .next()
+        .expect("an entry");
+    GfnRange::new(first, entry.pages() * lacuna_tables::ENTRIES as u64).expect("48 bits")
+}

@@ -1,0 +1,141 @@
+//! What the hardware does on a TLB miss.
+//!
+//! Without a lock, against every change: each step reads one entry once. A and D are set by
+//! compare-and-swap on the value that was judged, so a leaf that is unmapped or write-protected meanwhile
+//! is judged again. Whoever walks must be online in the VM's `Quiescence`, or hold the cursor over the
+//! gfn: that is what keeps the tables, and the frame in the answer, from being reused.
+
+use crate::format::{self, Height};
+use crate::{Entry, Leaf, Stage2};
+use core::sync::atomic::Ordering;
+use lacuna_addr::{Access, Gfn, Level, Pfn};
+
+/// The outcome of a walk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Walk {
+    /// The access goes through.
+    Hit(Translation),
+    /// It does not (exit 48).
+    Violation(Violation),
+}
+
+/// What a TLB may remember.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Translation {
+    /// The host frame behind the gfn that was asked for, not the leaf's first.
+    pub pfn: Pfn,
+    /// The size of the leaf around it.
+    pub level: Level,
+    /// Writes may go through without another walk: W, and D already set.
+    pub writable: bool,
+    /// Fetches are allowed.
+    pub exec: bool,
+}
+
+/// An access that the tables do not allow.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Violation {
+    /// What was tried.
+    pub access: Access,
+    /// Why not.
+    pub cause: Cause,
+}
+
+/// Why an access does not go through.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cause {
+    /// Nothing is mapped there.
+    Absent,
+    /// This leaf does not grant it.
+    Denied(Leaf),
+}
+
+impl Violation {
+    /// As a processor reports it: bits 2:0 read, write, fetch; bits 5:3 readable, writable, executable.
+    /// Bit 7 (linear address valid) and 8 (final translation) are for the processor to add.
+    pub const fn qualification(self) -> u64 {
+        format::qualification(self)
+    }
+}
+
+/// One judgement of one entry.
+enum Step {
+    Done(Walk),
+    /// Somebody changed the entry between our look and our update.
+    Again,
+}
+
+impl Stage2 {
+    /// Translates an access to `gfn`, setting A, and D for a write.
+    #[inline]
+    pub fn walk(&self, gfn: Gfn, access: Access) -> Walk {
+        loop {
+            if let Step::Done(outcome) = self.walk_once(gfn, access) {
+                return outcome;
+            }
+        }
+    }
+
+    #[inline]
+    fn walk_once(&self, gfn: Gfn, access: Access) -> Step {
+        let mut table = self.root;
+        for height in Height::DOWN {
+            let entry = self.arena.entry(table, height.index(gfn));
+            let raw = entry.load(Ordering::Acquire);
+            match format::decode(raw) {
+                Entry::Table(below) => table = below,
+                Entry::Leaf(leaf) => {
+                    if !grants(leaf, access) {
+                        return violation(access, Cause::Denied(leaf));
+                    }
+                    let used = used(leaf, access);
+                    if used != leaf {
+                        let bits = format::encode(Entry::Leaf(used));
+                        // Relaxed on success: the leaf's publication was acquired by the load above, and
+                        // A and D order nothing. D reaches whoever removes the leaf by the removal itself.
+                        let swap =
+                            entry.compare_exchange(raw, bits, Ordering::Relaxed, Ordering::Relaxed);
+                        if swap.is_err() {
+                            return Step::Again;
+                        }
+                    }
+                    return Step::Done(Walk::Hit(translation(used, gfn)));
+                }
+                Entry::Absent => return violation(access, Cause::Absent),
+                Entry::Frozen => return Step::Again,
+            }
+        }
+        unreachable!("a table pointer among 4 KiB leaves: corrupt stage-2 tables")
+    }
+}
+
+const fn violation(access: Access, cause: Cause) -> Step {
+    Step::Done(Walk::Violation(Violation { access, cause }))
+}
+
+const fn grants(leaf: Leaf, access: Access) -> bool {
+    match access {
+        Access::Read => true,
+        Access::Write => leaf.is_writable(),
+        Access::Fetch => leaf.exec,
+    }
+}
+
+const fn used(leaf: Leaf, access: Access) -> Leaf {
+    Leaf {
+        accessed: true,
+        dirty: leaf.dirty || access.is_write(),
+        ..leaf
+    }
+}
+
+#[inline]
+const fn translation(leaf: Leaf, gfn: Gfn) -> Translation {
+    Translation {
+        pfn: leaf.frame_of(gfn),
+        level: leaf.level,
+        writable: leaf.is_writable() && leaf.dirty,
+        exec: leaf.exec,
+    }
+}

@@ -1,0 +1,306 @@
+//! The command line.
+//!
+//! ```text
+//! lacuna                      a short demonstration
+//! lacuna run IMAGE [...]      one guest, live
+//! lacuna lab [base ...]       experiments
+//! lacuna doctor               what this host can do
+//! ```
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::size::{Size, parse_duration};
+
+/// A guest runs in a fraction of the memory it believes it has.
+#[derive(Clone, PartialEq, Eq, Debug, Parser)]
+#[command(name = "lacuna", version, after_help = EXIT_CODES)]
+pub struct Cli {
+    /// What to do; without it, a short demonstration.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong arguments or image; \
+                          3 this host could not do it.";
+
+/// What can be done.
+#[derive(Clone, PartialEq, Eq, Debug, Subcommand)]
+pub enum Command {
+    /// Run a guest image and show its progress
+    Run(RunArgs),
+    /// Run experiments and print their results
+    Lab(LabArgs),
+    /// Say what this host can do, what is missing, and how to get it
+    Doctor(DoctorArgs),
+}
+
+/// `lacuna run`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct RunArgs {
+    /// A built-in guest (bm, membound, touch, verify), or the path of an ELF64 image
+    pub image: String,
+    /// Memory the guest believes it has
+    #[arg(long, value_name = "SIZE", default_value = "2G")]
+    pub memory: Size,
+    /// Host memory it really gets
+    #[arg(long, value_name = "SIZE", default_value = "512M")]
+    pub resident: Size,
+    /// Virtual processors
+    #[arg(long, value_name = "N", default_value_t = 2,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub vcpus: u32,
+    /// Where pages go: file or mem, with ,latency=1ms and ,dir=PATH if wanted
+    #[arg(long, value_name = "DEVICE", default_value = "file")]
+    pub swap: SwapSpec,
+    /// Run all vCPUs on one thread under the virtual clock: the same seed, the same run
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Words for the guest's own command line
+    #[arg(
+        long,
+        value_name = "WORDS",
+        default_value = "",
+        allow_hyphen_values = true
+    )]
+    pub append: String,
+    /// How the result is told
+    #[command(flatten)]
+    pub output: Output,
+}
+
+/// `lacuna lab`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct LabArgs {
+    /// Which experiments; all of them without a name
+    pub experiments: Vec<Experiment>,
+    /// Fewer and shorter runs: for CI, not for figures to quote
+    #[arg(long)]
+    pub quick: bool,
+    /// How the result is told
+    #[command(flatten)]
+    pub output: Output,
+}
+
+impl LabArgs {
+    /// The chosen experiments, each once.
+    pub fn chosen(&self) -> Vec<Experiment> {
+        let all = Experiment::value_variants();
+        let wanted = |e: &&Experiment| self.experiments.is_empty() || self.experiments.contains(e);
+        all.iter().filter(wanted).copied().collect()
+    }
+}
+
+/// An experiment of the lab.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Experiment {
+    /// Overcommit: what it costs in memory, a fault, an instruction
+    Base,
+}
+
+/// `lacuna doctor`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct DoctorArgs {
+    /// The folder swap files would go to
+    #[arg(long, value_name = "PATH")]
+    pub swap_dir: Option<PathBuf>,
+    /// Print JSON instead of text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How a result is told.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
+pub struct Output {
+    /// Write the result as JSON; - is stdout, which then carries nothing else
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<JsonTarget>,
+    /// Show no progress
+    #[arg(long)]
+    pub quiet: bool,
+}
+
+/// Where JSON goes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum JsonTarget {
+    /// Standard output.
+    Stdout,
+    /// A file, written anew.
+    File(PathBuf),
+}
+
+impl FromStr for JsonTarget {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text {
+            "-" => Self::Stdout,
+            path => Self::File(path.into()),
+        })
+    }
+}
+
+/// A swap device, as `--swap` describes it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SwapSpec {
+    /// What holds the pages.
+    pub medium: SwapMedium,
+    /// Time added to each page, for measurements; zero for none.
+    pub latency: Duration,
+}
+
+/// What holds swapped pages.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SwapMedium {
+    /// An unlinked file in this folder.
+    File {
+        /// The folder; the system's temporary one unless told otherwise.
+        dir: PathBuf,
+    },
+    /// Compressed, in memory that is charged to the resident budget.
+    Memory,
+}
+
+impl FromStr for SwapSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (kind, options) = text.split_once(',').unwrap_or((text, ""));
+        let (mut latency, mut dir) = (Duration::ZERO, None);
+        for option in options.split(',').filter(|option| !option.is_empty()) {
+            match option.split_once('=') {
+                Some(("latency", time)) => {
+                    latency = parse_duration(time).map_err(|error| error.to_string())?;
+                }
+                Some(("dir", path)) if kind == "file" => dir = Some(PathBuf::from(path)),
+                Some(("dir", _)) => return Err("only swap on a file has a folder".into()),
+                _ => return Err(format!("{option:?} is neither latency=TIME nor dir=PATH")),
+            }
+        }
+        let medium = match kind {
+            "file" => SwapMedium::File {
+                dir: dir.unwrap_or_else(std::env::temp_dir),
+            },
+            "mem" => SwapMedium::Memory,
+            _ => return Err(format!("{kind:?} is no swap device; use file or mem")),
+        };
+        Ok(Self { medium, latency })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace())
+    }
+
+    fn run(line: &str) -> RunArgs {
+        match parse(line).unwrap().command {
+            Some(Command::Run(args)) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn no_command_is_the_demonstration() {
+        assert_eq!(parse("lacuna").unwrap().command, None);
+    }
+
+    #[test]
+    fn run_has_the_documented_defaults() {
+        let args = run("lacuna run bm");
+        assert_eq!(
+            (args.memory, args.resident, args.vcpus),
+            (Size(2 << 30), Size(512 << 20), 2)
+        );
+        assert_eq!((args.seed, args.append.as_str()), (None, ""));
+        assert!(matches!(args.swap.medium, SwapMedium::File { .. }));
+    }
+
+    #[test]
+    fn run_reads_everything() {
+        let args = run(
+            "lacuna run x.elf --memory 64M --resident 16M --vcpus 4 --seed 7 --quiet \
+                        --swap mem,latency=1ms --append -v --json -",
+        );
+        assert_eq!(
+            (args.image.as_str(), args.memory, args.vcpus),
+            ("x.elf", Size(64 << 20), 4)
+        );
+        assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
+        let swap = SwapSpec {
+            medium: SwapMedium::Memory,
+            latency: Duration::from_millis(1),
+        };
+        assert_eq!(args.swap, swap);
+        assert_eq!(
+            args.output,
+            Output {
+                json: Some(JsonTarget::Stdout),
+                quiet: true
+            }
+        );
+    }
+
+    #[test]
+    fn swap_devices() {
+        let spec: SwapSpec = "file,dir=/var/tmp,latency=250us".parse().unwrap();
+        assert_eq!(
+            spec.medium,
+            SwapMedium::File {
+                dir: "/var/tmp".into()
+            }
+        );
+        assert_eq!(spec.latency, Duration::from_micros(250));
+        for (text, error) in [
+            ("tape", "\"tape\" is no swap device; use file or mem"),
+            ("mem,dir=/x", "only swap on a file has a folder"),
+            (
+                "file,latency=5",
+                "\"\" is no unit here; use one of ns us ms s min",
+            ),
+            ("file,fast", "\"fast\" is neither latency=TIME nor dir=PATH"),
+        ] {
+            assert_eq!(text.parse::<SwapSpec>(), Err(error.to_owned()));
+        }
+    }
+
+    #[test]
+    fn wrong_arguments_are_refused_with_the_reason() {
+        for (line, reason) in [
+            ("lacuna run", "<IMAGE>"),
+            ("lacuna run bm --vcpus 0", "0 is not in 1..=64"),
+            (
+                "lacuna run bm --memory much",
+                "does not begin with a whole number",
+            ),
+            ("lacuna lab everything", "invalid value 'everything'"),
+            ("lacuna walk", "unrecognized subcommand"),
+        ] {
+            let error = parse(line).unwrap_err();
+            assert!(error.to_string().contains(reason), "{error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+    }
+
+    #[test]
+    fn the_lab_runs_everything_unless_told() {
+        let chosen = |line| match parse(line).unwrap().command {
+            Some(Command::Lab(args)) => args.chosen(),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(chosen("lacuna lab"), Experiment::value_variants());
+        assert_eq!(chosen("lacuna lab base base --quick"), [Experiment::Base]);
+    }
+}

@@ -1,0 +1,269 @@
+//! The checks of `lacuna doctor`, one function each.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use lacuna_lab::external::find;
+use lacuna_lab::host_info::{HostInfo, kib};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use super::Check;
+use crate::size::Size;
+
+/// Less than this, and the default guest does not fit beside anything else.
+const COMFORTABLE_BYTES: u64 = 1 << 30;
+/// What direct I/O wants its buffers, offsets and lengths to be multiples of.
+const BLOCK: usize = 4096;
+
+pub(super) fn cpu(host: &HostInfo) -> Check {
+    let found = format!("{} cores", host.cores);
+    match host.cores {
+        1 => Check::limited(
+            "cpu",
+            "1 core",
+            "two vCPUs will share it; figures will not scale",
+        ),
+        _ => Check::ok("cpu", found),
+    }
+}
+
+pub(super) fn memory() -> Check {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let Some(available) = kib(&meminfo, "MemAvailable") else {
+        return Check::missing("memory", "/proc/meminfo cannot be read", "mount /proc");
+    };
+    let total = kib(&meminfo, "MemTotal").unwrap_or(available);
+    let found = format!("{} available of {}", Size(available), Size(total));
+    if available < COMFORTABLE_BYTES {
+        return Check::limited("memory", found, "give guests less with --resident");
+    }
+    Check::ok("memory", found)
+}
+
+/// The tightest memory limit of the control groups around this process.
+pub(super) fn cgroup() -> Check {
+    let memberships = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    match tightest_limit(&memberships, |path| fs::read_to_string(path).ok()) {
+        Some(limit) if limit < COMFORTABLE_BYTES => {
+            let found = format!("memory limited to {}", Size(limit));
+            Check::limited(
+                "cgroup",
+                found,
+                "raise the limit, or give guests less with --resident",
+            )
+        }
+        Some(limit) => Check::ok("cgroup", format!("memory limited to {}", Size(limit))),
+        None => Check::ok("cgroup", "no memory limit"),
+    }
+}
+
+/// Reads `/proc/self/cgroup` (`cgroups(7)`): version 2 has the line `0::PATH`, version 1 one with
+/// `memory` among its controllers. Limits hold for all groups below, so each parent counts. In
+/// a container the path may be that of the host, and only the root of the mount is visible.
+fn tightest_limit(memberships: &str, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
+    let mut tightest: Option<u64> = None;
+    for line in memberships.lines() {
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else {
+            continue;
+        };
+        let (mount, file) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max"),
+            v1 if v1.split(',').any(|controller| controller == "memory") => {
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            }
+            _ => continue,
+        };
+        for group in Path::new(path).ancestors() {
+            let group = group.to_string_lossy();
+            let limit = read(&format!("{mount}{}/{file}", group.trim_end_matches('/')));
+            // Version 2 says `max` for no limit, version 1 a number close to 2^63.
+            let limit: Option<u64> = limit.and_then(|text| text.trim().parse().ok());
+            let real = limit.filter(|limit| *limit < 1 << 60);
+            tightest = [tightest, real].into_iter().flatten().min();
+        }
+    }
+    tightest
+}
+
+/// Makes an unlinked file, as a run does, and writes one block past the page cache.
+pub(super) fn swap(dir: &Path) -> Check {
+    let shown = dir.display();
+    let file = match tempfile::tempfile_in(dir) {
+        Ok(file) => file,
+        Err(error) => {
+            let found = format!("{shown} cannot hold a file: {error}");
+            return Check::missing("swap", found, "choose a folder: --swap file,dir=PATH");
+        }
+    };
+    let free = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail.saturating_mul(fs.f_frsize));
+    let free = Size(free);
+    match direct_write(&file) {
+        Ok(()) => Check::ok("swap", format!("{shown}: direct I/O, {free} free")),
+        Err(error) => Check::limited(
+            "swap",
+            format!("{shown}: {free} free, no direct I/O ({error})"),
+            "pages will pass the host's page cache; a folder on ext4 or xfs avoids that",
+        ),
+    }
+}
+
+fn direct_write(file: &File) -> io::Result<()> {
+    fcntl_setfl(file, fcntl_getfl(file)? | OFlags::DIRECT)?;
+    let buffer = vec![0_u8; 2 * BLOCK];
+    let aligned = buffer.as_ptr().align_offset(BLOCK);
+    file.write_all_at(&buffer[aligned..aligned + BLOCK], 0)
+}
+
+pub(super) fn io_uring() -> Check {
+    match io_uring::IoUring::new(1) {
+        Ok(_) => Check::ok("io_uring", "can be set up"),
+        Err(error) => {
+            let setting = fs::read_to_string("/proc/sys/kernel/io_uring_disabled");
+            let found = match setting.as_deref().map(str::trim) {
+                Ok(value) if value != "0" => format!("kernel.io_uring_disabled={value}"),
+                _ => format!("cannot be set up: {error}"),
+            };
+            let advice = "swap will use threads; allow it by sysctl or in the container's seccomp";
+            Check::missing("io_uring", found, advice)
+        }
+    }
+}
+
+pub(super) fn huge_pages() -> Check {
+    let path = "/sys/kernel/mm/transparent_hugepage/enabled";
+    let setting = fs::read_to_string(path).unwrap_or_default();
+    match selected(&setting) {
+        Some("never") => Check::limited(
+            "huge_pages",
+            "transparent huge pages: never",
+            format!("echo madvise > {path}"),
+        ),
+        Some(mode) => Check::ok("huge_pages", format!("transparent huge pages: {mode}")),
+        None => Check::missing(
+            "huge_pages",
+            "this kernel has no transparent huge pages",
+            "the frame pool uses small pages; a kernel with CONFIG_TRANSPARENT_HUGEPAGE has more",
+        ),
+    }
+}
+
+/// The chosen one of a setting like `always [madvise] never`.
+fn selected(setting: &str) -> Option<&str> {
+    setting
+        .split_whitespace()
+        .find_map(|word| word.strip_prefix('[')?.strip_suffix(']'))
+}
+
+/// Whether, and how far. The system call itself cannot be made from safe code; the kernel's own
+/// settings say the same, except inside a seccomp filter.
+pub(super) fn userfaultfd() -> Check {
+    let setting = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    let device = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/userfaultfd");
+    match (setting.as_deref().map(str::trim), device) {
+        (Err(_), Err(_)) => Check::missing(
+            "userfaultfd",
+            "this kernel has none",
+            "post-copy and kvm need a kernel with CONFIG_USERFAULTFD",
+        ),
+        (_, Ok(_)) => Check::ok("userfaultfd", "/dev/userfaultfd opens: kernel faults too"),
+        (Ok("1"), _) => Check::ok("userfaultfd", "for everyone, kernel faults too"),
+        (Ok(_), Err(_)) if rustix::process::geteuid().is_root() => {
+            Check::ok("userfaultfd", "for root, kernel faults too")
+        }
+        _ => Check::limited(
+            "userfaultfd",
+            "for user-mode faults only",
+            "enough for the soft backend; kvm needs sysctl vm.unprivileged_userfaultfd=1",
+        ),
+    }
+}
+
+pub(super) fn kvm() -> Check {
+    let path = "/dev/kvm";
+    let nested = "in a virtual machine, turn on nested virtualisation; the soft backend needs none";
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(_) => Check::ok("kvm", "/dev/kvm opens"),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Check::missing("kvm", "/dev/kvm is not there", nested)
+        }
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            let advice = "join its group: sudo usermod -aG kvm $USER, and log in again";
+            Check::missing("kvm", "/dev/kvm may not be opened", advice)
+        }
+        Err(error) => Check::missing("kvm", format!("/dev/kvm: {error}"), nested),
+    }
+}
+
+pub(super) fn compiler() -> Check {
+    match ["cc", "gcc", "clang"].into_iter().find_map(find) {
+        Some(path) => Check::ok("cc", path.display().to_string()),
+        None => Check::missing(
+            "cc",
+            "no C compiler",
+            "needed to build guests, not to run them: sudo apt-get install gcc",
+        ),
+    }
+}
+
+pub(super) fn qemu() -> Check {
+    match find("qemu-system-x86_64") {
+        Some(path) => Check::ok("qemu", path.display().to_string()),
+        None => Check::missing(
+            "qemu",
+            "qemu-system-x86_64 is not installed",
+            "the lab compares with it: sudo apt-get install qemu-system-x86",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tightest_group_counts() {
+        let limit = |memberships: &str, files: &[(&str, &str)]| {
+            tightest_limit(memberships, |path| {
+                let (_, text) = files.iter().find(|(name, _)| *name == path)?;
+                Some((*text).to_owned())
+            })
+        };
+        let v2 = [
+            ("/sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("/sys/fs/cgroup/a/memory.max", "1048576\n"),
+            ("/sys/fs/cgroup/memory.max", "4194304\n"),
+        ];
+        assert_eq!(limit("0::/a/b\n", &v2), Some(1 << 20));
+        assert_eq!(
+            limit("0::/elsewhere\n", &v2),
+            Some(4 << 20),
+            "the mount's root still counts"
+        );
+        assert_eq!(limit("0::/a/b\n", &v2[..1]), None);
+        let v1 = [(
+            "/sys/fs/cgroup/memory/x/memory.limit_in_bytes",
+            "9223372036854771712\n",
+        )];
+        assert_eq!(limit("5:cpu,memory:/x\n4:freezer:/\n", &v1), None);
+        let v1 = [(
+            "/sys/fs/cgroup/memory/x/memory.limit_in_bytes",
+            "134217728\n",
+        )];
+        assert_eq!(
+            limit("5:cpu,memory:/x\n4:freezer:/\n", &v1),
+            Some(128 << 20)
+        );
+    }
+
+    #[test]
+    fn settings_with_a_choice() {
+        assert_eq!(selected("always [madvise] never\n"), Some("madvise"));
+        assert_eq!(selected(""), None);
+    }
+}

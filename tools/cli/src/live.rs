@@ -1,0 +1,280 @@
+//! The live view of a run on a terminal, and the summary at its end everywhere.
+//!
+//! ```text
+//! fault-0  ████████░░░░░░░░  52 %   31.2k/s      one line a thread, a bar where it has a goal
+//! work-0   1.2M              410k/s
+//! resident 512M of 512M (guest: 2G)   swap in 81k out 64k   faults zero 130k major 81k
+//! ```
+
+use std::fmt::Write;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::size::Size;
+use crate::snapshot::{Snapshot, Stalls, Thread};
+
+/// How often a live view is worth redrawing.
+pub const REDRAW: Duration = Duration::from_millis(200);
+
+/// A live view on stderr. Feed it a [`Snapshot`] every [`REDRAW`].
+pub struct Live {
+    screen: MultiProgress,
+    threads: Vec<ProgressBar>,
+    totals: ProgressBar,
+}
+
+impl Live {
+    /// A view where stderr is a terminal; `None` where it would only fill a log.
+    pub fn on_stderr() -> Option<Self> {
+        let target = ProgressDrawTarget::stderr_with_hz(5);
+        std::io::stderr().is_terminal().then(|| Self::on(target))
+    }
+
+    fn on(target: ProgressDrawTarget) -> Self {
+        let screen = MultiProgress::with_draw_target(target);
+        let totals = screen.add(ProgressBar::new_spinner().with_style(style("{msg}")));
+        Self {
+            screen,
+            threads: Vec::new(),
+            totals,
+        }
+    }
+
+    /// Shows `now`.
+    pub fn update(&mut self, now: &Snapshot) {
+        while self.threads.len() < now.threads.len() {
+            let bar = ProgressBar::new(0);
+            self.threads
+                .push(self.screen.insert(self.threads.len(), bar));
+        }
+        let width = now
+            .threads
+            .iter()
+            .map(|thread| thread.name.len())
+            .max()
+            .unwrap_or(0);
+        for (bar, thread) in self.threads.iter().zip(&now.threads) {
+            show_thread(bar, thread, width);
+        }
+        self.totals.set_message(totals(now));
+        self.totals.tick();
+    }
+
+    /// Takes the view away, so that the summary stands alone.
+    pub fn finish(self) {
+        for bar in &self.threads {
+            bar.finish_and_clear();
+        }
+        self.totals.finish_and_clear();
+    }
+}
+
+fn show_thread(bar: &ProgressBar, thread: &Thread, width: usize) {
+    if thread.goal > 0 {
+        bar.set_style(style("{prefix} {bar:24} {percent:>3} %  {msg}"));
+        bar.set_length(thread.goal);
+        bar.set_message(format!("{}/s", short(thread.rate)));
+    } else {
+        bar.set_style(style("{prefix} {msg}"));
+        let count = short(thread.counter as f64);
+        bar.set_message(format!("{count:<24}        {}/s", short(thread.rate)));
+    }
+    bar.set_prefix(format!("{:<width$}", thread.name));
+    bar.set_position(thread.counter);
+}
+
+fn style(template: &str) -> ProgressStyle {
+    let style = ProgressStyle::with_template(template).expect("the template is well formed");
+    style.progress_chars("█░")
+}
+
+fn totals(now: &Snapshot) -> String {
+    let faults: String = now
+        .faults
+        .iter()
+        .map(|f| format!(" {} {}", f.kind, short(f.count as f64)))
+        .collect();
+    format!(
+        "resident {} of {} (guest: {})   swap in {} out {}   faults{faults}",
+        Size(now.resident_bytes),
+        Size(now.budget_bytes),
+        Size(now.memory_bytes),
+        short(now.swap_in as f64),
+        short(now.swap_out as f64),
+    )
+}
+
+/// The summary of a run, for stdout.
+pub fn summary(last: &Snapshot) -> String {
+    let mut text = String::new();
+    let name = last
+        .threads
+        .iter()
+        .map(|thread| thread.name.len())
+        .max()
+        .unwrap_or(0)
+        .max(6);
+    let _ = writeln!(
+        text,
+        "{:<name$}  {:<8}{:>14}{:>12}",
+        "thread", "kind", "steps", "steps/s"
+    );
+    let seconds = last.elapsed.as_secs_f64();
+    for thread in &last.threads {
+        let mean = if seconds > 0.0 {
+            thread.counter as f64 / seconds
+        } else {
+            0.0
+        };
+        let (counter, mean) = (thread.counter, short(mean));
+        let _ = writeln!(
+            text,
+            "{:<name$}  {:<8}{counter:>14}{mean:>12}",
+            thread.name, thread.kind
+        );
+    }
+    let _ = writeln!(
+        text,
+        "\nmemory    guest {}, budget {}, highest {}",
+        Size(last.memory_bytes),
+        Size(last.budget_bytes),
+        Size(last.peak_bytes),
+    );
+    let _ = writeln!(
+        text,
+        "swap      {} pages in, {} out",
+        last.swap_in, last.swap_out
+    );
+    let faults: Vec<String> = last
+        .faults
+        .iter()
+        .map(|faults| format!("{} {}", faults.count, faults.kind))
+        .collect();
+    let _ = writeln!(text, "faults    {}", faults.join(", "));
+    for stalls in &last.stalls {
+        let _ = writeln!(text, "{}", stall_line(stalls));
+    }
+    let _ = writeln!(text, "time      {seconds:.1} s");
+    text
+}
+
+fn stall_line(stalls: &Stalls) -> String {
+    let Stalls {
+        vcpu,
+        count,
+        p50_ns,
+        p99_ns,
+        p999_ns,
+    } = *stalls;
+    let [p50, p99, p999] = [p50_ns, p99_ns, p999_ns].map(time);
+    format!("vcpu {vcpu:<4} {count} stalls, p50 {p50}, p99 {p99}, p99.9 {p999}")
+}
+
+/// `1234567` as `1.23M`: a rate is read, not computed with.
+fn short(value: f64) -> String {
+    let (value, unit) = match value {
+        v if v >= 1e9 => (v / 1e9, "G"),
+        v if v >= 1e6 => (v / 1e6, "M"),
+        v if v >= 1e4 => (v / 1e3, "k"),
+        v => return format!("{v:.0}"),
+    };
+    let decimals = if value >= 100.0 { 0 } else { 1 };
+    format!("{value:.decimals$}{unit}")
+}
+
+/// `1500` ns as `1.5 us`.
+fn time(ns: u64) -> String {
+    match ns {
+        0..1_000 => format!("{ns} ns"),
+        1_000..1_000_000 => format!("{:.1} us", ns as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", ns as f64 / 1e6),
+        _ => format!("{:.1} s", ns as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::Faults;
+    use indicatif::InMemoryTerm;
+
+    fn snapshot() -> Snapshot {
+        let thread = |name: &str, kind: &str, counter, goal, rate| Thread {
+            name: name.into(),
+            kind: kind.into(),
+            counter,
+            goal,
+            rate,
+        };
+        let faults = |kind: &str, count| Faults {
+            kind: kind.into(),
+            count,
+        };
+        Snapshot {
+            elapsed: Duration::from_secs(4),
+            threads: vec![
+                thread("fault-0", "fault", 50_000, 100_000, 12_500.0),
+                thread("work-0", "work", 8_000_000, 0, 2e6),
+            ],
+            memory_bytes: 2 << 30,
+            budget_bytes: 512 << 20,
+            resident_bytes: 512 << 20,
+            peak_bytes: 520 << 20,
+            swap_in: 81_000,
+            swap_out: 640,
+            faults: vec![faults("zero", 131_072), faults("major", 81_000)],
+            stalls: vec![Stalls {
+                vcpu: 0,
+                count: 81_000,
+                p50_ns: 900,
+                p99_ns: 61_500,
+                p999_ns: 2_500_000,
+            }],
+        }
+    }
+
+    #[test]
+    fn a_summary_tells_everything() {
+        let expected = "\
+thread   kind             steps     steps/s
+fault-0  fault            50000       12.5k
+work-0   work           8000000        2.0M
+
+memory    guest 2G, budget 512M, highest 520M
+swap      81000 pages in, 640 out
+faults    131072 zero, 81000 major
+vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
+time      4.0 s
+";
+        assert_eq!(summary(&snapshot()), expected);
+    }
+
+    #[test]
+    fn a_run_that_did_nothing_has_a_summary_too() {
+        assert!(summary(&Snapshot::default()).ends_with("time      0.0 s\n"));
+    }
+
+    #[test]
+    fn the_live_view_has_a_line_a_thread_and_goes_away() {
+        let terminal = InMemoryTerm::new(10, 100);
+        let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
+        let mut live = Live::on(target);
+        live.update(&snapshot());
+        let screen = terminal.contents();
+        let lines: Vec<&str> = screen.lines().collect();
+        assert_eq!(lines.len(), 3, "{screen}");
+        assert!(lines[0].starts_with("fault-0 ████████████░"), "{screen}");
+        assert!(lines[0].ends_with("50 %  12.5k/s"), "{screen}");
+        assert!(
+            lines[1].starts_with("work-0  8.0M ") && lines[1].ends_with("2.0M/s"),
+            "{screen}"
+        );
+        let totals = "resident 512M of 512M (guest: 2G)   swap in 81.0k out 640   \
+                      faults zero 131k major 81.0k";
+        assert_eq!(lines[2], totals);
+        live.finish();
+        assert_eq!(terminal.contents().trim(), "");
+    }
+}

@@ -1,0 +1,109 @@
+//! From a running VM to a [`Snapshot`].
+
+use crate::snapshot::{Faults, Snapshot, Stalls, Thread};
+use lacuna_addr::PageCount;
+use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
+use lacuna_machine::GuestMemory;
+use lacuna_soft::{HostStats, Launch, Observed, Outcome};
+use std::time::Duration;
+
+/// Looks at a run now and then.
+pub struct Observer {
+    last: Snapshot,
+}
+
+impl Observer {
+    /// Before the run.
+    pub fn new(launch: &Launch) -> Self {
+        let last = Snapshot {
+            memory_bytes: launch.memory.bytes(),
+            budget_bytes: launch.resident.bytes(),
+            ..Snapshot::default()
+        };
+        Self { last }
+    }
+
+    /// The run now.
+    pub fn look(&mut self, now: &Observed<'_>) -> &Snapshot {
+        let elapsed = Duration::from_nanos(now.now.0);
+        if let Some(status) = read_status(now) {
+            self.last.threads = threads(&status, &self.last, elapsed);
+        }
+        self.last.elapsed = elapsed;
+        self.count(&now.vm.host().stats(), &now.vm.stalls());
+        &self.last
+    }
+
+    /// The run at its end.
+    pub fn last(&self, outcome: &Outcome) -> Snapshot {
+        let mut last = Self { last: self.last.clone() };
+        last.last.elapsed = Duration::from_nanos(outcome.end.0);
+        last.count(&outcome.host, &outcome.stalls);
+        if let Some(status) = outcome.status.as_ref().and_then(|page| Status::parse(page).ok()) {
+            last.last.threads = threads(&status, &self.last, last.last.elapsed);
+        }
+        last.last
+    }
+
+    fn count(&mut self, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
+        let last = &mut self.last;
+        last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
+        last.peak_bytes = peak_resident();
+        last.swap_in = host.swapped_in;
+        last.swap_out = host.swapped_out;
+        let fault = |kind: &str, count| Faults { kind: kind.into(), count };
+        last.faults = vec![
+            fault("zero-fill", host.faults_zero_fill),
+            fault("resident", host.faults_resident),
+            fault("swap-in", host.faults_swap_in),
+            fault("shared", host.faults_shared_ticket),
+            fault("rescued", host.faults_rescued),
+        ];
+        last.stalls = (0..).zip(stalls).map(|(vcpu, stalls)| stall(vcpu, stalls)).collect();
+    }
+}
+
+
+fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
+    let [p50_ns, p99_ns, p999_ns] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
+    Stalls { vcpu, count: stalls.count(), p50_ns, p99_ns, p999_ns }
+}
+
+/// The status page, where it costs nothing to look: a page that is swapped out is not fetched for it.
+fn read_status(now: &Observed<'_>) -> Option<Status> {
+    let mut page = vec![0; PAGE_BYTES];
+    let gpa = now.board.status_page()?.gpa();
+    now.vm.peek(gpa, &mut page).then(|| Status::parse(&page).ok()).flatten()
+}
+
+fn threads(status: &Status, last: &Snapshot, elapsed: Duration) -> Vec<Thread> {
+    let seconds = elapsed.saturating_sub(last.elapsed).as_secs_f64();
+    let thread = |(index, now): (usize, &lacuna_guest::status::Thread)| {
+        let before = last.threads.get(index).map_or(0, |thread| thread.counter);
+        let steps = now.counter.saturating_sub(before) as f64;
+        Thread {
+            name: now.name.clone(),
+            kind: kind(now.kind).into(),
+            counter: now.counter,
+            goal: now.goal.unwrap_or(0),
+            rate: if seconds > 0.0 { steps / seconds } else { 0.0 },
+        }
+    };
+    status.threads.iter().enumerate().map(thread).collect()
+}
+
+const fn kind(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Worker => "work",
+        Kind::Faulter => "fault",
+        Kind::Other => "other",
+    }
+}
+
+/// This process's highest resident memory in bytes (`VmHWM`, proc(5)): frames, tables, program, all.
+fn peak_resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+    kib.unwrap_or(0) << 10
+}

@@ -1,0 +1,133 @@
+//! What a run looks like at one moment, and how it ended: the data behind the live view, the
+//! summary and `--json`.
+
+use std::time::Duration;
+
+use lacuna_lab::host_info::HostInfo;
+use lacuna_lab::result::SCHEMA;
+use serde::Serialize;
+
+/// A run at one moment. All counts are since its start.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct Snapshot {
+    /// Time since the guest started: the virtual clock's in a seeded run.
+    #[serde(rename = "elapsed_seconds", serialize_with = "seconds")]
+    pub elapsed: Duration,
+    /// The guest's threads, in the order it made them.
+    pub threads: Vec<Thread>,
+    /// Memory the guest believes it has, in bytes.
+    pub memory_bytes: u64,
+    /// Host memory it may have, in bytes.
+    pub budget_bytes: u64,
+    /// Host memory it has, in bytes.
+    pub resident_bytes: u64,
+    /// The most it had, its swap page cache included, in bytes.
+    pub peak_bytes: u64,
+    /// Pages read back from swap.
+    pub swap_in: u64,
+    /// Pages written to swap.
+    pub swap_out: u64,
+    /// Faults by kind, in the order to show them.
+    pub faults: Vec<Faults>,
+    /// How long each vCPU was stopped by missing pages.
+    pub stalls: Vec<Stalls>,
+}
+
+/// A thread of the guest.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct Thread {
+    /// The name the guest gave it.
+    pub name: String,
+    /// What it does: `fault`, `work`, `verify`.
+    pub kind: String,
+    /// Steps it has done.
+    pub counter: u64,
+    /// Steps it will do; 0 where it goes on until it is stopped.
+    pub goal: u64,
+    /// Steps a second, lately.
+    pub rate: f64,
+}
+
+/// Faults of one kind.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Faults {
+    /// `zero`, `minor`, `major`, `spurious`: what it took to answer them.
+    pub kind: String,
+    /// How many.
+    pub count: u64,
+}
+
+/// Times a vCPU could not run because a page was missing.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Stalls {
+    /// Index of the vCPU.
+    pub vcpu: u32,
+    /// How many.
+    pub count: u64,
+    /// Half of them were at most this long, in nanoseconds.
+    pub p50_ns: u64,
+    /// 99 of 100.
+    pub p99_ns: u64,
+    /// 999 of 1000.
+    pub p999_ns: u64,
+}
+
+/// How a run ended, as `lacuna run --json` writes it.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct RunReport {
+    /// Version of the form ([`SCHEMA`]).
+    pub schema: u32,
+    /// Where it ran.
+    pub host: HostInfo,
+    /// The command line that reproduces it.
+    pub command: String,
+    /// Everything that was chosen, defaults included.
+    pub options: RunOptions,
+    /// Whether the guest was content: `done`, or the reason it was not, in words.
+    pub outcome: String,
+    /// The exit code of the command.
+    pub exit_code: u8,
+    /// Digest of the whole run; only a seeded run has one.
+    pub trace_hash: Option<String>,
+    /// The run at its end.
+    pub last: Snapshot,
+}
+
+/// What a run was started with.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub struct RunOptions {
+    /// The image.
+    pub image: String,
+    /// Guest memory, in bytes.
+    pub memory_bytes: u64,
+    /// Host memory, in bytes.
+    pub resident_bytes: u64,
+    /// Virtual processors.
+    pub vcpus: u32,
+    /// The swap device in `--swap`'s own words.
+    pub swap: String,
+    /// The seed of a deterministic run.
+    pub seed: Option<u64>,
+    /// The guest's command line.
+    pub append: String,
+}
+
+impl RunReport {
+    /// A report of a run on this machine.
+    pub fn new(options: RunOptions, last: Snapshot) -> Self {
+        Self {
+            schema: SCHEMA,
+            host: HostInfo::detect(),
+            command: std::env::args().collect::<Vec<_>>().join(" "),
+            options,
+            outcome: "done".into(),
+            exit_code: 0,
+            trace_hash: None,
+            last,
+        }
+    }
+}
+
+fn seconds<S: serde::Serializer>(elapsed: &Duration, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64(elapsed.as_secs_f64())
+}
