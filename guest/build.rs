@@ -24,12 +24,22 @@ const LINK: [&str; 6] = [
 ];
 
 fn main() {
-    for path in ["build.rs", "include", "kernel", "user", "workloads", "native"] {
+    for path in [
+        "build.rs",
+        "include",
+        "kernel",
+        "user",
+        "workloads",
+        "native",
+    ] {
         println!("cargo:rerun-if-changed={path}");
     }
     println!("cargo:rerun-if-env-changed=LACUNA_GUEST_CC");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let build = Build { cc: env::var_os("LACUNA_GUEST_CC").unwrap_or("cc".into()), out };
+    let build = Build {
+        cc: env::var_os("LACUNA_GUEST_CC").unwrap_or("cc".into()),
+        out,
+    };
     build.check_compiler();
 
     let kernel = build.compile_all("kernel", &sources("kernel", &["program"]));
@@ -69,10 +79,16 @@ impl Build {
         let found = Command::new(&self.cc).arg("-dumpmachine").output();
         let machine = match &found {
             Ok(o) => String::from_utf8_lossy(&o.stdout).trim().to_string(),
-            Err(e) => fail(&format!("cannot run {:?}: {e}. To build the guest: {help}", self.cc)),
+            Err(e) => fail(&format!(
+                "cannot run {:?}: {e}. To build the guest: {help}",
+                self.cc
+            )),
         };
         if !machine.starts_with("x86_64") {
-            fail(&format!("{:?} compiles for {machine:?}, the guest is x86-64: {help}", self.cc));
+            fail(&format!(
+                "{:?} compiles for {machine:?}, the guest is x86-64: {help}",
+                self.cc
+            ));
         }
     }
 
@@ -87,10 +103,21 @@ impl Build {
     }
 
     fn compile(&self, flags: &str, source: &Path, extra: &[String]) -> PathBuf {
-        let ext = source.extension().and_then(|e| e.to_str()).unwrap_or_default();
+        let ext = source
+            .extension()
+            .and_then(|e| e.to_str())
+            .unwrap_or_default();
         let folder = source.parent().map(stem).unwrap_or_default();
-        let object = self.out.join(format!("{flags}-{folder}-{}-{ext}.o", stem(source)));
-        run(self.cc(flags).args(extra).arg("-c").arg(source).arg("-o").arg(&object));
+        let object = self
+            .out
+            .join(format!("{flags}-{folder}-{}-{ext}.o", stem(source)));
+        run(self
+            .cc(flags)
+            .args(extra)
+            .arg("-c")
+            .arg(source)
+            .arg("-o")
+            .arg(&object));
         object
     }
 
@@ -104,14 +131,18 @@ impl Build {
         let objects = self.compile_all("user", &parts);
         let program = folder.join("program.elf");
         let mut link = self.cc("user");
-        link.args(LINK).args(["-T", "user/user.ld", "-o"]).arg(&program);
+        link.args(LINK)
+            .args(["-T", "user/user.ld", "-o"])
+            .arg(&program);
         run(link.args(objects).args(library));
 
         let include = format!("-Wa,-I{}", folder.display());
         let blob = self.compile("kernel", Path::new("kernel/program.S"), &[include]);
         let image = self.out.join(format!("{name}.elf"));
         let mut link = self.cc("kernel");
-        link.args(LINK).args(["-T", "kernel/kernel.ld", "-o"]).arg(&image);
+        link.args(LINK)
+            .args(["-T", "kernel/kernel.ld", "-o"])
+            .arg(&image);
         run(link.args(kernel).arg(blob));
     }
 
@@ -126,19 +157,25 @@ impl Build {
         let code = ["workloads/cpubench.c", "workloads/cpubench.S"].map(Path::new);
         let objects = code.map(|f| self.compile("user", f, &rename));
         let mut link = Command::new(&self.cc);
-        link.args(["-O2", "-Wall", "-Wextra", "-Werror", "-Iinclude", "-o"]).arg(&to);
+        link.args(["-O2", "-Wall", "-Wextra", "-Werror", "-Iinclude", "-o"])
+            .arg(&to);
         run(link.args(objects).args(["native/shim.c", "user/format.c"]));
     }
 }
 
 fn stem(path: &Path) -> String {
-    path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default()
+    path.file_stem()
+        .map(|s| s.to_string_lossy().into_owned())
+        .unwrap_or_default()
 }
 
 fn run(command: &mut Command) {
     match command.output() {
         Ok(o) if o.status.success() => {}
-        Ok(o) => fail(&format!("{command:?}\n{}", String::from_utf8_lossy(&o.stderr))),
+        Ok(o) => fail(&format!(
+            "{command:?}\n{}",
+            String::from_utf8_lossy(&o.stderr)
+        )),
         Err(e) => fail(&format!("{command:?}: {e}")),
     }
 }

@@ -79,7 +79,9 @@ static inline uint64_t lacuna_random(uint64_t *state) {
 }
 
 /* Uniform below n, for n < 2^32: one multiplication, no division. */
-static inline uint64_t lacuna_below(uint64_t random, uint64_t n) { return (random >> 32) * n >> 32; }
+static inline uint64_t lacuna_below(uint64_t random, uint64_t n) {
+    return (random >> 32) * n >> 32;
+}
 
 #pragma GCC visibility pop
 

@@ -8,6 +8,7 @@
 #define SEL_UCODE 0x23
 #define SEL_TSS 0x28
 
+#define VEC_UD 6
 #define VEC_PF 14
 #define VEC_TIMER 32
 #define VEC_RESCHED 33

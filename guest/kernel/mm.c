@@ -6,9 +6,9 @@
  *
  * Whatever lies below 1 MiB is the loader's (start info, command line, its page tables) and is
  * never touched except for the SIPI trampoline. The heap serves the kernel, page tables and the
- * private pages of processes; everything else is the arena. Arena pages are never read or written by the
- * kernel: their first touch belongs to the workload. Their page tables are ordinary heap pages
- * shared by all address spaces, so that the host may take them away like anything else.
+ * private pages of processes; everything else is the arena. Arena pages are never read or written
+ * by the kernel: their first touch belongs to the workload. Their page tables are ordinary heap
+ * pages shared by all address spaces, so that the host may take them away like anything else.
  */
 #include "kernel.h"
 #include "pvh.h"

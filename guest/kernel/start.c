@@ -40,6 +40,8 @@ static void start_cpus(void) {
     cpu_init(0);
     time_init();
     info->tsc_khz = tsc_khz;
+    const char *how = lacuna_find_param(info->cmdline, "syscall");
+    info->syscall_by_ud2 = how && how[0] == 'u';
     sched_init(boot_param("tick_us", 1000), boot_param("slice_us", 4000));
     __atomic_store_n(&cpus_released, 1, __ATOMIC_SEQ_CST);
     const char *ap = lacuna_find_param(info->cmdline, "ap");

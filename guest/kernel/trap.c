@@ -78,10 +78,19 @@ static void kill(struct thread *t) {
     thread_exit(t, LACUNA_EXIT_FAULT + (u32)v);
 }
 
+/* ud2 in place of syscall: undo the mark, step over the instruction. */
+static bool is_ud2_call(struct frame *f) {
+    if (f->vector != VEC_UD || !info->syscall_by_ud2 || f->rax >> 32 != LACUNA_UD2_MARK)
+        return false;
+    f->rax = (u32)f->rax;
+    f->rip += 2;
+    return true;
+}
+
 _Noreturn void trap_user(struct thread *t) {
     struct cpu *c = this_cpu();
     u64 vector = t->frame.vector;
-    if (vector == VEC_SYSCALL)
+    if (vector == VEC_SYSCALL || is_ud2_call(&t->frame))
         syscall(c, t);
     else if (vector >= 32)
         interrupt(c, vector);

@@ -25,13 +25,22 @@ pub struct Image {
 }
 
 const fn param(name: &'static str, default: &'static str, about: &'static str) -> Param {
-    Param { name, default, about }
+    Param {
+        name,
+        default,
+        about,
+    }
 }
 
 /// Parameters that the kernel reads, whatever the workload.
 pub const KERNEL_PARAMS: &[Param] = &[
     param("smp", "1", "vCPUs, APIC ids 0 to smp - 1"),
-    param("ap", "sipi", "direct: all vCPUs start at e_entry; sipi: the first starts the others"),
+    param(
+        "ap",
+        "sipi",
+        "direct: all vCPUs start at e_entry; sipi: the first starts the others",
+    ),
+    param("syscall", "syscall", "ud2: programs call the kernel by ud2, for kvm_pvm hosts"),
     param("tick_us", "1000", "timer tick, microseconds"),
     param("slice_us", "4000", "time slice, microseconds"),
 ];
@@ -52,10 +61,18 @@ static IMAGES: &[Image] = &[
         "bm",
         "faulting processes beside counting ones (the 2010 talk's benchmark)",
         &[
-            param("faulters", "smp", "processes that access the arena at random, half writes"),
+            param(
+                "faulters",
+                "smp",
+                "processes that access the arena at random, half writes"
+            ),
             param("workers", "smp", "processes that count"),
             param("seconds", "10", "how long, seconds"),
-            param("accesses", "0", "or: until each faulter made that many accesses"),
+            param(
+                "accesses",
+                "0",
+                "or: until each faulter made that many accesses"
+            ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the random places"),
         ]
@@ -67,9 +84,17 @@ static IMAGES: &[Image] = &[
             param("threads", "smp", "threads, each with its own part"),
             param("rounds", "3", "times every page is checked and rewritten"),
             param("pages", "all", "how many pages"),
-            param("pattern", "keyed", "keyed: lz4 packs it 12:1; random: incompressible"),
+            param(
+                "pattern",
+                "keyed",
+                "keyed: lz4 packs it 12:1; random: incompressible"
+            ),
             param("seed", "1", "of patterns, page classes and order"),
-            param("clear", "0", "1: zero all pages first, for a VMM whose firmware dirties them"),
+            param(
+                "clear",
+                "0",
+                "1: zero all pages first, for a VMM whose firmware dirties them"
+            ),
         ]
     ),
     image!(
@@ -96,7 +121,11 @@ static IMAGES: &[Image] = &[
         "instructions a second: alu, mem256k, mem64m, branchy",
         &[
             param("test", "all", "alu, mem256k, mem64m, branchy or all"),
-            param("iters", "by test", "loop iterations (branchy: passes of 21604 instructions)"),
+            param(
+                "iters",
+                "by test",
+                "loop iterations (branchy: passes of 21604 instructions)"
+            ),
         ]
     ),
     image!(
@@ -121,7 +150,11 @@ static IMAGES: &[Image] = &[
         "random",
         "random bytes as code",
         &[
-            param("level", "3", "3: in confined processes; 0: in the kernel, once"),
+            param(
+                "level",
+                "3",
+                "3: in confined processes; 0: in the kernel, once"
+            ),
             param("seed", "1", "of the bytes; round n uses seed + n"),
             param("count", "100", "rounds at level 3"),
             param("limit_us", "2000", "time limit of a round, microseconds"),
@@ -133,7 +166,11 @@ static IMAGES: &[Image] = &[
         &[
             param("count", "2000", "random indexes beside the usual ranges"),
             param("seed", "1", "of indexes and values"),
-            param("wild", "0", "1: write the vital ones too, last; the guest may not survive"),
+            param(
+                "wild",
+                "0",
+                "1: write the vital ones too, last; the guest may not survive"
+            ),
         ]
     ),
     image!("triple", "a deliberate triple fault", &[]),

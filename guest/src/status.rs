@@ -158,7 +158,10 @@ impl Status {
 impl Thread {
     fn parse(entry: &[u8]) -> Self {
         let name = &entry[NAME_AT..NAME_AT + NAME_BYTES];
-        let name = name.iter().take_while(|b| **b != 0).filter(|b| (32..127).contains(*b));
+        let name = name
+            .iter()
+            .take_while(|b| **b != 0)
+            .filter(|b| (32..127).contains(*b));
         Self {
             counter: u64_at(entry, COUNTER_AT),
             goal: Some(u64_at(entry, GOAL_AT)).filter(|g| *g != 0),
@@ -210,7 +213,10 @@ mod tests {
         assert_eq!(status.state, State::Running);
         assert_eq!(status.threads.len(), 2);
         let t = &status.threads[1];
-        assert_eq!((t.counter, t.goal, t.kind, t.cpu), (77, Some(100), Kind::Faulter, 3));
+        assert_eq!(
+            (t.counter, t.goal, t.kind, t.cpu),
+            (77, Some(100), Kind::Faulter, 3)
+        );
         assert_eq!(t.name, "fault0");
         assert_eq!(status.threads[0].goal, None);
     }

@@ -47,12 +47,16 @@ static int writes_text(uint64_t unused) {
     return 0;
 }
 
-static int divides(uint64_t zero) { return (int)(1 / zero); }
+static int divides(uint64_t zero) {
+    __asm__ volatile("divq %0" : : "r"(zero), "a"(1), "d"(0) : "cc");
+    return 0;
+}
 
-static int spins(uint64_t unused) {
-    lacuna_confine(3000000);
-    for (;;)
-        unused++;
+static int spins(uint64_t us) {
+    lacuna_confine(us * 1000);
+    while (!shared()->woke_at) {
+    }
+    return 0;
 }
 
 static int status_of(lacuna_main_fn *fn, uint64_t arg) {
@@ -66,7 +70,7 @@ static void endings_have_their_status(void) {
     CHECK(status_of(faults, 0) == LACUNA_EXIT_FAULT + 14);
     CHECK(status_of(writes_text, 0) == LACUNA_EXIT_FAULT + 14);
     CHECK(status_of(divides, 0) == LACUNA_EXIT_FAULT + 0);
-    CHECK(status_of(spins, 0) == LACUNA_EXIT_TIMEOUT);
+    CHECK(status_of(spins, 3000) == LACUNA_EXIT_TIMEOUT);
     for (uint64_t i = 0; i < 8; i++)
         CHECK(lacuna_spawn(exits_with, i, i) >= 0);
     CHECK(lacuna_wait() == 7);
@@ -125,7 +129,7 @@ static void memory_comes_back(void) {
 static void threads_run_out_gracefully(void) {
     int n = 0;
     shared()->done = 0;
-    while (lacuna_spawn(sleeps, 30, LACUNA_ANY_CPU) >= 0)
+    while (lacuna_spawn(sleeps, 1000, LACUNA_ANY_CPU) >= 0)
         n++;
     CHECK(n == LACUNA_MAX_THREADS - 1);
     CHECK(lacuna_wait() == 0);

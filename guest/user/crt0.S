@@ -1,20 +1,23 @@
-/* Where programs and threads begin, and the system call itself. */
-#include "lacuna/abi.h"
-
+/*
+ * Where programs and threads begin. Both end in lacuna_exit with what their function returned.
+ * The stack is entered as by a call (rsp + 8 is a multiple of 16) and aligned for the next one.
+ */
     .text
     .globl _start
 _start:
+    subq $8, %rsp
     call main
-1:  movl %eax, %edi
-    movl $LACUNA_SYS_EXIT, %eax
-    syscall
+    movl %eax, %edi
+    call lacuna_exit
 
     .globl thread_start
     .hidden thread_start
 thread_start: /* rdi = function, rsi = argument */
+    subq $8, %rsp
     movq %rdi, %rax
     movq %rsi, %rdi
     call *%rax
-    jmp 1b
+    movl %eax, %edi
+    call lacuna_exit
 
     .section .note.GNU-stack, "", @progbits

@@ -9,12 +9,19 @@ __attribute__((visibility("hidden"))) void thread_start(void);
 
 static uint64_t call(uint64_t number, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
     register uint64_t r10 __asm__("r10") = d;
-    uint64_t result;
-    __asm__ volatile("syscall"
-                     : "=a"(result)
-                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10)
-                     : "rcx", "r11", "memory");
-    return result;
+    if (INFO->syscall_by_ud2) {
+        number |= LACUNA_UD2_MARK << 32;
+        __asm__ volatile("ud2"
+                         : "+a"(number)
+                         : "D"(a), "S"(b), "d"(c), "r"(r10)
+                         : "memory");
+    } else {
+        __asm__ volatile("syscall"
+                         : "+a"(number)
+                         : "D"(a), "S"(b), "d"(c), "r"(r10)
+                         : "rcx", "r11", "memory");
+    }
+    return number;
 }
 
 int lacuna_printf(const char *fmt, ...) {

@@ -14,6 +14,8 @@ static inline uint64_t pattern_keyed(uint64_t key, uint64_t word) {
 }
 
 /* Every word another: nothing to pack. */
-static inline uint64_t pattern_random(uint64_t key, uint64_t word) { return lacuna_mix(key + word); }
+static inline uint64_t pattern_random(uint64_t key, uint64_t word) {
+    return lacuna_mix(key + word);
+}
 
 #endif

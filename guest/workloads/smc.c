@@ -18,7 +18,9 @@ static uint64_t offered, taken; /* cross: rounds written, rounds run */
 
 static char *code(uint64_t page) { return lacuna_arena() + page * PAGE; }
 
-static void put32(char *at, uint32_t v) { __asm__ volatile("movl %1, (%0)" : : "r"(at), "r"(v) : "memory"); }
+static void put32(char *at, uint32_t v) {
+    __asm__ volatile("movl %1, (%0)" : : "r"(at), "r"(v) : "memory");
+}
 
 /* movl $value, %eax; ret */
 static void put_function(char *at, uint32_t value) {
@@ -36,9 +38,7 @@ static void serialize(void) {
 
 static uint32_t value_of(uint64_t n) { return (uint32_t)lacuna_mix(n); }
 
-static uint32_t next_once(uint64_t n) {
-    return run(code(0), value_of(n));
-}
+static uint32_t next_once(uint64_t n) { return run(code(0), value_of(n)); }
 
 static uint32_t call_once(uint64_t n) {
     put32(code(1) + 1, value_of(n));

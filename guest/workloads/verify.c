@@ -8,8 +8,9 @@
  *   1/8  read:    only read, must stay zero
  *   1/8  left:    not touched before the end, must be zero
  *
- * pattern=keyed leaves compressors something to find, pattern=random nothing (pattern.h). The host must give zeroed memory; where
- * firmware leaves its dirt in it, as QEMU's does, clear=1 zeroes all pages first.
+ * pattern=keyed leaves compressors something to find, pattern=random nothing (pattern.h). The host
+ * must give zeroed memory; where firmware leaves its dirt in it, as QEMU's does, clear=1 zeroes all
+ * pages first.
  */
 #include "pattern.h"
 #include "permute.h"

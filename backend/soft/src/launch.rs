@@ -9,6 +9,7 @@ use lacuna_machine::{Board, Console, Ending, GuestMemory, Image};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 /// Where pages go that have no frame.
@@ -132,11 +133,15 @@ impl Launch {
         let vcpus = vm.boot(image, &self.full_command_line())?;
         let board = Board::new(console);
         let background = host.spawn_background()?;
-        std::thread::scope(|scope| {
-            let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
-            while !runner.is_finished() {
+        let watcher = thread::current();
+        thread::scope(|scope| {
+            let runner = scope.spawn(|| {
+                drop(lacuna_machine::run(vcpus, &board, &*vm));
+                watcher.unpark();
+            });
+            while !runner.is_finished() && board.ending().is_none() {
                 watch(&Observed { vm: &vm, board: &board, now: clock.now() });
-                std::thread::sleep(WATCH);
+                thread::park_timeout(WATCH);
             }
         });
         drop(background);

@@ -30,7 +30,7 @@ mod stall;
 mod vcpu;
 mod vm;
 
-pub use lacuna_host::HostStats;
+pub use lacuna_host::{Host, HostError, HostStats};
 pub use launch::{Launch, Observed, Outcome, Swap};
 pub use seeded::{Guest, Trace, World, WorldConfig};
 pub use stall::Stalls;

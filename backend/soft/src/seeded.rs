@@ -13,7 +13,7 @@ use crate::vcpu::{Step, Vcpu, Wait};
 use crate::Vm;
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
-use lacuna_machine::{Board, Ending, Next, Vcpu as _, VcpuError, dispatch};
+use lacuna_machine::{Board, Ending, Next, VcpuError, dispatch};
 use lacuna_sync::{Clock, Nanos, VirtualClock};
 use std::sync::Arc;
 
@@ -57,7 +57,8 @@ enum State {
     Ready,
     Halted(Option<Nanos>),
     Page(Ticket),
-    Memory,
+    /// Out of frames; worth another try when the next write-out has completed.
+    Memory(Nanos),
     Over,
 }
 
@@ -139,7 +140,8 @@ impl World {
         let mut ready = Vec::with_capacity(self.runners.len());
         for (index, runner) in self.runners.iter_mut().enumerate() {
             let awake = match &runner.state {
-                State::Ready | State::Memory => true,
+                State::Ready => true,
+                State::Memory(until) => *until <= now,
                 State::Halted(until) => {
                     runner.vcpu.is_poked() || until.is_some_and(|at| at <= now)
                 }
@@ -157,7 +159,7 @@ impl World {
         let fuel = self.rng.u64(1..=SLICE_MAX);
         let runner = &mut self.runners[index];
         let before = runner.vcpu.retired();
-        if matches!(runner.state, State::Memory)
+        if matches!(runner.state, State::Memory(_))
             && let Err(error) = runner.vcpu.reclaim()
         {
             let (vm, board) = &self.guests[runner.guest];
@@ -171,7 +173,9 @@ impl World {
         match step {
             Step::Ran | Step::Wait(Wait::Busy) => {}
             Step::Wait(Wait::Halt(until)) => runner.state = State::Halted(until),
-            Step::Wait(Wait::Memory) => runner.state = State::Memory,
+            Step::Wait(Wait::Memory) => {
+                runner.state = State::Memory(self.host.next_completion().unwrap_or_default());
+            }
             Step::Wait(Wait::Page(ticket)) => {
                 self.host.start(&ticket);
                 runner.state = State::Page(ticket);
@@ -201,7 +205,8 @@ impl World {
     fn idle(&mut self) {
         let timers = self.runners.iter().filter_map(|r| match r.state {
             State::Halted(until) => until,
-            _ => None,
+            State::Memory(until) => Some(until),
+            State::Ready | State::Page(_) | State::Over => None,
         });
         match timers.chain(self.host.next_completion()).min() {
             Some(at) => {

@@ -46,13 +46,11 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     ("lacuna-guest", &[]),
-    // The lab measures the host memory manager itself, not only machines that use it.
     (
         "lacuna-lab",
         &[
             "lacuna-addr",
             "lacuna-sync",
-            "lacuna-host",
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-guest",

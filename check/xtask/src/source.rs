@@ -177,11 +177,8 @@ mod tests {
 
     #[test]
     fn long_lines_and_notes() {
-        let text = format!(
-            "short\n{}\n// {}: later\n// see https://{0}\n",
-            "ä".repeat(101),
-            NOTES[1]
-        );
+        let (long, note) = ("ä".repeat(101), NOTES[1]);
+        let text = format!("short\n{long}\n// {note}: later\n// see https://{long}\n");
         assert_eq!(lines(&check_text("a.rs", &text)), [2, 3]);
         assert!(check_text("a.rs", &"ä".repeat(100)).is_empty());
     }
@@ -198,10 +195,10 @@ mod tests {
 
     #[test]
     fn unsafe_needs_its_reason_near() {
-        let good = "fn f() {\n    // SAFETY: the pointer is ours,\n    // and aligned.\n    let x =\n\
+        let good = "fn f() {\n    // SAFETY: p is ours,\n    // and aligned.\n    let x =\n\
                     \x20       unsafe { *p };\n}";
         assert!(check_code("a.rs", good, &scan(good).unwrap()).is_empty());
-        let bad = "// SAFETY: too far away\nfn f() {\n  a();\n  b();\n  c();\n  unsafe { *p };\n}";
+        let bad = "// SAFETY: too far\nfn f() {\n  a();\n  b();\n  c();\n  unsafe { *p };\n}";
         assert_eq!(lines(&check_code("a.rs", bad, &scan(bad).unwrap())), [6]);
         let none = "unsafe impl Send for X {}";
         assert_eq!(lines(&check_code("a.rs", none, &scan(none).unwrap())), [1]);

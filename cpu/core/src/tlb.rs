@@ -50,6 +50,8 @@ const EMPTY: Entry =
 /// A direct-mapped cache of translations for one privilege.
 pub struct Tlb {
     entries: Box<[Entry; ENTRIES]>,
+    /// A bit for each entry that is not empty, so that a flush costs what was used.
+    used: [u64; ENTRIES / 64],
 }
 
 // SAFETY: the raw pointers are copies of HostPages, which belong to a vCPU, not to a thread: they stay
@@ -59,14 +61,20 @@ unsafe impl Send for Tlb {}
 impl Default for Tlb {
     fn default() -> Self {
         let entries = vec![EMPTY; ENTRIES].into_boxed_slice();
-        Self { entries: entries.try_into().unwrap_or_else(|_| unreachable!("length is ENTRIES")) }
+        let Ok(entries) = entries.try_into() else { unreachable!("the length is ENTRIES") };
+        Self { entries, used: [0; ENTRIES / 64] }
     }
 }
 
 impl Tlb {
     #[inline(always)]
+    fn index(va: u64) -> usize {
+        (va >> PAGE_SHIFT) as usize & (ENTRIES - 1)
+    }
+
+    #[inline(always)]
     fn entry(&self, va: u64) -> &Entry {
-        &self.entries[(va >> PAGE_SHIFT) as usize & (ENTRIES - 1)]
+        &self.entries[Self::index(va)]
     }
 
     /// Loads an aligned word; `None` on a miss or when `va` is not aligned to it.
@@ -155,7 +163,9 @@ impl Tlb {
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
         let write = rights.write && page.is_writable() && !page.is_watched();
-        self.entries[(va >> PAGE_SHIFT) as usize & (ENTRIES - 1)] = Entry {
+        let index = Self::index(va);
+        self.used[index / 64] |= 1 << (index % 64);
+        self.entries[index] = Entry {
             read: tag,
             write: if write { tag } else { INVALID },
             host: page.base().as_ptr().wrapping_sub(tag as usize),
@@ -165,12 +175,17 @@ impl Tlb {
 
     /// Forgets everything.
     pub fn flush(&mut self) {
-        self.entries.fill(EMPTY);
+        for (word, used) in self.used.iter_mut().enumerate() {
+            while *used != 0 {
+                self.entries[word * 64 + used.trailing_zeros() as usize] = EMPTY;
+                *used &= *used - 1;
+            }
+        }
     }
 
     /// Forgets the translation of `va`'s page.
     pub fn flush_page(&mut self, va: u64) {
-        self.entries[(va >> PAGE_SHIFT) as usize & (ENTRIES - 1)] = EMPTY;
+        self.entries[Self::index(va)] = EMPTY;
     }
 
     /// Takes the write right from every translation to `gfn`: it is watched from now on.

@@ -3,15 +3,15 @@
 //! ```text
 //! any thread            ApicBus (shared)                     Lapic (its vCPU's own)
 //! post(i, vector) --->  Inbox i: IRR, 256 atomic bits  ---> pending(): highest IRR above PPR
-//!   + Wake::wake(i)     id, LDR: who is addressed            accept(v): IRR -> ISR,  EOI: ISR -> out
+//!   + Wake::wake(i)     LDR: who is addressed                accept(v): IRR -> ISR, then EOI
 //!                                                            timer: deadline in Nanos, tick(now)
 //! ```
 //! An interrupt in flight is one bit: a storm of posts allocates nothing and wakes the target once.
 //!
 //! Left out, each on purpose: INIT and SIPI (Lacuna starts every vCPU in long mode), NMI, SMI and
-//! ExtINT delivery (no device raises them), level triggering (there is no I/O APIC), lowest-priority
-//! arbitration (the lowest-numbered destination takes it), moving the xAPIC page. The first two are
-//! accepted in ICR and LVT and do nothing.
+//! ExtINT delivery (no device raises them), level triggering (there is no I/O APIC),
+//! lowest-priority arbitration (the lowest-numbered destination takes it), moving the xAPIC page.
+//! The first two are accepted in ICR and LVT and do nothing.
 
 mod bus;
 mod lapic;

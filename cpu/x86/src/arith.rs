@@ -14,7 +14,7 @@ pub(crate) trait Arith: Word {
     fn inc(self, flags: &mut Flags) -> Self;
     fn dec(self, flags: &mut Flags) -> Self;
     /// Signed, the low half; CF and OF tell whether it is all.
-    fn multiply(self, flags: &mut Flags, by: Self) -> Self;
+    fn multiply(self, by: Self, flags: &mut Flags) -> Self;
 }
 
 /// CF and OF from the two bits.
@@ -70,7 +70,7 @@ macro_rules! arith {
             }
 
             #[inline(always)]
-            fn multiply(self, flags: &mut Flags, by: Self) -> Self {
+            fn multiply(self, by: Self, flags: &mut Flags) -> Self {
                 let (result, over) = (self as $signed).overflowing_mul(by as $signed);
                 flags.set_given(result as $int, carries(over, over));
                 result as $int

@@ -25,7 +25,9 @@ const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
 /// No block.
 const NONE: u32 = u32::MAX;
-const EPOCH_MAX: u32 = u32::MAX >> 1;
+const EPOCH_MAX: u32 = NEVER - 1;
+/// An epoch in which nothing is linked or remembered.
+pub(crate) const NEVER: u32 = u32::MAX >> 1;
 
 /// What a block was decoded for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,7 +1,7 @@
 //! Control and debug registers, and the small privileged instructions (SDM vol 2 "MOV CRn", 2.5).
 //!
-//! The processor never leaves long mode: whatever would (clearing PE, PG, PAE or LME) is #GP(0), which
-//! is also what the architecture says for 64-bit code.
+//! The processor never leaves long mode: whatever would (clearing PE, PG, PAE or LME) is #GP(0),
+//! which is also what the architecture says for 64-bit code.
 
 use crate::apic::Lapic;
 use crate::state::bits::*;

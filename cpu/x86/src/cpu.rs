@@ -1,12 +1,39 @@
-//! The processor.
+//! The processor: its run loop.
+//!
+//! ```text
+//!        +--------------------------- turn --------------------------------+
+//! run -> | poked? -> interrupt? -> halted? -> block_at(rip) -> dispatch     | -> Exit
+//!        |    ^                         or, for one instruction, step       |
+//!        |    +--- branch: link, go on    system op: system.rs              |
+//!        |    +--- blocked: deliver the exception, or leave with an Exit    |
+//!        +-----------------------------------------------------------------+
+//! ```
+//! *Stepping* executes one instruction alone, decoded afresh: when it writes decoded code, repeats a
+//! device access, is being single-stepped, follows STI, or lies across two pages.
 
-use crate::apic::ApicBus;
-use crate::exit::Exit;
-use crate::state::System;
-use lacuna_addr::Gfn;
-use lacuna_cpu::Bus;
-use lacuna_sync::{Clock, VcpuSlot};
+use crate::apic::{ApicBus, Lapic};
+use crate::cache::{CodeCache, Key, NEVER, Origin};
+use crate::control::Flush;
+use crate::decode::{self, Found, Window};
+use crate::deliver::{self, Event, Outcome};
+use crate::dispatch::{Decoded, Leave, address, dispatch};
+use crate::exit::{Exit, Shutdown};
+use crate::flags::{IF, TF};
+use crate::mem::{Touch, View};
+use crate::op::{Code, INVERTED, MEMORY, Op, System as SystemOp, TEMP_STACK};
+use crate::processor::{Core, Why};
+use crate::state::{Exception, System, Trap, is_canonical};
+use crate::system::{self, Done};
+use crate::walk::User;
+use lacuna_addr::{Gfn, PAGE_SIZE};
+use lacuna_cpu::{Bus, HostPage};
+use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
+
+/// Instructions between two looks at the clock, for the timer's sake: some 50 us.
+const SLICE: u64 = 1 << 14;
+/// DR6: single step.
+const DR6_BS: u64 = 1 << 14;
 
 /// The registers that instructions name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -21,62 +48,448 @@ pub struct Regs {
 
 /// One vCPU.
 pub struct Cpu {
-    system: System,
-    regs: Regs,
+    pub(crate) core: Core,
+    code: CodeCache,
+    /// The block of the instruction being stepped.
+    scratch: Vec<Op>,
+    /// The way out that led to RIP and is not linked yet.
+    unlinked: Option<Unlinked>,
     retired: u64,
 }
 
+#[derive(Clone, Copy)]
+struct Unlinked {
+    branch: usize,
+    condition: bool,
+    target: u64,
+    user: User,
+    epoch: u32,
+}
+
 impl Cpu {
-    /// A processor with APIC id `index`, halted nowhere: set [`Cpu::system_mut`] and [`Cpu::set_regs`].
+    /// A processor with APIC id `index`, in long mode with all registers zero: set what it starts with by
+    /// [`Cpu::set_system`] and [`Cpu::set_regs`].
     pub fn new(index: usize, apics: Arc<ApicBus>, clock: Arc<dyn Clock>) -> Self {
-        let _ = (index, apics, clock);
-        Self { system: System::long_mode(0), regs: Regs::default(), retired: 0 }
+        Self {
+            core: Core::new(Lapic::new(index, apics), clock),
+            code: CodeCache::new(),
+            scratch: Vec::new(),
+            unlinked: None,
+            retired: 0,
+        }
     }
 
     /// General registers, RIP and RFLAGS.
     pub fn regs(&self) -> Regs {
-        self.regs
+        let mut gpr = [0; 16];
+        gpr.copy_from_slice(&self.core.r[..16]);
+        Regs { gpr, rip: self.core.rip, rflags: self.core.rflags() }
     }
 
     /// Sets general registers, RIP and RFLAGS.
     pub fn set_regs(&mut self, regs: &Regs) {
-        self.regs = *regs;
+        self.core.r[..16].copy_from_slice(&regs.gpr);
+        self.core.rip = regs.rip;
+        self.core.set_rflags(regs.rflags);
+        self.unlinked = None;
     }
 
     /// System registers.
     pub fn system(&self) -> &System {
-        &self.system
+        &self.core.sys
     }
 
     /// Replaces the system registers; forgets every translation.
     pub fn set_system(&mut self, system: System) {
-        self.system = system;
-    }
-
-    /// Executes until there is a reason to exit; about `fuel` instructions at most.
-    pub fn run<B: Bus>(&mut self, _bus: &mut B, _slot: &VcpuSlot, _fuel: u64) -> Exit {
-        Exit::Fuel
-    }
-
-    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`].
-    pub fn run_exclusive<B: Bus>(&mut self, _bus: &mut B, _slot: &VcpuSlot) -> Exit {
-        Exit::Fuel
+        self.core.sys = system;
+        self.core.sync_privilege();
+        self.flush_tlb();
     }
 
     /// The value for the last [`Exit::IoIn`] or [`Exit::MmioRead`].
-    pub fn complete_read(&mut self, _value: u64) {}
+    pub fn complete_read(&mut self, value: u64) {
+        self.core.replay.push(value);
+    }
 
     /// Forgets every translation: pages were taken back.
-    pub fn flush_tlb(&mut self) {}
+    pub fn flush_tlb(&mut self) {
+        self.core.flush_tlb();
+        self.code.new_epoch();
+    }
 
-    /// Drops the decoded instructions of a page: somebody wrote it.
-    pub fn drop_code(&mut self, _gfn: Gfn) {}
+    /// Drops the decoded instructions of a page: another processor wrote it.
+    pub fn drop_code(&mut self, gfn: Gfn) {
+        self.code.drop_page(gfn);
+    }
 
     /// Drops all decoded instructions.
-    pub fn drop_all_code(&mut self) {}
+    pub fn drop_all_code(&mut self) {
+        self.code.clear();
+    }
 
-    /// Instructions executed so far.
+    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as one.
     pub fn retired(&self) -> u64 {
         self.retired
     }
+
+    /// When the APIC timer will raise an interrupt: how long a halted processor may be left alone.
+    pub fn next_deadline(&self) -> Option<Nanos> {
+        self.core.apic.next_deadline()
+    }
+
+    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the block in which
+    /// `fuel` instructions are done. The poke word is looked at between blocks.
+    pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
+        let end = self.retired.saturating_add(fuel);
+        loop {
+            let left = end.saturating_sub(self.retired);
+            if left == 0 {
+                return Exit::Fuel;
+            }
+            let granted = left.min(SLICE) as i64;
+            self.core.budget = granted;
+            let exit = self.slice(bus, slot);
+            self.retired = self.retired.saturating_add_signed(granted - self.core.budget);
+            if let Some(exit) = exit {
+                return exit;
+            }
+        }
+    }
+
+    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`].
+    pub fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
+        self.core.sys.exclusive = true;
+        self.core.budget = 1;
+        let exit = self.step(bus, slot);
+        self.core.sys.exclusive = false;
+        self.retired = self.retired.saturating_add_signed(1 - self.core.budget);
+        exit.unwrap_or(Exit::Fuel)
+    }
+
+    /// Executes until the budget is gone.
+    fn slice<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        self.core.apic.tick(self.core.clock.now());
+        while self.core.budget > 0 {
+            if slot.poked() {
+                return Some(Exit::Poked);
+            }
+            if let Some(exit) = self.turn(bus, slot) {
+                return Some(exit);
+            }
+        }
+        None
+    }
+
+    /// From one reason to leave `dispatch` to the next.
+    fn turn<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        if self.core.replay.is_active() {
+            return self.step(bus, slot);
+        }
+        if self.core.rflags & IF != 0
+            && !self.core.sys.interrupt_shadow
+            && let Some(vector) = self.core.apic.pending()
+        {
+            return self.interrupt(bus, vector);
+        }
+        if self.core.sys.halted {
+            return Some(Exit::Halt);
+        }
+        if self.core.sys.interrupt_shadow || self.core.rflags & TF != 0 {
+            return self.step(bus, slot);
+        }
+        let start = match self.block_at(bus) {
+            Ok(start) => start,
+            Err(_) => return self.blocked(bus, slot, None),
+        };
+        self.core.stepping = false;
+        let CodeCache { ops, jumps, epoch, .. } = &self.code;
+        let code = Decoded { ops, jumps, epoch: *epoch };
+        let leave = dispatch(&mut self.core, code, start, bus, slot);
+        let (op, origin) = match leave {
+            Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _) => {
+                (self.code.ops[at], self.code.origin(at))
+            }
+            Leave::Indirect => return None,
+        };
+        if let Leave::Branch(branch, condition) = leave {
+            let target = branch_target(&op, origin.rip, condition);
+            let (user, epoch) = (self.core.user, self.code.epoch);
+            self.unlinked = Some(Unlinked { branch, condition, target, user, epoch });
+        }
+        self.left(bus, slot, leave, op, origin)
+    }
+
+    /// Brings the architectural state to where `dispatch` was left, and acts on why.
+    fn left<B: Bus>(
+        &mut self,
+        bus: &mut B,
+        slot: &VcpuSlot,
+        leave: Leave,
+        op: Op,
+        origin: Origin,
+    ) -> Option<Exit> {
+        match leave {
+            Leave::Indirect => None,
+            Leave::Branch(_, condition) => {
+                self.core.rip = branch_target(&op, origin.rip, condition);
+                None
+            }
+            Leave::Blocked(_) => {
+                self.core.rip = origin.rip;
+                self.core.budget -= origin.before as i64;
+                self.blocked(bus, slot, Some(op))
+            }
+            Leave::System(_) => {
+                self.core.rip = origin.rip;
+                self.core.budget -= origin.before as i64;
+                self.system_op(bus, slot, op)
+            }
+        }
+    }
+
+    /// The block at RIP, decoded if need be; links the way that led here.
+    fn block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<usize> {
+        let (rip, user) = (self.core.rip, self.core.user);
+        let start = match self.code.jumps.find(rip, user, self.code.epoch) {
+            Some(start) => start,
+            None => {
+                let (gfn, page) = self.core.fetch_page(bus, rip)?;
+                let key = Key { rip, gfn, user };
+                let start = match self.code.find(key) {
+                    Some(start) => start,
+                    None => self.decode(bus, key, page)?,
+                };
+                self.code.remember_jump(rip, user, start);
+                start
+            }
+        };
+        if let Some(way) = self.unlinked.take()
+            && (way.target, way.user, way.epoch) == (rip, user, self.code.epoch)
+        {
+            self.code.link(way.branch, way.condition, start);
+        }
+        Ok(start)
+    }
+
+    #[cold]
+    fn decode<B: Bus>(&mut self, bus: &mut B, key: Key, page: HostPage) -> Touch<usize> {
+        self.code.reserve();
+        if !self.code.knows_page(key.gfn) {
+            if let Err(stop) = bus.watch_code(key.gfn) {
+                return self.core.block(Why::Trap(stop.into()));
+            }
+            self.core.tlb.protect(key.gfn);
+            self.core.other_tlb.protect(key.gfn);
+        }
+        let start = self.code.ops.len();
+        let window = Window::new(page, key.rip as usize & (PAGE_SIZE - 1));
+        if decode::block(&window, key.rip, &mut self.code.ops) == Found::Incomplete {
+            let aux = SystemOp::Crossing as u8;
+            self.code.ops.push(Op { aux, ..Op::new(Code::System) });
+        }
+        self.code.insert(key, start);
+        Ok(start)
+    }
+
+    /// Executes the instruction at RIP alone.
+    fn step<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        let shadow = std::mem::take(&mut self.core.sys.interrupt_shadow);
+        let trace = self.core.rflags & TF != 0;
+        let rip = self.core.rip;
+        self.core.replay.rewind();
+        let exit = match self.decode_one(bus) {
+            Ok(()) => self.step_decoded(bus, slot, rip),
+            Err(_) => self.blocked(bus, slot, None),
+        };
+        match exit {
+            // Not executed, and will be again.
+            Some(Exit::Stop(_) | Exit::Exclusive | Exit::MmioRead { .. } | Exit::IoIn { .. }) => {
+                self.core.sys.interrupt_shadow = shadow;
+            }
+            Some(Exit::MmioWrite { .. }) => self.core.sys.interrupt_shadow = shadow,
+            _ => {
+                self.core.replay.clear();
+                if trace && exit.is_none() && self.core.rip != rip {
+                    self.core.sys.dr6 |= DR6_BS;
+                    return self.raise(bus, Exception::DB);
+                }
+            }
+        }
+        exit
+    }
+
+    fn decode_one<B: Bus>(&mut self, bus: &mut B) -> Touch<()> {
+        let rip = self.core.rip;
+        let (_, page) = self.core.fetch_page(bus, rip)?;
+        let mut window = Window::new(page, rip as usize & (PAGE_SIZE - 1));
+        self.scratch.clear();
+        if decode::one(&window, rip, &mut self.scratch) == Found::Incomplete {
+            let next = (rip | (PAGE_SIZE as u64 - 1)).wrapping_add(1);
+            let (_, page) = self.core.fetch_page(bus, next)?;
+            window.extend(page);
+            if decode::one(&window, rip, &mut self.scratch) == Found::Incomplete {
+                return self.core.raise(Exception::GP0);
+            }
+        }
+        Ok(())
+    }
+
+    fn step_decoded<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, rip: u64) -> Option<Exit> {
+        self.core.stepping = true;
+        let code = Decoded { ops: &self.scratch, jumps: &self.code.jumps, epoch: NEVER };
+        let leave = dispatch(&mut self.core, code, 0, bus, slot);
+        self.drop_written(bus);
+        let (op, before) = match leave {
+            Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _) => {
+                (self.scratch[at], &self.scratch[..at])
+            }
+            Leave::Indirect => return None,
+        };
+        let rip = rip.wrapping_add(before.iter().map(Op::bytes).sum());
+        let before = match leave {
+            Leave::Blocked(_) | Leave::System(_) => before.iter().map(Op::instructions).sum(),
+            _ => 0,
+        };
+        self.left(bus, slot, leave, op, Origin { rip, before })
+    }
+
+    /// Drops decoded pages that this processor has written, and lets the bus tell the others.
+    fn drop_written<B: Bus>(&mut self, bus: &mut B) {
+        while let Some(gfn) = self.core.code_written.pop() {
+            self.code.drop_page(gfn);
+            bus.code_written(gfn);
+        }
+        if self.core.walk.take_wrote_code() {
+            self.code.clear();
+        }
+    }
+
+    /// The instruction at RIP (its op, if it could be fetched) did not complete: [`Core::why`].
+    fn blocked<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, op: Option<Op>) -> Option<Exit> {
+        self.drop_written(bus);
+        match self.core.why {
+            Why::Trap(Trap::Exception(exception)) => self.raise(bus, exception),
+            Why::Trap(Trap::Stop(stop)) => Some(Exit::Stop(stop)),
+            Why::Trap(Trap::Exclusive) => Some(Exit::Exclusive),
+            Why::NonCanonical => {
+                let stack = op.is_some_and(|op| is_stack_access(&self.core, &op));
+                let exception = if stack { Exception::with_error(12, 0) } else { Exception::GP0 };
+                self.raise(bus, exception)
+            }
+            Why::DeviceRead(gpa, size) => Some(Exit::MmioRead { gpa, size }),
+            Why::DeviceWrite(gpa, size, value) => {
+                self.core.replay.push(0);
+                Some(Exit::MmioWrite { gpa, size, value })
+            }
+            Why::Again => None,
+            Why::Step => self.step(bus, slot),
+        }
+    }
+
+    /// Delivers an exception at RIP.
+    pub(crate) fn raise<B: Bus>(&mut self, bus: &mut B, exception: Exception) -> Option<Exit> {
+        self.event(bus, Event::Exception(exception)).err()
+    }
+
+    fn interrupt<B: Bus>(&mut self, bus: &mut B, vector: u8) -> Option<Exit> {
+        let delivered = self.event(bus, Event::Interrupt(vector));
+        if delivered == Ok(vector) {
+            self.core.apic.accept(vector);
+        }
+        delivered.err()
+    }
+
+    /// Delivers an event at RIP; returns the vector of the handler entered.
+    fn event<B: Bus>(&mut self, bus: &mut B, event: Event) -> Result<u8, Exit> {
+        let mut flow = self.core.flow(self.core.rip);
+        let outcome = deliver::deliver(&mut View::new(&mut self.core, bus), &mut flow, event);
+        self.drop_written(bus);
+        match outcome {
+            Ok(Outcome::Entered(vector)) => {
+                self.core.replay.clear();
+                self.core.follow(flow);
+                Ok(vector)
+            }
+            Ok(Outcome::Shutdown) => {
+                let first = match event {
+                    Event::Exception(exception) => exception,
+                    Event::Software { vector, .. } | Event::Interrupt(vector) => Exception::plain(vector),
+                };
+                Err(Exit::Shutdown(Shutdown { rip: self.core.rip, first }))
+            }
+            Err(Trap::Stop(stop)) => Err(Exit::Stop(stop)),
+            Err(Trap::Exclusive) => Err(Exit::Exclusive),
+            Err(Trap::Exception(_)) => unreachable!("deliver handles exceptions itself"),
+        }
+    }
+
+    /// Executes a system op at RIP.
+    fn system_op<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, op: Op) -> Option<Exit> {
+        if op.aux == SystemOp::Crossing as u8 {
+            return self.step(bus, slot);
+        }
+        let next = self.core.rip.wrapping_add(op.bytes());
+        let done = system::execute(&mut View::new(&mut self.core, bus), &op, next);
+        self.drop_written(bus);
+        let done = match done {
+            Ok(done) => done,
+            Err(trap) => {
+                self.core.why = Why::Trap(trap);
+                return self.blocked(bus, slot, Some(op));
+            }
+        };
+        match done {
+            Done::Next | Done::Flush(_) | Done::Exit(_) => self.core.rip = next,
+            Done::Jumped | Done::Wait(_) | Done::Event(_) => {}
+        }
+        self.core.sync_privilege();
+        match done {
+            Done::Wait(exit) => return Some(exit),
+            Done::Event(event) => {
+                // INT n itself may fault; INT1 is behind the instruction.
+                let rip = self.core.rip;
+                if matches!(event, Event::Interrupt(_)) {
+                    self.core.rip = next;
+                }
+                let outcome = self.event(bus, event);
+                if outcome.is_err() {
+                    self.core.rip = rip;
+                }
+                self.core.budget -= i64::from(outcome.is_ok());
+                return outcome.err();
+            }
+            Done::Flush(Flush::All) => self.flush_tlb(),
+            _ => {}
+        }
+        self.core.budget -= 1;
+        if let Done::Exit(exit) = done { Some(exit) } else { None }
+    }
+}
+
+/// Where a direct branch leads.
+fn branch_target(op: &Op, rip: u64, condition: bool) -> u64 {
+    let taken = condition != op.has(INVERTED);
+    let displacement = if taken { op.disp as i64 as u64 } else { 0 };
+    rip.wrapping_add(op.bytes()).wrapping_add(displacement)
+}
+
+/// Whether a non-canonical address in this op was the stack's.
+fn is_stack_access(core: &Core, op: &Op) -> bool {
+    let implicit = matches!(
+        op.code,
+        Code::PushR
+            | Code::PushI
+            | Code::PopR
+            | Code::Ret
+            | Code::PushE
+            | Code::PopE
+            | Code::Pushf
+            | Code::Leave
+            | Code::Enter
+    );
+    let explicit = matches!(op.base, 4 | 5 | TEMP_STACK);
+    if op.has(MEMORY) && !(implicit && is_canonical(address(core, op))) {
+        return explicit;
+    }
+    implicit
 }

@@ -22,18 +22,22 @@ const MAX_BASIC: u32 = 0x15;
 const MAX_EXTENDED: u32 = 0x8000_0008;
 const MAX_HYPERVISOR: u32 = 0x4000_0010;
 
-/// Family 6: a long-mode processor with no quirk that any kernel knows of.
-const SIGNATURE: u32 = 0x0000_06f0;
+/// Family 6, model 15: the first of Intel's with all of this, and on few lists of quirks.
+const SIGNATURE: u32 = 0x0000_06fb;
 const BRAND: &[u8; 48] = b"Lacuna software vCPU @ 1.00GHz\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
+
+/// In the order EBX, ECX, EDX; it is read in the order EBX, EDX, ECX.
+const INTEL: &[u8; 12] = b"GenuntelineI";
 
 /// Leaf 1.
 mod one {
-    pub(super) const ECX: u32 = X2APIC | TSC_DEADLINE | HYPERVISOR;
-    pub(super) const EDX: u32 = DE | PSE | TSC | MSR | PAE | CX8 | PGE | CMOV | PAT;
+    pub(super) const ECX: u32 = X2APIC | POPCNT | TSC_DEADLINE | HYPERVISOR;
+    pub(super) const EDX: u32 = DE | PSE | TSC | MSR | PAE | CX8 | PGE | CMOV | PAT | CLFSH;
     pub(super) const APIC: u32 = 1 << 9;
     pub(super) const HTT: u32 = 1 << 28;
 
     const X2APIC: u32 = 1 << 21;
+    const POPCNT: u32 = 1 << 23;
     const TSC_DEADLINE: u32 = 1 << 24;
     const HYPERVISOR: u32 = 1 << 31;
     const DE: u32 = 1 << 2;
@@ -45,25 +49,26 @@ mod one {
     const PGE: u32 = 1 << 13;
     const CMOV: u32 = 1 << 15;
     const PAT: u32 = 1 << 16;
+    const CLFSH: u32 = 1 << 19;
 }
 
 /// Leaf 7: SMEP.
 const SEVEN_EBX: u32 = 1 << 7;
 
-/// Leaf 0x80000001: SYSCALL, NX, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode.
+/// Leaf 0x80000001: SYSCALL, NX, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode, LZCNT.
 const EXTENDED_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
-const EXTENDED_ECX: u32 = 1 << 0;
+const EXTENDED_ECX: u32 = 1 << 0 | 1 << 5;
 /// Leaf 0x80000007: the TSC runs at one rate and never stops.
 const INVARIANT_TSC: u32 = 1 << 8;
 
-/// KVM features (facts section 1.1): port 0x80 need not be waited for. No clock (bits 0, 3), no async
-/// page faults (bits 4, 10, 14), no PV EOI, steal time or hypercalls.
+/// KVM features (facts section 1.1): port 0x80 need not be waited for. No clock (bits 0, 3), no
+/// async page faults (bits 4, 10, 14), no PV EOI, steal time or hypercalls.
 const KVM_FEATURES: u32 = 1 << 1;
 
 /// CPUID for `leaf` and `subleaf` on the vCPU of `apic`.
 pub(crate) fn cpuid(apic: &Lapic, leaf: u32, subleaf: u32) -> Leaf {
     match leaf {
-        0 => vendor(MAX_BASIC, b"GenuntelineI"),
+        0 => vendor(MAX_BASIC, INTEL),
         1 => features(apic),
         7 if subleaf == 0 => Leaf {
             ebx: SEVEN_EBX,
@@ -124,6 +129,8 @@ fn vendor(max: u32, name: &[u8; 12]) -> Leaf {
 fn features(apic: &Lapic) -> Leaf {
     let id = (apic.index() as u32).min(0xff) << 24;
     let logical = (apic.vcpus() as u32).min(0xff) << 16;
+    // In units of 8 bytes.
+    let cache_line = (64 / 8) << 8;
     let mut edx = one::EDX;
     if apic.is_enabled() {
         edx |= one::APIC;
@@ -133,7 +140,7 @@ fn features(apic: &Lapic) -> Leaf {
     }
     Leaf {
         eax: SIGNATURE,
-        ebx: id | logical,
+        ebx: id | logical | cache_line,
         ecx: one::ECX,
         edx,
     }

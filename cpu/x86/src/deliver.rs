@@ -1,13 +1,14 @@
 //! Events through the IDT (SDM vol 3 6.12 to 6.15, vol 2 "INT n"): exceptions, interrupts, INT n.
 //!
 //! ```text
-//! frame on the new stack, 16-byte aligned:      deliver(event)
-//!   +40 SS                                        | enter() ok ---------------> Entered
-//!   +32 RSP                                       | raises second, by class of first and second:
-//!   +24 RFLAGS                                    |   benign + any, contributory + #PF -> deliver second
-//!   +16 CS                                        |   contributory + contributory,
-//!   +8  RIP                                       |   #PF + (contributory or #PF)      -> deliver #DF(0)
-//!   RSP-> error code, if any                      |   #DF + (contributory or #PF)      -> Shutdown
+//! the frame, from 16-byte      deliver(event)
+//! aligned down:                 | prepare() and commit() ----------------> Entered
+//!   SS                          | prepare() raises a second; by class of first and second:
+//!   RSP                         |   benign + any, contributory + #PF ----> deliver the second
+//!   RFLAGS                      |   contributory + contributory,
+//!   CS                          |   #PF + (contributory or #PF) ---------> deliver #DF(0)
+//!   RIP                         |   #DF + any ---------------------------> Shutdown
+//!   error code, if any
 //! ```
 //! Everything that can fail comes before anything changes: a stop half-way leaves the architectural
 //! state as it was, and delivering the same event again does the same.
@@ -44,7 +45,7 @@ pub(crate) mod rflags {
 /// The registers that control transfers change, as the executor's own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Flow {
-    /// The instruction to resume at: the faulting one for a fault, the next one for a trap.
+    /// The current instruction: the faulting one, or the next one for traps and interrupts.
     pub rip: u64,
     /// Stack pointer.
     pub rsp: u64,
@@ -57,8 +58,13 @@ pub(crate) struct Flow {
 pub(crate) enum Event {
     /// The processor's own fault or trap.
     Exception(Exception),
-    /// INT n and INT3: the gate's DPL is checked. `Flow::rip` is behind the instruction.
-    Software(u8),
+    /// INT n and INT3: the gate's DPL is checked.
+    Software {
+        /// n.
+        vector: u8,
+        /// The instruction behind it, to return to; `Flow::rip` is INT itself, which may fault.
+        next: u64,
+    },
     /// An external interrupt, or INT1.
     Interrupt(u8),
 }
@@ -76,7 +82,8 @@ pub(crate) enum Outcome {
 const DOUBLE_FAULT: u8 = 8;
 const PAGE_FAULT: u8 = 14;
 
-/// Delivers `event`, including whatever goes wrong on the way, and ends the halt and interrupt shadow.
+/// Delivers `event`, including whatever goes wrong on the way, and ends the halt and interrupt
+/// shadow.
 ///
 /// # Errors
 /// A stop or exclusive trap of memory: nothing has changed, deliver the same event again later.
@@ -134,7 +141,7 @@ impl Class {
                 DOUBLE_FAULT => Self::DoubleFault,
                 _ => Self::Benign,
             },
-            Event::Software(_) | Event::Interrupt(_) => Self::Benign,
+            Event::Software { .. } | Event::Interrupt(_) => Self::Benign,
         }
     }
 }
@@ -142,21 +149,21 @@ impl Class {
 const fn vector(event: Event) -> u8 {
     match event {
         Event::Exception(e) => e.vector,
-        Event::Software(vector) | Event::Interrupt(vector) => vector,
+        Event::Software { vector, .. } | Event::Interrupt(vector) => vector,
     }
 }
 
 /// EXT, bit 0 of error codes: the event did not come from a software interrupt instruction.
 const fn ext(event: Event) -> u32 {
-    !matches!(event, Event::Software(_)) as u32
+    !matches!(event, Event::Software { .. }) as u32
 }
 
-/// Faults proper: RF is set in the flags they push, so that a breakpoint on the instruction is not hit
-/// twice. Not #DB, #BP, #OF, nor the aborts #DF and #MC (SDM vol 3 6.8.3).
+/// Faults proper: RF is set in the flags they push, so that a breakpoint on the instruction is not
+/// hit twice. Not #DB, #BP, #OF, nor the aborts #DF and #MC (SDM vol 3 6.8.3).
 const fn is_fault(event: Event) -> bool {
     match event {
         Event::Exception(e) => matches!(e.vector, 0 | 5..=7 | 10..=17 | 19..=21),
-        Event::Software(_) | Event::Interrupt(_) => false,
+        Event::Software { .. } | Event::Interrupt(_) => false,
     }
 }
 
@@ -180,7 +187,7 @@ impl Gate {
         let gate = Self { low, high };
         let dpl = (low >> 45 & 3) as u8;
         let is_gate = low >> 41 & 0xf == 7;
-        let refused = matches!(event, Event::Software(_)) && dpl < m.system().cpl;
+        let refused = matches!(event, Event::Software { .. }) && dpl < m.system().cpl;
         if !is_gate || refused {
             return Err(Exception::gp(error).into());
         }
@@ -279,7 +286,8 @@ fn handler_code(m: &mut impl Linear, selector: u16, ext: u32) -> Result<Descript
     Ok(code)
 }
 
-/// The aligned stack pointer: from the TSS for an IST or a new privilege level, else the current one.
+/// The aligned stack pointer: from the TSS for an IST or a new privilege level, else the current
+/// one.
 fn stack_for(m: &mut impl Linear, rsp: u64, ist: u64, cpl: u8, ext: u32) -> Result<u64, Trap> {
     let sys = m.system();
     let offset = match ist {
@@ -314,16 +322,17 @@ fn push_frame(
     let user = User::at_cpl(cpl);
     let selectors = m.system().selectors;
     let rf = if is_fault(event) { rflags::RF } else { 0 };
-    let error = match event {
-        Event::Exception(e) => e.error,
-        Event::Software(_) | Event::Interrupt(_) => None,
+    let (rip, error) = match event {
+        Event::Exception(e) => (from.rip, e.error),
+        Event::Software { next, .. } => (next, None),
+        Event::Interrupt(_) => (from.rip, None),
     };
     let frame = [
         Some(selectors[Segment::Ss as usize].into()),
         Some(from.rsp),
         Some(from.rflags | rf),
         Some(selectors[Segment::Cs as usize].into()),
-        Some(from.rip),
+        Some(rip),
         error.map(u64::from),
     ];
     let mut rsp = stack;

@@ -13,7 +13,7 @@ use crate::arith::Arith;
 use crate::cache::JumpCache;
 use crate::general;
 use crate::mem::Touch;
-use crate::op::{Code, INVERTED, Links, Op};
+use crate::op::{Code, Links, Op};
 use crate::processor::Core;
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
@@ -261,12 +261,12 @@ pub(crate) fn dispatch<B: Bus>(
             Code::DecR64 => set!(r!(dst: u64).dec(&mut core.flags)),
             Code::NegR32 => set!(cmp!(0_u32, r!(dst: u32))),
             Code::NegR64 => set!(cmp!(0_u64, r!(dst: u64))),
-            Code::ImulRr32 => set!(r!(dst: u32).multiply(&mut core.flags, r!(src: u32))),
-            Code::ImulRr64 => set!(r!(dst: u64).multiply(&mut core.flags, r!(src: u64))),
-            Code::ImulRri32 => set!(r!(src: u32).multiply(&mut core.flags, imm::<u32>(op))),
-            Code::ImulRri64 => set!(r!(src: u64).multiply(&mut core.flags, imm::<u64>(op))),
-            Code::ImulRm32 => set!(r!(dst: u32).multiply(&mut core.flags, load!(u32))),
-            Code::ImulRm64 => set!(r!(dst: u64).multiply(&mut core.flags, load!(u64))),
+            Code::ImulRr32 => set!(r!(dst: u32).multiply(r!(src: u32), &mut core.flags)),
+            Code::ImulRr64 => set!(r!(dst: u64).multiply(r!(src: u64), &mut core.flags)),
+            Code::ImulRri32 => set!(r!(src: u32).multiply(imm::<u32>(op), &mut core.flags)),
+            Code::ImulRri64 => set!(r!(src: u64).multiply(imm::<u64>(op), &mut core.flags)),
+            Code::ImulRm32 => set!(r!(dst: u32).multiply(load!(u32), &mut core.flags)),
+            Code::ImulRm64 => set!(r!(dst: u64).multiply(load!(u64), &mut core.flags)),
             Code::CmovRr32 => {
                 let slot = if core.flags.condition(op.aux) { op.src } else { op.dst };
                 set!(get::<u32>(core, slot))

@@ -15,16 +15,31 @@
 #![forbid(unsafe_code)]
 
 mod apic;
+mod arith;
+mod cache;
 mod control;
 mod cpu;
 mod cpuid;
+mod decode;
 mod deliver;
+mod dispatch;
+mod divide;
 mod exit;
+mod flags;
+mod general;
 mod linear;
+mod lower;
+mod lower_rare;
+mod mem;
 mod msr;
+mod op;
+mod processor;
 mod returns;
 mod segments;
+mod stack;
 mod state;
+mod string;
+mod system;
 mod walk;
 
 pub use apic::ApicBus;

@@ -379,15 +379,14 @@ impl Lower<'_> {
             return self.undefined();
         }
         let inverted = if cc & 1 != 0 { INVERTED } else { 0 };
-        let last = self.ops.len() - 1;
-        if last >= self.start
-            && let Some(code) = fused(self.ops[last].code, cc)
+        let whole = self.whole();
+        if let Some(compare) = self.ops[self.start..].last_mut()
+            && let Some(code) = fused(compare.code, cc)
         {
-            let compare = self.ops[last];
-            self.ops[last] =
-                Op { code, form: compare.form | inverted, disp, ..compare };
+            // The compare's slot becomes the branch, which completes both instructions.
+            let form = compare.form | inverted;
+            *compare = Op { code, form, disp, len: compare.len + whole, ..*compare };
             self.ops.push(Op::unlinked(0));
-            self.ops[last].len += self.whole();
             return Flow::End;
         }
         let op = match cc >> 1 {
@@ -490,7 +489,8 @@ pub(crate) fn slot(r: Register) -> u8 {
         Register::AH | Register::CH | Register::DH | Register::BH => {
             HIGH + (r as u8 - Register::AH as u8)
         }
-        _ => r.number() as u8,
+        // An 8-bit register counts on from AL by itself: R9L would be 13.
+        _ => r.full_register().number() as u8,
     }
 }
 

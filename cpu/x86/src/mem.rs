@@ -8,8 +8,9 @@
 //! ```
 //! An access that cannot be made returns [`Blocked`], having changed nothing; why is in [`Core::why`].
 
+use crate::linear::{Linear, Width};
 use crate::processor::{Core, Why};
-use crate::state::{Exception, Trap, is_canonical};
+use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::{User, walk};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
 use lacuna_cpu::{Bus, HostPage, Rights, Stop, Word};
@@ -63,7 +64,8 @@ impl Replay {
         }
     }
 
-    fn take(&mut self) -> Option<u64> {
+    /// The next answer, in the order of the accesses.
+    pub(crate) fn take(&mut self) -> Option<u64> {
         let reply = (self.next < self.known).then(|| self.replies[self.next]);
         self.next += usize::from(reply.is_some());
         reply
@@ -227,6 +229,10 @@ impl Core {
                 _ => page.load_bytes(offset, bytes),
             }),
             Target::Memory(_, page) => Ok(page.load_bytes(offset, bytes)),
+            Target::Device(gpa) if self.apic.mmio_frame() == Some(gpa.gfn()) => {
+                let now = self.clock.now();
+                Ok(self.apic.mmio_read(gpa.offset() & !3, now).into())
+            }
             Target::Device(gpa) => match self.replay.take() {
                 Some(value) => Ok(value & (u64::MAX >> (64 - 8 * bytes))),
                 None => self.block(Why::DeviceRead(gpa, bytes as u8)),
@@ -244,6 +250,10 @@ impl Core {
                 _ => page.store_bytes(offset, bytes, value),
             },
             Target::Memory(_, page) => page.store_bytes(offset, bytes, value),
+            Target::Device(gpa) if self.apic.mmio_frame() == Some(gpa.gfn()) => {
+                let now = self.clock.now();
+                self.apic.mmio_write(gpa.offset(), value as u32, now);
+            }
             Target::Device(gpa) if self.replay.take().is_none() => {
                 let value = value & (u64::MAX >> (64 - 8 * bytes));
                 return self.block(Why::DeviceWrite(gpa, bytes as u8, value));
@@ -340,5 +350,39 @@ impl Core {
     #[cold]
     pub(crate) fn raise<T>(&mut self, exception: Exception) -> Touch<T> {
         self.block(Why::Trap(Trap::Exception(exception)))
+    }
+}
+
+/// Linear memory for event delivery and the system instructions. They may write decoded pages; the run loop
+/// drops those afterwards.
+pub(crate) struct View<'a, B> {
+    pub(crate) core: &'a mut Core,
+    pub(crate) bus: &'a mut B,
+}
+
+impl<'a, B: Bus> View<'a, B> {
+    pub(crate) fn new(core: &'a mut Core, bus: &'a mut B) -> Self {
+        core.stepping = true;
+        Self { core, bus }
+    }
+}
+
+impl<B: Bus> Linear for View<'_, B> {
+    fn system(&self) -> &System {
+        &self.core.sys
+    }
+
+    fn system_mut(&mut self) -> &mut System {
+        &mut self.core.sys
+    }
+
+    fn read(&mut self, va: u64, width: Width, user: User) -> Result<u64, Trap> {
+        let read = self.core.load_as(self.bus, va, width.bytes() as usize, user);
+        read.map_err(|_| self.core.why.as_trap())
+    }
+
+    fn write(&mut self, va: u64, width: Width, value: u64, user: User) -> Result<(), Trap> {
+        let write = self.core.store_as(self.bus, va, width.bytes() as usize, value, user);
+        write.map_err(|_| self.core.why.as_trap())
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! | MSR | |
 //! |---|---|
-//! | 0x10 TSC, 0x6e0 TSC_DEADLINE, 0xc0000103 TSC_AUX | 1 GHz; a TSC write moves the deadline with it |
+//! | 0x10 TSC, 0x6e0 TSC_DEADLINE, 0xc0000103 TSC_AUX | 1 GHz; a TSC write moves the deadline |
 //! | 0x1b APIC_BASE, 0x800-0x8ff | the local APIC |
 //! | 0xfe MTRRCAP | 0: no MTRRs; read-only |
 //! | 0x1a0 MISC_ENABLE, 0x277 PAT | kept; memory is write-back whatever they say |

@@ -84,10 +84,12 @@ pub(crate) enum Code {
 #[allow(missing_docs)]
 #[rustfmt::skip]
 pub(crate) enum System {
-    Cli, Sti, Popf, Iret, Syscall, Sysret, Int, Int3, Int1, Ud, Nm, Gp, Hlt, Cpuid, Rdmsr, Wrmsr,
-    Rdtsc, Rdtscp, In, Out, Ins, Outs, Swapgs, MovFromCr, MovToCr, MovFromDr, MovToDr, Clts, Lmsw, Smsw,
-    Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd, LoadSegment, StoreSegment, PopSegment,
-    ReadBase, WriteBase, RetFar, Hypercall,
+    Cli, Sti, Popf, Iret, RetFar, Syscall, Sysret, Int, Int3, Int1, Hlt, Cpuid, Rdmsr, Wrmsr,
+    Rdtsc, Rdtscp, In, Out, Swapgs, MovFromCr, MovToCr, MovFromDr, MovToDr, Clts, Lmsw, Smsw,
+    Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd,
+    LoadSegment, StoreSegment, PopSegment, JumpFar,
+    /// Not an instruction: the one here goes on in the next page, and is decoded when executed.
+    Crossing,
 }
 
 /// See the module header.

@@ -1,11 +1,16 @@
 //! The state of one processor, without its decoded instructions.
 
+use crate::apic::Lapic;
+use crate::deliver::Flow;
+use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags};
 use crate::mem::Replay;
-use crate::state::{System, Trap};
+use crate::state::{Exception, System, Trap};
 use crate::walk::{User, WalkCache};
 use lacuna_addr::{Gfn, Gpa};
-use lacuna_cpu::Tlb;
+use lacuna_cpu::{Stop, Tlb};
+use lacuna_sync::Clock;
+use std::sync::Arc;
 
 /// Why an instruction did not complete where it stood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,6 +27,18 @@ pub(crate) enum Why {
     Again,
     /// It writes decoded instructions: execute it alone.
     Step,
+}
+
+impl Why {
+    /// For code that cannot wait for devices: descriptor tables and stacks of handlers are no devices.
+    pub(crate) fn as_trap(self) -> Trap {
+        match self {
+            Self::Trap(trap) => trap,
+            Self::DeviceRead(gpa, _) | Self::DeviceWrite(gpa, ..) => Trap::Stop(Stop::Mmio(gpa)),
+            Self::NonCanonical => Exception::GP0.into(),
+            Self::Again | Self::Step => Trap::Stop(Stop::Again),
+        }
+    }
 }
 
 /// Registers and translations of one processor.
@@ -50,10 +67,13 @@ pub(crate) struct Core {
     /// Decoded pages written while stepping.
     pub(crate) code_written: Vec<Gfn>,
     pub(crate) replay: Replay,
+    pub(crate) apic: Lapic,
+    pub(crate) clock: Arc<dyn Clock>,
 }
 
 impl Core {
-    pub(crate) fn new(sys: System) -> Self {
+    pub(crate) fn new(apic: Lapic, clock: Arc<dyn Clock>) -> Self {
+        let sys = System::long_mode(0);
         Self {
             r: [0; 256],
             rip: 0,
@@ -69,6 +89,8 @@ impl Core {
             stepping: false,
             code_written: Vec::with_capacity(8),
             replay: Replay::default(),
+            apic,
+            clock,
         }
     }
 
@@ -97,5 +119,18 @@ impl Core {
     pub(crate) fn set_rflags(&mut self, image: u64) {
         self.flags.set_bits(image & crate::flags::ARITHMETIC);
         self.rflags = image & !crate::flags::ARITHMETIC | ALWAYS;
+    }
+
+    /// RIP, RSP and RFLAGS for code that changes all three.
+    pub(crate) fn flow(&self, rip: u64) -> Flow {
+        Flow { rip, rsp: self.r[RSP], rflags: self.rflags() }
+    }
+
+    /// Goes where `flow` says, at the privilege that the system registers have now.
+    pub(crate) fn follow(&mut self, flow: Flow) {
+        self.rip = flow.rip;
+        self.r[RSP] = flow.rsp;
+        self.set_rflags(flow.rflags);
+        self.sync_privilege();
     }
 }

@@ -1,9 +1,9 @@
 //! Ways out of a handler and between privilege levels: IRET, far RET and JMP, SYSCALL, SYSRET, and
 //! the I/O permission check.
 //!
-//! Targets are 64-bit code: a return to a compatibility-mode segment is #GP with its selector, which a
-//! processor without that mode would raise. As in `deliver.rs`, nothing changes before the last
-//! check has passed.
+//! Targets are 64-bit code: a return to a compatibility-mode segment is #GP with its selector,
+//! which a processor without that mode would raise. As in `deliver.rs`, nothing changes before the
+//! last check has passed.
 
 use crate::control::privileged;
 use crate::deliver::{Flow, rflags};
@@ -13,8 +13,9 @@ use crate::state::bits::EFER_SCE;
 use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::User;
 
-/// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT RF AC ID.
-const USER_FLAGS: u64 = 0x0025_4dd5;
+/// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT AC ID.
+/// RF would last for one instruction and hold back a breakpoint; none is ever hit, so it is dropped.
+const USER_FLAGS: u64 = 0x0024_4dd5;
 
 /// Pops values at the current privilege without moving RSP.
 struct Pops<'a, M> {
@@ -48,8 +49,8 @@ impl<'a, M: Linear> Pops<'a, M> {
 /// IRET with an operand of `width` (64-bit mode always pops SS and RSP).
 ///
 /// # Errors
-/// #GP(0) for NT, a null CS or a non-canonical RIP; #GP, #NP or #SS with the bad selector; #SS(0) for
-/// a non-canonical stack; traps of memory.
+/// #GP(0) for NT, a null CS or a non-canonical RIP; #GP, #NP or #SS with the bad selector; #SS(0)
+/// for a non-canonical stack; traps of memory.
 pub(crate) fn iret(m: &mut impl Linear, flow: &mut Flow, width: Width) -> Result<(), Trap> {
     if flow.rflags & rflags::NT != 0 {
         return Err(Exception::GP0.into());
@@ -82,7 +83,7 @@ fn returned_flags(cpl: u8, old: u64, popped: u64, width: Width) -> u64 {
         mask |= rflags::IOPL | rflags::VIF_VIP;
     }
     let mask = width.truncate(mask);
-    old & !mask | popped & mask | rflags::ONE
+    old & !(mask | rflags::RF) | popped & mask | rflags::ONE
 }
 
 /// Far RET with an operand of `width`, which drops `extra` bytes of arguments.
@@ -122,7 +123,8 @@ pub(crate) fn ret_far(
 /// Far JMP through memory to a code segment at the same level. Call gates and task gates are #GP.
 ///
 /// # Errors
-/// #GP(0) for a null selector or a non-canonical target, #GP or #NP with the selector, traps of memory.
+/// #GP(0) for a null selector or a non-canonical target, #GP or #NP with the selector, traps of
+/// memory.
 pub(crate) fn jump_far(
     m: &mut impl Linear,
     flow: &mut Flow,
@@ -223,7 +225,8 @@ pub(crate) fn syscall(sys: &mut System, flow: &mut Flow) -> Result<Saved, Trap> 
 /// compatibility mode, which does not exist here: the executor raises #UD for it.
 ///
 /// # Errors
-/// #UD without EFER.SCE; #GP(0) above CPL 0 and for a non-canonical RCX, both at the caller's level.
+/// #UD without EFER.SCE; #GP(0) above CPL 0 and for a non-canonical RCX, both at the caller's
+/// level.
 pub(crate) fn sysret(sys: &mut System, flow: &mut Flow, saved: Saved) -> Result<(), Trap> {
     if sys.efer & EFER_SCE == 0 {
         return Err(Exception::UD.into());
@@ -233,7 +236,7 @@ pub(crate) fn sysret(sys: &mut System, flow: &mut Flow, saved: Saved) -> Result<
         return Err(Exception::GP0.into());
     }
     flow.rip = saved.rcx;
-    let kept = USER_FLAGS & !rflags::RF | rflags::IF | rflags::IOPL | rflags::VIF_VIP;
+    let kept = USER_FLAGS | rflags::IF | rflags::IOPL | rflags::VIF_VIP;
     flow.rflags = saved.r11 & kept | rflags::ONE;
     let base = (sys.star >> 48) as u16;
     set_flat(sys, base.wrapping_add(16) | 3, base.wrapping_add(8) | 3, 3);
@@ -247,8 +250,8 @@ fn set_flat(sys: &mut System, cs: u16, ss: u16, cpl: u8) {
     sys.cpl = cpl;
 }
 
-/// Whether IN and OUT may use `width` ports from `port` (SDM vol 1 19.5): by IOPL, else by the bitmap
-/// of the TSS.
+/// Whether IN and OUT may use `width` ports from `port` (SDM vol 1 19.5): by IOPL, else by the
+/// bitmap of the TSS.
 ///
 /// # Errors
 /// #GP(0) if not, and traps of memory.

@@ -136,8 +136,8 @@ pub(crate) fn fetch(
     Ok(Descriptor { raw, address })
 }
 
-/// MOV to a segment register other than CS, and POP FS and GS. After a MOV to SS the caller sets the
-/// interrupt shadow.
+/// MOV to a segment register other than CS, and POP FS and GS. After a MOV to SS the caller sets
+/// the interrupt shadow.
 ///
 /// # Errors
 /// #UD for CS; #GP, #NP or #SS with the selector as SDM vol 2 "MOV" lists them; traps of memory.
@@ -175,7 +175,8 @@ pub(crate) fn load(m: &mut impl Linear, segment: Segment, selector: u16) -> Resu
     Ok(())
 }
 
-/// Checks a selector that becomes SS at privilege `cpl`. Null is allowed in 64-bit mode below CPL 3.
+/// Checks a selector that becomes SS at privilege `cpl`. Null is allowed in 64-bit mode below CPL
+/// 3.
 ///
 /// # Errors
 /// #GP or #SS with the selector, traps of memory.

@@ -118,7 +118,6 @@ pub(crate) mod bits {
     pub(crate) const CR4_DE: u64 = 1 << 3;
     pub(crate) const CR4_PSE: u64 = 1 << 4;
     pub(crate) const CR4_PAE: u64 = 1 << 5;
-    pub(crate) const CR4_MCE: u64 = 1 << 6;
     pub(crate) const CR4_PGE: u64 = 1 << 7;
     pub(crate) const CR4_SMEP: u64 = 1 << 20;
 
@@ -134,8 +133,8 @@ pub(crate) const fn is_canonical(va: u64) -> bool {
     ((va << 16) as i64 >> 16) as u64 == va
 }
 
-/// System registers: everything but general registers, RIP and the arithmetic flags, which the executor
-/// keeps in its own (lazy) form.
+/// System registers: everything but general registers, RIP and the arithmetic flags, which the
+/// executor keeps in its own (lazy) form.
 #[derive(Clone, Debug)]
 pub struct System {
     /// CR0; PE and PG are always set (long mode only).
@@ -152,8 +151,8 @@ pub struct System {
     pub cpl: u8,
     /// Selectors: ES CS SS DS FS GS.
     pub selectors: [u16; 6],
-    /// DPL of the segment in each selector, for the nulling on return to an outer level; 3 for a null
-    /// selector, conforming code, CS and SS, which are never nulled.
+    /// DPL of the segment in each selector, for the nulling on return to an outer level; 3 for a
+    /// null selector, conforming code, CS and SS, which are never nulled.
     pub segment_dpl: [u8; 6],
     /// FS base.
     pub fs_base: u64,

@@ -7,8 +7,8 @@
 //! ```
 //! The cache plays the processor's paging-structure cache (SDM vol 3 4.10.3): most walks read one
 //! entry. It holds frame numbers and no pointers, so stage-2 changes need not flush it; whatever
-//! flushes the TLB for the guest's own sake (CR0, CR3, CR4, EFER, INVLPG) does. As on hardware, a walk
-//! that ends in a fault drops what it had cached and looks at the tables themselves.
+//! flushes the TLB for the guest's own sake (CR0, CR3, CR4, EFER, INVLPG) does. As on hardware, a
+//! walk that ends in a fault drops what it had cached and looks at the tables themselves.
 //!
 //! Table pages are asked for with [`Access::Write`], as hardware with EPT A/D bits does. A table
 //! without memory behind it reads as all ones, and so faults with its reserved bits.
@@ -33,7 +33,8 @@ const RESERVED_HIGH: u64 = 0x000f_0000_0000_0000;
 /// What an entry grants. NX is kept inverted, so that rights accumulate by AND.
 const RIGHTS: u64 = WRITE | USER | NO_EXECUTE;
 
-/// Entries that another vCPU changed under the walk before it gives up and lets the run loop breathe.
+/// Entries that another vCPU changed under the walk before it gives up and lets the run loop
+/// breathe.
 const MAX_RACES: usize = 16;
 
 /// On whose behalf memory is accessed.
@@ -165,8 +166,8 @@ const FAULT_ABSENT: Miss = Miss::Fault(0);
 const FAULT_PROTECTION: Miss = Miss::Fault(1);
 const FAULT_RESERVED: Miss = Miss::Fault(1 | 8);
 
-/// Translates `va` for `access` on behalf of `user`, setting A on every level used and D on the leaf of
-/// a write.
+/// Translates `va` for `access` on behalf of `user`, setting A on every level used and D on the
+/// leaf of a write.
 ///
 /// # Errors
 /// #PF with its error code, #GP(0) for a non-canonical address, or the bus's stop for a table page.
@@ -199,7 +200,7 @@ pub(crate) fn walk<B: Bus>(
             Err(Miss::Fault(_) | Miss::Raced) => {}
         }
     }
-    walker.from_root()
+    walker.full_walk()
 }
 
 /// One walk's inputs.
@@ -214,7 +215,7 @@ struct Walker<'a, B> {
 
 impl<B: Bus> Walker<'_, B> {
     #[cold]
-    fn from_root(&mut self) -> Result<Mapping, Trap> {
+    fn full_walk(&mut self) -> Result<Mapping, Trap> {
         self.cache.drop_one(self.va);
         for _ in 0..MAX_RACES {
             match self.upper_levels() {

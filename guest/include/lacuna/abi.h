@@ -40,7 +40,13 @@
 #define LACUNA_KIND_FAULTER 2
 #define LACUNA_KIND_OTHER 3
 
-/* ---- system calls: number in rax, arguments in rdi rsi rdx r10, result in rax ---- */
+/*
+ * ---- system calls: number in rax, arguments in rdi rsi rdx r10, result in rax ----
+ * By the syscall instruction. Boot parameter syscall=ud2, passed on in the info page: by ud2 with
+ * a mark in the upper half of rax, for hosts that deliver exceptions but neither syscall nor int
+ * from CPL 3 (kvm_pvm, seen on Linux 6.18: syscall arrives at LSTAR still in CPL 3, int n is #UD).
+ */
+#define LACUNA_UD2_MARK 0x4c414355ull
 #define LACUNA_SYS_EXIT 0    /* (status) */
 #define LACUNA_SYS_WRITE 1   /* (buffer, bytes) -> bytes or -1 */
 #define LACUNA_SYS_YIELD 2   /* () */
@@ -92,7 +98,7 @@ struct lacuna_info {
     uint64_t arena_bytes;
     uint64_t tsc_khz;
     uint32_t ncpus;
-    uint32_t pad;
+    uint32_t syscall_by_ud2;
     char cmdline[2048];
 };
 #endif

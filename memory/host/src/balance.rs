@@ -12,9 +12,12 @@ use std::time::Duration;
 
 /// Pages in flight to swap beyond which the background waits for completions.
 const MAX_WRITING: usize = 16 * CLUSTER;
-/// Batches of direct reclaim that spare accessed pages, before it takes what there is.
+/// Batches of direct reclaim that spare accessed pages, two turns of the hand at most, before it takes
+/// what there is.
 const GENTLE: usize = 8;
-/// Milliseconds without any progress after which direct reclaim gives up.
+/// Batches that the swap device refuses, before direct reclaim believes it.
+const MAX_REFUSED: usize = 64;
+/// Milliseconds, about, without any progress after which direct reclaim gives up.
 const PATIENCE: usize = 2000;
 
 /// What a step of reclaim has done.
@@ -29,6 +32,13 @@ pub struct Progress {
     pub writing: usize,
 }
 
+/// What some batches of direct reclaim have come to.
+#[derive(Default)]
+struct Sweep {
+    progress: Progress,
+    error: Option<HostError>,
+}
+
 impl Host {
     /// Whether free frames are so few that [`Host::balance`] should run until it has nothing to do.
     pub fn wants_balance(&self) -> bool {
@@ -40,7 +50,7 @@ impl Host {
     /// lock may be held.
     pub fn balance(&self) -> Progress {
         let core = &self.core;
-        let writing = core.writing.load(Ordering::Relaxed);
+        let writing = core.pages_writing();
         if core.frames.free_now() + writing >= core.frames.high || writing >= MAX_WRITING {
             return Progress {
                 writing,
@@ -69,56 +79,64 @@ impl Host {
     pub fn reclaim_direct(&self) -> Result<Progress, HostError> {
         let core = &self.core;
         Counters::add(&core.stats.direct_reclaims, 1);
-        let (mut idle, mut passed, mut rounds) = (0, 0, 0);
-        let mut error = None;
-        loop {
+        // What the writes of an earlier call came to, if that call could not wait for them.
+        let mut earlier = None;
+        if !self.io.may_wait() && core.pages_writing() == 0 {
+            earlier = lock(&core.failure).take();
+        }
+        for _ in 0..PATIENCE {
             let seen = core.settled.generation();
+            let sweep = self.sweep();
             let available = core.frames.available();
-            let writing = core.writing.load(Ordering::Relaxed);
+            let progress = Progress {
+                freed: available,
+                ..sweep.progress
+            };
             if available > 0 {
-                return Ok(Progress {
-                    scanned: passed,
-                    freed: available,
-                    writing,
-                });
+                return Ok(progress);
             }
-            let pending = writing + lock(&core.tickets).len();
-            if writing >= MAX_WRITING && !self.io.may_wait() {
-                return Ok(Progress {
-                    scanned: passed,
-                    freed: 0,
-                    writing: pending,
-                });
+            let error = sweep.error.or(earlier.take());
+            if !self.io.may_wait() {
+                return match error {
+                    None if progress.writing > 0 => Ok(progress),
+                    error => Err(error.unwrap_or_else(|| core.exhausted())),
+                };
             }
-            let mercy = if rounds < GENTLE {
+            if core.pages_writing() == 0
+                && core.frames.available() == 0
+                && let Some(error) = error.or_else(|| self.failure())
+            {
+                return Err(error);
+            }
+            self.io.help(core, seen);
+        }
+        Err(core.exhausted())
+    }
+
+    /// Batches until a frame is free, a write is in flight, or whole turns of the hand were in vain.
+    fn sweep(&self) -> Sweep {
+        let core = &self.core;
+        let mut sweep = Sweep::default();
+        let (mut rounds, mut refused) = (0, 0);
+        while core.frames.available() == 0
+            && core.pages_writing() == 0
+            && sweep.progress.scanned < 4 * core.frames.len()
+            && refused < MAX_REFUSED
+        {
+            let gentle = rounds < GENTLE && sweep.progress.scanned < 2 * core.frames.len();
+            let mercy = if gentle {
                 Mercy::SecondChance
             } else {
                 Mercy::None
             };
             let batch = self.reclaim_batch(mercy);
-            (rounds, passed) = (rounds + 1, passed + batch.scanned);
-            if batch.error.is_some() {
-                error = batch.error;
-            }
-            if batch.freed > 0 || passed < 2 * core.frames.len() + GENTLE * 1024 {
-                continue;
-            }
-            // Two turns of the hand for nothing: what is in flight is the only hope.
-            let pending = core.writing.load(Ordering::Relaxed) + lock(&core.tickets).len();
-            if pending > 0 && !self.io.may_wait() {
-                return Ok(Progress {
-                    scanned: passed,
-                    freed: 0,
-                    writing: pending,
-                });
-            }
-            error = error.or_else(|| self.failure());
-            idle += 1;
-            if !self.io.may_wait() || idle > PATIENCE || (error.is_some() && pending == 0) {
-                return Err(error.unwrap_or_else(|| core.exhausted()));
-            }
-            self.io.help(core, seen);
+            rounds += 1;
+            sweep.progress.scanned += batch.scanned;
+            sweep.error = batch.error.or_else(|| self.failure());
+            refused += usize::from(sweep.error.is_some());
         }
+        sweep.progress.writing = core.pages_writing() + lock(&core.tickets).len();
+        sweep
     }
 
     /// Starts the thread that keeps free frames between the watermarks. It ends when the guard is
@@ -161,6 +179,10 @@ impl Host {
 }
 
 impl Core {
+    fn pages_writing(&self) -> usize {
+        self.writing.load(Ordering::Relaxed)
+    }
+
     pub fn is_low(&self) -> bool {
         self.frames.free_now() < self.frames.low
     }

@@ -79,6 +79,7 @@ impl Host {
     ) -> Result<(), HostError> {
         let mut copy = Some(copy);
         loop {
+            let seen = self.core.settled.generation();
             match self.resolve(hva, access, cache) {
                 Resolution::Ready(frame) => {
                     let pinned = self.core.pinned(frame, PageNo::of(hva), |page| {
@@ -91,11 +92,11 @@ impl Host {
                         cache.release_holds();
                         return Ok(());
                     }
-                    std::thread::yield_now();
+                    // Isolated: taken back while its write was in flight, or about to be taken.
+                    self.io.help(&self.core, seen);
                 }
                 Resolution::Pending(ticket) => self.wait(&ticket)?,
                 Resolution::NoMemory => {
-                    let seen = self.core.settled.generation();
                     if self.reclaim_direct()?.freed == 0 {
                         self.io.help(&self.core, seen);
                     }

@@ -213,7 +213,7 @@ fn run(world: World, ops: &[Op]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
 
     #[test]
     fn pages_keep_their_contents(ops in prop::collection::vec(op(), 1..120)) {

@@ -39,6 +39,3 @@ pub use reader::Reader;
 pub use slot::{Slot, SlotFlags, SlotId, SlotSpec};
 pub use slots::{Limits, Slots};
 pub use snapshot::{Generation, Overlap, Snapshot, assert_invariants};
-
-#[cfg(test)]
-mod tests;

@@ -7,6 +7,7 @@
 //! lacuna doctor               what this host can do
 //! ```
 
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -188,6 +189,20 @@ impl FromStr for SwapSpec {
             _ => return Err(format!("{kind:?} is no swap device; use file or mem")),
         };
         Ok(Self { medium, latency })
+    }
+}
+
+/// In `--swap`'s own words.
+impl fmt::Display for SwapSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.medium {
+            SwapMedium::File { dir } => write!(f, "file,dir={}", dir.display())?,
+            SwapMedium::Memory => write!(f, "mem")?,
+        }
+        if self.latency > Duration::ZERO {
+            write!(f, ",latency={}us", self.latency.as_micros())?;
+        }
+        Ok(())
     }
 }
 

@@ -11,6 +11,7 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`snapshot`], [`live`]: a run at one moment, and what it looks like.
+//! * [`run`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`. [`demo`]: `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`]: exit codes; where text and JSON go.
 //!
@@ -18,9 +19,13 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod demo;
 pub mod doctor;
 pub mod exit;
+pub mod lab;
 pub mod live;
+pub mod observe;
 pub mod output;
+pub mod run;
 pub mod size;
 pub mod snapshot;

@@ -42,6 +42,12 @@ impl Live {
         }
     }
 
+    /// Prints a line of the guest's above the view.
+    pub fn println(&self, line: &str) {
+        // It fails when the terminal does; there is no other place to say so.
+        let _ = self.screen.println(line);
+    }
+
     /// Shows `now`.
     pub fn update(&mut self, now: &Snapshot) {
         while self.threads.len() < now.threads.len() {

@@ -5,17 +5,19 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs};
+use lacuna_cli::demo::demo;
 use lacuna_cli::doctor;
 use lacuna_cli::exit::Exit;
+use lacuna_cli::lab::lab;
 use lacuna_cli::output::print;
+use lacuna_cli::run::run;
 
 fn main() -> ExitCode {
     match Cli::parse().command {
         Some(Command::Doctor(args)) => doctor(&args),
-        None | Some(Command::Run(_) | Command::Lab(_)) => {
-            eprintln!("lacuna: this build has no backend to run a guest on");
-            Exit::Host
-        }
+        Some(Command::Run(args)) => run(&args),
+        Some(Command::Lab(args)) => lab(&args),
+        None => demo(),
     }
     .into()
 }

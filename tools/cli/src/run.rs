@@ -8,7 +8,7 @@ use crate::output::tell;
 use crate::snapshot::{RunOptions, RunReport};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Launch, Outcome, SoftError, Swap};
+use lacuna_soft::{HostError, Launch, Outcome, SoftError, Swap};
 use std::borrow::Cow;
 use std::sync::mpsc;
 
@@ -91,7 +91,9 @@ fn refuse(exit: Exit, text: &str) -> Exit {
 fn blame(error: &SoftError) -> Exit {
     match error {
         SoftError::Boot(_) | SoftError::Vcpus(_) | SoftError::Slot(_) => Exit::Usage,
-        SoftError::Host(error) if error.is_usage() => Exit::Usage,
+        SoftError::Host(HostError::BudgetTooSmall { .. } | HostError::BudgetTooLarge { .. }) => {
+            Exit::Usage
+        }
         SoftError::Host(_) | SoftError::Mmu(_) => Exit::Host,
     }
 }

@@ -16,6 +16,7 @@
 //! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
 #![forbid(unsafe_code)]
 
+pub mod base;
 pub mod external;
 pub mod host_info;
 pub mod native;

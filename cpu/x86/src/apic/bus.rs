@@ -102,8 +102,8 @@ impl ApicBus {
         self.inboxes.len()
     }
 
-    /// Requests `vector` on vCPU `index`, from any thread, as an edge-triggered message would. Ignored
-    /// like on hardware: vectors below 16, APICs that are disabled or not there.
+    /// Requests `vector` on vCPU `index`, from any thread, as an edge-triggered message would.
+    /// Ignored like on hardware: vectors below 16, APICs that are disabled or not there.
     pub fn post(&self, index: usize, vector: u8) {
         if self
             .inboxes

@@ -31,15 +31,12 @@ pub(super) enum Mode {
     X2Apic,
 }
 
-/// The local vector table, in register order from offset 0x320.
+/// The entries of the local vector table that have a source here, by their place from offset 0x320.
+/// Between them lie the thermal sensor, the performance counter, LINT0 and LINT1: kept, never raised.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lvt {
-    Timer,
-    Thermal,
-    Counter,
-    Lint0,
-    Lint1,
-    Error,
+    Timer = 0,
+    Error = 5,
 }
 
 /// A local APIC. IRR lives in its [`ApicBus`] inbox; everything else belongs to the vCPU.
@@ -187,7 +184,8 @@ impl Lapic {
         Ok(())
     }
 
-    /// The frame whose accesses go to [`Lapic::mmio_read`] and [`Lapic::mmio_write`], in xAPIC mode.
+    /// The frame whose accesses go to [`Lapic::mmio_read`] and [`Lapic::mmio_write`], in xAPIC
+    /// mode.
     pub(crate) fn mmio_frame(&self) -> Option<Gfn> {
         (self.mode == Mode::XApic).then(|| Gpa::truncate(MMIO_BASE).gfn())
     }

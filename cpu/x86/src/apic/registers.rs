@@ -1,5 +1,5 @@
-//! The guest's accesses: x2APIC MSRs 0x800 to 0x8ff, and the xAPIC page. Both name a register by the
-//! same number: MSR 0x800 + n is page offset n * 16.
+//! The guest's accesses: x2APIC MSRs 0x800 to 0x8ff, and the xAPIC page. Both name a register by
+//! the same number: MSR 0x800 + n is page offset n * 16.
 
 use super::bus::{Delivery, Destination};
 use super::lapic::{ESR_SENT_ILLEGAL, LVT_MASKED, Lapic, Lvt, Mode, SVR_ENABLE};
@@ -109,8 +109,8 @@ impl Lapic {
         }
     }
 
-    /// A 32-bit write at `offset` of the xAPIC page. What an x2APIC would refuse is cut to its valid
-    /// bits or ignored.
+    /// A 32-bit write at `offset` of the xAPIC page. What an x2APIC would refuse is cut to its
+    /// valid bits or ignored.
     pub(crate) fn mmio_write(&mut self, offset: usize, value: u32, now: Nanos) {
         if !offset.is_multiple_of(16) {
             return;

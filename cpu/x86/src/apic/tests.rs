@@ -6,6 +6,7 @@ use bus::Destination;
 use lacuna_cpu::Wake;
 use lacuna_sync::Nanos;
 use proptest::prelude::*;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -115,6 +116,11 @@ fn isr_and_irr_are_readable() {
     assert_eq!(get(&mut apic, 0x81f), 0, "TMR");
 }
 
+/// Whether the value is small, register, value, nanoseconds since the last.
+fn write() -> impl Strategy<Value = (bool, u32, u64, u64)> {
+    (any::<bool>(), 0..0x100u32, any::<u64>(), 0..1u64 << 40)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
@@ -122,7 +128,7 @@ proptest! {
     #[test]
     fn delivery_order_matches_sets(steps in prop::collection::vec((0..4u8, any::<u8>()), 1..200)) {
         let mut apic = one();
-        let (mut irr, mut isr) = (std::collections::BTreeSet::new(), std::collections::BTreeSet::new());
+        let (mut irr, mut isr) = (BTreeSet::new(), BTreeSet::new());
         let mut tpr = 0u8;
         for (step, value) in steps {
             match step {
@@ -152,11 +158,11 @@ proptest! {
         }
     }
 
-    /// Any sequence of register writes by either face ends, panics nowhere, and leaves a deadline that
-    /// `tick` reaches.
+    /// Any sequence of register writes by either face ends, panics nowhere, and leaves a deadline
+    /// that `tick` reaches.
     #[test]
     fn nonsense(
-        writes in prop::collection::vec((any::<bool>(), 0..0x100u32, any::<u64>(), 0..1u64 << 40), 1..60),
+        writes in prop::collection::vec(write(), 1..60),
     ) {
         let (mut apics, _) = machine(3);
         let apic = &mut apics[1];

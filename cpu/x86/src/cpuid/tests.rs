@@ -43,7 +43,7 @@ fn names() {
 fn features_follow_the_machine() {
     let mut last = apic(5, 6);
     let leaf = cpuid(&last, 1, 0);
-    assert_eq!(leaf.ebx, 5 << 24 | 6 << 16);
+    assert_eq!(leaf.ebx, 5 << 24 | 6 << 16 | 8 << 8);
     assert_ne!(leaf.edx & (one::APIC | one::HTT), 0);
     last.set_base(0xfee0_0000).unwrap();
     assert_eq!(cpuid(&last, 1, 0).edx & one::APIC, 0);

@@ -21,6 +21,14 @@ fn kernel_flow() -> Flow {
     }
 }
 
+/// A two-byte INT at `FROM.rip`.
+fn int(vector: u8) -> Event {
+    Event::Software {
+        vector,
+        next: FROM.rip + 2,
+    }
+}
+
 /// The quadwords from `rsp` up.
 fn frame<const N: usize>(m: &Mock, rsp: u64) -> [u64; N] {
     std::array::from_fn(|i| m.get(rsp + 8 * i as u64))
@@ -153,20 +161,26 @@ fn rf_is_pushed_for_faults_only() {
 fn software_interrupts_obey_the_gate() {
     let mut m = Mock::user();
     let mut flow = FROM;
-    assert_eq!(entered(&mut m, &mut flow, Event::Software(3)), 13);
-    assert_eq!(m.get(flow.rsp), 3 * 8 + 2, "no EXT");
+    assert_eq!(entered(&mut m, &mut flow, int(3)), 13);
+    assert_eq!(
+        frame(&m, flow.rsp),
+        [3 * 8 + 2, FROM.rip],
+        "no EXT, at INT3 itself"
+    );
     let mut m = Mock::user();
     m.gate(3, KERNEL_CS, 0xee00);
     let mut flow = FROM;
-    assert_eq!(entered(&mut m, &mut flow, Event::Software(3)), 3);
-    assert_eq!(m.get(flow.rsp), FROM.rip);
+    assert_eq!(entered(&mut m, &mut flow, int(3)), 3);
+    assert_eq!(m.get(flow.rsp), FROM.rip + 2);
 }
+
+type Change = fn(&mut Mock);
 
 /// What is wrong with the gate of vector 0x41, and the vector and error code that come of it.
 #[test]
 fn bad_gates_name_what_is_wrong() {
-    let user_gate: fn(&mut Mock) = |m| m.gate(0x41, USER_CS, 0x8e00);
-    let cases: &[(&str, fn(&mut Mock), u8, u64)] = &[
+    let user_gate: Change = |m| m.gate(0x41, USER_CS, 0x8e00);
+    let cases: &[(&str, Change, u8, u64)] = &[
         (
             "IDT limit",
             |m| m.sys.idtr.limit = 0x41 * 16 + 14,
@@ -242,7 +256,7 @@ fn bad_gates_name_what_is_wrong() {
     let mut m = Mock::new();
     m.gate(0x41, KERNEL_DS, 0x8e00);
     let mut flow = kernel_flow();
-    assert_eq!(entered(&mut m, &mut flow, Event::Software(0x41)), 13);
+    assert_eq!(entered(&mut m, &mut flow, int(0x41)), 13);
     assert_eq!(m.get(flow.rsp), 0x10);
 }
 
@@ -288,13 +302,12 @@ fn double_and_triple_faults() {
     let pf = Event::Exception(Exception::page_fault(0, 0x5000));
     let df = Event::Exception(Exception::with_error(8, 0));
     let irq = Event::Interrupt(0x41);
-    let int = Event::Software(0x41);
     // (first, its gate, #NP's gate, #PF's gate, #DF's gate, who runs)
     let cases = [
         (irq, G, C, C, C, Some(0x41)),
         (irq, C, G, G, G, Some(11)),
         (irq, P, G, G, G, Some(14)),
-        (int, C, G, G, G, Some(11)),
+        (int(0x41), C, G, G, G, Some(11)),
         (ud, C, G, G, G, Some(11)),
         (ud, P, G, G, G, Some(14)),
         (gp, C, G, G, G, Some(8)),

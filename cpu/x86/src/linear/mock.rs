@@ -51,7 +51,8 @@ pub(crate) struct Mock {
 }
 
 impl Mock {
-    /// CPL 0, with all tables in place: gate `v` is a present DPL 0 interrupt gate to `HANDLER + v`.
+    /// CPL 0, with all tables in place: gate `v` is a present DPL 0 interrupt gate to `HANDLER +
+    /// v`.
     pub(crate) fn new() -> Self {
         let mut m = Self {
             sys: System::long_mode(0),
@@ -111,7 +112,8 @@ impl Mock {
         m
     }
 
-    /// Sets a gate: `attributes` is its second half-word pair's low word, as in the manual's figure.
+    /// Sets a gate: `attributes` is its second half-word pair's low word, as in the manual's
+    /// figure.
     pub(crate) fn gate(&mut self, vector: u8, selector: u16, attributes: u64) {
         self.gate_to(vector, selector, attributes, HANDLER + u64::from(vector));
     }

@@ -114,11 +114,16 @@ fn efer_keeps_long_mode_and_flushes_for_nx() {
 #[test]
 fn a_tsc_write_moves_the_deadline() {
     let (mut sys, mut apic) = cpu();
-    wrmsr(&mut sys, &mut apic, NOW, 0x832, 2 << 17 | 0x40).unwrap();
-    wrmsr(&mut sys, &mut apic, NOW, TSC_DEADLINE, 105_000).unwrap();
-    assert_eq!(apic.next_deadline(), Some(Nanos(105_000)));
-    wrmsr(&mut sys, &mut apic, NOW, TSC, 100_000).unwrap();
-    assert_eq!(apic.next_deadline(), Some(NOW.after(5_000)));
+    let mut write = |index, value| {
+        assert_eq!(
+            wrmsr(&mut sys, &mut apic, NOW, index, value),
+            Ok(Flush::Keep)
+        );
+        apic.next_deadline()
+    };
+    assert_eq!(write(0x832, 2 << 17 | 0x40), None);
+    assert_eq!(write(TSC_DEADLINE, 105_000), Some(Nanos(105_000)));
+    assert_eq!(write(TSC, 100_000), Some(NOW.after(5_000)));
     assert_eq!(rdmsr(&sys, &mut apic, NOW, TSC_DEADLINE), Ok(105_000));
 }
 

@@ -165,3 +165,74 @@ pub(crate) const fn qualification(violation: Violation) -> u64 {
     };
     access | rights << 3
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_leaf() -> impl Strategy<Value = Leaf> {
+        let level = prop::sample::select(Level::ALL.to_vec());
+        let write = prop::sample::select(vec![Write::Never, Write::OnFault, Write::Allowed]);
+        let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+        (any::<u32>(), level, write, flags).prop_map(|(pfn, level, write, flags)| {
+            let (exec, accessed, dirty) = flags;
+            Leaf {
+                pfn: Pfn::new(pfn),
+                level,
+                write,
+                exec,
+                accessed,
+                dirty,
+            }
+        })
+    }
+
+    fn any_entry() -> impl Strategy<Value = Entry> {
+        let table = (1u32..1 << TableId::BITS)
+            .prop_map(|raw| Entry::Table(TableId::new(raw).expect("in range")));
+        prop_oneof![
+            Just(Entry::Absent),
+            Just(Entry::Frozen),
+            table,
+            any_leaf().prop_map(Entry::Leaf),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn decoding_undoes_encoding(entry in any_entry()) {
+            prop_assert_eq!(decode(encode(entry)), entry);
+        }
+
+        /// What an Intel processor would make of it (SDM 29.3.3.1): present entries are no
+        /// misconfiguration, others are not present.
+        #[test]
+        fn the_processor_agrees(entry in any_entry()) {
+            let raw = encode(entry);
+            match entry {
+                Entry::Absent | Entry::Frozen => prop_assert_eq!(raw & 0b111, 0),
+                Entry::Table(_) => {
+                    prop_assert_eq!(raw & 0b111, 0b111);
+                    prop_assert_eq!(raw >> 3 & 0x1f, 0, "bits 7:3 of a table pointer are reserved");
+                }
+                Entry::Leaf(leaf) => {
+                    prop_assert_eq!(raw & 1, 1, "write- or execute-only is a misconfiguration");
+                    prop_assert_eq!(raw >> 3 & 0b111, 6, "write-back");
+                    prop_assert_eq!(raw >> 7 & 1 == 1, leaf.level != Level::L4K);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn zeroed_memory_is_absent() {
+        assert_eq!(decode(0), Entry::Absent);
+    }
+
+    #[test]
+    #[should_panic(expected = "corrupt stage-2 table pointer")]
+    fn a_pointer_to_table_zero_is_corruption() {
+        decode(RIGHTS);
+    }
+}

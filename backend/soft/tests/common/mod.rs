@@ -1,0 +1,72 @@
+//! What the tests of whole guests share.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use lacuna_addr::PageCount;
+use lacuna_machine::{Board, Ending, Image};
+use lacuna_soft::{Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+pub const MIB: u64 = 1 << 20;
+
+/// What a guest printed.
+#[derive(Clone, Default)]
+pub struct Lines(Arc<Mutex<Vec<String>>>);
+
+impl Lines {
+    pub fn sink(&self) -> impl FnMut(&str) + Send + use<> {
+        let lines = Arc::clone(&self.0);
+        move |line: &str| lines.lock().unwrap().push(line.to_owned())
+    }
+
+    pub fn text(&self) -> String {
+        self.0.lock().unwrap().join("\n")
+    }
+}
+
+pub fn image(name: &str) -> Image<'static> {
+    let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
+    Image::parse(image.elf).unwrap()
+}
+
+/// `memory` and `resident` in MiB, swap on a file in the temporary folder.
+pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> Launch {
+    Launch {
+        memory: PageCount::from_bytes(memory * MIB),
+        resident: PageCount::from_bytes(resident * MIB),
+        vcpus,
+        swap: Swap::File(std::env::temp_dir()),
+        latency: Duration::ZERO,
+        seed: None,
+        command_line: command_line.to_owned(),
+    }
+}
+
+pub fn run(launch: &Launch, name: &str) -> (Outcome, String) {
+    let lines = Lines::default();
+    let outcome = launch.run(&image(name), lines.sink(), |_| ()).unwrap();
+    (outcome, lines.text())
+}
+
+/// Runs to success.
+pub fn pass(launch: &Launch, name: &str) -> (Outcome, String) {
+    let (outcome, text) = run(launch, name);
+    let ending = &outcome.ending;
+    assert!(matches!(ending, Ending::Exited(0)), "{launch:?}: {ending:?}\n{text}");
+    (outcome, text)
+}
+
+/// A VM in `host`, booted with `name`; for tests that share or break a host.
+pub fn boot(
+    launch: &Launch,
+    host: &Arc<lacuna_soft::Host>,
+    clock: Arc<dyn lacuna_sync::Clock>,
+    name: &str,
+) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
+    let config = VmConfig { memory: launch.memory, vcpus: launch.vcpus };
+    let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
+    let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();
+    let lines = Lines::default();
+    let board = Arc::new(Board::new(lines.sink()));
+    (vm, vcpus, board, lines)
+}

@@ -1,0 +1,171 @@
+//! Guests that test the processor, and guests that try to break out of it.
+
+mod common;
+
+use common::{Lines, boot, image, launch, pass, run};
+use lacuna_addr::PageCount;
+use lacuna_host::{Fault, FaultyStore, Host, HostConfig, Io};
+use lacuna_machine::{Ending, VcpuError};
+use lacuna_soft::Launch;
+use lacuna_sync::{Clock, HostClock};
+use std::sync::Arc;
+
+#[test]
+fn hello_prints_its_line() {
+    let (outcome, text) = pass(&launch(32, 32, 1, ""), "hello");
+    assert!(text.to_lowercase().contains("hello"), "{text}");
+    assert!(outcome.retired[0] > 1000);
+    assert!(outcome.status.is_some(), "the guest announced its status page");
+}
+
+#[test]
+fn workloads_end_well() {
+    pass(&launch(64, 64, 2, "seconds=1"), "bm");
+    pass(&launch(32, 8, 2, "rounds=1"), "membound");
+    pass(&launch(32, 32, 2, ""), "touch");
+    pass(&launch(32, 8, 2, "order=random"), "touch");
+}
+
+#[test]
+fn memory_order_and_split_locks() {
+    pass(&launch(32, 32, 2, "iters=3000 adds=3000"), "litmus");
+}
+
+#[test]
+fn modified_code_is_seen() {
+    pass(&launch(32, 32, 2, "iters=300"), "smc");
+}
+
+#[test]
+fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
+    let mut launch = launch(16, 1, 1, "iters=20");
+    launch.resident = Host::minimum_budget(1);
+    let (outcome, _) = pass(&launch, "maxpage");
+    assert!(outcome.host.swapped_in > 0, "{:?}", outcome.host);
+}
+
+#[test]
+fn random_bytes_in_user_mode_harm_nobody() {
+    for seed in 0..4 {
+        pass(&launch(32, 32, 2, &format!("level=3 seed={} count=50", seed * 1000)), "random");
+    }
+}
+
+/// Anything may happen to the guest; the host must neither panic nor hang.
+#[test]
+fn random_bytes_in_kernel_mode_end_somehow() {
+    for seed in 0..24 {
+        let command_line = format!("level=0 seed={seed}");
+        let launch = Launch { seed: Some(seed), ..launch(16, 16, 1, &command_line) };
+        bounded(&launch, "random");
+    }
+}
+
+/// Runs for at most some virtual seconds: a guest that loops for ever is stopped, as a person would.
+fn bounded(launch: &Launch, name: &str) -> Option<Ending> {
+    let clock = Arc::new(lacuna_sync::VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let shared = Arc::clone(&clock) as Arc<dyn Clock>;
+    let (vm, vcpus, board, _) = boot(launch, &host, shared, name);
+    let seed = launch.seed.expect("a seeded launch");
+    let config = lacuna_soft::WorldConfig { seed, clock: Arc::clone(&clock), host };
+    let mut world = lacuna_soft::World::new(config);
+    let (stop_vm, stop_board) = (Arc::clone(&vm), Arc::clone(&board));
+    world.add(lacuna_soft::Guest { vm, vcpus, board: Arc::clone(&board) });
+    world.run(|| {
+        if clock.now().0 > 300_000_000 {
+            stop_board.end(Ending::Stopped, &*stop_vm);
+        }
+    });
+    board.ending()
+}
+
+#[test]
+fn nonsense_in_every_msr() {
+    pass(&launch(32, 32, 1, "count=20000"), "msr");
+    for seed in 0..4 {
+        let command_line = format!("wild=1 seed={seed}");
+        let launch = Launch { seed: Some(seed), ..launch(16, 16, 1, &command_line) };
+        bounded(&launch, "msr");
+    }
+}
+
+#[test]
+fn a_triple_fault_says_where() {
+    let (outcome, _) = run(&launch(32, 32, 1, ""), "triple");
+    let Ending::Shutdown(text) = outcome.ending else { panic!("{:?}", outcome.ending) };
+    assert!(text.starts_with("vCPU 0: triple fault: vector "), "{text}");
+}
+
+fn faulty(budget_mib: u64) -> (Arc<Host>, FaultyStore, Arc<dyn Clock>) {
+    let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+    let store = FaultyStore::new(PageCount::new(1 << 16));
+    let host = Host::new(HostConfig {
+        budget: PageCount::from_bytes(budget_mib * common::MIB),
+        swap: Box::new(store.clone()),
+        io: Io::Threads { readers: 2 },
+        clock: Arc::clone(&clock),
+    });
+    (host.unwrap(), store, clock)
+}
+
+fn run_faulty(fault: Fault) -> (Ending, Lines) {
+    let (host, store, clock) = faulty(8);
+    let launch = launch(32, 8, 2, "rounds=3");
+    let (vm, vcpus, board, lines) = boot(&launch, &host, clock, "verify");
+    store.set_fault(Some(fault));
+    drop(lacuna_machine::run(vcpus, &board, &*vm));
+    (board.ending().expect("it ended"), lines)
+}
+
+#[test]
+fn a_read_error_ends_the_run_before_the_guest_can_read_anything_wrong() {
+    let (ending, lines) = run_faulty(Fault::Read);
+    let Ending::Failed(error) = ending else { panic!("{ending:?}\n{}", lines.text()) };
+    assert!(matches!(error, VcpuError::PageLost { .. }), "{error}");
+    assert!(error.to_string().contains("is lost"), "{error}");
+    assert!(!lines.text().contains("lost"), "the guest noticed: {}", lines.text());
+}
+
+#[test]
+fn a_full_disk_ends_the_run_with_nothing_lost() {
+    let (host, _, clock) = faulty(8);
+    drop(host);
+    let store = FaultyStore::new(PageCount::new(1000));
+    let host = Host::new(HostConfig {
+        budget: PageCount::from_bytes(8 * common::MIB),
+        swap: Box::new(store),
+        io: Io::Threads { readers: 2 },
+        clock: Arc::clone(&clock),
+    });
+    let host = host.unwrap();
+    let launch = launch(32, 8, 2, "rounds=3");
+    let (vm, vcpus, board, lines) = boot(&launch, &host, clock, "verify");
+    drop(lacuna_machine::run(vcpus, &board, &*vm));
+    let ending = board.ending();
+    let Some(Ending::Failed(VcpuError::NoMemory { cause, .. })) = &ending else {
+        panic!("{ending:?}\n{}", lines.text())
+    };
+    assert!(cause.contains("full"), "{cause}");
+    vm.mmu().verify();
+    host.verify();
+}
+
+#[test]
+fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
+    let refused = |launch: Launch| {
+        let done = launch.run(&image("hello"), |_: &str| (), |_| ());
+        done.map(|outcome| outcome.ending).unwrap_err().to_string()
+    };
+    let mut small = launch(32, 1, 4, "");
+    small.resident = PageCount::new(16);
+    let text = refused(small);
+    assert!(text.contains("16") && text.contains("at least"), "{text}");
+    let text = refused(launch(1, 64, 1, ""));
+    assert!(text.contains("give it at least --memory"), "{text}");
+    let mut nowhere = launch(32, 8, 1, "");
+    nowhere.swap = lacuna_soft::Swap::File("/nonexistent/folder".into());
+    let text = refused(nowhere);
+    assert!(text.contains("/nonexistent/folder"), "{text}");
+    assert_eq!(refused(launch(32, 32, 0, "")), "0 vCPUs: give 1 to 64");
+}

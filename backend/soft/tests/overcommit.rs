@@ -1,0 +1,115 @@
+//! A guest in a quarter of its memory loses nothing: every swap device, 1, 2 and 4 vCPUs, two VMs in one
+//! budget, threads and seeds.
+
+mod common;
+
+use common::{boot, launch, pass};
+use lacuna_machine::Ending;
+use lacuna_soft::{Guest, Launch, Swap, Trace, World, WorldConfig};
+use lacuna_sync::{Clock, HostClock, VirtualClock};
+use std::sync::Arc;
+use std::time::Duration;
+
+const ARGUMENTS: &str = "rounds=2";
+
+fn four_times(vcpus: usize) -> Launch {
+    launch(48, 12, vcpus, ARGUMENTS)
+}
+
+fn assert_swapped(outcome: &lacuna_soft::Outcome) {
+    let host = &outcome.host;
+    assert!(host.swapped_in > 1000 && host.swapped_out > 1000, "nothing was swapped: {host:?}");
+}
+
+#[test]
+fn verify_on_a_file() {
+    for vcpus in [1, 2, 4] {
+        assert_swapped(&pass(&four_times(vcpus), "verify").0);
+    }
+}
+
+#[test]
+fn verify_in_compressed_memory() {
+    for vcpus in [1, 2, 4] {
+        let launch = Launch { swap: Swap::Memory, ..four_times(vcpus) };
+        assert_swapped(&pass(&launch, "verify").0);
+    }
+}
+
+#[test]
+fn verify_with_added_latency() {
+    for vcpus in [1, 2, 4] {
+        let latency = Duration::from_micros(200);
+        let launch = Launch { latency, ..launch(24, 6, vcpus, ARGUMENTS) };
+        assert_swapped(&pass(&launch, "verify").0);
+    }
+}
+
+#[test]
+fn incompressible_pages_on_a_file() {
+    assert_swapped(&pass(&launch(32, 8, 2, "rounds=2 pattern=random"), "verify").0);
+}
+
+#[test]
+fn two_vms_in_one_budget() {
+    let launch = launch(32, 16, 2, ARGUMENTS);
+    let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let background = host.spawn_background().unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let (vm, vcpus, board, lines) = boot(&launch, &host, Arc::clone(&clock), "verify");
+                drop(lacuna_machine::run(vcpus, &board, &*vm));
+                let ending = board.ending();
+                let text = lines.text();
+                assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}\n{text}");
+            });
+        }
+    });
+    drop(background);
+    assert!(host.stats().swapped_in > 1000);
+    host.verify();
+}
+
+fn seeded(seed: u64, vms: usize) -> Trace {
+    let launch = Launch { seed: Some(seed), ..launch(16, 4 * vms as u64, 2, ARGUMENTS) };
+    let clock = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let mut world =
+        World::new(WorldConfig { seed, clock: Arc::clone(&clock), host: Arc::clone(&host) });
+    let mut guests = Vec::new();
+    for _ in 0..vms {
+        let clock = Arc::clone(&clock) as Arc<dyn Clock>;
+        let (vm, vcpus, board, lines) = boot(&launch, &host, clock, "verify");
+        guests.push((Arc::clone(&vm), Arc::clone(&board), lines));
+        world.add(Guest { vm, vcpus, board });
+    }
+    let mut looks = 0u32;
+    let trace = world.run(|| {
+        looks += 1;
+        if looks.is_multiple_of(16) {
+            guests.iter().for_each(|(vm, ..)| vm.mmu().verify());
+            host.verify();
+        }
+    });
+    for (vm, board, lines) in &guests {
+        let (ending, text) = (board.ending(), lines.text());
+        assert!(matches!(ending, Some(Ending::Exited(0))), "seed {seed}: {ending:?}\n{text}");
+        vm.mmu().verify();
+    }
+    assert!(host.stats().swapped_in > 200, "{:?}", host.stats());
+    trace
+}
+
+#[test]
+fn a_seed_gives_one_trace() {
+    let first = seeded(1, 1);
+    assert_eq!(first, seeded(1, 1));
+    assert_ne!(first.hash, seeded(2, 1).hash);
+}
+
+#[test]
+fn two_seeded_vms_in_one_budget() {
+    assert_eq!(seeded(3, 2), seeded(3, 2));
+}

@@ -1,0 +1,104 @@
+//! Bytes to blocks.
+
+use crate::lower::{Flow, Lower};
+use crate::op::{Code, Links, Op};
+use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_cpu::HostPage;
+
+/// Instructions in a block at most: `Links` counts them in a byte, and an interrupt waits for them.
+const INSTRUCTIONS_MAX: u32 = 48;
+/// Bytes of a block's instructions at most.
+const WINDOW: usize = 256;
+/// The longest instruction.
+const LONGEST: usize = 15;
+
+/// A copy of code bytes, so that another vCPU's writes cannot change them between two looks.
+pub(crate) struct Window {
+    bytes: [u8; WINDOW],
+    len: usize,
+}
+
+impl Window {
+    /// From `offset` in `page` to its end, or as much as a block may have.
+    pub(crate) fn new(page: HostPage, offset: usize) -> Self {
+        let mut window = Self { bytes: [0; WINDOW], len: 0 };
+        window.append(page, offset, WINDOW.min(PAGE_SIZE - offset));
+        window
+    }
+
+    /// Adds the next page's first bytes, as far as one instruction can reach.
+    pub(crate) fn extend(&mut self, next: HostPage) {
+        self.append(next, 0, LONGEST);
+    }
+
+    fn append(&mut self, page: HostPage, offset: usize, count: usize) {
+        let (mut at, end) = (offset, offset + count);
+        while at < end {
+            let n = (8 - at % 8).min(end - at).min(WINDOW - self.len);
+            if n == 0 {
+                return;
+            }
+            let word = page.load_u64(at & !7).to_le_bytes();
+            self.bytes[self.len..self.len + n].copy_from_slice(&word[at % 8..at % 8 + n]);
+            (at, self.len) = (at + n, self.len + n);
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+/// What was found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Found {
+    /// A block was appended.
+    Block,
+    /// The first instruction goes on behind the window's end.
+    Incomplete,
+}
+
+/// Appends the block of the instructions at `rip`, which start the window.
+pub(crate) fn block(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
+    decode(window, rip, ops, INSTRUCTIONS_MAX)
+}
+
+/// Appends a block of the one instruction at `rip`.
+pub(crate) fn one(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
+    decode(window, rip, ops, 1)
+}
+
+fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
+    let start = ops.len();
+    let mut decoder = Decoder::with_ip(64, window.bytes(), rip, DecoderOptions::NONE);
+    let mut instruction = Instruction::default();
+    let mut flow = Flow::On;
+    for n in 0..max {
+        decoder.decode_out(&mut instruction);
+        if instruction.is_invalid() && decoder.last_error() == DecoderError::NoMoreBytes {
+            if n == 0 {
+                return Found::Incomplete;
+            }
+            break;
+        }
+        flow = Lower { i: &instruction, ops, start }.instruction();
+        if flow == Flow::End {
+            break;
+        }
+    }
+    if flow == Flow::On {
+        ops.push(Op::new(Code::Jump));
+        ops.push(Op::unlinked(0));
+    }
+    close(ops, start);
+    Found::Block
+}
+
+/// Tells the block's links how many instructions it has.
+fn close(ops: &mut [Op], start: usize) {
+    let count: u64 = ops[start..].iter().map(Op::instructions).sum();
+    if let Some(last) = ops.last_mut().filter(|op| op.code == Code::Links) {
+        *last = Op::unlinked(count as u8);
+    }
+}

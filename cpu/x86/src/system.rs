@@ -1,0 +1,324 @@
+//! Instructions that end a block and run in the run loop: everything that changes more than general registers,
+//! flags and plain memory. The rules themselves are in control.rs, segments.rs, returns.rs, msr.rs.
+
+use crate::arith::mask;
+use crate::control::{self, Flush};
+use crate::cpuid;
+use crate::deliver::Event;
+use crate::dispatch::{RSP, address};
+use crate::exit::Exit;
+use crate::flags::{AC, ARITHMETIC, DF, ID, IF, IOPL, NT, RF, TF};
+use crate::general::{reg, set_reg};
+use crate::linear::{Linear, Width};
+use crate::mem::View;
+use crate::msr;
+use crate::op::{IMMEDIATE, MEMORY, Op, System as Sys};
+use crate::returns::{self, Saved};
+use crate::segments::{self, Segment};
+use crate::state::{Exception, System, Table, Trap};
+use crate::walk::User;
+use lacuna_cpu::Bus;
+
+const RAX: usize = 0;
+const RCX: usize = 1;
+const RDX: usize = 2;
+const RBX: usize = 3;
+const R11: usize = 11;
+
+/// What a system op that completed (or must wait) asks of the run loop.
+pub(crate) enum Done {
+    /// Go on behind it.
+    Next,
+    /// RIP is set.
+    Jumped,
+    /// Go on behind it, after a flush.
+    Flush(Flush),
+    /// Go on behind it, after telling the outside.
+    Exit(Exit),
+    /// Not complete: execute it again when the outside has answered.
+    Wait(Exit),
+    /// Deliver this with RIP behind it.
+    Event(Event),
+}
+
+type Outcome = Result<Done, Trap>;
+
+const _: () = assert!(Sys::Crossing as u8 == KINDS.len() as u8 - 1);
+
+/// [`Sys`] by the number in an op.
+#[rustfmt::skip]
+const KINDS: [Sys; 41] = [
+    Sys::Cli, Sys::Sti, Sys::Popf, Sys::Iret, Sys::RetFar, Sys::Syscall, Sys::Sysret, Sys::Int,
+    Sys::Int3, Sys::Int1, Sys::Hlt, Sys::Cpuid, Sys::Rdmsr, Sys::Wrmsr, Sys::Rdtsc, Sys::Rdtscp,
+    Sys::In, Sys::Out, Sys::Swapgs, Sys::MovFromCr, Sys::MovToCr, Sys::MovFromDr, Sys::MovToDr,
+    Sys::Clts, Sys::Lmsw, Sys::Smsw, Sys::Invlpg, Sys::Lgdt, Sys::Lidt, Sys::Sgdt, Sys::Sidt,
+    Sys::Lldt, Sys::Ltr, Sys::Sldt, Sys::Str, Sys::Wbinvd, Sys::LoadSegment, Sys::StoreSegment,
+    Sys::PopSegment, Sys::JumpFar, Sys::Crossing,
+];
+
+/// Executes `op`, whose next instruction is at `next`. An error leaves the state as it was.
+pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcome {
+    let kind = KINDS[op.aux as usize % KINDS.len()];
+    match kind {
+        Sys::Cli | Sys::Sti => interrupt_flag(m, kind),
+        Sys::Popf => pop_flags(m, op),
+        Sys::Iret | Sys::RetFar | Sys::JumpFar => far_transfer(m, op, kind),
+        Sys::Syscall | Sys::Sysret => system_call(m, kind, next),
+        Sys::Int => Ok(Done::Event(Event::Software { vector: op.imm as u8, next })),
+        Sys::Int3 => Ok(Done::Event(Event::Software { vector: 3, next })),
+        Sys::Int1 => Ok(Done::Event(Event::Interrupt(1))),
+        Sys::Hlt => {
+            control::privileged(&m.core.sys)?;
+            m.core.sys.halted = true;
+            Ok(Done::Next)
+        }
+        Sys::Cpuid => {
+            let leaf = cpuid::cpuid(&m.core.apic, m.core.r[RAX] as u32, m.core.r[RCX] as u32);
+            m.core.r[RAX] = leaf.eax.into();
+            m.core.r[RBX] = leaf.ebx.into();
+            m.core.r[RCX] = leaf.ecx.into();
+            m.core.r[RDX] = leaf.edx.into();
+            Ok(Done::Next)
+        }
+        Sys::Rdmsr | Sys::Wrmsr => model_specific(m, kind),
+        Sys::Rdtsc | Sys::Rdtscp => {
+            let tsc = control::rdtsc(&m.core.sys, m.core.clock.now())?;
+            set_pair(m, tsc);
+            if kind == Sys::Rdtscp {
+                m.core.r[RCX] = m.core.sys.tsc_aux & mask(2);
+            }
+            Ok(Done::Next)
+        }
+        Sys::In | Sys::Out => port(m, op, kind),
+        Sys::Swapgs => control::swapgs(&mut m.core.sys).map(|()| Done::Next),
+        Sys::Clts => control::clts(&mut m.core.sys).map(|()| Done::Next),
+        Sys::Wbinvd => control::privileged(&m.core.sys).map(|()| Done::Next),
+        Sys::Invlpg => {
+            control::privileged(&m.core.sys)?;
+            Ok(Done::Flush(Flush::All))
+        }
+        Sys::MovFromCr | Sys::MovToCr | Sys::MovFromDr | Sys::MovToDr => control_register(m, op, kind),
+        Sys::Smsw | Sys::Sldt | Sys::Str | Sys::StoreSegment => store_selector(m, op, kind),
+        Sys::Lmsw | Sys::Lldt | Sys::Ltr | Sys::LoadSegment => load_selector(m, op, kind),
+        Sys::PopSegment => pop_segment(m, op),
+        Sys::Lgdt | Sys::Lidt => load_table(m, op, kind),
+        Sys::Sgdt | Sys::Sidt => store_table(m, op, kind),
+        Sys::Crossing => Err(Exception::UD.into()),
+    }
+}
+
+const fn width(op: &Op) -> Width {
+    match op.width() {
+        0 => Width::W8,
+        1 => Width::W16,
+        2 => Width::W32,
+        _ => Width::W64,
+    }
+}
+
+/// EDX:EAX.
+fn pair<B>(m: &View<'_, B>) -> u64 {
+    m.core.r[RDX] << 32 | m.core.r[RAX] & mask(2)
+}
+
+fn set_pair<B>(m: &mut View<'_, B>, value: u64) {
+    m.core.r[RAX] = value & mask(2);
+    m.core.r[RDX] = value >> 32;
+}
+
+/// The privilege of an explicit access.
+fn user<B>(m: &View<'_, B>) -> User {
+    m.core.user
+}
+
+/// CLI and STI: by IOPL. STI shadows the next instruction if interrupts were off.
+fn interrupt_flag<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
+    if u64::from(m.core.sys.cpl) > (m.core.rflags & IOPL) >> 12 {
+        return Err(Exception::GP0.into());
+    }
+    if kind == Sys::Cli {
+        m.core.rflags &= !IF;
+    } else {
+        m.core.sys.interrupt_shadow = m.core.rflags & IF == 0;
+        m.core.rflags |= IF;
+    }
+    Ok(Done::Next)
+}
+
+fn pop_flags<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
+    let rsp = m.core.r[RSP];
+    let image = m.read(rsp, width(op), user(m))?;
+    let old = m.core.rflags();
+    m.core.r[RSP] = rsp.wrapping_add(1 << op.width());
+    let new = popped_flags(m.core.sys.cpl, old, image, width(op));
+    m.core.set_rflags(new & !RF);
+    Ok(Done::Next)
+}
+
+/// The flags after POPF at `cpl`: what may not be changed stays.
+fn popped_flags(cpl: u8, old: u64, image: u64, width: Width) -> u64 {
+    let mut writable = ARITHMETIC | TF | DF | NT | AC | ID;
+    if u64::from(cpl) <= (old & IOPL) >> 12 {
+        writable |= IF;
+    }
+    if cpl == 0 {
+        writable |= IOPL;
+    }
+    let writable = width.truncate(writable);
+    old & !writable | image & writable
+}
+
+fn far_transfer<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let mut flow = m.core.flow(m.core.rip);
+    match kind {
+        Sys::Iret => returns::iret(m, &mut flow, width(op))?,
+        Sys::RetFar => returns::ret_far(m, &mut flow, width(op), op.imm as u16)?,
+        _ => {
+            let (at, by) = (address(m.core, op), user(m));
+            let rip = m.read(at, width(op), by)?;
+            let selector = m.read(at.wrapping_add(1 << op.width()), Width::W16, by)?;
+            returns::jump_far(m, &mut flow, selector as u16, rip)?;
+        }
+    }
+    m.core.follow(flow);
+    Ok(Done::Jumped)
+}
+
+fn system_call<B: Bus>(m: &mut View<'_, B>, kind: Sys, next: u64) -> Outcome {
+    let mut flow = m.core.flow(next);
+    if kind == Sys::Syscall {
+        let saved = returns::syscall(&mut m.core.sys, &mut flow)?;
+        m.core.r[RCX] = saved.rcx;
+        m.core.r[R11] = saved.r11;
+    } else {
+        let saved = Saved { rcx: m.core.r[RCX], r11: m.core.r[R11] };
+        returns::sysret(&mut m.core.sys, &mut flow, saved)?;
+    }
+    m.core.follow(flow);
+    Ok(Done::Jumped)
+}
+
+fn model_specific<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
+    let (now, index) = (m.core.clock.now(), m.core.r[RCX] as u32);
+    if kind == Sys::Rdmsr {
+        let value = msr::rdmsr(&m.core.sys, &mut m.core.apic, now, index)?;
+        set_pair(m, value);
+        return Ok(Done::Next);
+    }
+    let value = pair(m);
+    msr::wrmsr(&mut m.core.sys, &mut m.core.apic, now, index, value).map(Done::Flush)
+}
+
+fn port<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let port = if op.has(IMMEDIATE) { op.imm as u16 } else { m.core.r[RDX] as u16 };
+    let flags = m.core.rflags;
+    returns::check_io(m, flags, port, width(op))?;
+    let size = 1 << op.width();
+    if kind == Sys::Out {
+        let value = reg(m.core, RAX as u8, op.width()) as u32;
+        return Ok(Done::Exit(Exit::IoOut { port, size, value }));
+    }
+    match m.core.replay.take() {
+        Some(value) => set_reg(m.core, RAX as u8, op.width(), value),
+        None => return Ok(Done::Wait(Exit::IoIn { port, size })),
+    }
+    Ok(Done::Next)
+}
+
+fn control_register<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let (general, number) = (op.dst as usize, op.imm as u32);
+    let value = m.core.r[general];
+    match kind {
+        Sys::MovFromCr => {
+            m.core.r[general] = control::read_cr(&m.core.sys, &m.core.apic, number)?;
+        }
+        Sys::MovFromDr => m.core.r[general] = control::read_dr(&m.core.sys, number)?,
+        Sys::MovToDr => control::write_dr(&mut m.core.sys, number, value)?,
+        _ => {
+            let flush = control::write_cr(&mut m.core.sys, &mut m.core.apic, number, value)?;
+            return Ok(Done::Flush(flush));
+        }
+    }
+    Ok(Done::Next)
+}
+
+/// SMSW, SLDT, STR and MOV from a segment register.
+fn store_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let sys = &m.core.sys;
+    let value = match kind {
+        Sys::Smsw => sys.cr0,
+        Sys::Sldt => sys.ldtr.selector.into(),
+        Sys::Str => sys.tr.selector.into(),
+        _ => sys.selectors[op.imm as usize % 6].into(),
+    };
+    if op.has(MEMORY) {
+        let (at, by) = (address(m.core, op), user(m));
+        m.write(at, Width::W16, value & mask(1), by)?;
+    } else {
+        set_reg(m.core, op.dst, op.width(), value);
+    }
+    Ok(Done::Next)
+}
+
+/// LMSW, LLDT, LTR and MOV to a segment register.
+fn load_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let selector = if op.has(MEMORY) {
+        let (at, by) = (address(m.core, op), user(m));
+        m.read(at, Width::W16, by)? as u16
+    } else {
+        m.core.r[op.dst as usize] as u16
+    };
+    match kind {
+        Sys::Lmsw => control::lmsw(&mut m.core.sys, selector)?,
+        Sys::Lldt => segments::load_ldtr(m, selector)?,
+        Sys::Ltr => segments::load_tr(m, selector)?,
+        _ => {
+            let segment = segment(op);
+            segments::load(m, segment, selector)?;
+            m.core.sys.interrupt_shadow |= segment == Segment::Ss;
+        }
+    }
+    Ok(Done::Next)
+}
+
+fn pop_segment<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
+    let (rsp, by) = (m.core.r[RSP], user(m));
+    let selector = m.read(rsp, Width::W16, by)? as u16;
+    segments::load(m, segment(op), selector)?;
+    m.core.r[RSP] = rsp.wrapping_add(1 << op.width());
+    Ok(Done::Next)
+}
+
+fn segment(op: &Op) -> Segment {
+    match op.imm {
+        0 => Segment::Es,
+        1 => Segment::Cs,
+        2 => Segment::Ss,
+        3 => Segment::Ds,
+        4 => Segment::Fs,
+        _ => Segment::Gs,
+    }
+}
+
+fn load_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    control::privileged(&m.core.sys)?;
+    let (at, by) = (address(m.core, op), user(m));
+    let limit = m.read(at, Width::W16, by)? as u16;
+    let base = m.read(at.wrapping_add(2), Width::W64, by)?;
+    let table = segments::pseudo_descriptor(&m.core.sys, limit, base)?;
+    *table_register(&mut m.core.sys, kind == Sys::Lgdt) = table;
+    Ok(Done::Next)
+}
+
+fn store_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let (at, by) = (address(m.core, op), user(m));
+    let table = *table_register(&mut m.core.sys, kind == Sys::Sgdt);
+    // The base first: if the second store is blocked the first is done again with the same value.
+    m.write(at.wrapping_add(2), Width::W64, table.base, by)?;
+    m.write(at, Width::W16, table.limit.into(), by)?;
+    Ok(Done::Next)
+}
+
+fn table_register(sys: &mut System, global: bool) -> &mut Table {
+    if global { &mut sys.gdtr } else { &mut sys.idtr }
+}

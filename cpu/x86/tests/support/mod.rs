@@ -1,0 +1,192 @@
+//! A processor on flat memory: what the tests and benches of this crate run guests in.
+//!
+//! ```text
+//! physical and linear (identity, user pages, 4 KiB leaves):
+//!   0        page tables, grown as needed
+//!   CODE     the program
+//!   DATA     data, up to the memory's end
+//! ```
+#![allow(dead_code)] // Each test file uses a part.
+
+use iced_x86::code_asm::CodeAssembler;
+use lacuna_addr::{Access, Gfn, Gpa};
+use lacuna_cpu::{Bus, HostPage, Stop, Wake};
+use lacuna_sync::{Quiescence, VirtualClock};
+use lacuna_x86::{ApicBus, Cpu, Exit, Regs, System};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+pub const CODE: u64 = 0x40_0000;
+pub const DATA: u64 = 0x80_0000;
+pub const STACK: u64 = DATA + 0x8000;
+
+#[repr(align(4096))]
+struct Frame([u8; 4096]);
+
+/// Flat guest memory.
+pub struct Flat {
+    frames: Vec<Box<Frame>>,
+    pub watched: Vec<bool>,
+    /// Frames that answer `Stop::Wait` once.
+    pub absent: Vec<bool>,
+    pub code_writes: Vec<Gfn>,
+}
+
+impl Flat {
+    pub fn new(bytes: u64) -> Self {
+        let frames = (bytes / 4096) as usize;
+        Self {
+            frames: (0..frames).map(|_| Box::new(Frame([0; 4096]))).collect(),
+            watched: vec![false; frames],
+            absent: vec![false; frames],
+            code_writes: Vec::new(),
+        }
+    }
+
+    fn frame(&mut self, gfn: u64) -> HostPage {
+        let base = NonNull::from(&mut self.frames[gfn as usize].0).cast();
+        // SAFETY: a page-aligned page that lives as long as the bus, and nobody else touches it.
+        unsafe { HostPage::new(base, true, self.watched[gfn as usize]) }
+    }
+
+    pub fn write(&mut self, gpa: u64, bytes: &[u8]) {
+        for (i, byte) in bytes.iter().enumerate() {
+            let at = gpa + i as u64;
+            self.frame(at >> 12).store_u8(at as usize & 0xfff, *byte);
+        }
+    }
+
+    pub fn write_u64(&mut self, gpa: u64, value: u64) {
+        self.write(gpa, &value.to_le_bytes());
+    }
+
+    pub fn read(&mut self, gpa: u64, len: usize) -> Vec<u8> {
+        (gpa..gpa + len as u64).map(|at| self.frame(at >> 12).load_u8(at as usize & 0xfff)).collect()
+    }
+
+    pub fn read_u64(&mut self, gpa: u64) -> u64 {
+        u64::from_le_bytes(self.read(gpa, 8).try_into().expect("eight bytes"))
+    }
+}
+
+// SAFETY: the frames live as long as the bus and are never taken back.
+unsafe impl Bus for Flat {
+    fn page(&mut self, gfn: Gfn, _access: Access) -> Result<HostPage, Stop> {
+        let index = gfn.get() as usize;
+        if index >= self.frames.len() {
+            return Err(Stop::Mmio(gfn.gpa()));
+        }
+        if std::mem::take(&mut self.absent[index]) {
+            return Err(Stop::Wait);
+        }
+        Ok(self.frame(gfn.get()))
+    }
+
+    fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
+        self.watched[gfn.get() as usize] = true;
+        Ok(())
+    }
+
+    fn code_written(&mut self, gfn: Gfn) {
+        self.code_writes.push(gfn);
+    }
+}
+
+struct NoWake;
+
+impl Wake for NoWake {
+    fn wake(&self, _index: usize) {}
+}
+
+/// A processor and its memory.
+pub struct Machine {
+    pub cpu: Cpu,
+    pub memory: Flat,
+    pub slots: Quiescence,
+    pub clock: Arc<VirtualClock>,
+}
+
+impl Machine {
+    /// `bytes` of memory, mapped one to one with all rights; a device page behind it.
+    pub fn new(bytes: u64) -> Self {
+        let clock = Arc::new(VirtualClock::default());
+        let apics = Arc::new(ApicBus::new(1, Arc::new(NoWake)));
+        let mut memory = Flat::new(bytes);
+        identity(&mut memory, bytes + 4096);
+        let mut cpu = Cpu::new(0, apics, clock.clone());
+        let mut system = System::long_mode(0x1000);
+        system.cr0 |= 1 << 16;
+        cpu.set_system(system);
+        let mut regs = Regs { rip: CODE, rflags: 2, ..Regs::default() };
+        regs.gpr[4] = STACK;
+        cpu.set_regs(&regs);
+        Self { cpu, memory, slots: Quiescence::new(1), clock }
+    }
+
+    /// A machine with a program at [`CODE`].
+    pub fn with(bytes: u64, program: impl FnOnce(&mut CodeAssembler)) -> Self {
+        let mut machine = Self::new(bytes);
+        let code = assemble(CODE, program);
+        machine.memory.write(CODE, &code);
+        machine
+    }
+
+    pub fn run(&mut self, fuel: u64) -> Exit {
+        self.cpu.run(&mut self.memory, self.slots.vcpu(0), fuel)
+    }
+
+    /// Goes on over waits until another exit.
+    pub fn run_through(&mut self, fuel: u64) -> Exit {
+        loop {
+            match self.run(fuel) {
+                Exit::Stop(Stop::Wait) => {}
+                exit => return exit,
+            }
+        }
+    }
+
+    pub fn reg(&self, n: usize) -> u64 {
+        self.cpu.regs().gpr[n]
+    }
+
+    pub fn set_regs(&mut self, change: impl FnOnce(&mut Regs)) {
+        let mut regs = self.cpu.regs();
+        change(&mut regs);
+        self.cpu.set_regs(&regs);
+    }
+
+    pub fn device(&self) -> Gpa {
+        Gpa::truncate(self.memory.frames.len() as u64 * 4096)
+    }
+}
+
+/// Machine code at `at`.
+pub fn assemble(at: u64, program: impl FnOnce(&mut CodeAssembler)) -> Vec<u8> {
+    let mut a = CodeAssembler::new(64).expect("64 is a bitness");
+    program(&mut a);
+    a.assemble(at).expect("a program of this test")
+}
+
+/// Four-level tables at 0x1000 that map `0..bytes` to itself.
+fn identity(memory: &mut Flat, bytes: u64) {
+    const RIGHTS: u64 = 7;
+    let mut next = 0x3000;
+    memory.write_u64(0x1000, 0x2000 | RIGHTS);
+    for gib in 0..bytes.div_ceil(1 << 30) {
+        let directory = next;
+        next += 0x1000;
+        memory.write_u64(0x2000 + gib * 8, directory | RIGHTS);
+        let end = (bytes - (gib << 30)).min(1 << 30);
+        for mib2 in 0..end.div_ceil(1 << 21) {
+            memory.write_u64(directory + mib2 * 8, next | RIGHTS);
+            for page in 0..512 {
+                let at = (gib << 30) + (mib2 << 21) + (page << 12);
+                if at < bytes {
+                    memory.write_u64(next + page * 8, at | RIGHTS);
+                }
+            }
+            next += 0x1000;
+        }
+    }
+    assert!(next <= CODE, "too many page tables");
+}

@@ -1,0 +1,65 @@
+//! The C headers and their Rust mirror say the same; patterns compress as promised.
+
+use lacuna_guest::{EXIT_FAULT, EXIT_PANIC, PORT_CONSOLE, PORT_EXIT, PORT_STATUS, status as s};
+use lz4_flex::block::compress_into;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn probe(test: &str) -> PathBuf {
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("probe-{test}"));
+    let guest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let cc = std::env::var_os("LACUNA_GUEST_CC").unwrap_or("cc".into());
+    let built = Command::new(cc)
+        .args(["-std=gnu11", "-Wall", "-Werror", "-I"])
+        .arg(guest.join("include"))
+        .arg(guest.join("tests/probe.c"))
+        .arg("-o")
+        .arg(&out)
+        .output()
+        .expect("the compiler that built the guest runs");
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+    out
+}
+
+#[test]
+fn rust_mirrors_the_c_headers() {
+    let output = Command::new(probe("abi")).output().unwrap();
+    let expected = [
+        format!("magic {}", s::MAGIC),
+        format!("version {}", s::VERSION),
+        format!("threads {}", s::MAX_THREADS),
+        format!("ports {PORT_CONSOLE} {PORT_EXIT} {PORT_STATUS}"),
+        format!("exits {EXIT_PANIC} {EXIT_FAULT}"),
+        format!("entry_bytes {}", s::ENTRY_BYTES),
+        format!("name_bytes {}", s::NAME_BYTES),
+        format!("lacuna_status.magic {}", s::MAGIC_AT),
+        format!("lacuna_status.version {}", s::VERSION_AT),
+        format!("lacuna_status.nthreads {}", s::NTHREADS_AT),
+        format!("lacuna_status.state {}", s::STATE_AT),
+        format!("lacuna_status.exit_code {}", s::EXIT_CODE_AT),
+        format!("lacuna_status.entry {}", s::ENTRIES_AT),
+        format!("lacuna_status_entry.counter {}", s::COUNTER_AT),
+        format!("lacuna_status_entry.goal {}", s::GOAL_AT),
+        format!("lacuna_status_entry.kind {}", s::KIND_AT),
+        format!("lacuna_status_entry.cpu {}", s::CPU_AT),
+        format!("lacuna_status_entry.name {}", s::NAME_AT),
+    ];
+    let found = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(found.lines().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn keyed_pattern_compresses_and_random_does_not() {
+    let probe = probe("pattern");
+    let page = |pattern: &str| Command::new(&probe).arg(pattern).output().unwrap().stdout;
+    let [keyed, random] = ["keyed", "random"].map(page);
+    assert_eq!((keyed.len(), random.len()), (4096, 4096));
+    let mut out = [0; 8192];
+    let packed = compress_into(&keyed, &mut out).unwrap();
+    assert!(packed * 6 < 4096, "{packed} bytes");
+    assert!(compress_into(&random, &mut out).unwrap() >= 4096);
+}

@@ -1,0 +1,36 @@
+/* Runs on the building machine: what the C side makes of layouts and patterns. */
+#include "../workloads/pattern.h"
+#include <stdio.h>
+#include <string.h>
+
+#define OFFSET(type, field) printf(#type "." #field " %zu\n", offsetof(struct type, field))
+
+int main(int argc, char **argv) {
+    if (argc > 1) {
+        uint64_t key = pattern_key(1, 4711, 3);
+        for (uint64_t w = 0; w < 512; w++) {
+            uint64_t v = strcmp(argv[1], "keyed") ? pattern_random(key, w) : pattern_keyed(key, w);
+            fwrite(&v, sizeof v, 1, stdout);
+        }
+        return 0;
+    }
+    printf("magic %lu\n", (unsigned long)LACUNA_STATUS_MAGIC);
+    printf("version %d\n", LACUNA_STATUS_VERSION);
+    printf("threads %d\n", LACUNA_MAX_THREADS);
+    printf("ports %d %d %d\n", LACUNA_PORT_COM1, LACUNA_PORT_EXIT, LACUNA_PORT_STATUS);
+    printf("exits %d %d\n", LACUNA_EXIT_PANIC, LACUNA_EXIT_FAULT);
+    printf("entry_bytes %zu\n", sizeof(struct lacuna_status_entry));
+    printf("name_bytes %zu\n", sizeof(((struct lacuna_status_entry *)0)->name));
+    OFFSET(lacuna_status, magic);
+    OFFSET(lacuna_status, version);
+    OFFSET(lacuna_status, nthreads);
+    OFFSET(lacuna_status, state);
+    OFFSET(lacuna_status, exit_code);
+    OFFSET(lacuna_status, entry);
+    OFFSET(lacuna_status_entry, counter);
+    OFFSET(lacuna_status_entry, goal);
+    OFFSET(lacuna_status_entry, kind);
+    OFFSET(lacuna_status_entry, cpu);
+    OFFSET(lacuna_status_entry, name);
+    return 0;
+}

@@ -1,0 +1,279 @@
+//! The images boot and do their work on a machine that is not ours: QEMU.
+
+use std::fs;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+struct Outcome {
+    console: String,
+    /// What the guest wrote to the exit port, seven bits of it; None if it ended otherwise.
+    code: Option<i32>,
+}
+
+fn qemu_missing() -> bool {
+    let found = Command::new("qemu-system-x86_64")
+        .arg("--version")
+        .output()
+        .is_ok();
+    if !found {
+        println!("skipped: qemu-system-x86_64 is not installed (apt install qemu-system-x86)");
+    }
+    !found
+}
+
+fn temp(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
+}
+
+fn boot_file(image: &Path, smp: u32, params: &str) -> Outcome {
+    let cpus = smp.to_string();
+    let mut child = Command::new("qemu-system-x86_64")
+        .args([
+            "-M", "q35", "-m", "64M", "-smp", &cpus, "-display", "none", "-serial", "stdio",
+        ])
+        .args([
+            "-monitor",
+            "none",
+            "-no-reboot",
+            "-device",
+            "isa-debug-exit,iobase=0xf4,iosize=4",
+        ])
+        .args(["-append", &format!("smp={smp} {params}"), "-kernel"])
+        .arg(image)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("QEMU starts");
+    let mut stdout = child.stdout.take().expect("piped");
+    let reader = thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = stdout.read_to_end(&mut bytes);
+        String::from_utf8_lossy(&bytes).replace('\r', "")
+    });
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("QEMU can be waited for") {
+            break Some(status);
+        }
+        if start.elapsed() > TIMEOUT {
+            child.kill().expect("QEMU can be ended");
+            child.wait().expect("QEMU can be waited for");
+            break None;
+        }
+        thread::sleep(Duration::from_millis(20));
+    };
+    let console = reader.join().expect("the reader ends");
+    let status = status.unwrap_or_else(|| panic!("no end within {TIMEOUT:?}:\n{console}"));
+    Outcome {
+        console,
+        code: status.code().filter(|c| c & 1 == 1).map(|c| c >> 1),
+    }
+}
+
+/// Boots an embedded image; the file's name is the test's, since tests run side by side.
+fn boot(test: &str, name: &str, smp: u32, params: &str) -> Outcome {
+    let path = temp(&format!("{test}.elf"));
+    fs::write(
+        &path,
+        lacuna_guest::image(name).expect("in the catalog").elf,
+    )
+    .unwrap();
+    boot_file(&path, smp, params)
+}
+
+fn build(source: &Path, image: &Path) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("build-guest.sh");
+    let built = Command::new("sh")
+        .arg(script)
+        .arg(source)
+        .arg("-o")
+        .arg(image)
+        .output()
+        .unwrap();
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+}
+
+#[track_caller]
+fn assert_ended(outcome: &Outcome, code: i32, says: &str) {
+    assert_eq!(outcome.code, Some(code), "{}", outcome.console);
+    assert!(
+        outcome.console.contains(says),
+        "{says:?} in {}",
+        outcome.console
+    );
+}
+
+#[test]
+fn hello() {
+    if qemu_missing() {
+        return;
+    }
+    assert_ended(
+        &boot("hello1", "hello", 1, ""),
+        0,
+        "hello from a guest: 1 vCPU, ",
+    );
+    assert_ended(
+        &boot("hello4", "hello", 4, ""),
+        0,
+        "hello from a guest: 4 vCPU, ",
+    );
+}
+
+#[test]
+fn the_kernel_keeps_its_promises() {
+    if qemu_missing() {
+        return;
+    }
+    let image = temp("kernel-test.elf");
+    build(
+        &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernel.c"),
+        &image,
+    );
+    for smp in [1, 3] {
+        let outcome = boot_file(&image, smp, "slice_us=10000000");
+        assert_ended(&outcome, (128 + 14) & 127, "kernel: ok");
+        assert!(
+            outcome.console.contains("page fault at 123456789000"),
+            "{}",
+            outcome.console
+        );
+    }
+}
+
+#[test]
+fn verify_finds_memory_in_order() {
+    if qemu_missing() {
+        return;
+    }
+    for pattern in ["keyed", "random"] {
+        let params = format!("pages=3000 rounds=2 clear=1 pattern={pattern}");
+        let outcome = boot(&format!("verify-{pattern}"), "verify", 2, &params);
+        assert_ended(&outcome, 0, "failures=0");
+        assert!(
+            outcome.console.contains("verdict=ok"),
+            "{}",
+            outcome.console
+        );
+    }
+}
+
+#[test]
+fn bm_counts_on_every_cpu() {
+    if qemu_missing() {
+        return;
+    }
+    let outcome = boot("bm", "bm", 2, "seconds=1 bytes=16M");
+    assert_ended(&outcome, 0, "RESULT workers_total=");
+    for thread in ["worker0", "worker1", "faulter0", "faulter1"] {
+        let line = outcome
+            .console
+            .lines()
+            .find(|l| l.contains(&format!("thread={thread} ")));
+        let line = line.unwrap_or_else(|| panic!("{thread} in {}", outcome.console));
+        assert!(
+            line.ends_with(|c: char| c.is_ascii_digit()) && !line.ends_with("count=0"),
+            "{line}"
+        );
+    }
+    let counted = boot(
+        "bm-count",
+        "bm",
+        1,
+        "faulters=2 workers=1 accesses=1000 bytes=4M",
+    );
+    assert_ended(&counted, 0, "faulters_total=2000 ");
+}
+
+#[test]
+fn litmus_sees_nothing_forbidden() {
+    if qemu_missing() {
+        return;
+    }
+    for smp in [1, 2] {
+        let outcome = boot(
+            &format!("litmus{smp}"),
+            "litmus",
+            smp,
+            "iters=2000 adds=2000",
+        );
+        assert_ended(&outcome, 0, "RESULT verdict=ok");
+    }
+}
+
+#[test]
+fn the_other_workloads_pass() {
+    if qemu_missing() {
+        return;
+    }
+    assert_ended(
+        &boot("touch", "touch", 2, "order=random bytes=8M"),
+        0,
+        "pages=2048 ",
+    );
+    assert_ended(
+        &boot("membound", "membound", 1, "bytes=8M nop=1"),
+        0,
+        "RESULT rounds=3 ",
+    );
+    assert_ended(
+        &boot("maxpage", "maxpage", 1, ""),
+        0,
+        "instruction=push_mem iterations=1000",
+    );
+    assert_ended(
+        &boot("smc", "smc", 2, "iters=500"),
+        0,
+        "test=cross iterations=500 wrong=0",
+    );
+    assert_ended(&boot("msr", "msr", 1, "count=100"), 0, "RESULT reads=");
+    assert_ended(
+        &boot("random", "random", 2, "count=100"),
+        0,
+        "RESULT rounds=100 ",
+    );
+    assert_ended(
+        &boot("cpubench", "cpubench", 1, "test=branchy iters=10"),
+        0,
+        "insns=216040 ",
+    );
+    assert_ended(
+        &boot("params", "touch", 1, "threads=0"),
+        2,
+        "threads=0 cannot be",
+    );
+    let triple = boot("triple", "triple", 1, "");
+    assert_eq!(
+        (triple.code, triple.console.as_str()),
+        (None, "triple: now\n")
+    );
+}
+
+#[test]
+fn the_readme_example_builds_and_runs() {
+    if qemu_missing() {
+        return;
+    }
+    let readme = include_str!("../README.md");
+    let code = readme
+        .split("```c\n")
+        .nth(1)
+        .and_then(|rest| rest.split("```").next());
+    let source = temp("mine.c");
+    fs::write(&source, code.expect("the README has a C example")).unwrap();
+    build(&source, &temp("mine.elf"));
+    assert_ended(
+        &boot_file(&temp("mine.elf"), 1, ""),
+        0,
+        "touched 1000 pages",
+    );
+}

@@ -1,0 +1,65 @@
+//! What a fault pays to find its slot, in nanoseconds: `cargo bench -p lacuna-slots`.
+
+use lacuna_addr::{Gfn, Hva, HvaRange, PAGE_SIZE};
+use lacuna_slots::{Limits, SlotFlags, SlotId, SlotSpec, Slots};
+use std::hint::black_box;
+use std::time::Instant;
+
+const STEPS: u64 = 5_000_000;
+
+fn main() {
+    for count in [1, 8, 64, 500] {
+        let slots = slots(count);
+        let mut reader = slots.reader();
+        let same = per_step(|_| {
+            black_box(reader.find(gfn(512)));
+        });
+        let mut x = 1u64;
+        let random = per_step(|_| {
+            x = x
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            black_box(reader.find(gfn((x >> 33) % (u64::from(count) * 1024))));
+        });
+        let snapshot = slots.snapshot();
+        let page = HvaRange::new(Hva::new(1 << 30), 1).expect("a page");
+        let mut nodes = 0;
+        let by_hva = per_step(|_| {
+            nodes = snapshot.overlapping(page, |hit| {
+                black_box(hit.gfns);
+            });
+        });
+        println!(
+            "{count:4} slots: same slot {same:5.1} ns, random slot {random:5.1} ns, one hit by host \
+             address {by_hva:6.1} ns ({nodes} nodes)"
+        );
+    }
+}
+
+fn slots(count: u16) -> Slots<()> {
+    let slots = Slots::new(Limits::default());
+    for i in 0..count {
+        let bytes = 1024 * PAGE_SIZE as u64;
+        let guest = u64::from(i) * bytes;
+        let host = Hva::new((1 << 30) + guest);
+        let spec = SlotSpec {
+            id: SlotId(i),
+            guest,
+            host,
+            bytes,
+            flags: SlotFlags::empty(),
+        };
+        slots.add(spec, ()).expect("room");
+    }
+    slots
+}
+
+fn per_step(mut step: impl FnMut(u64)) -> f64 {
+    let start = Instant::now();
+    (0..STEPS).for_each(&mut step);
+    start.elapsed().as_nanos() as f64 / STEPS as f64
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a frame number")
+}

@@ -1,0 +1,375 @@
+//! Slots against a plain list of pages, and the words of every refusal.
+
+use lacuna_addr::{Gfn, Gpa, Hva, HvaRange};
+use lacuna_slots::{
+    Limits, Slot, SlotError, SlotFlags, SlotId, SlotSpec, Slots, assert_invariants,
+};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const PAGE: u64 = 4096;
+const LIMITS: Limits = Limits {
+    slots: 6,
+    address_bits: 18,
+};
+const GFN_LIMIT: u64 = 1 << 6;
+
+fn spec(id: u16, gfn: u64, hva_page: u64, pages: u64) -> SlotSpec {
+    SlotSpec {
+        id: SlotId(id),
+        guest: gfn * PAGE,
+        host: Hva::new(hva_page * PAGE),
+        bytes: pages * PAGE,
+        flags: SlotFlags::empty(),
+    }
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a frame")
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Add {
+        id: u16,
+        gfn: u64,
+        hva_page: u64,
+        pages: u64,
+    },
+    Remove {
+        id: u16,
+    },
+    Relocate {
+        id: u16,
+        gfn: u64,
+    },
+    SetFlags {
+        id: u16,
+        flags: SlotFlags,
+    },
+}
+
+fn any_op() -> impl Strategy<Value = Op> {
+    let id = || 0..9u16;
+    let flags = prop::sample::select(vec![SlotFlags::empty(), SlotFlags::READONLY]);
+    prop_oneof![
+        6 => (id(), 0..70u64, 0..40u64, 0..20u64)
+            .prop_map(|(id, gfn, hva_page, pages)| Op::Add { id, gfn, hva_page, pages }),
+        2 => id().prop_map(|id| Op::Remove { id }),
+        2 => (id(), 0..70u64).prop_map(|(id, gfn)| Op::Relocate { id, gfn }),
+        1 => (id(), flags).prop_map(|(id, flags)| Op::SetFlags { id, flags }),
+    ]
+}
+
+/// A slot as four numbers.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Plain {
+    gfn: u64,
+    hva_page: u64,
+    pages: u64,
+    flags: SlotFlags,
+    attach: u64,
+}
+
+impl Plain {
+    fn of(slot: &Slot<u64>) -> Self {
+        Self {
+            gfn: slot.gfns.start().get(),
+            hva_page: slot.hvas.start().get() / PAGE,
+            pages: slot.gfns.pages(),
+            flags: slot.flags,
+            attach: slot.attach,
+        }
+    }
+}
+
+type Model = BTreeMap<u16, Plain>;
+
+/// Whether `slot` can be where it says, beside the others.
+fn placement(model: &Model, id: u16, slot: Plain) -> Result<(), &'static str> {
+    if slot.gfn + slot.pages > GFN_LIMIT {
+        return Err("beyond");
+    }
+    let meets = |(other_id, other): (&u16, &Plain)| {
+        *other_id != id && slot.gfn < other.gfn + other.pages && other.gfn < slot.gfn + slot.pages
+    };
+    if model.iter().any(meets) {
+        Err("overlap")
+    } else {
+        Ok(())
+    }
+}
+
+fn kind(error: SlotError) -> &'static str {
+    match error {
+        SlotError::Overlap { .. } => "overlap",
+        SlotError::Empty { .. } => "empty",
+        SlotError::BeyondWidth { .. } => "beyond",
+        SlotError::InUse { .. } => "in use",
+        SlotError::Unknown { .. } => "unknown",
+        SlotError::TooMany { .. } => "too many",
+        other => panic!("{other} cannot come of these numbers"),
+    }
+}
+
+fn step(slots: &Slots<u64>, model: &mut Model, n: u64, op: Op) {
+    let before = slots.snapshot();
+    let (expected, result) = match op {
+        Op::Add {
+            id,
+            gfn,
+            hva_page,
+            pages,
+        } => {
+            let plain = Plain {
+                gfn,
+                hva_page,
+                pages,
+                flags: SlotFlags::empty(),
+                attach: n,
+            };
+            let expected = match placement(model, id, plain) {
+                _ if pages == 0 => Err("empty"),
+                Err("beyond") => Err("beyond"),
+                _ if model.contains_key(&id) => Err("in use"),
+                _ if model.len() >= LIMITS.slots => Err("too many"),
+                placed => placed,
+            };
+            let result = slots.add(spec(id, gfn, hva_page, pages), n).map(|_| ());
+            if expected.is_ok() {
+                model.insert(id, plain);
+            }
+            (expected, result)
+        }
+        Op::Remove { id } => {
+            let expected = model.remove(&id).map(|_| ()).ok_or("unknown");
+            (expected, slots.remove(SlotId(id)).map(|_| ()))
+        }
+        Op::Relocate { id, gfn } => {
+            let moved = model.get(&id).map(|old| Plain { gfn, ..*old });
+            let expected = moved
+                .ok_or("unknown")
+                .and_then(|is| placement(model, id, is));
+            if let (Ok(()), Some(is)) = (expected, moved) {
+                model.insert(id, is);
+            }
+            let to = Gpa::new(gfn * PAGE).expect("low");
+            (expected, slots.relocate(SlotId(id), to).map(|_| ()))
+        }
+        Op::SetFlags { id, flags } => {
+            let found = model.get_mut(&id).map(|slot| slot.flags = flags);
+            (
+                found.ok_or("unknown"),
+                slots.set_flags(SlotId(id), flags).map(|_| ()),
+            )
+        }
+    };
+    assert_eq!(result.map_err(kind), expected, "{op:?}");
+    let after = slots.snapshot();
+    let steps = after.generation().0 - before.generation().0;
+    assert_eq!(
+        steps,
+        u64::from(expected.is_ok()),
+        "one generation a change, none a refusal"
+    );
+}
+
+fn compare(slots: &Slots<u64>, reader: &mut lacuna_slots::Reader<u64>, model: &Model) {
+    let snapshot = slots.snapshot();
+    assert_invariants(&snapshot);
+    assert_eq!(snapshot.len(), model.len());
+    for raw in 0..GFN_LIMIT + 2 {
+        let expected = model
+            .iter()
+            .find(|(_, s)| (s.gfn..s.gfn + s.pages).contains(&raw));
+        let found = reader
+            .find(gfn(raw))
+            .map(|slot| (slot.id.0, Plain::of(slot)));
+        assert_eq!(found, expected.map(|(id, plain)| (*id, *plain)));
+        if let Some(slot) = reader.find(gfn(raw)) {
+            let page = raw - slot.gfns.start().get();
+            assert_eq!(slot.page(gfn(raw)) as u64, page);
+            assert_eq!(
+                slot.hva(gfn(raw)),
+                Hva::new(slot.hvas.start().get() + page * PAGE)
+            );
+        }
+    }
+    for start in 0..60 {
+        for pages in [1, 5, 60] {
+            let range = HvaRange::new(Hva::new(start * PAGE), pages).expect("a range");
+            let mut found = BTreeMap::new();
+            snapshot.overlapping(range, |hit| {
+                let frames = (hit.gfns.start().get(), hit.gfns.pages());
+                assert!(
+                    found.insert(hit.slot.id.0, frames).is_none(),
+                    "reported twice"
+                );
+            });
+            let mut expected = BTreeMap::new();
+            for (id, slot) in model {
+                let first = slot.hva_page.max(start);
+                let end = (slot.hva_page + slot.pages).min(start + pages);
+                if first < end {
+                    expected.insert(*id, (slot.gfn + first - slot.hva_page, end - first));
+                }
+            }
+            assert_eq!(found, expected);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn slots_are_a_list_of_pages(ops in prop::collection::vec(any_op(), 1..40)) {
+        let slots = Slots::new(LIMITS);
+        let mut reader = slots.reader();
+        let mut model = Model::new();
+        for (n, op) in ops.into_iter().enumerate() {
+            step(&slots, &mut model, n as u64, op);
+            compare(&slots, &mut reader, &model);
+        }
+    }
+}
+
+#[test]
+fn every_refusal_says_what_to_do() {
+    let slots = Slots::new(LIMITS);
+    let add = |spec| {
+        slots
+            .add(spec, 0u64)
+            .map(|_| ())
+            .expect_err("refused")
+            .to_string()
+    };
+    slots.add(spec(1, 8, 0, 8), 0).expect("room");
+    assert_eq!(
+        add(spec(2, 15, 0, 2)),
+        "slot 2 (gfn 0xf..0x11) overlaps slot 1 (gfn 0x8..0x10): remove or move one of them first"
+    );
+    let crooked = |guest, host, bytes| {
+        let flags = SlotFlags::empty();
+        SlotSpec {
+            id: SlotId(3),
+            guest,
+            host: Hva::new(host),
+            bytes,
+            flags,
+        }
+    };
+    assert_eq!(
+        add(crooked(0x123, 0, PAGE)),
+        "slot 3: its guest address 0x123 is not a multiple of 4 KiB: align it"
+    );
+    assert_eq!(
+        add(crooked(0, 0x10, PAGE)),
+        "slot 3: its host address 0x10 is not a multiple of 4 KiB: align it"
+    );
+    assert_eq!(
+        add(crooked(0, 0, 1000)),
+        "slot 3: its size 0x3e8 is not a multiple of 4 KiB: align it"
+    );
+    assert_eq!(
+        add(spec(4, 0, 0, 0)),
+        "slot 4 has no pages: give it a size, or remove it with `remove`"
+    );
+    assert_eq!(
+        add(spec(4, 60, 0, 5)),
+        "slot 4 reaches beyond the guest's physical addresses, which end at 0x40000: place it lower"
+    );
+    assert_eq!(
+        add(crooked(u64::MAX - PAGE + 1, 0, PAGE)),
+        "slot 3 reaches beyond the guest's physical addresses, which end at 0x40000: place it lower"
+    );
+    assert_eq!(
+        add(crooked(0, u64::MAX - PAGE + 1, 2 * PAGE)),
+        "slot 3: 0x2000 bytes from host address 0xfffffffffffff000 wrap around: check both numbers"
+    );
+    assert_eq!(
+        add(spec(1, 30, 0, 1)),
+        "slot 1 exists already: remove it first, or choose another number"
+    );
+    for id in 10..15 {
+        slots
+            .add(spec(id, u64::from(id) * 2, 0, 1), 0)
+            .expect("room");
+    }
+    assert_eq!(
+        add(spec(20, 40, 0, 1)),
+        "slot 20 would be one slot more than the 6 that this VM may have: remove one first"
+    );
+    let unknown = slots.remove(SlotId(99)).map(|_| ()).expect_err("refused");
+    assert_eq!(unknown.to_string(), "there is no slot 99: add it first");
+    let to = Gpa::new(0x10).expect("low");
+    let crooked = slots
+        .relocate(SlotId(1), to)
+        .map(|_| ())
+        .expect_err("refused");
+    assert!(matches!(crooked, SlotError::Misaligned { value: 0x10, .. }));
+}
+
+#[test]
+fn host_ranges_are_found_in_logarithmic_time() {
+    let slots = Slots::new(Limits {
+        slots: 512,
+        ..Limits::default()
+    });
+    for i in 0..512u16 {
+        slots
+            .add(spec(i, u64::from(i) * 16, u64::from(i) * 16, 16), ())
+            .expect("room");
+    }
+    let snapshot = slots.snapshot();
+    for page in 0..512 * 16 {
+        let range = HvaRange::new(Hva::new(page * PAGE), 1).expect("a page");
+        let mut hits = 0;
+        let steps = snapshot.overlapping(range, |_| hits += 1);
+        assert_eq!(hits, 1);
+        // Two ways may be open at each of the 9 levels: to the left by its end, to the right by its start.
+        assert!(steps <= 2 * 10, "{steps} nodes for page {page}");
+    }
+}
+
+#[test]
+fn a_reader_sees_whole_changes_only() {
+    // A slot jumps between two places. A reader finds it at one of them in any single snapshot.
+    let slots = Slots::new(Limits::default());
+    slots.add(spec(1, 0, 0, 4), ()).expect("room");
+    let done = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        let reader = s.spawn(|| {
+            let mut reader = slots.reader();
+            let mut last = reader.generation();
+            while !done.load(Ordering::Relaxed) {
+                let snapshot = reader.snapshot();
+                let here = [0, 100].map(|g| snapshot.find(gfn(g)).is_some());
+                assert_eq!(here.iter().filter(|found| **found).count(), 1, "{here:?}");
+                let now = reader.generation();
+                assert!(now >= last, "generations go forward");
+                last = now;
+            }
+        });
+        for i in 0..2000 {
+            let to = gfn(if i % 2 == 0 { 100 } else { 0 }).gpa();
+            let [was, is] = slots.relocate(SlotId(1), to).expect("free");
+            assert_ne!(was.gfns, is.gfns);
+        }
+        done.store(true, Ordering::Relaxed);
+        reader.join().expect("reader");
+    });
+    assert_eq!(slots.snapshot().generation().0, 2001);
+}
+
+#[test]
+fn a_reader_sees_a_change_at_once() {
+    let slots = Slots::new(Limits::default());
+    let mut reader = slots.reader();
+    assert!(reader.find(gfn(0)).is_none());
+    slots.add(spec(1, 0, 0, 4), 7).expect("room");
+    assert_eq!(reader.find(gfn(3)).map(|slot| slot.attach), Some(7));
+    slots.remove(SlotId(1)).expect("it is there");
+    assert!(reader.find(gfn(3)).is_none());
+}

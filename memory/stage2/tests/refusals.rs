@@ -1,0 +1,190 @@
+//! What stage 2 refuses, and the words it finds for it.
+
+use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
+use lacuna_stage2::{Arena, Cause, EntryRef, Leaf, MapError, Stage2, Violation, Write};
+
+fn stage2(tables: u32) -> Stage2 {
+    Stage2::new(Arena::new(tables).expect("address space")).expect("a root")
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a frame")
+}
+
+fn refusal(stage2: &Stage2, at: u64, leaf: Leaf) -> MapError {
+    stage2
+        .fault_cursor(gfn(at))
+        .map(gfn(at), leaf)
+        .expect_err("must be refused")
+}
+
+#[test]
+fn a_leaf_must_be_aligned_and_small_enough() {
+    let stage2 = stage2(8);
+    let large = Leaf::dirty(Pfn::new(512)).at(Level::L2M);
+    assert_eq!(
+        refusal(&stage2, 1, large).to_string(),
+        "gfn 0x1 and frame 0x200 do not both start a leaf of L2M"
+    );
+    let crooked = Leaf::dirty(Pfn::new(3)).at(Level::L2M);
+    assert!(matches!(
+        refusal(&stage2, 512, crooked),
+        MapError::Misaligned { .. }
+    ));
+    let huge = Leaf::dirty(Pfn::new(0)).at(Level::L1G);
+    assert_eq!(
+        refusal(&stage2, 0, huge).to_string(),
+        "leaves of L1G can be walked but not mapped: use 2 MiB leaves"
+    );
+    assert_eq!(
+        stage2.verify().tables,
+        0,
+        "refused before anything was changed"
+    );
+}
+
+#[test]
+fn another_frame_never_replaces_a_present_one() {
+    let stage2 = stage2(8);
+    assert!(
+        stage2
+            .fault_cursor(gfn(5))
+            .map(gfn(5), Leaf::clean(Pfn::new(1)))
+            .is_ok()
+    );
+    let text = refusal(&stage2, 5, Leaf::clean(Pfn::new(2))).to_string();
+    assert!(
+        text.starts_with("gfn 0x5 cannot be mapped to Leaf"),
+        "{text}"
+    );
+    assert!(text.ends_with("is there"), "{text}");
+    stage2.verify();
+}
+
+#[test]
+fn running_out_of_tables_changes_nothing_that_counts() {
+    let stage2 = stage2(4);
+    assert!(
+        stage2
+            .fault_cursor(gfn(0))
+            .map(gfn(0), Leaf::clean(Pfn::new(0)))
+            .is_ok()
+    );
+    let error = refusal(&stage2, 1 << 18, Leaf::clean(Pfn::new(1)));
+    assert!(matches!(error, MapError::Exhausted(_)), "{error:?}");
+    assert_eq!(stage2.verify().pages(), 1);
+    // Within the tables that exist, life goes on.
+    assert!(
+        stage2
+            .fault_cursor(gfn(1))
+            .map(gfn(1), Leaf::clean(Pfn::new(1)))
+            .is_ok()
+    );
+}
+
+#[test]
+#[should_panic(expected = "outside the cursor's")]
+fn a_cursor_is_good_for_its_own_block_only() {
+    let stage2 = stage2(8);
+    let _ = stage2
+        .fault_cursor(gfn(0))
+        .map(gfn(512), Leaf::clean(Pfn::new(0)));
+}
+
+#[test]
+#[should_panic(expected = "is not inside the cursor's")]
+fn a_range_must_be_held_whole() {
+    let stage2 = stage2(8);
+    let two_blocks = GfnRange::new(gfn(0), 513).expect("a range");
+    stage2
+        .fault_cursor(gfn(0))
+        .unmap(two_blocks, |_| {})
+        .finish(&lacuna_sync::Quiescence::new(0));
+}
+
+#[test]
+#[should_panic(expected = "faults are admitted by a fault cursor")]
+fn a_range_has_no_one_sequence() {
+    let stage2 = stage2(8);
+    let snapshot = stage2.snapshot(gfn(0));
+    let _ = stage2.cursor(GfnRange::page(gfn(0))).admits(snapshot);
+}
+
+#[test]
+fn an_invalidation_near_it_turns_a_fault_away() {
+    let stage2 = stage2(8);
+    let range = GfnRange::new(gfn(0), 2048).expect("a range");
+    let before = stage2.snapshot(gfn(600));
+    let elsewhere = stage2.snapshot(gfn(9000));
+    assert!(stage2.fault_cursor(gfn(600)).admits(before));
+    stage2.cursor(range).begin();
+    let during = stage2.snapshot(gfn(600));
+    assert!(during.is_busy());
+    assert!(!stage2.fault_cursor(gfn(600)).admits(before));
+    assert!(!stage2.fault_cursor(gfn(600)).admits(during));
+    stage2.cursor(range).end();
+    assert!(!stage2.fault_cursor(gfn(600)).admits(before));
+    assert!(!stage2.fault_cursor(gfn(600)).admits(during));
+    assert!(
+        stage2
+            .fault_cursor(gfn(600))
+            .admits(stage2.snapshot(gfn(600)))
+    );
+    assert!(
+        stage2.fault_cursor(gfn(9000)).admits(elsewhere),
+        "not near it"
+    );
+}
+
+#[test]
+fn a_range_wider_than_all_stripes_locks_each_once() {
+    let stage2 = stage2(8);
+    let range = GfnRange::new(gfn(0), 512 * 1000 + 1).expect("a range");
+    stage2.cursor(range).begin();
+    stage2.cursor(range).end();
+    let odd = GfnRange::new(gfn(512 * 200), 512 * 120).expect("a range");
+    stage2.cursor(odd).begin();
+    assert!(stage2.snapshot(gfn(512 * 310)).is_busy());
+    stage2.cursor(odd).end();
+    assert!(!stage2.snapshot(gfn(512 * 310)).is_busy());
+}
+
+#[test]
+fn the_qualification_is_the_processors() {
+    let absent = |access| {
+        Violation {
+            access,
+            cause: Cause::Absent,
+        }
+        .qualification()
+    };
+    assert_eq!(
+        [Access::Read, Access::Write, Access::Fetch].map(absent),
+        [1, 2, 4]
+    );
+    let leaf = Leaf {
+        exec: false,
+        write: Write::OnFault,
+        ..Leaf::clean(Pfn::new(1))
+    };
+    let denied = |access| {
+        Violation {
+            access,
+            cause: Cause::Denied(leaf),
+        }
+        .qualification()
+    };
+    assert_eq!(
+        denied(Access::Write),
+        0b001_010,
+        "readable, not writable, not executable"
+    );
+    assert_eq!(denied(Access::Fetch), 0b001_100);
+}
+
+#[test]
+fn an_entry_ref_is_four_bytes_and_never_zero() {
+    assert_eq!(size_of::<Option<EntryRef>>(), 4);
+    assert_eq!(EntryRef::from_bits(0), None);
+    assert_eq!(EntryRef::from_bits(511), None, "table zero does not exist");
+}

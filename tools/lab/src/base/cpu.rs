@@ -1,0 +1,168 @@
+//! Guest instructions a second: ours, native, QEMU's. The same program, the same run.
+
+use crate::base::{LabError, Options};
+use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
+use crate::report::Progress;
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, paired, rounds};
+use lacuna_addr::PageCount;
+use lacuna_guest::{Image as GuestImage, image, native_cpubench};
+use lacuna_machine::{Ending, Image};
+use lacuna_soft::{Launch, Swap};
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const MEMORY_MIB: u32 = 256;
+
+/// One loop with the iterations of a slice in each machine, ours first, then native, then QEMU: a few
+/// tenths of a second each.
+struct Test {
+    name: &'static str,
+    iterations: [u64; 3],
+    bar: Option<f64>,
+    wanted: Option<f64>,
+}
+
+const TESTS: [Test; 4] = [
+    Test {
+        name: "alu",
+        iterations: [30_000_000, 200_000_000, 60_000_000],
+        bar: None,
+        wanted: Some(600.0),
+    },
+    Test {
+        name: "mem256k",
+        iterations: [20_000_000, 200_000_000, 60_000_000],
+        bar: None,
+        wanted: None,
+    },
+    Test {
+        name: "mem64m",
+        iterations: [4_000_000, 40_000_000, 4_000_000],
+        bar: None,
+        wanted: None,
+    },
+    Test { name: "branchy", iterations: [3_000, 40_000, 8_000], bar: None, wanted: Some(150.0) },
+];
+
+/// The machines.
+const OURS: usize = 0;
+const NATIVE: usize = 1;
+const QEMU: usize = 2;
+
+/// `cpu.x86.*`.
+pub fn rates(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    let guest = image("cpubench").expect("built in");
+    let elf = write_image(guest)?;
+    let machines = match run_qemu(&elf, &TESTS[0], 1000) {
+        Ok(_) => 3,
+        Err(ExternalError::Unavailable(why)) => {
+            report.skip("cpu.x86.vs_qemu_tcg.mem64m", why);
+            2
+        }
+        Err(error) => return Err(error.into()),
+    };
+    report.skip("cpu.x86.vs_bochs.mem64m", bochs());
+    for test in &TESTS {
+        progress.step(format!("instructions a second: {}", test.name));
+        let divisor = if options.quick { 10 } else { 1 };
+        let arms = rounds(machines, options.rounds(), |machine| {
+            let iterations = test.iterations[machine] / divisor;
+            match machine {
+                OURS => run_ours(guest, test, iterations),
+                NATIVE => Ok(run_native(test, iterations)?),
+                _ => Ok(run_qemu(&elf, test, iterations)?),
+            }
+        })?;
+        tell(report, test, &arms);
+    }
+    Ok(())
+}
+
+fn tell(report: &mut Report, test: &Test, arms: &[Vec<f64>]) {
+    let ours = Summary::of(&arms[OURS]);
+    let id = format!("cpu.x86.minstr_per_s.{}", test.name);
+    let mut result = Measurement::new(id, "M/s", Better::Higher, ours)
+        .param("iterations", test.iterations[OURS])
+        .arm("native", Summary::of(&arms[NATIVE]));
+    if let Some(qemu) = arms.get(QEMU) {
+        result = result.arm("qemu_tcg", Summary::of(qemu));
+    }
+    if let Some(bar) = test.bar {
+        result = result.bar(bar);
+    }
+    if let Some(wanted) = test.wanted {
+        result = result.wanted(wanted);
+    }
+    report.push(result);
+    if let (Some(qemu), "mem64m") = (arms.get(QEMU), test.name) {
+        let ratio = paired(qemu, &arms[OURS]);
+        let id = "cpu.x86.vs_qemu_tcg.mem64m";
+        report.push(Measurement::new(id, "x", Better::Higher, ratio).wanted(1.0));
+    }
+}
+
+fn write_image(guest: &GuestImage) -> Result<tempfile::TempPath, LabError> {
+    let write = || {
+        let mut file = tempfile::NamedTempFile::new()?;
+        file.write_all(guest.elf)?;
+        Ok(file.into_temp_path())
+    };
+    write().map_err(|source| LabError::Io { what: "write the guest image".into(), source })
+}
+
+fn arguments(test: &Test, iterations: u64) -> [String; 2] {
+    [format!("test={}", test.name), format!("iters={iterations}")]
+}
+
+fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {
+    let memory = PageCount::from_bytes(u64::from(MEMORY_MIB) << 20);
+    let launch = Launch {
+        memory,
+        // Everything fits: this is about instructions, not about memory.
+        resident: PageCount::new(memory.get() + 4096),
+        vcpus: 1,
+        swap: Swap::Memory,
+        latency: Duration::ZERO,
+        seed: None,
+        command_line: arguments(test, iterations).join(" "),
+    };
+    let phases = Arc::new(Mutex::new(Phases::default()));
+    let console = {
+        let phases = Arc::clone(&phases);
+        move |line: &str| phases.lock().expect("no panic here").line(Instant::now(), line)
+    };
+    let image = Image::parse(guest.elf).map_err(|e| LabError::Guest(e.to_string()))?;
+    let outcome = launch.run(&image, console, |_| ())?;
+    if !matches!(outcome.ending, Ending::Exited(0)) {
+        return Err(LabError::Guest(format!("cpubench ended with {:?}", outcome.ending)));
+    }
+    let phases = std::mem::take(&mut *phases.lock().expect("no panic here"));
+    let phases = phases.finish().map_err(LabError::Guest)?;
+    rate(phases.first())
+}
+
+fn run_native(test: &Test, iterations: u64) -> Result<f64, ExternalError> {
+    let arguments = arguments(test, iterations);
+    let run = native(native_cpubench(), &arguments.each_ref().map(String::as_str), LIMIT)?;
+    Ok(rate(run.phases.first()).unwrap_or(f64::NAN))
+}
+
+fn run_qemu(elf: &std::path::Path, test: &Test, iterations: u64) -> Result<f64, ExternalError> {
+    let machine = QemuMachine { memory_mib: MEMORY_MIB, vcpus: 1 };
+    let run = qemu_tcg(elf, &arguments(test, iterations).join(" "), machine, LIMIT)?;
+    Ok(rate(run.phases.first()).unwrap_or(f64::NAN))
+}
+
+/// Millions of instructions a second.
+fn rate(phase: Option<&crate::external::Phase>) -> Result<f64, LabError> {
+    let rate = phase.and_then(|phase| phase.rate("insns"));
+    rate.map(|rate| rate / 1e6)
+        .ok_or_else(|| LabError::Guest("cpubench printed no instruction count".into()))
+}

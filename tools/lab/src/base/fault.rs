@@ -1,0 +1,94 @@
+//! What a resident stage-2 fault costs, and whether two vCPUs' faults get in each other's way.
+
+use crate::base::{LabError, Options, Playground, Touch};
+use crate::native::{CacheFlush, cold_fault_ns, hot_fault_ns};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{compare, paired, rounds};
+
+/// Pages of a warm touch: a quarter MiB, as in the host's arm, so that frames come back from the cache.
+const HOT_PAGES: u64 = 64;
+const COLD_PAGES: u64 = 256;
+/// Faults of one slice.
+const SLICE: u64 = 64 * 256;
+/// Pages of each vCPU's share in the scaling runs.
+const SCALING_PAGES: u64 = 32 * 1024;
+
+fn host_error(source: std::io::Error) -> LabError {
+    LabError::Io { what: "map anonymous memory".into(), source }
+}
+
+/// One slice of guest touches: CPU nanoseconds a page.
+fn soft_ns(place: &Playground, touches: u64, before: impl Fn()) -> Result<f64, LabError> {
+    let (mut cpu, mut pages) = (0, 0);
+    for _ in 0..touches {
+        let Touch { pages: touched, cpu_ns, .. } = place.touch(&before)?;
+        cpu += cpu_ns;
+        pages += touched;
+    }
+    Ok(cpu as f64 / pages as f64)
+}
+
+/// `fault.soft_vs_host`.
+pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let place = Playground::new(1, HOT_PAGES)?;
+    let host = || hot_fault_ns(SLICE as usize).map_err(host_error);
+    let soft = || soft_ns(&place, SLICE / HOT_PAGES, || ());
+    let found = compare(options.rounds(), host, soft)?;
+    let result = Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio);
+    report.push(
+        result
+            .bar(0.5)
+            .wanted(0.4)
+            .param("pages_per_touch", HOT_PAGES)
+            .arm("host_ns", found.a)
+            .arm("soft_ns", found.b)
+            .arm("null", found.null),
+    );
+    Ok(())
+}
+
+/// `fault.soft_vs_host.cold`.
+pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let place = Playground::new(1, COLD_PAGES)?;
+    let flush = CacheFlush::default();
+    let touches = 16;
+    let host = || cold_fault_ns((touches * COLD_PAGES) as usize, &flush).map_err(host_error);
+    let soft = || soft_ns(&place, touches, || flush.run());
+    let found = compare(options.rounds(), host, soft)?;
+    let result = Measurement::new("fault.soft_vs_host.cold", "x", Better::Lower, found.ratio);
+    report.push(
+        result
+            .param("pages_per_touch", COLD_PAGES)
+            .arm("host_ns", found.a)
+            .arm("soft_ns", found.b)
+            .arm("null", found.null),
+    );
+    Ok(())
+}
+
+/// `fault.scaling_2vcpu`.
+pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let id = "fault.scaling_2vcpu";
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        report.skip(id, "this machine has one core");
+        return Ok(());
+    }
+    let places = [Playground::new(1, SCALING_PAGES)?, Playground::new(2, SCALING_PAGES)?];
+    // The second arm again is the null; rates are pages a second of the whole VM.
+    let arms = rounds(3, options.rounds(), |index| {
+        let vcpus = index.min(1);
+        let touch = places[vcpus].touch(|| ())?;
+        let pages = touch.pages * (vcpus as u64 + 1);
+        Ok::<_, LabError>(pages as f64 * 1e9 / touch.wall_ns as f64)
+    })?;
+    let ratio = paired(&arms[0], &arms[1]);
+    report.push(
+        Measurement::new(id, "x", Better::Higher, ratio)
+            .bar(1.8)
+            .param("pages_per_vcpu", SCALING_PAGES)
+            .arm("one_vcpu_pages_per_s", crate::stats::Summary::of(&arms[0]))
+            .arm("two_vcpus_pages_per_s", crate::stats::Summary::of(&arms[1]))
+            .arm("null", paired(&arms[1], &arms[2])),
+    );
+    Ok(())
+}

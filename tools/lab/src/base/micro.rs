@@ -1,0 +1,124 @@
+//! A guest of a dozen instructions: every vCPU writes one byte to each page of its share, then ends.
+//!
+//! The resident fault path alone: no kernel, no timer, no page table of its own (the boot tables map with
+//! 2 MiB leaves, so the stage-1 walk is short). What is timed is the vCPU's thread inside
+//! [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the frame and its zeroing, the
+//! install, the TLB fill and the retry, and the three instructions of the loop around it.
+
+use crate::base::LabError;
+use crate::native::thread_cpu_ns;
+use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
+use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
+use lacuna_soft::{Host, Launch, Swap, Vcpu, Vm, VmConfig};
+use lacuna_sync::{Clock, HostClock};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Instant;
+
+const CODE: u64 = 0x10_0000;
+/// Where the touched pages begin.
+const AREA: u64 = 0x20_0000;
+
+/// One measured touching of fresh pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Touch {
+    /// Pages that each vCPU touched.
+    pub pages: u64,
+    /// Thread CPU time of all vCPUs, in nanoseconds.
+    pub cpu_ns: u64,
+    /// From the start of the first to the end of the last, in nanoseconds.
+    pub wall_ns: u64,
+}
+
+/// A place to touch pages in: frames for `vcpus` shares of `pages`.
+pub struct Playground {
+    host: Arc<Host>,
+    clock: Arc<dyn Clock>,
+    pages: u64,
+    vcpus: usize,
+}
+
+impl Playground {
+    /// Gets the frames, touched once so that the machine under us has backed them.
+    pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        // Room for the magazines and for everything a VM has beside its share.
+        let frames = vcpus as u64 * pages + AREA / PAGE_SIZE as u64 + 4096;
+        let launch = Launch {
+            memory: PageCount::new(frames),
+            resident: PageCount::new(frames),
+            vcpus,
+            swap: Swap::Memory,
+            latency: std::time::Duration::ZERO,
+            seed: None,
+            command_line: String::new(),
+        };
+        Ok(Self { host: launch.host(Arc::clone(&clock))?, clock, pages, vcpus })
+    }
+
+    /// A fresh VM in which every vCPU touches its share once. `before` runs before the clock starts.
+    pub fn touch(&self, before: impl FnOnce()) -> Result<Touch, LabError> {
+        let memory = AREA / PAGE_SIZE as u64 + self.vcpus as u64 * self.pages;
+        let config = VmConfig { memory: PageCount::new(memory), vcpus: self.vcpus };
+        let vm = Vm::new(Arc::clone(&self.host), Arc::clone(&self.clock), config)?;
+        let code = program(self.pages * PAGE_SIZE as u64);
+        let at = Gpa::new(CODE).expect("a small address");
+        let segment = Segment { gpa: at, bytes: &code, size: code.len() as u64 };
+        let vcpus = vm.boot(&Image { segments: vec![segment], entry: at }, "")?;
+        before();
+        let barrier = Barrier::new(self.vcpus);
+        let results: Vec<_> = thread::scope(|scope| {
+            let start = |vcpu| scope.spawn(|| share(vcpu, &barrier));
+            let threads: Vec<_> = vcpus.into_iter().map(start).collect();
+            let join = |t: thread::ScopedJoinHandle<'_, _>| {
+                t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect::<Result<_, LabError>>()
+        })?;
+        let first = results.iter().map(|r: &Share| r.start).min().expect("at least one vCPU");
+        let last = results.iter().map(|r| r.end).max().expect("at least one vCPU");
+        Ok(Touch {
+            pages: self.pages,
+            cpu_ns: results.iter().map(|r| r.cpu_ns).sum(),
+            wall_ns: u64::try_from((last - first).as_nanos()).unwrap_or(u64::MAX),
+        })
+    }
+}
+
+struct Share {
+    start: Instant,
+    end: Instant,
+    cpu_ns: u64,
+}
+
+fn share(mut vcpu: Vcpu, barrier: &Barrier) -> Result<Share, LabError> {
+    barrier.wait();
+    let (start, cpu) = (Instant::now(), thread_cpu_ns());
+    let exit = vcpu.run();
+    let (end, cpu_ns) = (Instant::now(), thread_cpu_ns() - cpu);
+    match exit {
+        Ok(Exit::IoOut { .. }) => Ok(Share { start, end, cpu_ns }),
+        other => Err(LabError::Guest(format!("the touching guest ended with {other:?}"))),
+    }
+}
+
+/// The machine code; `bytes` is one vCPU's share.
+fn program(bytes: u64) -> Vec<u8> {
+    let bytes = u32::try_from(bytes).expect("a share below 2 GiB").to_le_bytes();
+    let area = u32::try_from(AREA).expect("a small address").to_le_bytes();
+    [
+        &[0xb8, 1, 0, 0, 0][..],            // mov eax, 1
+        &[0x0f, 0xa2],                      // cpuid
+        &[0xc1, 0xeb, 24],                  // shr ebx, 24       the APIC id
+        &[0x48, 0x69, 0xfb], &bytes,        // imul rdi, rbx, bytes
+        &[0x48, 0x81, 0xc7], &area,         // add rdi, area
+        &[0x48, 0x8d, 0xb7], &bytes,        // lea rsi, [rdi + bytes]
+        &[0xc6, 0x07, 1],                   // touch: mov byte [rdi], 1
+        &[0x48, 0x81, 0xc7, 0, 0x10, 0, 0], // add rdi, 4096
+        &[0x48, 0x39, 0xf7],                // cmp rdi, rsi
+        &[0x72, 0xf1],                      // jb touch
+        &[0xe6, 0xf4],                      // out 0xf4, al
+        &[0xf4],                            // hlt
+    ]
+    .concat()
+}
