@@ -40,7 +40,11 @@ pub const KERNEL_PARAMS: &[Param] = &[
         "sipi",
         "direct: all vCPUs start at e_entry; sipi: the first starts the others",
     ),
-    param("syscall", "syscall", "ud2: programs call the kernel by ud2, for kvm_pvm hosts"),
+    param(
+        "syscall",
+        "syscall",
+        "ud2: programs call the kernel by ud2, for kvm_pvm hosts",
+    ),
     param("tick_us", "1000", "timer tick, microseconds"),
     param("slice_us", "4000", "time slice, microseconds"),
 ];

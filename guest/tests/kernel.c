@@ -78,19 +78,19 @@ static void endings_have_their_status(void) {
 
 static int sleeps(uint64_t ms) {
     lacuna_sleep_ns(ms * 1000000);
-    shared()->order = shared()->order * 10 + ms / 10;
+    shared()->order = shared()->order * 10 + ms / 100;
     return 0;
 }
 
 static void sleepers_wake_in_time(void) {
     shared()->order = 0;
-    CHECK(lacuna_spawn(sleeps, 60, 0) >= 0);
-    CHECK(lacuna_spawn(sleeps, 20, 0) >= 0);
-    CHECK(lacuna_spawn(sleeps, 40, 0) >= 0);
+    CHECK(lacuna_spawn(sleeps, 600, 0) >= 0);
+    CHECK(lacuna_spawn(sleeps, 200, 0) >= 0);
+    CHECK(lacuna_spawn(sleeps, 400, 0) >= 0);
     uint64_t start = lacuna_now_ns();
     CHECK(lacuna_wait() == 0);
     CHECK(shared()->order == 246);
-    CHECK(lacuna_now_ns() - start >= 50000000);
+    CHECK(lacuna_now_ns() - start >= 500000000);
 }
 
 static int hogs(uint64_t unused) {
@@ -122,16 +122,24 @@ static void a_wakeup_preempts(void) {
 }
 
 static void memory_comes_back(void) {
-    for (uint64_t i = 0; i < 2000; i++)
+    for (uint64_t i = lacuna_param("churn", 2000); i; i--)
         CHECK(status_of(exits_with, 0) == 0);
+}
+
+static int waits(uint64_t unused) {
+    (void)unused;
+    while (!shared()->done)
+        lacuna_sleep_ns(10000000);
+    return 0;
 }
 
 static void threads_run_out_gracefully(void) {
     int n = 0;
     shared()->done = 0;
-    while (lacuna_spawn(sleeps, 1000, LACUNA_ANY_CPU) >= 0)
+    while (lacuna_spawn(waits, 0, LACUNA_ANY_CPU) >= 0)
         n++;
     CHECK(n == LACUNA_MAX_THREADS - 1);
+    shared()->done = 1;
     CHECK(lacuna_wait() == 0);
 }
 

@@ -1,5 +1,6 @@
 //! The images boot and do their work on a machine that is not ours: QEMU.
 
+use lacuna_guest::status::{self, Kind, State, Status};
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -31,6 +32,10 @@ fn temp(name: &str) -> PathBuf {
 }
 
 fn boot_file(image: &Path, smp: u32, params: &str) -> Outcome {
+    boot_with(image, smp, params, &[])
+}
+
+fn boot_with(image: &Path, smp: u32, params: &str, extra: &[&str]) -> Outcome {
     let cpus = smp.to_string();
     let mut child = Command::new("qemu-system-x86_64")
         .args([
@@ -45,6 +50,7 @@ fn boot_file(image: &Path, smp: u32, params: &str) -> Outcome {
         ])
         .args(["-append", &format!("smp={smp} {params}"), "-kernel"])
         .arg(image)
+        .args(extra)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -192,6 +198,51 @@ fn bm_counts_on_every_cpu() {
         "faulters=2 workers=1 accesses=1000 bytes=4M",
     );
     assert_ended(&counted, 0, "faulters_total=2000 ");
+}
+
+/// Guest memory lies in a file here, so that the status page can be read as a host would.
+#[test]
+fn the_status_page_says_what_happened() {
+    if qemu_missing() {
+        return;
+    }
+    let (image, memory) = (temp("status.elf"), temp("status.memory"));
+    fs::write(
+        &image,
+        lacuna_guest::image("bm").expect("in the catalog").elf,
+    )
+    .unwrap();
+    let file = memory.display();
+    let backend = format!("memory-backend-file,id=ram,size=64M,share=on,mem-path={file}");
+    let extra = ["-object", &backend, "-machine", "memory-backend=ram"];
+    let params = "faulters=1 workers=1 accesses=5000 bytes=4M";
+    assert_ended(
+        &boot_with(&image, 2, params, &extra),
+        0,
+        "faulters_total=5000 ",
+    );
+
+    let bytes = fs::read(&memory).unwrap();
+    fs::remove_file(&memory).unwrap();
+    let mut pages = bytes.chunks_exact(status::PAGE_BYTES);
+    let page = pages
+        .find(|p| p.starts_with(b"LACUNAST"))
+        .expect("a status page");
+    let status = Status::parse(page).unwrap();
+    assert_eq!(status.state, State::Done(0));
+    let seen: Vec<_> = status
+        .threads
+        .iter()
+        .map(|t| (t.name.as_str(), t.kind, t.goal))
+        .collect();
+    let expected = [
+        ("bm", Kind::Other, None),
+        ("faulter0", Kind::Faulter, Some(5000)),
+        ("worker0", Kind::Worker, None),
+    ];
+    assert_eq!(seen, expected);
+    assert_eq!(status.threads[1].counter, 5000);
+    assert!(status.threads[2].counter > 0);
 }
 
 #[test]

@@ -12,6 +12,7 @@
 //! | `exclusive` | the world-stop for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `launch` | from a description of a run to its end |
+//! | `layout` | memory slots of a running VM |
 //! | `memory` | guest memory for loaders and viewers |
 //!
 //! # Unsafe
@@ -23,6 +24,7 @@ mod bus;
 mod code;
 mod exclusive;
 mod launch;
+mod layout;
 mod memory;
 mod park;
 mod seeded;

@@ -1,8 +1,9 @@
 //! How Lacuna waits, counts and tells the time.
 //!
-//! * [`shim`]: atomics, locks and threads from one place: `std`, or `loom` under `--cfg loom`, so that
-//!   every lock-free protocol can be model-checked as it is written.
-//! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses [`VirtualClock`].
+//! * [`shim`]: atomics, locks and threads from one place: `std`, or `loom` under `--cfg loom`, so
+//!   that every lock-free protocol can be model-checked as it is written.
+//! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses
+//!   [`VirtualClock`].
 //! * [`Quiescence`]: which vCPUs may still hold a translation (the shoot-down protocol).
 //! * [`Stripes`]: the range lock of the stage-2 cursor with its invalidation sequence.
 //!

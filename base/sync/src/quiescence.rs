@@ -1,20 +1,20 @@
 //! Which vCPUs may still use what was unmapped: the shoot-down protocol.
 //!
-//! A software vCPU holds host pointers in its TLB and uses them without a lock. It passes a *quiescent
-//! point* between basic blocks, when it flushes its TLB if it was asked to, and it is *offline*
-//! whenever it is not executing guest code (halted, waiting for a page, in the run loop).
+//! A software vCPU holds host pointers in its TLB and uses them without a lock. It passes a
+//! *quiescent point* between basic blocks, when it flushes its TLB if it was asked to, and it is
+//! *offline* whenever it is not executing guest code (halted, waiting for a page, in the run loop).
 //!
 //! ```text
 //! remover                                vCPU
-//! unmap the leaves                       online():  seen = epoch; fence; epoch again (loop until equal)
-//! e = request(): epoch += 1, fence,                 flush the TLB if it was last flushed before seen
+//! unmap the leaves                       online():  seen = epoch; fence; epoch again (until equal)
+//! e = request(): epoch += 1, fence,                 flush the TLB if last flushed before seen
 //!    poke every vCPU with seen < e       poked:     flush the TLB, seen = epoch
 //! until passed(e): every seen >= e       offline(): seen = OFFLINE
 //! reuse the frames
 //! ```
 //!
-//! The two fences make it a Dekker exchange: either the remover sees the vCPU online and waits for it, or
-//! the vCPU, coming online, sees the new epoch and flushes before its first access.
+//! The two fences make it a Dekker exchange: either the remover sees the vCPU online and waits for
+//! it, or the vCPU, coming online, sees the new epoch and flushes before its first access.
 
 use crate::shim::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -40,8 +40,14 @@ pub struct Quiescence {
 impl Quiescence {
     /// All vCPUs start offline.
     pub fn new(vcpus: usize) -> Self {
-        let slot = || VcpuSlot { seen: AtomicU64::new(OFFLINE), poke: AtomicU32::new(0) };
-        Self { epoch: AtomicU64::new(0), vcpus: (0..vcpus).map(|_| slot()).collect() }
+        let slot = || VcpuSlot {
+            seen: AtomicU64::new(OFFLINE),
+            poke: AtomicU32::new(0),
+        };
+        Self {
+            epoch: AtomicU64::new(0),
+            vcpus: (0..vcpus).map(|_| slot()).collect(),
+        }
     }
 
     /// vCPU `index`'s slot.
@@ -73,21 +79,26 @@ impl Quiescence {
 
     /// Whether every vCPU has flushed, or has been offline, since `epoch` was requested.
     pub fn passed(&self, epoch: Epoch) -> bool {
-        self.vcpus.iter().all(|vcpu| vcpu.seen.load(Ordering::Acquire) >= epoch.0)
+        self.vcpus
+            .iter()
+            .all(|vcpu| vcpu.seen.load(Ordering::Acquire) >= epoch.0)
     }
 
     /// Whether every vCPU but `index` is offline: nobody else executes guest code.
     ///
-    /// Meaningful to a caller that keeps the others from coming online, by a flag that they test after
-    /// [`Quiescence::online`]; the fences on both sides are SeqCst.
+    /// Meaningful to a caller that keeps the others from coming online, by a flag that they test
+    /// after [`Quiescence::online`]; the fences on both sides are SeqCst.
     pub fn alone(&self, index: usize) -> bool {
         fence(Ordering::SeqCst);
         let offline = |vcpu: &VcpuSlot| vcpu.seen.load(Ordering::SeqCst) == OFFLINE;
-        self.vcpus.iter().enumerate().all(|(i, vcpu)| i == index || offline(vcpu))
+        self.vcpus
+            .iter()
+            .enumerate()
+            .all(|(i, vcpu)| i == index || offline(vcpu))
     }
 
-    /// The vCPU is about to run guest code. Returns the epoch that its TLB must have been flushed at
-    /// or after.
+    /// The vCPU is about to run guest code. Returns the epoch that its TLB must have been flushed
+    /// at or after.
     pub fn online(&self, index: usize) -> Epoch {
         let slot = &self.vcpus[index];
         let mut epoch = self.epoch.load(Ordering::Acquire);

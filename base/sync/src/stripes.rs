@@ -1,21 +1,23 @@
 //! The range lock of the stage-2 cursor, with the invalidation sequence beside it.
 //!
-//! The guest's frame numbers are cut into blocks of 512 pages (one leaf table, 2 MiB); every block belongs
-//! to a stripe. Neighbours have different ones, and so have blocks a power of two apart: guests like to
-//! give each thread an equal share of memory, and the threads advance in step. A stripe holds a lock, a
-//! count of invalidations in progress, and a sequence number. It exists whether or not anything is mapped
-//! there, which is why an invalidation excludes a fault that found nothing to unmap.
+//! The guest's frame numbers are cut into blocks of 512 pages (one leaf table, 2 MiB); every block
+//! belongs to a stripe. Neighbours have different ones, and so have blocks a power of two apart:
+//! guests like to give each thread an equal share of memory, and the threads advance in step. A
+//! stripe holds a lock, a count of invalidations in progress, and a sequence number. It exists
+//! whether or not anything is mapped there, which is why an invalidation excludes a fault that
+//! found nothing to unmap.
 //!
 //! ```text
 //! fault:        s = snapshot(block)     resolve the page    guard = lock(block)
 //!               guard.admits(s)?  no -> drop, retry         yes -> install, drop
-//! invalidation: begin: lock, busy += 1, unmap, drop    shoot down    end: lock, seq += 1, busy -= 1, drop
+//! invalidation: begin: lock, busy += 1, unmap, drop   shoot down
+//!               end: lock, seq += 1, busy -= 1, drop
 //! ```
 //!
-//! Either the fault's critical section comes first, and `begin` finds and unmaps what it installed; or
-//! `begin` comes first, and the fault sees `busy > 0` or a moved `seq`. `seq` moves at the end, as in
-//! KVM (`Documentation/virt/kvm/locking.rst`), but per stripe: an invalidation makes only faults near
-//! it retry.
+//! Either the fault's critical section comes first, and `begin` finds and unmaps what it installed;
+//! or `begin` comes first, and the fault sees `busy > 0` or a moved `seq`. `seq` moves at the end,
+//! as in KVM (`Documentation/virt/kvm/locking.rst`), but per stripe: an invalidation makes only
+//! faults near it retry.
 
 use crate::shim::{AtomicU64, Ordering, spin_loop, yield_now};
 use std::ops::Range;
@@ -50,8 +52,13 @@ pub struct StripeGuard<'a> {
 impl Stripes {
     /// `count` stripes; a power of two.
     pub fn new(count: usize) -> Self {
-        assert!(count.is_power_of_two(), "stripe count must be a power of two");
-        Self { stripes: (0..count).map(|_| Stripe(AtomicU64::new(0))).collect() }
+        assert!(
+            count.is_power_of_two(),
+            "stripe count must be a power of two"
+        );
+        Self {
+            stripes: (0..count).map(|_| Stripe(AtomicU64::new(0))).collect(),
+        }
     }
 
     /// How many stripes there are.
@@ -98,15 +105,24 @@ impl Stripes {
             let seen = word.load(Ordering::Relaxed);
             if seen & LOCKED == 0
                 && word
-                    .compare_exchange_weak(seen, seen | LOCKED, Ordering::Acquire, Ordering::Relaxed)
+                    .compare_exchange_weak(
+                        seen,
+                        seen | LOCKED,
+                        Ordering::Acquire,
+                        Ordering::Relaxed,
+                    )
                     .is_ok()
             {
                 return StripeGuard { word, value: seen };
             }
-            // Critical sections are a few hundred instructions, but the holder's thread may have been
-            // preempted: after a while give it the core.
+            // Critical sections are a few hundred instructions, but the holder's thread may have
+            // been preempted: after a while give it the core.
             spins += 1;
-            if spins.is_multiple_of(64) { yield_now() } else { spin_loop() }
+            if spins.is_multiple_of(64) {
+                yield_now()
+            } else {
+                spin_loop()
+            }
         }
     }
 }
@@ -128,7 +144,10 @@ impl StripeGuard<'_> {
 
     /// An invalidation of something in this stripe begins.
     pub fn begin(&mut self) {
-        assert!(self.value & BUSY_MASK != BUSY_MASK, "too many invalidations at once");
+        assert!(
+            self.value & BUSY_MASK != BUSY_MASK,
+            "too many invalidations at once"
+        );
         self.value += BUSY_ONE;
     }
 

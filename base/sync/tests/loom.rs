@@ -4,10 +4,10 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-sync --test loom --release
 //! ```
-//! The goal is always the same: *a frame is reused only when nobody can touch it any more*. The frame is
-//! a loom cell that both sides touch as if it were plain memory. Reuse is an exclusive access: loom fails
-//! if any access is not ordered before it, or can come after it, in any interleaving and any reordering that
-//! the memory model allows.
+//! The goal is always the same: *a frame is reused only when nobody can touch it any more*. The
+//! frame is a loom cell that both sides touch as if it were plain memory. Reuse is an exclusive
+//! access: loom fails if any access is not ordered before it, or can come after it, in any
+//! interleaving and any reordering that the memory model allows.
 #![cfg(loom)]
 
 use lacuna_sync::shim::thread::{self, yield_now};
@@ -26,8 +26,8 @@ struct World {
     frame: UnsafeCell<()>,
 }
 
-// SAFETY: `frame` is only touched through loom's tracked accesses, which fail the test on the very race
-// that `Sync` would otherwise have to rule out.
+// SAFETY: `frame` is only touched through loom's tracked accesses, which fail the test on the very
+// race that `Sync` would otherwise have to rule out.
 unsafe impl Sync for World {}
 // SAFETY: as above.
 unsafe impl Send for World {}
@@ -100,7 +100,12 @@ struct Vcpu<'w> {
 
 impl<'w> Vcpu<'w> {
     fn new(world: &'w World, index: usize) -> Self {
-        Self { world, index, tlb: false, flushed_at: Epoch::default() }
+        Self {
+            world,
+            index,
+            tlb: false,
+            flushed_at: Epoch::default(),
+        }
     }
 
     /// Comes online, or passes a quiescent point: the same.
@@ -150,7 +155,10 @@ fn a_fault_and_an_invalidation_leave_no_way_to_the_frame() {
         };
         world.invalidate();
         vcpu.join().expect("vCPU");
-        assert!(!world.mapped.load(Ordering::Relaxed), "a freed frame is still mapped");
+        assert!(
+            !world.mapped.load(Ordering::Relaxed),
+            "a freed frame is still mapped"
+        );
     });
 }
 
@@ -173,7 +181,10 @@ fn a_fault_while_online_is_shot_down_too() {
         };
         world.invalidate();
         vcpu.join().expect("vCPU");
-        assert!(!world.mapped.load(Ordering::Relaxed), "a freed frame is still mapped");
+        assert!(
+            !world.mapped.load(Ordering::Relaxed),
+            "a freed frame is still mapped"
+        );
     });
 }
 
@@ -192,7 +203,10 @@ fn the_end_of_one_invalidation_opens_no_door_into_another() {
         world.resident.store(false, Ordering::Relaxed);
         world.stripes.lock(BLOCK).end();
         fault.join().expect("fault");
-        assert!(!world.mapped.load(Ordering::Relaxed), "a freed frame is still mapped");
+        assert!(
+            !world.mapped.load(Ordering::Relaxed),
+            "a freed frame is still mapped"
+        );
     });
 }
 

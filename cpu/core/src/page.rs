@@ -81,6 +81,23 @@ impl HostPage {
 
 /// Bytes at any alignment, in series of atomics: what a misaligned or block access is made of.
 impl HostPage {
+    /// Loads the aligned word at `offset`.
+    #[inline(always)]
+    pub fn load<T: Word>(self, offset: usize) -> T {
+        assert!(offset & !(PAGE_SIZE - T::BYTES) == 0, "misaligned or outside the page");
+        // SAFETY: as for the loads above.
+        unsafe { T::load(self.base.as_ptr().add(offset)) }
+    }
+
+    /// Stores the aligned word at `offset`. The page must be writable.
+    #[inline(always)]
+    pub fn store<T: Word>(self, offset: usize, value: T) {
+        assert!(offset & !(PAGE_SIZE - T::BYTES) == 0, "misaligned or outside the page");
+        debug_assert!(self.writable);
+        // SAFETY: as for the stores above.
+        unsafe { T::store(self.base.as_ptr().add(offset), value) }
+    }
+
     /// Replaces the aligned word at `offset` by `new(old)` atomically, sequentially consistent; returns the
     /// old value. The page must be writable; `new` may be called more than once.
     pub fn update_locked<T: Word>(self, offset: usize, new: impl FnMut(T) -> T) -> T {

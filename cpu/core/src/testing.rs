@@ -45,7 +45,7 @@ impl Ram {
     }
 
     fn host_page(page: &'static Page, watched: bool) -> HostPage {
-        // SAFETY: a leaked page-aligned page of atomics: valid for ever, and written only as atomics.
+        // SAFETY: a leaked page-aligned page of atomics: valid for ever, written only as atomics.
         unsafe { HostPage::new(NonNull::from(&page.0).cast(), true, watched) }
     }
 }

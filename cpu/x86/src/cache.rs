@@ -1,7 +1,8 @@
 //! Decoded code: blocks by where they were decoded, links between them, and what voids both.
 //!
 //! ```text
-//! ops      [Undefined | block | block | ...]        one arena; index 0 is no block's
+//! ops      [scratch | block | block | ...]          one arena; the scratch block holds the one
+//!                                                   instruction being stepped
 //! blocks   start, rip, gfn, privilege: a block is decoded for one address, one frame, one privilege
 //! buckets  hash of those three -> newest block -> older -> ...
 //! pages    gfn -> newest block of the page -> older -> ...     for dropping a written page
@@ -17,12 +18,17 @@ use crate::walk::User;
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
 
-/// Ops kept: 1 MiB of them.
+/// Ops kept: 1 MiB of them, as many as a `u16` can index, so that no fetch needs a bounds check.
 const OPS_MAX: usize = 1 << 16;
+/// Where the first block starts; before it, the scratch block.
+const FIRST: usize = 64;
 /// Room that a block may need.
 const BLOCK_MAX: usize = 256;
 const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
+/// Decoded ops.
+pub(crate) type Arena = [Op; OPS_MAX];
+
 /// No block.
 const NONE: u32 = u32::MAX;
 const EPOCH_MAX: u32 = NEVER - 1;
@@ -47,7 +53,7 @@ impl Key {
 
 struct Block {
     key: Key,
-    start: u32,
+    start: u16,
     alive: bool,
     next_in_bucket: u32,
     next_in_page: u32,
@@ -59,7 +65,7 @@ pub(crate) struct JumpCache(Box<[Jump; JUMPS]>);
 #[derive(Clone, Copy)]
 struct Jump {
     rip: u64,
-    op: u32,
+    op: u16,
     /// Epoch and privilege; 0 is none.
     stamp: u32,
 }
@@ -79,9 +85,9 @@ impl JumpCache {
 
     /// The op index of the block at `rip`, if it is known in this epoch.
     #[inline(always)]
-    pub(crate) fn find(&self, rip: u64, user: User, epoch: u32) -> Option<usize> {
+    pub(crate) fn find(&self, rip: u64, user: User, epoch: u32) -> Option<u16> {
         let jump = &self.0[Self::slot(rip)];
-        (jump.rip == rip && jump.stamp == Self::stamp(user, epoch)).then_some(jump.op as usize)
+        (jump.rip == rip && jump.stamp == Self::stamp(user, epoch)).then_some(jump.op)
     }
 }
 
@@ -96,7 +102,9 @@ pub(crate) struct Origin {
 
 /// The decoded code of one processor.
 pub(crate) struct CodeCache {
-    pub(crate) ops: Vec<Op>,
+    pub(crate) ops: Box<Arena>,
+    /// The arena is in use up to here.
+    end: usize,
     pub(crate) jumps: JumpCache,
     pub(crate) epoch: u32,
     blocks: Vec<Block>,
@@ -107,7 +115,8 @@ pub(crate) struct CodeCache {
 impl CodeCache {
     pub(crate) fn new() -> Self {
         Self {
-            ops: vec![Op::new(Code::Undefined)],
+            ops: arena(),
+            end: FIRST,
             jumps: JumpCache::new(),
             epoch: 1,
             blocks: Vec::new(),
@@ -126,7 +135,7 @@ impl CodeCache {
 
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
-        self.ops.truncate(1);
+        self.end = FIRST;
         self.blocks.clear();
         self.buckets.fill(NONE);
         self.pages.clear();
@@ -138,12 +147,12 @@ impl CodeCache {
     }
 
     /// The op index of the block for `key`.
-    pub(crate) fn find(&self, key: Key) -> Option<usize> {
+    pub(crate) fn find(&self, key: Key) -> Option<u16> {
         let mut at = self.buckets[key.bucket()];
         while at != NONE {
             let block = &self.blocks[at as usize];
             if block.alive && block.key == key {
-                return Some(block.start as usize);
+                return Some(block.start);
             }
             at = block.next_in_bucket;
         }
@@ -157,35 +166,45 @@ impl CodeCache {
 
     /// Makes room for one more block; may forget everything.
     pub(crate) fn reserve(&mut self) {
-        if self.ops.len() + BLOCK_MAX > OPS_MAX {
+        if self.end + BLOCK_MAX > OPS_MAX {
             self.clear();
         }
     }
 
-    /// Registers the ops from `start` to the arena's end as the block for `key`.
-    pub(crate) fn insert(&mut self, key: Key, start: usize) {
+    /// Puts a block's ops in the scratch place; returns its op index.
+    pub(crate) fn set_scratch(&mut self, ops: &[Op]) -> u16 {
+        self.ops[..ops.len()].copy_from_slice(ops);
+        0
+    }
+
+    /// Keeps `ops` as the block for `key`, after [`CodeCache::reserve`]; returns its op index.
+    pub(crate) fn insert(&mut self, key: Key, ops: &[Op]) -> u16 {
+        let start = self.end;
+        self.end += ops.len();
+        self.ops[start..self.end].copy_from_slice(ops);
         let index = self.blocks.len() as u32;
         let bucket = &mut self.buckets[key.bucket()];
         let page = self.pages.entry(key.gfn).or_insert(NONE);
         self.blocks.push(Block {
             key,
-            start: start as u32,
+            start: start as u16,
             alive: true,
             next_in_bucket: std::mem::replace(bucket, index),
             next_in_page: std::mem::replace(page, index),
         });
+        start as u16
     }
 
     /// Remembers that `rip` leads to the block at `op` in this epoch.
-    pub(crate) fn remember_jump(&mut self, rip: u64, user: User, op: usize) {
+    pub(crate) fn remember_jump(&mut self, rip: u64, user: User, op: u16) {
         let stamp = JumpCache::stamp(user, self.epoch);
-        self.jumps.0[JumpCache::slot(rip)] = Jump { rip, op: op as u32, stamp };
+        self.jumps.0[JumpCache::slot(rip)] = Jump { rip, op, stamp };
     }
 
     /// Links one way out of the branch at `branch` to the block at `op`.
-    pub(crate) fn link(&mut self, branch: usize, condition: bool, op: usize) {
+    pub(crate) fn link(&mut self, branch: u16, condition: bool, op: u16) {
         let epoch = self.epoch;
-        self.ops[branch + 1].link(condition, op as u32, epoch);
+        self.ops[branch.wrapping_add(1) as usize].link(condition, op.into(), epoch);
     }
 
     /// Drops the blocks of a page.
@@ -199,16 +218,23 @@ impl CodeCache {
         self.new_epoch();
     }
 
-    /// The instruction that the op at `op` belongs to.
-    pub(crate) fn origin(&self, op: usize) -> Origin {
-        let after = self.blocks.partition_point(|b| b.start as usize <= op);
-        let Some(block) = after.checked_sub(1).and_then(|i| self.blocks.get(i)) else {
-            return Origin { rip: 0, before: 0 };
+    /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch block.
+    pub(crate) fn origin(&self, op: u16, scratch: u64) -> Origin {
+        let after = self.blocks.partition_point(|b| b.start <= op);
+        let (start, rip) = match after.checked_sub(1).map(|i| &self.blocks[i]) {
+            Some(block) if usize::from(op) >= FIRST => (block.start, block.key.rip),
+            _ => (0, scratch),
         };
-        let before = &self.ops[block.start as usize..op];
+        let before = &self.ops[start.into()..op.into()];
         Origin {
-            rip: block.key.rip.wrapping_add(before.iter().map(Op::bytes).sum()),
+            rip: rip.wrapping_add(before.iter().map(Op::bytes).sum()),
             before: before.iter().map(Op::instructions).sum(),
         }
     }
+}
+
+fn arena() -> Box<Arena> {
+    let ops = vec![Op::new(Code::Undefined); OPS_MAX].into_boxed_slice();
+    let Ok(arena) = ops.try_into() else { unreachable!("the length is OPS_MAX") };
+    arena
 }

@@ -12,7 +12,7 @@
 //! device access, is being single-stepped, follows STI, or lies across two pages.
 
 use crate::apic::{ApicBus, Lapic};
-use crate::cache::{CodeCache, Key, NEVER, Origin};
+use crate::cache::{CodeCache, Key, NEVER};
 use crate::control::Flush;
 use crate::decode::{self, Found, Window};
 use crate::deliver::{self, Event, Outcome};
@@ -50,8 +50,8 @@ pub struct Regs {
 pub struct Cpu {
     pub(crate) core: Core,
     code: CodeCache,
-    /// The block of the instruction being stepped.
-    scratch: Vec<Op>,
+    /// The block being decoded.
+    fresh: Vec<Op>,
     /// The way out that led to RIP and is not linked yet.
     unlinked: Option<Unlinked>,
     retired: u64,
@@ -59,7 +59,7 @@ pub struct Cpu {
 
 #[derive(Clone, Copy)]
 struct Unlinked {
-    branch: usize,
+    branch: u16,
     condition: bool,
     target: u64,
     user: User,
@@ -73,7 +73,7 @@ impl Cpu {
         Self {
             core: Core::new(Lapic::new(index, apics), clock),
             code: CodeCache::new(),
-            scratch: Vec::new(),
+            fresh: Vec::new(),
             unlinked: None,
             retired: 0,
         }
@@ -202,53 +202,49 @@ impl Cpu {
             Err(_) => return self.blocked(bus, slot, None),
         };
         self.core.stepping = false;
-        let CodeCache { ops, jumps, epoch, .. } = &self.code;
-        let code = Decoded { ops, jumps, epoch: *epoch };
-        let leave = dispatch(&mut self.core, code, start, bus, slot);
-        let (op, origin) = match leave {
-            Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _) => {
-                (self.code.ops[at], self.code.origin(at))
-            }
-            Leave::Indirect => return None,
-        };
+        let epoch = self.code.epoch;
+        let leave = self.dispatch(bus, slot, start, epoch);
         if let Leave::Branch(branch, condition) = leave {
-            let target = branch_target(&op, origin.rip, condition);
-            let (user, epoch) = (self.core.user, self.code.epoch);
+            let op = self.code.ops[branch as usize];
+            let target = branch_target(&op, self.code.origin(branch, 0).rip, condition);
+            let user = self.core.user;
             self.unlinked = Some(Unlinked { branch, condition, target, user, epoch });
         }
-        self.left(bus, slot, leave, op, origin)
+        self.left(bus, slot, leave, 0)
     }
 
-    /// Brings the architectural state to where `dispatch` was left, and acts on why.
+    fn dispatch<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, at: u16, epoch: u32) -> Leave {
+        let code = Decoded { ops: &self.code.ops, jumps: &self.code.jumps, epoch };
+        dispatch(&mut self.core, code, at, bus, slot)
+    }
+
+    /// Brings the architectural state to where `dispatch` was left, and acts on why. `scratch` is the
+    /// address of the scratch block.
     fn left<B: Bus>(
         &mut self,
         bus: &mut B,
         slot: &VcpuSlot,
         leave: Leave,
-        op: Op,
-        origin: Origin,
+        scratch: u64,
     ) -> Option<Exit> {
+        let (Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _)) = leave else {
+            return None;
+        };
+        let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
+        if let Leave::Branch(_, condition) = leave {
+            self.core.rip = branch_target(&op, origin.rip, condition);
+            return None;
+        }
+        self.core.rip = origin.rip;
+        self.core.budget -= origin.before as i64;
         match leave {
-            Leave::Indirect => None,
-            Leave::Branch(_, condition) => {
-                self.core.rip = branch_target(&op, origin.rip, condition);
-                None
-            }
-            Leave::Blocked(_) => {
-                self.core.rip = origin.rip;
-                self.core.budget -= origin.before as i64;
-                self.blocked(bus, slot, Some(op))
-            }
-            Leave::System(_) => {
-                self.core.rip = origin.rip;
-                self.core.budget -= origin.before as i64;
-                self.system_op(bus, slot, op)
-            }
+            Leave::Blocked(_) => self.blocked(bus, slot, Some(op)),
+            _ => self.system_op(bus, slot, op),
         }
     }
 
     /// The block at RIP, decoded if need be; links the way that led here.
-    fn block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<usize> {
+    fn block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<u16> {
         let (rip, user) = (self.core.rip, self.core.user);
         let start = match self.code.jumps.find(rip, user, self.code.epoch) {
             Some(start) => start,
@@ -272,7 +268,7 @@ impl Cpu {
     }
 
     #[cold]
-    fn decode<B: Bus>(&mut self, bus: &mut B, key: Key, page: HostPage) -> Touch<usize> {
+    fn decode<B: Bus>(&mut self, bus: &mut B, key: Key, page: HostPage) -> Touch<u16> {
         self.code.reserve();
         if !self.code.knows_page(key.gfn) {
             if let Err(stop) = bus.watch_code(key.gfn) {
@@ -281,14 +277,13 @@ impl Cpu {
             self.core.tlb.protect(key.gfn);
             self.core.other_tlb.protect(key.gfn);
         }
-        let start = self.code.ops.len();
+        self.fresh.clear();
         let window = Window::new(page, key.rip as usize & (PAGE_SIZE - 1));
-        if decode::block(&window, key.rip, &mut self.code.ops) == Found::Incomplete {
+        if decode::block(&window, key.rip, &mut self.fresh) == Found::Incomplete {
             let aux = SystemOp::Crossing as u8;
-            self.code.ops.push(Op { aux, ..Op::new(Code::System) });
+            self.fresh.push(Op { aux, ..Op::new(Code::System) });
         }
-        self.code.insert(key, start);
-        Ok(start)
+        Ok(self.code.insert(key, &self.fresh))
     }
 
     /// Executes the instruction at RIP alone.
@@ -322,12 +317,12 @@ impl Cpu {
         let rip = self.core.rip;
         let (_, page) = self.core.fetch_page(bus, rip)?;
         let mut window = Window::new(page, rip as usize & (PAGE_SIZE - 1));
-        self.scratch.clear();
-        if decode::one(&window, rip, &mut self.scratch) == Found::Incomplete {
+        self.fresh.clear();
+        if decode::one(&window, rip, &mut self.fresh) == Found::Incomplete {
             let next = (rip | (PAGE_SIZE as u64 - 1)).wrapping_add(1);
             let (_, page) = self.core.fetch_page(bus, next)?;
             window.extend(page);
-            if decode::one(&window, rip, &mut self.scratch) == Found::Incomplete {
+            if decode::one(&window, rip, &mut self.fresh) == Found::Incomplete {
                 return self.core.raise(Exception::GP0);
             }
         }
@@ -336,21 +331,10 @@ impl Cpu {
 
     fn step_decoded<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, rip: u64) -> Option<Exit> {
         self.core.stepping = true;
-        let code = Decoded { ops: &self.scratch, jumps: &self.code.jumps, epoch: NEVER };
-        let leave = dispatch(&mut self.core, code, 0, bus, slot);
+        let start = self.code.set_scratch(&self.fresh);
+        let leave = self.dispatch(bus, slot, start, NEVER);
         self.drop_written(bus);
-        let (op, before) = match leave {
-            Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _) => {
-                (self.scratch[at], &self.scratch[..at])
-            }
-            Leave::Indirect => return None,
-        };
-        let rip = rip.wrapping_add(before.iter().map(Op::bytes).sum());
-        let before = match leave {
-            Leave::Blocked(_) | Leave::System(_) => before.iter().map(Op::instructions).sum(),
-            _ => 0,
-        };
-        self.left(bus, slot, leave, op, Origin { rip, before })
+        self.left(bus, slot, leave, rip)
     }
 
     /// Drops decoded pages that this processor has written, and lets the bus tell the others.

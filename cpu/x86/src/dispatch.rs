@@ -10,11 +10,11 @@
 //! `general.rs`. docs/speed-x86.md has what was measured.
 
 use crate::arith::Arith;
-use crate::cache::JumpCache;
-use crate::general;
+use crate::cache::{Arena, JumpCache};
 use crate::mem::Touch;
 use crate::op::{Code, Links, Op};
 use crate::processor::Core;
+use crate::{divide, general, stack, string};
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 
@@ -22,11 +22,11 @@ use lacuna_sync::VcpuSlot;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Leave {
     /// The op at this index was not executed: [`Core::why`].
-    Blocked(usize),
+    Blocked(u16),
     /// The [`Code::System`] op at this index is next.
-    System(usize),
+    System(u16),
     /// The direct branch at this index ended its block, with this outcome.
-    Branch(usize, bool),
+    Branch(u16, bool),
     /// An indirect branch ended its block; [`Core::rip`] is its target.
     Indirect,
 }
@@ -34,7 +34,7 @@ pub(crate) enum Leave {
 /// Decoded code as the loop sees it.
 #[derive(Clone, Copy)]
 pub(crate) struct Decoded<'a> {
-    pub(crate) ops: &'a [Op],
+    pub(crate) ops: &'a Arena,
     pub(crate) jumps: &'a JumpCache,
     pub(crate) epoch: u32,
 }
@@ -61,7 +61,7 @@ fn imm<T: Word>(op: &Op) -> T {
 pub(crate) fn dispatch<B: Bus>(
     core: &mut Core,
     code: Decoded<'_>,
-    mut pc: usize,
+    mut pc: u16,
     bus: &mut B,
     slot: &VcpuSlot,
 ) -> Leave {
@@ -77,9 +77,9 @@ pub(crate) fn dispatch<B: Bus>(
     macro_rules! branch {
         ($op:expr, $condition:expr) => {{
             let taken: bool = $condition;
-            let links = &ops[pc + 1];
+            let links = &ops[pc.wrapping_add(1) as usize];
             core.budget -= links.block_instructions();
-            let next = links.target(taken) as usize;
+            let next = links.target(taken) as u16;
             if next == 0 || links.epoch() != code.epoch || core.budget < 0 || slot.poked() {
                 return Leave::Branch(pc, taken);
             }
@@ -89,7 +89,7 @@ pub(crate) fn dispatch<B: Bus>(
     macro_rules! indirect {
         ($target:expr) => {{
             let target: u64 = $target;
-            core.budget -= ops[pc + 1].block_instructions();
+            core.budget -= ops[pc.wrapping_add(1) as usize].block_instructions();
             core.rip = target;
             match code.jumps.find(target, core.user, code.epoch) {
                 Some(next) if core.budget >= 0 && !slot.poked() => pc = next,
@@ -98,7 +98,7 @@ pub(crate) fn dispatch<B: Bus>(
         }};
     }
     loop {
-        let op = &ops[pc];
+        let op = &ops[pc as usize];
         macro_rules! r {
             ($slot:ident : $t:ty) => {
                 get::<$t>(core, op.$slot)
@@ -167,38 +167,38 @@ pub(crate) fn dispatch<B: Bus>(
             }};
         }
         match op.code {
-            Code::AddRr32 => add!(r!(dst: u32), r!(src: u32)),
-            Code::AddRr64 => add!(r!(dst: u64), r!(src: u64)),
-            Code::AddRi32 => add!(r!(dst: u32), imm::<u32>(op)),
-            Code::AddRi64 => add!(r!(dst: u64), imm::<u64>(op)),
+            Code::AddRr32 => add!(r!(base: u32), r!(src: u32)),
+            Code::AddRr64 => add!(r!(base: u64), r!(src: u64)),
+            Code::AddRi32 => add!(r!(src: u32), imm::<u32>(op)),
+            Code::AddRi64 => add!(r!(src: u64), imm::<u64>(op)),
             Code::AddRm32 => add!(r!(dst: u32), load!(u32)),
             Code::AddRm64 => add!(r!(dst: u64), load!(u64)),
             Code::AddMr32 => add_to_memory!(u32, r!(src: u32)),
             Code::AddMr64 => add_to_memory!(u64, r!(src: u64)),
             Code::AddMi32 => add_to_memory!(u32, imm::<u32>(op)),
             Code::AddMi64 => add_to_memory!(u64, imm::<u64>(op)),
-            Code::SubRr32 => set!(cmp!(r!(dst: u32), r!(src: u32))),
-            Code::SubRr64 => set!(cmp!(r!(dst: u64), r!(src: u64))),
-            Code::SubRi32 => set!(cmp!(r!(dst: u32), imm::<u32>(op))),
-            Code::SubRi64 => set!(cmp!(r!(dst: u64), imm::<u64>(op))),
+            Code::SubRr32 => set!(cmp!(r!(base: u32), r!(src: u32))),
+            Code::SubRr64 => set!(cmp!(r!(base: u64), r!(src: u64))),
+            Code::SubRi32 => set!(cmp!(r!(src: u32), imm::<u32>(op))),
+            Code::SubRi64 => set!(cmp!(r!(src: u64), imm::<u64>(op))),
             Code::SubRm32 => set!(cmp!(r!(dst: u32), load!(u32))),
             Code::SubRm64 => set!(cmp!(r!(dst: u64), load!(u64))),
-            Code::AndRr32 => set!(logic!(r!(dst: u32) & r!(src: u32))),
-            Code::AndRr64 => set!(logic!(r!(dst: u64) & r!(src: u64))),
-            Code::AndRi32 => set!(logic!(r!(dst: u32) & imm::<u32>(op))),
-            Code::AndRi64 => set!(logic!(r!(dst: u64) & imm::<u64>(op))),
+            Code::AndRr32 => set!(logic!(r!(base: u32) & r!(src: u32))),
+            Code::AndRr64 => set!(logic!(r!(base: u64) & r!(src: u64))),
+            Code::AndRi32 => set!(logic!(r!(src: u32) & imm::<u32>(op))),
+            Code::AndRi64 => set!(logic!(r!(src: u64) & imm::<u64>(op))),
             Code::AndRm32 => set!(logic!(r!(dst: u32) & load!(u32))),
             Code::AndRm64 => set!(logic!(r!(dst: u64) & load!(u64))),
-            Code::OrRr32 => set!(logic!(r!(dst: u32) | r!(src: u32))),
-            Code::OrRr64 => set!(logic!(r!(dst: u64) | r!(src: u64))),
-            Code::OrRi32 => set!(logic!(r!(dst: u32) | imm::<u32>(op))),
-            Code::OrRi64 => set!(logic!(r!(dst: u64) | imm::<u64>(op))),
+            Code::OrRr32 => set!(logic!(r!(base: u32) | r!(src: u32))),
+            Code::OrRr64 => set!(logic!(r!(base: u64) | r!(src: u64))),
+            Code::OrRi32 => set!(logic!(r!(src: u32) | imm::<u32>(op))),
+            Code::OrRi64 => set!(logic!(r!(src: u64) | imm::<u64>(op))),
             Code::OrRm32 => set!(logic!(r!(dst: u32) | load!(u32))),
             Code::OrRm64 => set!(logic!(r!(dst: u64) | load!(u64))),
-            Code::XorRr32 => set!(logic!(r!(dst: u32) ^ r!(src: u32))),
-            Code::XorRr64 => set!(logic!(r!(dst: u64) ^ r!(src: u64))),
-            Code::XorRi32 => set!(logic!(r!(dst: u32) ^ imm::<u32>(op))),
-            Code::XorRi64 => set!(logic!(r!(dst: u64) ^ imm::<u64>(op))),
+            Code::XorRr32 => set!(logic!(r!(base: u32) ^ r!(src: u32))),
+            Code::XorRr64 => set!(logic!(r!(base: u64) ^ r!(src: u64))),
+            Code::XorRi32 => set!(logic!(r!(src: u32) ^ imm::<u32>(op))),
+            Code::XorRi64 => set!(logic!(r!(src: u64) ^ imm::<u64>(op))),
             Code::XorRm32 => set!(logic!(r!(dst: u32) ^ load!(u32))),
             Code::XorRm64 => set!(logic!(r!(dst: u64) ^ load!(u64))),
             Code::CmpRr32 => _ = cmp!(r!(dst: u32), r!(src: u32)),
@@ -249,12 +249,12 @@ pub(crate) fn dispatch<B: Bus>(
             Code::MovSx32To64 => set!(r!(src: u32) as i32 as u64),
             Code::Lea32 => set!(address(core, op) as u32),
             Code::Lea64 => set!(address(core, op)),
-            Code::ShlRi32 => set!(r!(dst: u32).shl(&mut core.flags, op.imm as u32)),
-            Code::ShlRi64 => set!(r!(dst: u64).shl(&mut core.flags, op.imm as u32)),
-            Code::ShrRi32 => set!(r!(dst: u32).shr(&mut core.flags, op.imm as u32)),
-            Code::ShrRi64 => set!(r!(dst: u64).shr(&mut core.flags, op.imm as u32)),
-            Code::SarRi32 => set!(r!(dst: u32).sar(&mut core.flags, op.imm as u32)),
-            Code::SarRi64 => set!(r!(dst: u64).sar(&mut core.flags, op.imm as u32)),
+            Code::ShlRi32 => set!(r!(src: u32).shl(&mut core.flags, op.imm as u32)),
+            Code::ShlRi64 => set!(r!(src: u64).shl(&mut core.flags, op.imm as u32)),
+            Code::ShrRi32 => set!(r!(src: u32).shr(&mut core.flags, op.imm as u32)),
+            Code::ShrRi64 => set!(r!(src: u64).shr(&mut core.flags, op.imm as u32)),
+            Code::SarRi32 => set!(r!(src: u32).sar(&mut core.flags, op.imm as u32)),
+            Code::SarRi64 => set!(r!(src: u64).sar(&mut core.flags, op.imm as u32)),
             Code::IncR32 => set!(r!(dst: u32).inc(&mut core.flags)),
             Code::IncR64 => set!(r!(dst: u64).inc(&mut core.flags)),
             Code::DecR32 => set!(r!(dst: u32).dec(&mut core.flags)),
@@ -344,9 +344,39 @@ pub(crate) fn dispatch<B: Bus>(
             Code::JumpTestLeRr32 => jump_test!(u32, r!(src: u32), |x| x as i32 <= 0),
             Code::JumpTestLeRr64 => jump_test!(u64, r!(src: u64), |x| x as i64 <= 0),
             Code::System => return Leave::System(pc),
-            _ => done!(general::execute(core, bus, op)),
+            Code::Alu => done!(general::alu_e(core, bus, op)),
+            Code::AluReverse => done!(general::alu_g(core, bus, op)),
+            Code::Shift => done!(general::shift_e(core, bus, op)),
+            Code::DoubleShift => done!(general::double_shift(core, bus, op)),
+            Code::Not | Code::Neg => done!(general::unary(core, bus, op)),
+            Code::Inc | Code::Dec => done!(general::step(core, bus, op)),
+            Code::Mul | Code::Imul => done!(divide::multiply(core, bus, op)),
+            Code::Div | Code::Idiv => done!(divide::divide(core, bus, op)),
+            Code::ImulG | Code::ImulGImm => done!(divide::multiply_into(core, bus, op)),
+            Code::MovE => done!(general::move_e(core, bus, op)),
+            Code::MovG => done!(general::move_g(core, bus, op)),
+            Code::MovZx | Code::MovSx => done!(general::extend_g(core, bus, op)),
+            Code::CmovG => done!(general::move_conditional(core, bus, op)),
+            Code::SetccE => done!(general::set_condition(core, bus, op)),
+            Code::Xchg => done!(general::exchange(core, bus, op)),
+            Code::Xadd => done!(general::exchange_add(core, bus, op)),
+            Code::Cmpxchg => done!(general::compare_exchange(core, bus, op)),
+            Code::Cmpxchg8b => done!(general::compare_exchange_8(core, bus, op)),
+            Code::BitTest => done!(general::bit_test(core, bus, op)),
+            Code::BitScan => done!(general::bit_scan(core, bus, op)),
+            Code::Bswap | Code::Widen | Code::SignFill => general::registers(core, op),
+            Code::Lahf | Code::Sahf | Code::Carry | Code::Direction => general::flags(core, op),
+            Code::LoopCount => general::loop_count(core, op),
+            Code::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
+            Code::PushE => done!(stack::push_operand(core, bus, op)),
+            Code::PopE => done!(stack::pop_operand(core, bus, op)),
+            Code::Pushf => done!(stack::push_flags(core, bus, op)),
+            Code::Leave => done!(stack::leave(core, bus, op)),
+            Code::Enter => done!(stack::enter(core, bus, op)),
+            Code::String => done!(string::execute(core, bus, op)),
+            Code::Links | Code::Float | Code::Undefined => done!(general::undefined(core, op)),
         }
-        pc += 1;
+        pc = pc.wrapping_add(1);
     }
 }
 

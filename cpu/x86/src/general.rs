@@ -13,7 +13,6 @@ use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op};
 use crate::processor::Core;
 use crate::state::Exception;
 use crate::state::bits::{CR0_EM, CR0_TS};
-use crate::{divide, stack, string};
 use lacuna_cpu::Bus;
 
 const RAX: u8 = 0;
@@ -21,84 +20,82 @@ const RCX: u8 = 1;
 const RDX: u8 = 2;
 const RBX: u8 = 3;
 
-/// Executes an op that `dispatch` has no arm for.
-#[inline(never)]
-pub(crate) fn execute(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+/// NOT and NEG.
+pub(crate) fn unary(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let (width, m) = (op.width(), mask(op.width()));
+    if op.code == Code::Not {
+        return modify(core, bus, op, |a| !a & m).map(drop);
+    }
+    let old = modify(core, bus, op, |a| a.wrapping_neg() & m)?;
+    core.flags.set_sub_wide(width, old.wrapping_neg() & m, old);
+    Ok(())
+}
+
+/// E from G.
+pub(crate) fn move_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    write(core, bus, op, source(core, op))
+}
+
+/// G from E.
+pub(crate) fn move_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let value = read(core, bus, op)?;
+    set_reg(core, op.src, op.width(), value);
+    Ok(())
+}
+
+/// MOVZX and MOVSX: G, whose width is `aux`, from E.
+pub(crate) fn extend_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let value = read(core, bus, op)?;
+    let value = if op.code == Code::MovSx { extend(op.width(), value) } else { value };
+    set_reg(core, op.src, op.aux, value & mask(op.aux));
+    Ok(())
+}
+
+/// CMOVcc: E is read whatever the condition is.
+pub(crate) fn move_conditional(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let value = read(core, bus, op)?;
+    let keep = reg(core, op.src, op.width());
+    let taken = core.flags.condition(op.aux);
+    set_reg(core, op.src, op.width(), if taken { value } else { keep });
+    Ok(())
+}
+
+/// SETcc.
+pub(crate) fn set_condition(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    write(core, bus, op, core.flags.condition(op.aux).into())
+}
+
+/// XCHG.
+pub(crate) fn exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+    let value = source(core, op);
+    let old = modify(core, bus, op, |_| value)?;
+    set_reg(core, op.src, op.width(), old);
+    Ok(())
+}
+
+/// BSWAP, CBW and its kin, CWD and its kin.
+pub(crate) fn registers(core: &mut Core, op: &Op) {
+    let width = op.width();
     match op.code {
-        Code::Alu => alu_e(core, bus, op),
-        Code::AluReverse => alu_g(core, bus, op),
-        Code::Shift => shift_e(core, bus, op),
-        Code::DoubleShift => double_shift(core, bus, op),
-        Code::Not => {
-            let m = mask(op.width());
-            modify(core, bus, op, |a| !a & m).map(drop)
+        Code::Bswap => {
+            let swapped = reg(core, op.dst, width).swap_bytes() >> (64 - bits(width));
+            // On 16 bits the result is undefined; processors clear them.
+            set_reg(core, op.dst, width, if width == 1 { 0 } else { swapped });
         }
-        Code::Neg => {
-            let (width, m) = (op.width(), mask(op.width()));
-            let old = modify(core, bus, op, |a| a.wrapping_neg() & m)?;
-            core.flags.set_sub_wide(width, old.wrapping_neg() & m, old);
-            Ok(())
+        Code::Widen => {
+            let half = extend(width - 1, reg(core, RAX, width - 1));
+            set_reg(core, RAX, width, half & mask(width));
         }
-        Code::Inc | Code::Dec => step(core, bus, op),
-        Code::Mul | Code::Imul => divide::multiply(core, bus, op),
-        Code::Div | Code::Idiv => divide::divide(core, bus, op),
-        Code::ImulG | Code::ImulGImm => divide::multiply_into(core, bus, op),
-        Code::MovE => write(core, bus, op, source(core, op)),
-        Code::MovG => {
-            let value = read(core, bus, op)?;
-            set_reg(core, op.src, op.width(), value);
-            Ok(())
+        _ => {
+            let negative = reg(core, RAX, width) & sign(width) != 0;
+            set_reg(core, RDX, width, if negative { mask(width) } else { 0 });
         }
-        Code::MovZx => {
-            let value = read(core, bus, op)?;
-            set_reg(core, op.src, op.aux, value);
-            Ok(())
-        }
-        Code::MovSx => {
-            let value = extend(op.width(), read(core, bus, op)?) & mask(op.aux);
-            set_reg(core, op.src, op.aux, value);
-            Ok(())
-        }
-        Code::CmovG => {
-            let value = read(core, bus, op)?;
-            let keep = reg(core, op.src, op.width());
-            let taken = core.flags.condition(op.aux);
-            set_reg(core, op.src, op.width(), if taken { value } else { keep });
-            Ok(())
-        }
-        Code::SetccE => write(core, bus, op, core.flags.condition(op.aux).into()),
-        Code::Xchg => {
-            let value = source(core, op);
-            let old = modify(core, bus, op, |_| value)?;
-            set_reg(core, op.src, op.width(), old);
-            Ok(())
-        }
-        Code::Xadd => exchange_add(core, bus, op),
-        Code::Cmpxchg => compare_exchange(core, bus, op),
-        Code::Cmpxchg8b => compare_exchange_8(core, bus, op),
-        Code::BitTest => bit_test(core, bus, op),
-        Code::BitScan => bit_scan(core, bus, op),
-        _ => simple(core, bus, op),
     }
 }
 
-/// Those that touch registers and flags only, and the stack's.
-fn simple(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+/// LAHF, SAHF, CLC, STC, CMC (`aux` 0 to 2), CLD, STD (`aux` 0, 1).
+pub(crate) fn flags(core: &mut Core, op: &Op) {
     match op.code {
-        Code::Bswap => {
-            let value = reg(core, op.dst, op.width());
-            let swapped = value.swap_bytes() >> (64 - bits(op.width()));
-            // On 16 bits the result is undefined; processors clear them.
-            set_reg(core, op.dst, op.width(), if op.width() == 1 { 0 } else { swapped });
-        }
-        Code::Widen => {
-            let half = extend(op.width() - 1, reg(core, RAX, op.width() - 1));
-            set_reg(core, RAX, op.width(), half & mask(op.width()));
-        }
-        Code::SignFill => {
-            let negative = reg(core, RAX, op.width()) & sign(op.width()) != 0;
-            set_reg(core, RDX, op.width(), if negative { mask(op.width()) } else { 0 });
-        }
         Code::Lahf => {
             let flags = core.flags.bits() & 0xff | 2;
             set_reg(core, HIGH, 0, flags);
@@ -115,21 +112,16 @@ fn simple(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
             };
             core.flags.replace(CF, if carry { CF } else { 0 });
         }
-        Code::Direction => {
-            core.rflags = core.rflags & !DF | if op.aux == 0 { 0 } else { DF };
-        }
-        Code::LoopCount => loop_count(core, op),
-        Code::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
-        Code::PushE => return stack::push_operand(core, bus, op),
-        Code::PopE => return stack::pop_operand(core, bus, op),
-        Code::Pushf => return stack::push_flags(core, bus, op),
-        Code::Leave => return stack::leave(core, bus, op),
-        Code::Enter => return stack::enter(core, bus, op),
-        Code::String => return string::execute(core, bus, op),
-        Code::Float if core.sys.cr0 & (CR0_EM | CR0_TS) != 0 => return core.raise(Exception::NM),
-        _ => return core.raise(Exception::UD),
+        _ => core.rflags = core.rflags & !DF | if op.aux == 0 { 0 } else { DF },
     }
-    Ok(())
+}
+
+/// Whatever is not implemented, and the x87, which is absent: docs/decisions/0002-no-sse.md.
+pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
+    if op.code == Code::Float && core.sys.cr0 & (CR0_EM | CR0_TS) != 0 {
+        return core.raise(Exception::NM);
+    }
+    core.raise(Exception::UD)
 }
 
 /// The value of [`Code::Address`]: segment base and 32-bit address size included. `aux` bit 0: 32-bit
@@ -252,7 +244,8 @@ fn modify_at(
     }
 }
 
-fn alu_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn alu_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (kind, width, b) = (op.aux, op.width(), source(core, op));
     let carry = core.flags.cf();
     let a = match kind {
@@ -263,7 +256,8 @@ fn alu_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-fn alu_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn alu_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (kind, width) = (op.aux, op.width());
     let b = read(core, bus, op)?;
     let (a, carry) = (reg(core, op.src, width), core.flags.cf());
@@ -275,7 +269,8 @@ fn alu_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
 }
 
 /// INC and DEC, which keep CF.
-fn step(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn step(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, m, carry) = (op.width(), mask(op.width()), core.flags.cf());
     let kind = if op.code == Code::Inc { alu::ADD } else { alu::SUB };
     let old = modify(core, bus, op, |a| alu_result(kind, width, a, 1, false) & m)?;
@@ -284,7 +279,8 @@ fn step(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-fn shift_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn shift_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (kind, width, carry) = (op.aux, op.width(), core.flags.cf());
     let count = if op.has(IMMEDIATE) { op.imm64() } else { core.r[RCX as usize] };
     let count = shift_count(width, count);
@@ -301,7 +297,8 @@ fn shift_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
 }
 
 /// SHLD (`aux` 0) and SHRD (1). A count above the width leaves an undefined result.
-fn double_shift(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn double_shift(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, n) = (op.width(), bits(op.width()));
     let count = if op.has(IMMEDIATE) { op.imm64() } else { core.r[RCX as usize] };
     let count = shift_count(width, count);
@@ -323,7 +320,8 @@ fn double_shift(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-fn exchange_add(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn exchange_add(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, b) = (op.width(), reg(core, op.src, op.width()));
     let add = |a: u64| a.wrapping_add(b) & mask(width);
     if op.has(MEMORY) {
@@ -340,7 +338,8 @@ fn exchange_add(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-fn compare_exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn compare_exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let width = op.width();
     let (expected, value) = (reg(core, RAX, width), reg(core, op.src, width));
     let old = if op.has(MEMORY) {
@@ -359,7 +358,8 @@ fn compare_exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let pair = |high, low| reg(core, high, 2) << 32 | reg(core, low, 2);
     let (expected, value) = (pair(RDX, RAX), pair(RCX, RBX));
     let at = address(core, op);
@@ -373,7 +373,8 @@ fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()>
 }
 
 /// BT, BTS, BTR, BTC (`aux` 0 to 3). With memory and a register, the bit may lie anywhere.
-fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let width = op.width();
     let index = source(core, op);
     let bit = 1_u64 << (index & u64::from(bits(width) - 1));
@@ -405,7 +406,8 @@ fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
 }
 
 /// BSF, BSR, TZCNT, LZCNT, POPCNT (`aux` 0 to 4): G from E.
-fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
+#[inline(never)]
+pub(crate) fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let width = op.width();
     let value = read(core, bus, op)?;
     let leading = u64::from(value.leading_zeros()) - u64::from(64 - bits(width));
@@ -433,7 +435,7 @@ fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
 
 /// LOOPcc and JRCXZ: leaves 1 or 0, whether to jump, in `dst` for the branch that follows. `aux`:
 /// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size's.
-fn loop_count(core: &mut Core, op: &Op) {
+pub(crate) fn loop_count(core: &mut Core, op: &Op) {
     let width = op.width();
     let count = reg(core, RCX, width);
     let jump = if op.aux == 3 {

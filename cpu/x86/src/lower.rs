@@ -33,10 +33,10 @@ impl Lower<'_> {
     }
 
     /// Gives the instruction's length and count to its last op: those before it can be blocked, or leave
-    /// nothing behind but scratch. CALL and fused branches have done it themselves.
+    /// nothing behind but scratch. CALL and fused ops have done it themselves.
     fn seal(&mut self, first: usize) {
         let whole = self.whole();
-        let ops = &mut self.ops[first..];
+        let Some(ops) = self.ops.get_mut(first..) else { return };
         if ops.iter().all(|op| op.len == 0)
             && let Some(last) = ops.iter_mut().rev().find(|op| op.code != Code::Links)
         {
@@ -267,10 +267,36 @@ impl Lower<'_> {
         let (e, g) = if self.is_memory(1) { (1, 0) } else { (0, 1) };
         let op = self.form(Code::Alu, width, e, Some(g));
         let plain = self.is_plain(0) && self.is_plain(1);
-        self.emit(match hot_alu(kind, &op, plain) {
-            Some(code) => Op { code, ..op },
-            None => Op { aux: kind, ..op },
-        })
+        let Some(code) = hot_alu(kind, &op, plain) else {
+            return self.emit(Op { aux: kind, ..op });
+        };
+        let op = Op { code, ..op };
+        if op.has(MEMORY) || matches!(kind, alu::CMP | alu::TEST) {
+            return self.emit(op);
+        }
+        // dst = base kind src, or dst = src kind imm.
+        if op.has(IMMEDIATE) {
+            self.emit_copying(Op { src: op.dst, ..op })
+        } else {
+            self.emit_copying(Op { base: op.dst, ..op })
+        }
+    }
+
+    /// Emits a three-operand register op. If the block's last op is a move of the same width into its
+    /// destination, the two become one: x86's copy-then-change idiom costs one dispatch.
+    fn emit_copying(&mut self, op: Op) -> Flow {
+        let wanted = by_width(op.width(), [Code::MovRr32, Code::MovRr64]);
+        let whole = self.whole();
+        match self.ops[self.start..].last_mut() {
+            // TARGET is no instruction's own move.
+            Some(copy) if copy.code == wanted && copy.dst == op.dst && copy.len != 0 => {
+                let through = |slot: u8| if slot == op.dst { copy.src } else { slot };
+                let (src, base) = (through(op.src), through(op.base));
+                *copy = Op { src, base, len: copy.len + whole, ..op };
+                Flow::On
+            }
+            _ => self.emit(op),
+        }
     }
 
     fn shift(&mut self, kind: u8) -> Flow {
@@ -281,11 +307,13 @@ impl Lower<'_> {
         let count = op.imm & if width == 3 { 63 } else { 31 };
         if !by_cl && !op.has(MEMORY) && width >= 2 && count != 0 {
             op.imm = count;
+            op.src = op.dst;
             op.code = match kind {
                 shift::SHL => by_width(width, [Code::ShlRi32, Code::ShlRi64]),
                 shift::SHR => by_width(width, [Code::ShrRi32, Code::ShrRi64]),
                 _ => by_width(width, [Code::SarRi32, Code::SarRi64]),
             };
+            return self.emit_copying(op);
         }
         self.emit(op)
     }

@@ -25,6 +25,11 @@ pub(crate) type Touch<T> = Result<T, Blocked>;
 
 const LAST: u64 = PAGE_SIZE as u64 - 1;
 
+/// Offset in its page.
+const fn offset(va: u64) -> usize {
+    (va & LAST) as usize
+}
+
 /// Device accesses that the current instruction has already been through.
 ///
 /// An instruction that touches a device leaves the processor, and is executed again from its start when the
@@ -85,7 +90,7 @@ impl Core {
     pub(crate) fn load<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<T> {
         match self.tlb.load(va) {
             Some(value) => Ok(value),
-            None => self.load_slow(bus, va, T::BYTES).map(T::narrow),
+            None => self.load_slow(bus, va),
         }
     }
 
@@ -95,7 +100,7 @@ impl Core {
         if self.tlb.store(va, value) {
             return Ok(());
         }
-        self.store_slow(bus, va, T::BYTES, value.widen())
+        self.store_slow(bus, va, value)
     }
 
     /// Replaces a word by `new(old)`, unlocked; returns the old value.
@@ -114,25 +119,21 @@ impl Core {
 
     #[cold]
     #[inline(never)]
-    pub(crate) fn load_slow(
-        &mut self,
-        bus: &mut impl Bus,
-        va: u64,
-        bytes: usize,
-    ) -> Touch<u64> {
-        self.load_as(bus, va, bytes, self.user)
+    fn load_slow<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<T> {
+        if let Some(page) = self.refill::<T>(bus, va, Access::Read)? {
+            return Ok(page.load(offset(va)));
+        }
+        self.load_as(bus, va, T::BYTES, self.user).map(T::narrow)
     }
 
     #[cold]
     #[inline(never)]
-    pub(crate) fn store_slow(
-        &mut self,
-        bus: &mut impl Bus,
-        va: u64,
-        bytes: usize,
-        value: u64,
-    ) -> Touch<()> {
-        self.store_as(bus, va, bytes, value, self.user)
+    fn store_slow<T: Word>(&mut self, bus: &mut impl Bus, va: u64, value: T) -> Touch<()> {
+        if let Some(page) = self.refill::<T>(bus, va, Access::Write)? {
+            page.store(offset(va), value);
+            return Ok(());
+        }
+        self.store_as(bus, va, T::BYTES, value.widen(), self.user)
     }
 
     #[cold]
@@ -143,10 +144,33 @@ impl Core {
         va: u64,
         new: impl Fn(T) -> T,
     ) -> Touch<T> {
+        if let Some(page) = self.refill::<T>(bus, va, Access::Write)? {
+            let old = page.load(offset(va));
+            page.store(offset(va), new(old));
+            return Ok(old);
+        }
         self.translate_span(bus, va, T::BYTES, Access::Write, self.user)?;
         let old = T::narrow(self.load_as(bus, va, T::BYTES, self.user)?);
         self.store_as(bus, va, T::BYTES, new(old).widen(), self.user)?;
         Ok(old)
+    }
+
+    /// The short way for a TLB miss: one aligned word of plain memory. `None` for everything else. It is kept
+    /// short so that the host's processor can look ahead over it to the next access.
+    #[inline(always)]
+    fn refill<T: Word>(
+        &mut self,
+        bus: &mut impl Bus,
+        va: u64,
+        access: Access,
+    ) -> Touch<Option<HostPage>> {
+        if va & (T::BYTES as u64 - 1) != 0 || !is_canonical(va) {
+            return Ok(None);
+        }
+        match self.translate(bus, va, access, self.user)? {
+            Target::Memory(_, page) if !access.is_write() || !page.is_watched() => Ok(Some(page)),
+            _ => Ok(None),
+        }
     }
 
     /// Replaces a word by `new(old)` with a LOCK prefix; returns the old value. `new` may be called more than
@@ -170,7 +194,7 @@ impl Core {
         match self.translate(bus, va, Access::Write, self.user)? {
             Target::Memory(gfn, page) => {
                 self.note_code_write(gfn, page)?;
-                Ok(page.update_locked((va & LAST) as usize, new))
+                Ok(page.update_locked(offset(va), new))
             }
             Target::Device(_) => self.update_slow(bus, va, new),
         }
@@ -185,9 +209,8 @@ impl Core {
         user: User,
     ) -> Touch<u64> {
         let (first, second) = self.translate_span(bus, va, bytes, Access::Read, user)?;
-        let offset = (va & LAST) as usize;
-        let low = bytes.min(PAGE_SIZE - offset);
-        let mut value = self.load_at(first, offset, low)?;
+        let low = bytes.min(PAGE_SIZE - offset(va));
+        let mut value = self.load_at(first, offset(va), low)?;
         if let Some(second) = second {
             value |= self.load_at(second, 0, bytes - low)? << (8 * low);
         }
@@ -210,9 +233,8 @@ impl Core {
                 self.note_code_write(gfn, page)?;
             }
         }
-        let offset = (va & LAST) as usize;
-        let low = bytes.min(PAGE_SIZE - offset);
-        self.store_at(first, offset, low, value)?;
+        let low = bytes.min(PAGE_SIZE - offset(va));
+        self.store_at(first, offset(va), low, value)?;
         match second {
             Some(second) => self.store_at(second, 0, bytes - low, value >> (8 * low)),
             None => Ok(()),

@@ -13,8 +13,9 @@ use crate::state::bits::EFER_SCE;
 use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::User;
 
-/// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT AC ID.
-/// RF would last for one instruction and hold back a breakpoint; none is ever hit, so it is dropped.
+/// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT AC
+/// ID. RF would last for one instruction and hold back a breakpoint; none is ever hit, so it is
+/// dropped.
 const USER_FLAGS: u64 = 0x0024_4dd5;
 
 /// Pops values at the current privilege without moving RSP.

@@ -15,8 +15,8 @@ const MAX_WRITING: usize = 16 * CLUSTER;
 /// Batches of direct reclaim that spare accessed pages, two turns of the hand at most, before it takes
 /// what there is.
 const GENTLE: usize = 8;
-/// Batches that the swap device refuses, before direct reclaim believes it.
-const MAX_REFUSED: usize = 64;
+/// Writes in a row that fail, before direct reclaim believes it.
+const MAX_FAILURES: usize = 4;
 /// Milliseconds, about, without any progress after which direct reclaim gives up.
 const PATIENCE: usize = 2000;
 
@@ -59,7 +59,7 @@ impl Host {
         }
         let batch = self.reclaim_batch(Mercy::SecondChance);
         if let Some(error) = batch.error {
-            *lock(&core.failure) = Some(error);
+            core.note_failure(error);
         }
         let writing = core.writing.load(Ordering::Relaxed);
         Progress {
@@ -79,34 +79,26 @@ impl Host {
     pub fn reclaim_direct(&self) -> Result<Progress, HostError> {
         let core = &self.core;
         Counters::add(&core.stats.direct_reclaims, 1);
-        // What the writes of an earlier call came to, if that call could not wait for them.
-        let mut earlier = None;
-        if !self.io.may_wait() && core.pages_writing() == 0 {
-            earlier = lock(&core.failure).take();
-        }
         for _ in 0..PATIENCE {
             let seen = core.settled.generation();
             let sweep = self.sweep();
             let available = core.frames.available();
-            let progress = Progress {
-                freed: available,
-                ..sweep.progress
-            };
             if available > 0 {
-                return Ok(progress);
+                return Ok(Progress {
+                    freed: available,
+                    ..sweep.progress
+                });
             }
-            let error = sweep.error.or(earlier.take());
-            if !self.io.may_wait() {
-                return match error {
-                    None if progress.writing > 0 => Ok(progress),
-                    error => Err(error.unwrap_or_else(|| core.exhausted())),
-                };
-            }
-            if core.pages_writing() == 0
-                && core.frames.available() == 0
-                && let Some(error) = error.or_else(|| self.failure())
-            {
+            if let Some(error) = sweep.error.or_else(|| core.take_failure()) {
                 return Err(error);
+            }
+            if !self.io.may_wait() {
+                let waits = sweep.progress.writing > 0;
+                return if waits {
+                    Ok(sweep.progress)
+                } else {
+                    Err(core.exhausted())
+                };
             }
             self.io.help(core, seen);
         }
@@ -117,11 +109,10 @@ impl Host {
     fn sweep(&self) -> Sweep {
         let core = &self.core;
         let mut sweep = Sweep::default();
-        let (mut rounds, mut refused) = (0, 0);
+        let mut rounds = 0;
         while core.frames.available() == 0
             && core.pages_writing() == 0
             && sweep.progress.scanned < 4 * core.frames.len()
-            && refused < MAX_REFUSED
         {
             let gentle = rounds < GENTLE && sweep.progress.scanned < 2 * core.frames.len();
             let mercy = if gentle {
@@ -132,8 +123,7 @@ impl Host {
             let batch = self.reclaim_batch(mercy);
             rounds += 1;
             sweep.progress.scanned += batch.scanned;
-            sweep.error = batch.error.or_else(|| self.failure());
-            refused += usize::from(sweep.error.is_some());
+            sweep.error = batch.error;
         }
         sweep.progress.writing = core.pages_writing() + lock(&core.tickets).len();
         sweep
@@ -194,6 +184,13 @@ impl Core {
         {
             thread.unpark();
         }
+    }
+
+    /// The device's failure, once it has failed often enough. The next caller asks it anew.
+    fn take_failure(&self) -> Option<HostError> {
+        let mut failure = lock(&self.failure);
+        let failed = failure.take_if(|failure| failure.count >= MAX_FAILURES);
+        failed.map(|failure| failure.error)
     }
 
     fn exhausted(&self) -> HostError {

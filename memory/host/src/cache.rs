@@ -36,6 +36,8 @@ pub(crate) struct Shared {
     pub count: FaultCounters,
     /// Frames given to the region used last and not reported to it yet.
     unreported: AtomicI64,
+    /// A page of that region.
+    reports_to: AtomicU64,
     /// Hazard pointers: reclaim reads them once a batch and skips these pages. One published too late
     /// for a batch is seen by the next, so a page is taken from an instruction at most once.
     holds: [AtomicU64; MAX_HOLDS],
@@ -76,6 +78,7 @@ impl Shared {
             cached: AtomicU32::new(0),
             count: FaultCounters::default(),
             unreported: AtomicI64::new(0),
+            reports_to: AtomicU64::new(0),
             holds: [const { AtomicU64::new(0) }; MAX_HOLDS],
         }
     }
@@ -115,8 +118,14 @@ impl Shared {
         );
     }
 
-    pub fn unreported(&self) -> i64 {
+    fn unreported(&self) -> i64 {
         self.unreported.load(Ordering::Relaxed)
+    }
+
+    /// Pages that `region` has more than it knows, for `verify`.
+    pub fn unreported_to(&self, region: &Region) -> i64 {
+        let own = region.contains(PageNo::new(self.reports_to.load(Ordering::Relaxed)));
+        if own { self.unreported() } else { 0 }
     }
 
     fn report_to(&self, region: &Region) {
@@ -207,6 +216,7 @@ impl FrameCache {
     #[cold]
     fn find_slow(&mut self, page: PageNo) -> Option<()> {
         self.report();
+        self.shared.reports_to.store(page.get(), Ordering::Relaxed);
         self.regions.retain(|region| !region.is_removed());
         if let Some(at) = self.regions.iter().position(|region| region.contains(page)) {
             self.regions[..=at].rotate_right(1);

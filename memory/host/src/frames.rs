@@ -25,8 +25,8 @@ pub(crate) struct Frames {
     free_now: AtomicUsize,
     free_min: AtomicUsize,
     store: AtomicUsize,
-    /// Frames that only the swap store may take, so that reclaim can always compress one more page.
-    reserve: usize,
+    /// Frames that only the swap store may take, so that reclaim can always compress some more pages.
+    reserve: AtomicUsize,
     pub low: usize,
     pub high: usize,
 }
@@ -43,7 +43,7 @@ impl Frames {
             free_now: AtomicUsize::new(frames),
             free_min: AtomicUsize::new(frames),
             store: AtomicUsize::new(0),
-            reserve: 4,
+            reserve: AtomicUsize::new(0),
             low,
             high: low * 2,
             pool,
@@ -66,7 +66,8 @@ impl Frames {
 
     /// Free frames that a fault may have.
     pub fn available(&self) -> usize {
-        self.free_now().saturating_sub(self.reserve)
+        self.free_now()
+            .saturating_sub(self.reserve.load(Ordering::Relaxed))
     }
 
     /// The fewest free frames there ever were.
@@ -83,7 +84,9 @@ impl Frames {
     /// hoards the last ones.
     pub fn take_batch(&self, out: &mut Vec<u32>) {
         let mut free = self.lock();
-        let available = free.len().saturating_sub(self.reserve);
+        let available = free
+            .len()
+            .saturating_sub(self.reserve.load(Ordering::Relaxed));
         let count = available.div_ceil(8).min(BATCH);
         let kept = free.len() - count;
         // Reversed again: the magazine hands out from its end.
@@ -131,6 +134,11 @@ impl StoreFrames {
     /// Frames of the whole budget.
     pub fn budget(&self) -> usize {
         self.0.len()
+    }
+
+    /// Keeps the last `frames` free ones for the store.
+    pub fn reserve(&self, frames: usize) {
+        self.0.reserve.store(frames, Ordering::Relaxed);
     }
 
     /// A frame, from the reserve too if need be. `None` when there is none left at all.

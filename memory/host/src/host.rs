@@ -12,6 +12,7 @@ use crate::settled::Settled;
 use crate::stats::Counters;
 use crate::swap::{Slot, SlotMap, SwapStore};
 use crate::ticket::Ticket;
+use crate::writeback::Failure;
 use lacuna_addr::{HvaRange, PageCount, Pfn};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
@@ -61,7 +62,7 @@ pub(crate) struct Core {
     pub stats: Counters,
     pub clock: Arc<dyn Clock>,
     /// The last write-out's failure, until one succeeds.
-    pub failure: Mutex<Option<HostError>>,
+    pub failure: Mutex<Option<Failure>>,
     pub background: Mutex<Option<Thread>>,
 }
 
@@ -167,7 +168,9 @@ impl Host {
 
     /// The last write-out's failure, if none has succeeded since.
     pub fn failure(&self) -> Option<HostError> {
-        lock(&self.core.failure).clone()
+        lock(&self.core.failure)
+            .as_ref()
+            .map(|failure| failure.error.clone())
     }
 
     /// When the next completion of a virtual executor is due. `None` with threads.

@@ -242,8 +242,11 @@ impl PageState {
     }
 }
 
-/// A page's word.
+/// A page's word: all that a page costs that is nowhere.
 pub struct PageWord(AtomicU64);
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<PageWord>() == 8);
 
 impl PageWord {
     /// An empty page's.

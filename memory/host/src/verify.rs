@@ -75,6 +75,12 @@ impl Core {
         let (mut reading, mut resident, mut reported) = (0, 0, 0);
         for region in self.regions.snapshot().iter() {
             reported += region.resident();
+            reported += self.with_caches(|caches| {
+                caches
+                    .iter()
+                    .map(|cache| cache.unreported_to(region))
+                    .sum::<i64>()
+            });
             for (page, word) in region.pages() {
                 let state = word.load();
                 if let Some(frame) = state.frame() {
@@ -100,9 +106,7 @@ impl Core {
                 }
             }
         }
-        let unreported: i64 =
-            self.with_caches(|caches| caches.iter().map(|cache| cache.unreported()).sum());
-        assert_eq!(reported + unreported, resident, "pages counted as resident");
+        assert_eq!(reported, resident, "pages counted as resident");
         assert_eq!(
             reading,
             lock(&self.tickets).len(),

@@ -5,6 +5,7 @@
 //! the write the slot holds what the page was when it was last clean, and the page's dirty mark says
 //! whether that still counts.
 
+use crate::desc::FrameState;
 use crate::error::{HostError, SwapError, WriteFailed};
 use crate::frames::BATCH;
 use crate::host::{Core, lock};
@@ -12,11 +13,18 @@ use crate::pool::Page;
 use crate::reclaim::Victim;
 use crate::residency::PageState;
 use crate::stats::Counters;
-use crate::swap::Slot;
+use crate::swap::{Run, Slot};
+use lacuna_addr::Pfn;
 use std::sync::atomic::Ordering;
 
 /// Most pages of one write: 128 KiB.
 pub(crate) const CLUSTER: usize = BATCH;
+
+/// Writes that failed, none having succeeded since.
+pub(crate) struct Failure {
+    pub error: HostError,
+    pub count: usize,
+}
 
 /// A write in flight. Its frames stay isolated and its slots taken until it completes.
 pub(crate) struct WriteBatch {
@@ -36,9 +44,10 @@ impl Core {
     ) -> (Vec<WriteBatch>, Result<(), HostError>) {
         let mut batches = Vec::new();
         while !victims.is_empty() {
-            let Some(run) = lock(&self.slots).take(victims.len().min(CLUSTER) as u32) else {
+            let Some(run) = self.take_slots(victims.len().min(CLUSTER) as u32) else {
                 victims.drain(..).for_each(|victim| self.keep_dirty(victim));
-                return (batches, Err(self.swap_full("every slot is in use")));
+                let full = self.swap_full(lock(&self.slots).why_full());
+                return (batches, Err(full));
             };
             let rest = victims.split_off(run.count as usize);
             let rest_pages = pages.split_off(run.count as usize);
@@ -58,6 +67,47 @@ impl Core {
             (victims, pages) = (rest, rest_pages);
         }
         (batches, Ok(()))
+    }
+
+    /// Slots in a row; those of resident pages give way if there are no others.
+    fn take_slots(&self, count: u32) -> Option<Run> {
+        let run = lock(&self.slots).take(count);
+        if run.is_none() && self.shed_slots() > 0 {
+            return lock(&self.slots).take(count);
+        }
+        run
+    }
+
+    /// Takes the slots of some resident pages, which have to be written again when they leave; how many
+    /// it got. The device needs the room for pages that have nowhere else to be.
+    fn shed_slots(&self) -> usize {
+        let mut shed = 0;
+        for index in 0..self.frames.len() {
+            let frame = Pfn::new(index as u32);
+            let desc = self.frames.desc(frame);
+            if desc.state() != FrameState::Used {
+                continue;
+            }
+            let Some(page) = desc.isolate() else { continue };
+            let region = self.regions.find(page);
+            let word = region.as_ref().and_then(|region| region.word(page));
+            if let Some(word) = word.filter(|word| word.load().slot().is_some()) {
+                desc.mark_dirty();
+                if let Some(slot) = word
+                    .advance(PageState::without_slot)
+                    .ok()
+                    .and_then(|s| s.slot())
+                {
+                    self.free_slot(slot);
+                    shed += 1;
+                }
+            }
+            desc.publish();
+            if shed == 2 * CLUSTER {
+                break;
+            }
+        }
+        shed
     }
 
     /// Moves one page to Writeback; `None` if its owner was quicker.
@@ -130,9 +180,11 @@ impl Core {
         };
         Counters::add(&self.stats.write_failures, 1);
         let error = match &failed.error {
+            // Pages that have another home made room: not a failure yet.
+            SwapError::Full(_) if self.shed_slots() > 0 => return,
             SwapError::Full(reason) => self.swap_full(reason),
             SwapError::Ends(reason) => {
-                lock(&self.slots).shrink_to(first.plus(failed.done as u32));
+                lock(&self.slots).shrink_to(first.plus(failed.done as u32), reason);
                 self.swap_full(reason)
             }
             SwapError::Io(reason) => HostError::SwapWrite {
@@ -140,7 +192,13 @@ impl Core {
                 reason: reason.clone(),
             },
         };
-        *lock(&self.failure) = Some(error);
+        self.note_failure(error);
+    }
+
+    pub fn note_failure(&self, error: HostError) {
+        let mut failure = lock(&self.failure);
+        let count = failure.as_ref().map_or(0, |failure| failure.count) + 1;
+        *failure = Some(Failure { error, count });
     }
 
     fn swap_full(&self, reason: &str) -> HostError {

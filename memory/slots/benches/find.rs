@@ -30,8 +30,8 @@ fn main() {
             });
         });
         println!(
-            "{count:4} slots: same slot {same:5.1} ns, random slot {random:5.1} ns, one hit by host \
-             address {by_hva:6.1} ns ({nodes} nodes)"
+            "{count:4} slots: same slot {same:5.1} ns, random slot {random:5.1} ns, one hit by \
+             host address {by_hva:6.1} ns ({nodes} nodes)"
         );
     }
 }

@@ -1,16 +1,16 @@
 //! Slots by backing address: an interval tree without pointers.
 //!
-//! Slots may share backing (a framebuffer mapped twice, a ROM aliased below 1 MiB), so a sorted array
-//! alone cannot be searched. The array sorted by start is read as a balanced tree, the middle of each part
-//! its root, and each node knows the largest end in its part:
+//! Slots may share backing (a framebuffer mapped twice, a ROM aliased below 1 MiB), so a sorted
+//! array alone cannot be searched. The array sorted by start is read as a balanced tree, the middle
+//! of each part its root, and each node knows the largest end in its part:
 //!
 //! ```text
 //!                      [start end | max_end]
 //!             left half                     right half
 //!   all starts <= ours                 all starts >= ours
 //! ```
-//! A query skips a part whose `max_end` is at or below its start, and a right half whose root starts at
-//! or beyond its end: O(log n + hits).
+//! A query skips a part whose `max_end` is at or below its start, and a right half whose root
+//! starts at or beyond its end: O(log n + hits).
 
 use lacuna_addr::HvaRange;
 
@@ -40,8 +40,8 @@ impl ByHva {
         Self(nodes)
     }
 
-    /// Calls `hit` with each slot whose backing overlaps `range`, in order of its start. Returns the nodes
-    /// looked at.
+    /// Calls `hit` with each slot whose backing overlaps `range`, in order of its start. Returns
+    /// the nodes looked at.
     pub(crate) fn overlapping(&self, range: HvaRange, mut hit: impl FnMut(usize)) -> usize {
         let mut steps = 0;
         search(&self.0, range, &mut steps, &mut |node| {

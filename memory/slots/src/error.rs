@@ -9,7 +9,8 @@ use lacuna_addr::{GfnRange, Hva};
 pub enum SlotError {
     /// Two slots would back the same guest frames.
     #[error(
-        "{id} (gfn {:#x}..{:#x}) overlaps {other} (gfn {:#x}..{:#x}): remove or move one of them first",
+        "{id} (gfn {:#x}..{:#x}) overlaps {other} (gfn {:#x}..{:#x}): \
+         remove or move one of them first",
         gfns.start().get(), gfns.end_raw(), other_gfns.start().get(), other_gfns.end_raw()
     )]
     Overlap {
@@ -40,7 +41,8 @@ pub enum SlotError {
     },
     /// It reaches beyond what the guest can address.
     #[error(
-        "{id} reaches beyond the guest's physical addresses, which end at {limit:#x}: place it lower"
+        "{id} reaches beyond the guest's physical addresses, which end at {limit:#x}: \
+         place it lower"
     )]
     BeyondWidth {
         /// The slot.

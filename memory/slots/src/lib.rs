@@ -1,28 +1,29 @@
 //! Memory slots: which guest frames have which backing.
 //!
-//! All slots of a VM are one immutable [`Snapshot`] that a change replaces whole. Readers never wait and never
-//! see half a change; a change copies the (few, small) indices and shares the slots it leaves alone.
+//! All slots of a VM are one immutable [`Snapshot`] that a change replaces whole. Readers never
+//! wait and never see half a change; a change copies the (few, small) indices and shares the slots
+//! it leaves alone.
 //!
 //! ```text
 //! Slots ---- current ----> Snapshot, generation n
-//!   |                        by gfn   [slot 3][slot 0][slot 7]        sorted, disjoint: binary search
-//!   add, remove, move        by hva   [0: ..][7: ..][3: ..]           sorted, may overlap: interval tree
+//!   |                        by gfn   [slot 3][slot 0][slot 7]   sorted, disjoint: binary search
+//!   add, remove, move        by hva   [0: ..][7: ..][3: ..]      sorted, may overlap: a tree
 //!   v
 //! Snapshot, generation n+1  (the old one lives until its last reader looks again)
 //! ```
 //!
 //! # Why there is no "update in progress"
-//! KVM marks the generation during an update, because its readers see slots and dependent caches change at
-//! different times, and waits for all readers (SRCU) before it unmaps what it removed. Here the swap is
-//! one store, and the reader that could still act on the old snapshot is a fault, which cannot install
-//! anything without its invalidation snapshot being admitted. So the order is:
+//! KVM marks the generation during an update, because its readers see slots and dependent caches
+//! change at different times, and waits for all readers (SRCU) before it unmaps what it removed.
+//! Here the swap is one store, and the reader that could still act on the old snapshot is a fault,
+//! which cannot install anything without its invalidation snapshot being admitted. So the order is:
 //!
 //! ```text
 //! fault:   s = stage2.snapshot(gfn)    reader.find(gfn)    resolve    lock, admits(s)?, map
 //! remover: slots.remove(id)            begin    unmap the range    flush    end
 //! ```
-//! A fault that found the removed slot took `s` before `end`, so it is refused, or its mapping is found by
-//! the unmap. Taking `s` *after* `find` would be the bug.
+//! A fault that found the removed slot took `s` before `end`, so it is refused, or its mapping is
+//! found by the unmap. Taking `s` *after* `find` would be the bug.
 //!
 //! Imports `addr`, `sync`. No `unsafe`.
 #![forbid(unsafe_code)]

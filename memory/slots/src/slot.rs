@@ -37,8 +37,9 @@ pub struct SlotSpec {
     pub flags: SlotFlags,
 }
 
-/// A range of guest frames with its backing, as one snapshot has it. `X` is what the user of the slots
-/// keeps for each of them (the MMU: its reverse map); it stays with the slot through moves and changes of flags.
+/// A range of guest frames with its backing, as one snapshot has it. `X` is what the user of the
+/// slots keeps for each of them (the MMU: its reverse map); it stays with the slot through moves
+/// and changes of flags.
 #[derive(Clone, Debug)]
 pub struct Slot<X> {
     /// Its name.

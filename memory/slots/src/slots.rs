@@ -91,8 +91,8 @@ impl<X> Slots<X> {
         })
     }
 
-    /// Removes a slot and returns it. Its mappings are the caller's to remove, *afterwards* (see the crate's
-    /// page).
+    /// Removes a slot and returns it. Its mappings are the caller's to remove, *afterwards* (see
+    /// the crate's page).
     ///
     /// # Errors
     /// [`SlotError::Unknown`].
@@ -121,8 +121,8 @@ impl<X> Slots<X> {
 }
 
 impl<X: Clone> Slots<X> {
-    /// Moves a slot to another guest address, with its backing and attachment. Returns the slot as it
-    /// was and as it is: the old mappings are the caller's to remove, afterwards.
+    /// Moves a slot to another guest address, with its backing and attachment. Returns the slot as
+    /// it was and as it is: the old mappings are the caller's to remove, afterwards.
     ///
     /// # Errors
     /// See [`SlotError`]; nothing has changed then.
@@ -145,8 +145,8 @@ impl<X: Clone> Slots<X> {
         })
     }
 
-    /// Changes a slot's flags. Returns the slot as it was and as it is: when it became read-only, its
-    /// writable mappings are the caller's to remove, afterwards.
+    /// Changes a slot's flags. Returns the slot as it was and as it is: when it became read-only,
+    /// its writable mappings are the caller's to remove, afterwards.
     ///
     /// # Errors
     /// [`SlotError::Unknown`].

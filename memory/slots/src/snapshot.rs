@@ -67,8 +67,8 @@ impl<X> Snapshot<X> {
         self.position(gfn).map(|i| &self.slots[i])
     }
 
-    /// Calls `hit` with each slot that has backing in `hvas`, whichever slots share it. O(log n + hits);
-    /// returns the tree nodes looked at.
+    /// Calls `hit` with each slot that has backing in `hvas`, whichever slots share it. O(log n +
+    /// hits); returns the tree nodes looked at.
     pub fn overlapping(&self, hvas: HvaRange, mut hit: impl FnMut(Overlap<'_, X>)) -> usize {
         self.by_hva.overlapping(hvas, |i| {
             let slot = &self.slots[i];

@@ -328,7 +328,8 @@ fn host_ranges_are_found_in_logarithmic_time() {
         let mut hits = 0;
         let steps = snapshot.overlapping(range, |_| hits += 1);
         assert_eq!(hits, 1);
-        // Two ways may be open at each of the 9 levels: to the left by its end, to the right by its start.
+        // Two ways may be open at each of the 9 levels: to the left by its end, to the right by its
+        // start.
         assert!(steps <= 2 * 10, "{steps} nodes for page {page}");
     }
 }

@@ -1,7 +1,7 @@
 //! What a resident fault pays here, in nanoseconds: `cargo bench -p lacuna-stage2`.
 //!
-//! Best of several rounds, on whatever machine this is: a tool for comparing two commits on one machine, not
-//! a test.
+//! Best of several rounds, on whatever machine this is: a tool for comparing two commits on one
+//! machine, not a test.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, Mapped, Stage2, Walk};

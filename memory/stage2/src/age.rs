@@ -18,8 +18,9 @@ pub enum Age {
 impl Cursor<'_> {
     /// Reads and clears A of the leaf that maps `gfn`.
     ///
-    /// A TLB that still holds the page goes on using it without setting A again. No flush is asked for
-    /// each page: end the *pass* with one shoot-down request that nobody waits for, or hot pages look old.
+    /// A TLB that still holds the page goes on using it without setting A again. No flush is asked
+    /// for each page: end the *pass* with one shoot-down request that nobody waits for, or hot
+    /// pages look old.
     ///
     /// # Panics
     /// When the cursor does not hold `gfn`.
@@ -34,7 +35,8 @@ impl Cursor<'_> {
     /// [`Cursor::age`] without the walk: `at` is where `gfn` is mapped.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`; in debug builds also when `at` is not where it is mapped.
+    /// When the cursor does not hold `gfn`; in debug builds also when `at` is not where it is
+    /// mapped.
     pub fn age_at(&mut self, at: EntryRef, gfn: Gfn) -> Age {
         self.assert_maps(at, gfn);
         let old = self.stage2.update(at, gfn, |found| match found {

@@ -40,8 +40,8 @@ impl Counts {
 }
 
 /// One stripe's share of the counts, written only under its lock, so that counting costs a fault no
-/// shared cache line. A table linked under one stripe may be unlinked under another: shares wrap, only
-/// their sum means something.
+/// shared cache line. A table linked under one stripe may be unlinked under another: shares wrap,
+/// only their sum means something.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct StripeCounts {
@@ -73,9 +73,9 @@ impl StripeCounts {
 }
 
 impl Stage2 {
-    /// Replaces `old` by `new` at `at`, under a cursor that holds `gfn`, one of the frames translated
-    /// there. When the entry is not `old` any more, changes nothing and returns what it is: a walk has
-    /// set A or D, or, in an upper table, another stripe linked a table first.
+    /// Replaces `old` by `new` at `at`, under a cursor that holds `gfn`, one of the frames
+    /// translated there. When the entry is not `old` any more, changes nothing and returns what it
+    /// is: a walk has set A or D, or, in an upper table, another stripe linked a table first.
     ///
     /// # Panics
     /// When no situation makes the change right: a bug in the caller that must not reach a guest.
@@ -90,8 +90,9 @@ impl Stage2 {
         if let Some(wrong) = illegal(old, new) {
             panic!("stage-2 entry of gfn {gfn}: {wrong} ({old:?} -> {new:?})");
         }
-        // Release: whoever walks to the new table or frame sees it zeroed and filled. Acquire on removal
-        // is not needed: frames are reused after a shoot-down, which orders the guest's accesses.
+        // Release: whoever walks to the new table or frame sees it zeroed and filled. Acquire on
+        // removal is not needed: frames are reused after a shoot-down, which orders the guest's
+        // accesses.
         let entry = self.entry(at);
         let (was, becomes) = (format::encode(old), format::encode(new));
         match entry.compare_exchange(was, becomes, Ordering::AcqRel, Ordering::Acquire) {
@@ -105,8 +106,8 @@ impl Stage2 {
         }
     }
 
-    /// [`Stage2::change`] of whatever is there to what `next` makes of it, however often a walk comes in
-    /// between. Returns what was there.
+    /// [`Stage2::change`] of whatever is there to what `next` makes of it, however often a walk
+    /// comes in between. Returns what was there.
     #[inline]
     pub(crate) fn update(
         &self,
@@ -153,8 +154,8 @@ fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
     }
 }
 
-/// Rights, A and D of a mapping may change, what it maps may not: a TLB that still holds the old frame
-/// would be undetectable.
+/// Rights, A and D of a mapping may change, what it maps may not: a TLB that still holds the old
+/// frame would be undetectable.
 #[inline]
 fn illegal_leaf(old: Leaf, new: Leaf) -> Option<&'static str> {
     if (old.pfn, old.level) != (new.pfn, new.level) {

@@ -9,10 +9,11 @@
 //!                c = cursor(range)    c.end()    drop            now the frames may be reused
 //! ```
 //!
-//! A cursor locks stripes (see `lacuna_sync::Stripes`), each a set of 2 MiB blocks, ascending, so two
-//! cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor nobody else changes an
-//! entry of its blocks, except a walk that sets A or D. The tables above a block are shared between
-//! stripes: they are linked by compare-and-swap, and unlinked only under a cursor over all they span.
+//! A cursor locks stripes (see `lacuna_sync::Stripes`), each a set of 2 MiB blocks, ascending, so
+//! two cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor nobody else
+//! changes an entry of its blocks, except a walk that sets A or D. The tables above a block are
+//! shared between stripes: they are linked by compare-and-swap, and unlinked only under a cursor
+//! over all they span.
 
 use crate::{Flush, Stage2};
 use lacuna_addr::{Gfn, GfnRange};
@@ -47,8 +48,8 @@ impl<'s> Cursor<'s> {
         self.range
     }
 
-    /// Whether what was resolved after `snapshot`, taken for a gfn of this cursor's one block, may still
-    /// be mapped: no invalidation near it is under way or has ended since.
+    /// Whether what was resolved after `snapshot`, taken for a gfn of this cursor's one block, may
+    /// still be mapped: no invalidation near it is under way or has ended since.
     ///
     /// # Panics
     /// On a cursor made for a range: it has no one sequence.

@@ -14,8 +14,8 @@ pub enum Entry {
     Table(TableId),
     /// It maps.
     Leaf(Leaf),
-    /// Its table was unlinked and is being torn down. A walk that meets it starts again at the root, where
-    /// it can no longer find this table; `Absent` would be a false violation.
+    /// Its table was unlinked and is being torn down. A walk that meets it starts again at the
+    /// root, where it can no longer find this table; `Absent` would be a false violation.
     Frozen,
 }
 
@@ -60,8 +60,8 @@ impl Leaf {
         }
     }
 
-    /// A 4 KiB leaf as a write fault installs it: W and D preset, because the access that faulted is
-    /// about to write.
+    /// A 4 KiB leaf as a write fault installs it: W and D preset, because the access that faulted
+    /// is about to write.
     pub const fn dirty(pfn: Pfn) -> Self {
         Self {
             write: Write::Allowed,
@@ -114,7 +114,8 @@ impl Leaf {
 
 /// Where an entry is, in 32 bits: what a reverse map remembers of a leaf.
 ///
-/// It is good as long as the leaf stays mapped, which whoever holds the cursor over its gfn can rely on.
+/// It is good as long as the leaf stays mapped, which whoever holds the cursor over its gfn can
+/// rely on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(transparent)]
 pub struct EntryRef(NonZeroU32);

@@ -1,7 +1,8 @@
 //! A stale TLB is a value.
 //!
-//! Whatever can leave one returns a [`Flush`]. Only finishing it (request a shoot-down, wait until every
-//! vCPU has passed) makes frames and tables reusable, and the tables it unlinked travel inside it.
+//! Whatever can leave one returns a [`Flush`]. Only finishing it (request a shoot-down, wait until
+//! every vCPU has passed) makes frames and tables reusable, and the tables it unlinked travel
+//! inside it.
 //!
 //! ```text
 //! Flush --start--> Waiting --wait--> done: frames may be reused, its tables are free
@@ -21,8 +22,8 @@ pub trait Shootdown {
     /// Whether every vCPU has done so, or run no guest code, since `epoch` was requested.
     fn passed(&self, epoch: Epoch) -> bool;
 
-    /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline first, or it waits
-    /// for itself.
+    /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline first, or it
+    /// waits for itself.
     fn wait(&self, epoch: Epoch) {
         let mut spins = 0u32;
         while !self.passed(epoch) {

@@ -11,9 +11,10 @@
 //! | `flush` | a stale TLB is a value that must be dealt with |
 //! | `verify` | walks everything and asserts |
 //!
-//! Three rules. *The cursor is the lock*: entries change under the stripe of their block, so faults on
-//! different 2 MiB blocks do not meet; only A and D change beside it, by the walker. *A leaf never
-//! changes its frame*: it is unmapped, shot down, and mapped anew. *Prepare may fail, commit may not.*
+//! Three rules. *The cursor is the lock*: entries change under the stripe of their block, so faults
+//! on different 2 MiB blocks do not meet; only A and D change beside it, by the walker. *A leaf
+//! never changes its frame*: it is unmapped, shot down, and mapped anew. *Prepare may fail, commit
+//! may not.*
 //!
 //! Imports `addr`, `sync`, `tables`. No `unsafe`.
 #![forbid(unsafe_code)]

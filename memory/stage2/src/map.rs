@@ -79,8 +79,8 @@ impl<'s> Cursor<'s> {
     /// Finds the place of `leaf` at `gfn`, adding the tables that lack.
     ///
     /// # Errors
-    /// [`MapError::Exhausted`]: finish flushes, or give the VM more tables. The others are bugs of the
-    /// caller, found before anything is changed.
+    /// [`MapError::Exhausted`]: finish flushes, or give the VM more tables. The others are bugs of
+    /// the caller, found before anything is changed.
     ///
     /// # Panics
     /// When the cursor does not hold `gfn`.
@@ -147,8 +147,8 @@ impl<'s> Cursor<'s> {
 }
 
 impl Place<'_, '_> {
-    /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for what was
-    /// absent.
+    /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for what
+    /// was absent.
     #[inline]
     pub fn commit(self) -> Mapped {
         let wanted = self.leaf;

@@ -8,9 +8,9 @@ use lacuna_tables::TableId;
 
 impl<'s> Cursor<'s> {
     /// Takes W, and with it D, from every leaf that maps a frame of `range`, also one that reaches
-    /// beyond it. `protected` is told of each leaf that was writable, as it was: its D is in nobody's
-    /// hands but yours. The MMU may still give W back on a fault. Until the flush is finished a
-    /// vCPU may write through its TLB.
+    /// beyond it. `protected` is told of each leaf that was writable, as it was: its D is in
+    /// nobody's hands but yours. The MMU may still give W back on a fault. Until the flush is
+    /// finished a vCPU may write through its TLB.
     ///
     /// # Panics
     /// When the cursor does not hold `range`.

@@ -34,8 +34,8 @@ impl Stage2 {
         })
     }
 
-    /// The invalidation sequence near `gfn`. Take it *before* looking up the slot and asking the host
-    /// for the page, and show it to [`Cursor::admits`].
+    /// The invalidation sequence near `gfn`. Take it *before* looking up the slot and asking the
+    /// host for the page, and show it to [`Cursor::admits`].
     #[inline]
     pub fn snapshot(&self, gfn: Gfn) -> Snapshot {
         self.stripes.snapshot(block_of(gfn))

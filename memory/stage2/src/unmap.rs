@@ -34,8 +34,8 @@ struct Sweep<'a, 's> {
 }
 
 impl<'s> Cursor<'s> {
-    /// Removes every leaf that maps a frame of `range`, also one that reaches beyond it; `removed` is told of
-    /// each, ascending. The frames may be reused when the flush is finished.
+    /// Removes every leaf that maps a frame of `range`, also one that reaches beyond it; `removed`
+    /// is told of each, ascending. The frames may be reused when the flush is finished.
     ///
     /// # Panics
     /// When the cursor does not hold `range`, or not all of a 1 GiB leaf found in it.
@@ -183,5 +183,32 @@ fn removal(found: Entry) -> Entry {
     match found {
         Entry::Leaf(_) => Entry::Absent,
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Arena, Entry, Leaf, Stage2};
+    use lacuna_addr::{Gfn, Pfn};
+    use lacuna_sync::Quiescence;
+
+    #[test]
+    fn a_dead_table_is_frozen_so_that_a_walk_inside_starts_again() {
+        let stage2 = Stage2::new(Arena::new(8).expect("address space")).expect("a root");
+        let gfn = Gfn::new(5).expect("a frame");
+        let leaf = Leaf::clean(Pfn::new(1));
+        let _ = stage2.fault_cursor(gfn).map(gfn, leaf).expect("room");
+        let at = stage2.find(gfn).expect("just mapped");
+        let mut cursor = stage2.fault_cursor(gfn);
+        let flush = cursor.unmap(cursor.range(), |_| {});
+        drop(cursor);
+        assert_eq!(stage2.read(at), Entry::Frozen);
+        flush.finish(&Quiescence::new(0));
+        let again = stage2.fault_cursor(gfn).map(gfn, leaf).expect("room").at();
+        assert_eq!(
+            (again, stage2.read(at)),
+            (at, Entry::Leaf(leaf)),
+            "zeroed and used again"
+        );
     }
 }

@@ -1,9 +1,10 @@
 //! What the hardware does on a TLB miss.
 //!
 //! Without a lock, against every change: each step reads one entry once. A and D are set by
-//! compare-and-swap on the value that was judged, so a leaf that is unmapped or write-protected meanwhile
-//! is judged again. Whoever walks must be online in the VM's `Quiescence`, or hold the cursor over the
-//! gfn: that is what keeps the tables, and the frame in the answer, from being reused.
+//! compare-and-swap on the value that was judged, so a leaf that is unmapped or write-protected
+//! meanwhile is judged again. Whoever walks must be online in the VM's `Quiescence`, or hold the
+//! cursor over the gfn: that is what keeps the tables, and the frame in the answer, from being
+//! reused.
 
 use crate::format::{self, Height};
 use crate::{Entry, Leaf, Stage2};
@@ -52,8 +53,9 @@ pub enum Cause {
 }
 
 impl Violation {
-    /// As a processor reports it: bits 2:0 read, write, fetch; bits 5:3 readable, writable, executable.
-    /// Bit 7 (linear address valid) and 8 (final translation) are for the processor to add.
+    /// As a processor reports it: bits 2:0 read, write, fetch; bits 5:3 readable, writable,
+    /// executable. Bit 7 (linear address valid) and 8 (final translation) are for the processor to
+    /// add.
     pub const fn qualification(self) -> u64 {
         format::qualification(self)
     }
@@ -92,8 +94,9 @@ impl Stage2 {
                     let used = used(leaf, access);
                     if used != leaf {
                         let bits = format::encode(Entry::Leaf(used));
-                        // Relaxed on success: the leaf's publication was acquired by the load above, and
-                        // A and D order nothing. D reaches whoever removes the leaf by the removal itself.
+                        // Relaxed on success: the leaf's publication was acquired by the load
+                        // above, and A and D order nothing. D reaches whoever removes the leaf by
+                        // the removal itself.
                         let swap =
                             entry.compare_exchange(raw, bits, Ordering::Relaxed, Ordering::Relaxed);
                         if swap.is_err() {

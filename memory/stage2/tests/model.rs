@@ -312,12 +312,13 @@ impl World {
     }
 }
 
-/// Each gfn has two frames it may get, so that some maps collide with another frame.
+/// Each gfn has two frames it may get, so that some maps collide with another frame. D is preset
+/// only with the first, so that walks have to set it.
 fn leaf(gfn: u64, frame: u32, write: Write, level: Level) -> Leaf {
     let pfn = Pfn::new(((gfn % 4096) as u32 | frame << 20) & !(level.pages() as u32 - 1));
     Leaf {
         write,
-        dirty: write == Write::Allowed,
+        dirty: write == Write::Allowed && frame == 0,
         ..Leaf::clean(pfn).at(level)
     }
 }

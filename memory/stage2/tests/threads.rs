@@ -1,8 +1,9 @@
 //! Real threads: vCPUs with TLBs, a reclaimer, a host that gives frames out again.
 //!
-//! A guest page is a counter. A vCPU increments it through whatever translation it has; the reclaimer
-//! takes pages away, writes a page out only when its leaf was dirty, and gives the frame to another page.
-//! At the end no increment is lost (D told the truth), and no vCPU ever met another page's frame.
+//! A guest page is a counter. A vCPU increments it through whatever translation it has; the
+//! reclaimer takes pages away, writes a page out only when its leaf was dirty, and gives the frame
+//! to another page. At the end no increment is lost (D told the truth), and no vCPU ever met
+//! another page's frame.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
 use lacuna_stage2::{
@@ -334,8 +335,8 @@ fn stripes_that_link_the_same_upper_table_agree() {
 
 #[test]
 fn walks_survive_the_removal_of_their_tables() {
-    // Tables are unlinked, freed and handed out again under a vCPU that walks all the time: it must see
-    // the right frame or nothing, never a frame of the block that got the table next.
+    // Tables are unlinked, freed and handed out again under a vCPU that walks all the time: it must
+    // see the right frame or nothing, never a frame of the block that got the table next.
     let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
     let quiescence = Quiescence::new(1);
     let done = AtomicBool::new(false);
@@ -430,4 +431,29 @@ fn a_flush_of_nothing_asks_nobody() {
         cause: Cause::Absent,
     });
     assert_eq!(stage2.walk(range.start(), Access::Read), absent);
+}
+
+#[test]
+fn a_flush_is_finished_when_everybody_has_passed() {
+    struct Slow(AtomicU64);
+    impl Shootdown for Slow {
+        fn request(&self) -> Epoch {
+            Epoch::default()
+        }
+        fn passed(&self, _: Epoch) -> bool {
+            self.0.fetch_add(1, Ordering::Relaxed) >= 200
+        }
+    }
+    let stage2 = Stage2::new(Arena::new(4).expect("address space")).expect("a root");
+    let at = Gfn::new(0).expect("zero");
+    assert!(
+        stage2
+            .fault_cursor(at)
+            .map(at, Leaf::clean(Pfn::new(1)))
+            .is_ok()
+    );
+    let slow = Slow(AtomicU64::new(0));
+    let (_, flush) = stage2.fault_cursor(at).unmap_page(at).expect("mapped");
+    flush.finish(&slow);
+    assert!(slow.0.load(Ordering::Relaxed) > 200);
 }

@@ -1,11 +1,13 @@
 //! The arena: one reserved mapping, an allocation cursor, a free list and the limbo list.
 //!
-//! UNSAFETY: `entry` turns an id into a reference by arithmetic on the mapping's base. The mapping is
-//! made once with its final size, readable and writable throughout (`MAP_NORESERVE`: pages cost nothing
-//! until touched), never moved, and unmapped only by `Drop`, after every borrow of the arena.
+//! UNSAFETY: `entry` turns an id into a reference by arithmetic on the mapping's base. The mapping
+//! is made once with its final size, readable and writable throughout (`MAP_NORESERVE`: pages cost
+//! nothing until touched), never moved, and unmapped only by `Drop`, after every borrow of the
+//! arena.
 //!
-//! A `TableId` is a plain number, so safe code may still hold a reference into a table that was freed and
-//! handed out again. That is allowed here: entries are only ever touched as atomics, zeroing included.
+//! A `TableId` is a plain number, so safe code may still hold a reference into a table that was
+//! freed and handed out again. That is allowed here: entries are only ever touched as atomics,
+//! zeroing included.
 
 use crate::{ENTRIES, Index, TableId};
 use core::ptr::NonNull;
@@ -19,8 +21,8 @@ use std::collections::VecDeque;
 /// No table is left: the arena is at its cap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "all {cap} translation-table pages are in use ({limbo} of them wait for a TLB shoot-down): give the \
-     VM a larger table cap"
+    "all {cap} translation-table pages are in use ({limbo} of them wait for a TLB shoot-down): \
+     give the VM a larger table cap"
 )]
 pub struct Exhausted {
     /// Most tables that may exist.
@@ -56,8 +58,8 @@ pub struct Usage {
     pub limbo: u32,
 }
 
-/// A table that was unlinked: nobody can enter it, somebody may still be inside. It must be given to
-/// [`Arena::retire`]; dropping it leaks the page.
+/// A table that was unlinked: nobody can enter it, somebody may still be inside. It must be given
+/// to [`Arena::retire`]; dropping it leaks the page.
 #[must_use = "a detached table must be retired, or its page is lost"]
 #[derive(Debug)]
 pub struct Detached(TableId);
@@ -73,14 +75,14 @@ struct Lists {
     /// Ids from here up were never handed out, and so are zero.
     fresh: u32,
     free: Vec<TableId>,
-    /// In the order of retirement. Epochs of one VM only grow, but two flushes may retire in the other
-    /// order: `reap` stops at the first that has not passed, which only delays the rest.
+    /// In the order of retirement. Epochs of one VM only grow, but two flushes may retire in the
+    /// other order: `reap` stops at the first that has not passed, which only delays the rest.
     limbo: VecDeque<(Epoch, TableId)>,
     detached: u32,
 }
 
-// SAFETY: the pointer is to a mapping that any thread may use; it is only read, and everything behind
-// it is atomic.
+// SAFETY: the pointer is to a mapping that any thread may use; it is only read, and everything
+// behind it is atomic.
 unsafe impl Send for Arena {}
 // SAFETY: as above; the lists have their own lock.
 unsafe impl Sync for Arena {}
@@ -105,8 +107,8 @@ impl Arena {
             )
         }
         .map_err(|errno| ArenaError::Reserve { bytes, errno })?;
-        // Walks touch tables at random: with large pages they all share a few host TLB entries. Where the
-        // host has no large pages this changes nothing, so a refusal is no error.
+        // Walks touch tables at random: with large pages they all share a few host TLB entries.
+        // Where the host has no large pages this changes nothing, so a refusal is no error.
         // SAFETY: the range is the mapping just made; this advice keeps its contents.
         let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
         let base = NonNull::new(base.cast()).expect("mmap succeeded");
@@ -161,10 +163,11 @@ impl Arena {
     pub fn entry(&self, id: TableId, index: Index) -> &AtomicU64 {
         assert!(id.get() <= self.cap, "table id of another arena");
         let offset = id.get() as usize * ENTRIES + index.get() as usize;
-        // SAFETY: 1. the id is at most `cap` (just checked) and the index below 512 (its type), so the
-        // offset is inside the mapping of `(cap + 1)` tables. 2. The mapping is page-aligned, so the
-        // entry is aligned. 3. It lives until `Drop`, which cannot run during this borrow. 4. Only
-        // atomic accesses are ever made behind `base`, and zero bytes are a valid `AtomicU64`.
+        // SAFETY: 1. the id is at most `cap` (just checked) and the index below 512 (its type), so
+        // the offset is inside the mapping of `(cap + 1)` tables. 2. The mapping is page-aligned,
+        // so the entry is aligned. 3. It lives until `Drop`, which cannot run during this borrow.
+        // 4. Only atomic accesses are ever made behind `base`, and zero bytes are a valid
+        //   `AtomicU64`.
         unsafe { self.base.add(offset).as_ref() }
     }
 
@@ -224,7 +227,8 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: the mapping made in `new`, with its size; no reference into it outlives the arena.
+        // SAFETY: the mapping made in `new`, with its size; no reference into it outlives the
+        // arena.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), Self::bytes(self.cap)) };
         debug_assert!(unmapped.is_ok(), "unmapping our own mapping");
     }

@@ -5,7 +5,8 @@ use core::num::NonZeroU32;
 /// Entries in one table.
 pub const ENTRIES: usize = 512;
 
-/// A table page of one [`Arena`](crate::Arena). Never zero, so that `Option<TableId>` is four bytes.
+/// A table page of one [`Arena`](crate::Arena). Never zero, so that `Option<TableId>` is four
+/// bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 #[repr(transparent)]
 pub struct TableId(NonZeroU32);
@@ -14,7 +15,8 @@ impl TableId {
     /// Ids are below `2^BITS`, so that an id and an index fit in 32 bits together.
     pub const BITS: u32 = 23;
 
-    /// The id that `raw` stands for, as decoded from an entry; `None` for zero and past [`Self::BITS`].
+    /// The id that `raw` stands for, as decoded from an entry; `None` for zero and past
+    /// [`Self::BITS`].
     #[inline]
     pub const fn new(raw: u32) -> Option<Self> {
         if raw >> Self::BITS != 0 {

@@ -1,7 +1,7 @@
 //! Where translation tables live: an arena of 4 KiB pages of 512 atomic entries.
 //!
-//! Tables are named by [`TableId`], never by pointer, and an entry is lent as `&AtomicU64`. That is all
-//! the unsafe code that stage-2 translation needs, so everything above is safe Rust: a stale or
+//! Tables are named by [`TableId`], never by pointer, and an entry is lent as `&AtomicU64`. That is
+//! all the unsafe code that stage-2 translation needs, so everything above is safe Rust: a stale or
 //! forged id reads the wrong table, which `verify()` finds, and never memory that is not a table.
 //!
 //! ```text

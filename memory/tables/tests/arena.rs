@@ -1,4 +1,5 @@
-//! The arena's promises: fresh tables are zero, none is handed out twice, limbo waits, the cap holds.
+//! The arena's promises: fresh tables are zero, none is handed out twice, limbo waits, the cap
+//! holds.
 
 use lacuna_sync::{Epoch, Quiescence};
 use lacuna_tables::{Arena, ArenaError, Exhausted, Index, TableId, Usage};
@@ -127,8 +128,8 @@ fn the_cap_is_checked_and_errors_say_what_to_do() {
     assert!(largest.alloc().is_ok());
     assert_eq!(
         Exhausted { cap: 7, limbo: 3 }.to_string(),
-        "all 7 translation-table pages are in use (3 of them wait for a TLB shoot-down): give the VM a \
-         larger table cap"
+        "all 7 translation-table pages are in use (3 of them wait for a TLB shoot-down): give the \
+         VM a larger table cap"
     );
 }
 

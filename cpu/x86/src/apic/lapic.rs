@@ -32,7 +32,8 @@ pub(super) enum Mode {
 }
 
 /// The entries of the local vector table that have a source here, by their place from offset 0x320.
-/// Between them lie the thermal sensor, the performance counter, LINT0 and LINT1: kept, never raised.
+/// Between them lie the thermal sensor, the performance counter, LINT0 and LINT1: kept and never
+/// raised.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lvt {
     Timer = 0,

@@ -177,62 +177,62 @@ fn software_interrupts_obey_the_gate() {
 type Change = fn(&mut Mock);
 
 /// What is wrong with the gate of vector 0x41, and the vector and error code that come of it.
+const BAD_GATES: &[(&str, Change, u8, u64)] = &[
+    (
+        "IDT limit",
+        |m| m.sys.idtr.limit = 0x41 * 16 + 14,
+        13,
+        0x41 * 8 + 3,
+    ),
+    (
+        "call gate",
+        |m| m.gate(0x41, KERNEL_CS, 0x8c00),
+        13,
+        0x41 * 8 + 3,
+    ),
+    (
+        "not a system type",
+        |m| m.gate(0x41, KERNEL_CS, 0x9e00),
+        13,
+        0x41 * 8 + 3,
+    ),
+    (
+        "not present",
+        |m| m.gate(0x41, KERNEL_CS, 0x0e00),
+        11,
+        0x41 * 8 + 3,
+    ),
+    ("null CS", |m| m.gate(0x41, 3, 0x8e00), 13, 1),
+    ("CS past the GDT", |m| m.gate(0x41, 0x80, 0x8e00), 13, 0x81),
+    ("CS in no LDT", |m| m.gate(0x41, 0x0c, 0x8e00), 13, 0x0d),
+    ("CS is data", |m| m.gate(0x41, KERNEL_DS, 0x8e00), 13, 0x11),
+    ("CS is a TSS", |m| m.gate(0x41, TSS_SEL, 0x8e00), 13, 0x31),
+    ("CS is outer", |m| m.gate(0x41, USER_CS, 0x8e00), 13, 0x29),
+    (
+        "CS is absent",
+        |m| m.gate(0x41, ABSENT_CS, 0x8e00),
+        11,
+        0x51,
+    ),
+    (
+        "target not canonical",
+        |m| m.gate_to(0x41, KERNEL_CS, 0x8e00, 1 << 47),
+        13,
+        1,
+    ),
+    (
+        "IST not canonical",
+        |m| m.gate(0x41, KERNEL_CS, 0x8e02),
+        12,
+        1,
+    ),
+    ("IST past the TSS", |m| m.sys.tr.limit = 0x2a, 10, 0x31),
+    ("IST absent", |m| m.gate(0x41, KERNEL_CS, 0x8e03), 14, 2),
+];
+
 #[test]
 fn bad_gates_name_what_is_wrong() {
-    let user_gate: Change = |m| m.gate(0x41, USER_CS, 0x8e00);
-    let cases: &[(&str, Change, u8, u64)] = &[
-        (
-            "IDT limit",
-            |m| m.sys.idtr.limit = 0x41 * 16 + 14,
-            13,
-            0x41 * 8 + 3,
-        ),
-        (
-            "call gate",
-            |m| m.gate(0x41, KERNEL_CS, 0x8c00),
-            13,
-            0x41 * 8 + 3,
-        ),
-        (
-            "not a system type",
-            |m| m.gate(0x41, KERNEL_CS, 0x9e00),
-            13,
-            0x41 * 8 + 3,
-        ),
-        (
-            "not present",
-            |m| m.gate(0x41, KERNEL_CS, 0x0e00),
-            11,
-            0x41 * 8 + 3,
-        ),
-        ("null CS", |m| m.gate(0x41, 3, 0x8e00), 13, 1),
-        ("CS past the GDT", |m| m.gate(0x41, 0x80, 0x8e00), 13, 0x81),
-        ("CS in no LDT", |m| m.gate(0x41, 0x0c, 0x8e00), 13, 0x0d),
-        ("CS is data", |m| m.gate(0x41, KERNEL_DS, 0x8e00), 13, 0x11),
-        ("CS is a TSS", |m| m.gate(0x41, TSS_SEL, 0x8e00), 13, 0x31),
-        ("CS is outer", user_gate, 13, 0x29),
-        (
-            "CS is absent",
-            |m| m.gate(0x41, ABSENT_CS, 0x8e00),
-            11,
-            0x51,
-        ),
-        (
-            "target not canonical",
-            |m| m.gate_to(0x41, KERNEL_CS, 0x8e00, 1 << 47),
-            13,
-            1,
-        ),
-        (
-            "IST not canonical",
-            |m| m.gate(0x41, KERNEL_CS, 0x8e02),
-            12,
-            1,
-        ),
-        ("IST past the TSS", |m| m.sys.tr.limit = 0x2a, 10, 0x31),
-        ("IST absent", |m| m.gate(0x41, KERNEL_CS, 0x8e03), 14, 2),
-    ];
-    for (what, spoil, vector, error) in cases {
+    for (what, spoil, vector, error) in BAD_GATES {
         let mut m = Mock::new();
         m.gate(0x41, KERNEL_CS, 0x8e01);
         spoil(&mut m);

@@ -106,61 +106,65 @@ fn narrower_irets_pop_narrower_words() {
     }
 }
 
-/// What is wrong with the frame, or the processor, and what comes of it.
+/// What is wrong with the frame, and what comes of it.
+const REFUSED: &[(&str, [u64; 5], Exception)] = &[
+    ("null CS", [RIP, 3, 2, 0, 0x23], Exception::GP0),
+    (
+        "CS past the GDT",
+        [RIP, 0x83, 2, 0, 0x23],
+        Exception::gp(0x80),
+    ),
+    ("CS is data", [RIP, 0x23, 2, 0, 0x23], Exception::gp(0x20)),
+    ("CS is a TSS", [RIP, 0x30, 2, 0, 0x10], Exception::gp(0x30)),
+    (
+        "CS RPL is not its DPL",
+        [RIP, 0x2a, 2, 0, 0x22],
+        Exception::gp(0x28),
+    ),
+    (
+        "compatibility mode",
+        [RIP, 0x4b, 2, 0, 0x23],
+        Exception::gp(0x48),
+    ),
+    (
+        "CS absent",
+        [RIP, 0x50, 2, 0, 0x10],
+        Exception::with_error(11, 0x50),
+    ),
+    (
+        "RIP not canonical",
+        [1 << 47, 0x2b, 2, 0, 0x23],
+        Exception::GP0,
+    ),
+    ("null SS at CPL 3", [RIP, 0x2b, 2, 0, 3], Exception::GP0),
+    (
+        "null SS of another level",
+        [RIP, 0x08, 2, 0, 1],
+        Exception::GP0,
+    ),
+    (
+        "SS of another level",
+        [RIP, 0x2b, 2, 0, 0x10],
+        Exception::gp(0x10),
+    ),
+    ("SS RPL only", [RIP, 0x2b, 2, 0, 0x13], Exception::gp(0x10)),
+    (
+        "SS past the GDT",
+        [RIP, 0x2b, 2, 0, 0x83],
+        Exception::gp(0x80),
+    ),
+    ("SS read-only", [RIP, 0x2b, 2, 0, 0x5b], Exception::gp(0x58)),
+    ("SS is code", [RIP, 0x2b, 2, 0, 0x2b], Exception::gp(0x28)),
+    (
+        "SS absent",
+        [RIP, 0x2b, 2, 0, 0x63],
+        Exception::with_error(12, 0x60),
+    ),
+];
+
 #[test]
 fn iret_refuses() {
-    let np = |selector| Exception::with_error(11, selector);
-    let cases: &[(&str, [u64; 5], Exception)] = &[
-        ("null CS", [RIP, 3, 2, 0, 0x23], Exception::GP0),
-        (
-            "CS past the GDT",
-            [RIP, 0x83, 2, 0, 0x23],
-            Exception::gp(0x80),
-        ),
-        ("CS is data", [RIP, 0x23, 2, 0, 0x23], Exception::gp(0x20)),
-        ("CS is a TSS", [RIP, 0x30, 2, 0, 0x10], Exception::gp(0x30)),
-        (
-            "CS RPL is not its DPL",
-            [RIP, 0x2a, 2, 0, 0x22],
-            Exception::gp(0x28),
-        ),
-        (
-            "compatibility mode",
-            [RIP, 0x4b, 2, 0, 0x23],
-            Exception::gp(0x48),
-        ),
-        ("CS absent", [RIP, 0x50, 2, 0, 0x10], np(0x50)),
-        (
-            "RIP not canonical",
-            [1 << 47, 0x2b, 2, 0, 0x23],
-            Exception::GP0,
-        ),
-        ("null SS at CPL 3", [RIP, 0x2b, 2, 0, 3], Exception::GP0),
-        (
-            "null SS of another level",
-            [RIP, 0x08, 2, 0, 1],
-            Exception::GP0,
-        ),
-        (
-            "SS of another level",
-            [RIP, 0x2b, 2, 0, 0x10],
-            Exception::gp(0x10),
-        ),
-        ("SS RPL only", [RIP, 0x2b, 2, 0, 0x13], Exception::gp(0x10)),
-        (
-            "SS past the GDT",
-            [RIP, 0x2b, 2, 0, 0x83],
-            Exception::gp(0x80),
-        ),
-        ("SS read-only", [RIP, 0x2b, 2, 0, 0x5b], Exception::gp(0x58)),
-        ("SS is code", [RIP, 0x2b, 2, 0, 0x2b], Exception::gp(0x28)),
-        (
-            "SS absent",
-            [RIP, 0x2b, 2, 0, 0x63],
-            Exception::with_error(12, 0x60),
-        ),
-    ];
-    for (what, frame, exception) in cases {
+    for (what, frame, exception) in REFUSED {
         let (mut m, mut flow) = kernel(*frame);
         let before = (m.registers(), flow);
         let got = iret(&mut m, &mut flow, Width::W64);

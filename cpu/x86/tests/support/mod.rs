@@ -13,6 +13,7 @@ use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_cpu::{Bus, HostPage, Stop, Wake};
 use lacuna_sync::{Quiescence, VirtualClock};
 use lacuna_x86::{ApicBus, Cpu, Exit, Regs, System};
+use std::alloc::Layout;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -20,12 +21,10 @@ pub const CODE: u64 = 0x40_0000;
 pub const DATA: u64 = 0x80_0000;
 pub const STACK: u64 = DATA + 0x8000;
 
-#[repr(align(4096))]
-struct Frame([u8; 4096]);
-
-/// Flat guest memory.
+/// Flat guest memory, in huge pages where the host has them.
 pub struct Flat {
-    frames: Vec<Box<Frame>>,
+    memory: NonNull<u8>,
+    layout: Layout,
     pub watched: Vec<bool>,
     /// Frames that answer `Stop::Wait` once.
     pub absent: Vec<bool>,
@@ -35,18 +34,34 @@ pub struct Flat {
 impl Flat {
     pub fn new(bytes: u64) -> Self {
         let frames = (bytes / 4096) as usize;
+        let layout = Layout::from_size_align(bytes as usize, 2 << 20).expect("a sane size");
+        // SAFETY: the size is not zero. The advice changes no content.
+        let memory = unsafe {
+            let memory = NonNull::new(std::alloc::alloc_zeroed(layout)).expect("memory");
+            let advice = rustix::mm::Advice::LinuxHugepage;
+            let _ = rustix::mm::madvise(memory.as_ptr().cast(), bytes as usize, advice);
+            memory
+        };
         Self {
-            frames: (0..frames).map(|_| Box::new(Frame([0; 4096]))).collect(),
+            memory,
+            layout,
             watched: vec![false; frames],
             absent: vec![false; frames],
             code_writes: Vec::new(),
         }
     }
 
+    fn frames(&self) -> u64 {
+        self.layout.size() as u64 / 4096
+    }
+
     fn frame(&mut self, gfn: u64) -> HostPage {
-        let base = NonNull::from(&mut self.frames[gfn as usize].0).cast();
-        // SAFETY: a page-aligned page that lives as long as the bus, and nobody else touches it.
-        unsafe { HostPage::new(base, true, self.watched[gfn as usize]) }
+        assert!(gfn < self.frames(), "outside the memory");
+        // SAFETY: inside the allocation, page-aligned, and it lives as long as the bus.
+        unsafe {
+            let base = self.memory.add(gfn as usize * 4096);
+            HostPage::new(base, true, self.watched[gfn as usize])
+        }
     }
 
     pub fn write(&mut self, gpa: u64, bytes: &[u8]) {
@@ -69,11 +84,18 @@ impl Flat {
     }
 }
 
+impl Drop for Flat {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { std::alloc::dealloc(self.memory.as_ptr(), self.layout) }
+    }
+}
+
 // SAFETY: the frames live as long as the bus and are never taken back.
 unsafe impl Bus for Flat {
     fn page(&mut self, gfn: Gfn, _access: Access) -> Result<HostPage, Stop> {
         let index = gfn.get() as usize;
-        if index >= self.frames.len() {
+        if gfn.get() >= self.frames() {
             return Err(Stop::Mmio(gfn.gpa()));
         }
         if std::mem::take(&mut self.absent[index]) {
@@ -156,7 +178,7 @@ impl Machine {
     }
 
     pub fn device(&self) -> Gpa {
-        Gpa::truncate(self.memory.frames.len() as u64 * 4096)
+        Gpa::truncate(self.memory.frames() * 4096)
     }
 }
 

@@ -135,12 +135,16 @@ impl Inner {
     }
 
     fn grow(&mut self, frames: &StoreFrames, class: usize) -> Result<u32, SwapError> {
-        if self.slabs.len() >= self.limit {
-            let reason = format!("compressed pages fill {} frames of the budget", self.limit);
-            return Err(SwapError::Full(reason));
+        let taken = self.slabs.len();
+        let full = || {
+            SwapError::Full(format!(
+                "compressed pages fill {taken} frames of the budget"
+            ))
+        };
+        if taken >= self.limit {
+            return Err(full());
         }
-        let none = || SwapError::Full("no frame is free for compressed pages".into());
-        let frame = frames.take().ok_or_else(none)?.index() as u32;
+        let frame = frames.take().ok_or_else(full)?.index() as u32;
         self.slabs.insert(frame, 0);
         self.partial[class].insert(frame);
         Ok(frame)
@@ -174,6 +178,8 @@ impl SwapStore for MemoryStore {
 
     fn attach(&mut self, frames: StoreFrames) {
         let budget = frames.budget();
+        // Room for a cluster of pages that compress, and for a few that do not.
+        frames.reserve((budget / 64).clamp(8, 64));
         let kept = (budget / 8).max(1024).min(budget / 2);
         self.lock().limit = budget - kept;
         self.frames = Some(frames);

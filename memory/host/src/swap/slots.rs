@@ -10,6 +10,8 @@ pub(crate) struct SlotMap {
     used: usize,
     limit: u32,
     hint: u32,
+    /// Why there are no more.
+    ended: String,
 }
 
 /// `count` free slots in a row, now taken.
@@ -30,6 +32,7 @@ impl SlotMap {
             used: 0,
             limit,
             hint: 0,
+            ended: "every slot is in use".into(),
         }
     }
 
@@ -66,8 +69,14 @@ impl SlotMap {
     }
 
     /// The device has no room for `slot`: what lies there and beyond is not offered again.
-    pub fn shrink_to(&mut self, slot: Slot) {
+    pub fn shrink_to(&mut self, slot: Slot, reason: &str) {
         self.limit = self.limit.min(slot.get());
+        self.ended = reason.into();
+    }
+
+    /// Why [`SlotMap::take`] found nothing.
+    pub fn why_full(&self) -> &str {
+        &self.ended
     }
 
     /// Whether `slot` is in use.
@@ -144,7 +153,8 @@ mod tests {
     fn a_device_that_ran_out_is_not_asked_beyond() {
         let mut map = SlotMap::new(1000);
         let run = map.take(32).unwrap();
-        map.shrink_to(Slot::new(16));
+        map.shrink_to(Slot::new(16), "no space");
+        assert_eq!(map.why_full(), "no space");
         (0..32).for_each(|i| map.free(run.first.plus(i)));
         assert_eq!(map.take(32).unwrap().count, 16);
         assert_eq!(map.take(1), None);

@@ -4,13 +4,13 @@
 //!  63   60 59  58  57  56  54 53 52 51            12 11 10  9  8  7  6  5  3  2  1  0
 //! |      | F | MW| HW |      | L   |  frame / table |     | D| A|PS|IP| MT | X| W| R|
 //! ```
-//! R W X rights; MT 6 = write-back; IP ignore the guest's PAT; PS a leaf above 4 KiB; A, D set by the
-//! walker. Ours, in bits that the processor ignores: L the leaf's level, 0 in a table pointer, so that
-//! an entry says what it is wherever it is found; HW the backing is writable; MW the MMU may set W
-//! without asking; F frozen (not present: its table is being torn down).
+//! R W X rights; MT 6 = write-back; IP ignore the guest's PAT; PS a leaf above 4 KiB; A, D set by
+//! the walker. Ours, in bits that the processor ignores: L the leaf's level, 0 in a table pointer,
+//! so that an entry says what it is wherever it is found; HW the backing is writable; MW the MMU
+//! may set W without asking; F frozen (not present: its table is being torn down).
 //!
-//! Legal (HW, MW, W) are 000, 110 and 111, which is [`Write`]. A table pointer is born with A set: only
-//! leaves are aged, so the walker need not write above them.
+//! Legal (HW, MW, W) are 000, 110 and 111, which is [`Write`]. A table pointer is born with A set:
+//! only leaves are aged, so the walker need not write above them.
 
 use crate::{Cause, Entry, Leaf, Violation, Write};
 use lacuna_addr::{Access, Level, PAGE_SHIFT, Pfn};
@@ -35,8 +35,8 @@ const FROZEN: u64 = 1 << 59;
 const RIGHTS: u64 = READ | WRITE | EXEC;
 const MEMORY_TYPE: u64 = 0b111 << 3;
 
-/// The bit budget: no two fields share a bit, and ours lie where the processor looks at none (62:52,
-/// without the optional features that claim some of them; SDM table 29-7).
+/// The bit budget: no two fields share a bit, and ours lie where the processor looks at none
+/// (62:52, without the optional features that claim some of them; SDM table 29-7).
 const _: () = {
     let fields = [
         READ,
@@ -151,8 +151,8 @@ const fn flag(on: bool, bit: u64) -> u64 {
     if on { bit } else { 0 }
 }
 
-/// The exit qualification of an EPT violation (SDM table 28-7): bits 2:0 the access, 5:3 the rights that
-/// the entries on the way granted together. Bits 7 and 8 are the processor's to add.
+/// The exit qualification of an EPT violation (SDM table 28-7): bits 2:0 the access, 5:3 the rights
+/// that the entries on the way granted together. Bits 7 and 8 are the processor's to add.
 pub(crate) const fn qualification(violation: Violation) -> u64 {
     let access = match violation.access {
         Access::Read => READ,

@@ -47,8 +47,8 @@ impl Height {
         Index::truncate(gfn.get() >> self.entry_shift())
     }
 
-    /// The entries of the table of this height over `inside` that translate a part of `range`, each with
-    /// all the frames that it translates.
+    /// The entries of the table of this height over `inside` that translate a part of `range`, each
+    /// with all the frames that it translates.
     pub(crate) fn entries(
         self,
         inside: Gfn,

@@ -1,15 +1,15 @@
 //! What a resident stage-2 fault costs, and whether two vCPUs' faults get in each other's way.
 
 use crate::base::{LabError, Options, Playground, Touch};
-use crate::native::{CacheFlush, cold_fault_ns, hot_fault_ns};
+use crate::native::{CacheFlush, HOT_PAGES, cold_fault_ns, hot_fault_ns};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{compare, paired, rounds};
 
-/// Pages of a warm touch: a quarter MiB, as in the host's arm, so that frames come back from the cache.
-const HOT_PAGES: u64 = 64;
+/// Pages of a warm touch, as in the host's arm: frames come back from the last-level cache.
+const HOT: u64 = HOT_PAGES as u64;
 const COLD_PAGES: u64 = 256;
 /// Faults of one slice.
-const SLICE: u64 = 64 * 256;
+const SLICE: u64 = 16 * HOT;
 /// Pages of each vCPU's share in the scaling runs.
 const SCALING_PAGES: u64 = 32 * 1024;
 
@@ -30,16 +30,16 @@ fn soft_ns(place: &Playground, touches: u64, before: impl Fn()) -> Result<f64, L
 
 /// `fault.soft_vs_host`.
 pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let place = Playground::new(1, HOT_PAGES)?;
+    let place = Playground::new(1, HOT)?;
     let host = || hot_fault_ns(SLICE as usize).map_err(host_error);
-    let soft = || soft_ns(&place, SLICE / HOT_PAGES, || ());
+    let soft = || soft_ns(&place, SLICE / HOT, || ());
     let found = compare(options.rounds(), host, soft)?;
     let result = Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio);
     report.push(
         result
             .bar(0.5)
             .wanted(0.4)
-            .param("pages_per_touch", HOT_PAGES)
+            .param("pages_per_touch", HOT)
             .arm("host_ns", found.a)
             .arm("soft_ns", found.b)
             .arm("null", found.null),

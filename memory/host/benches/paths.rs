@@ -1,0 +1,165 @@
+//! What the paths cost: `cargo bench -p lacuna-host` (a directory for the swap file as argument).
+//!
+//! * resolve of an empty page, zeroing included, against zeroing alone on the same frames: warm (a few
+//!   frames over and over) and cold (each frame once);
+//! * resolve of a resident page;
+//! * swap-out and swap-in throughput on a file, reads by the waiter itself and by readers.
+
+use lacuna_addr::{Access, Hva, PAGE_SIZE, PageCount, Pfn};
+use lacuna_host::{
+    FileStore, FrameCache, Host, HostConfig, Io, MemoryStore, MmuNotifier, Resolution, SwapStore,
+    Ticket,
+};
+use lacuna_sync::HostClock;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Nothing is mapped anywhere.
+struct Unmapped;
+
+impl MmuNotifier for Unmapped {
+    fn invalidate(&self, _pages: &[Hva]) {}
+    fn age(&self, _pages: &[Hva], _young: &mut [bool]) {}
+    fn end_of_aging(&self) {}
+}
+
+fn host(budget: u64, swap: Box<dyn SwapStore>) -> Arc<Host> {
+    Host::new(HostConfig {
+        budget: PageCount::new(budget),
+        swap,
+        io: Io::Threads { readers: 8 },
+        clock: Arc::new(HostClock::default()),
+    })
+    .expect("a host for the benchmark")
+}
+
+/// Nanoseconds an operation of `count`.
+fn per(count: u64, start: Instant) -> f64 {
+    start.elapsed().as_nanos() as f64 / count as f64
+}
+
+fn page(start: Hva, index: u64) -> Hva {
+    start.checked_add_pages(index).expect("inside the region")
+}
+
+/// Makes a page resident, whatever that takes.
+fn touch(host: &Host, hva: Hva, access: Access, cache: &mut FrameCache) -> Pfn {
+    loop {
+        match host.resolve(hva, access, cache) {
+            Resolution::Ready(pfn) => {
+                cache.release_holds();
+                return pfn;
+            }
+            Resolution::Pending(ticket) => host.wait(&ticket).expect("swap-in"),
+            Resolution::NoMemory => _ = host.reclaim_direct().expect("reclaim"),
+            Resolution::Lost(lost) => panic!("{lost}"),
+        }
+    }
+}
+
+fn resident_faults(pages: u64, rounds: u64, name: &str) {
+    let host = host(pages + 4096, Box::new(MemoryStore::new()));
+    let mut cache = host.frame_cache().expect("a cache");
+    let mut fault = f64::MAX;
+    let mut again = f64::MAX;
+    for _ in 0..rounds {
+        let range = host
+            .add_region(PageCount::new(pages), Arc::new(Unmapped))
+            .expect("a region");
+        let start = Instant::now();
+        (0..pages)
+            .for_each(|i| _ = touch(&host, page(range.start(), i), Access::Write, &mut cache));
+        fault = fault.min(per(pages, start));
+        let start = Instant::now();
+        (0..pages)
+            .for_each(|i| _ = touch(&host, page(range.start(), i), Access::Write, &mut cache));
+        again = again.min(per(pages, start));
+        host.remove_region(range).expect("removed");
+    }
+    println!("resolve, empty page, {name}: {fault:.0} ns; resident page: {again:.0} ns");
+}
+
+fn zeroing(pages: usize, name: &str) {
+    let mut memory = vec![1u8; pages * PAGE_SIZE];
+    let mut best = f64::MAX;
+    for _ in 0..20 {
+        let start = Instant::now();
+        for page in memory.chunks_mut(PAGE_SIZE) {
+            std::hint::black_box(page).fill(0);
+        }
+        best = best.min(per(pages as u64, start));
+    }
+    println!("zeroing alone, {name}: {best:.0} ns");
+}
+
+fn swap(name: &str, store: Box<dyn SwapStore>) {
+    const BUDGET: u64 = 4096;
+    const PAGES: u64 = 3 * BUDGET;
+    let host = host(BUDGET, store);
+    let range = host
+        .add_region(PageCount::new(PAGES), Arc::new(Unmapped))
+        .expect("a region");
+    let mut cache = host.frame_cache().expect("a cache");
+    let start = Instant::now();
+    for i in 0..PAGES {
+        let pfn = touch(&host, page(range.start(), i), Access::Write, &mut cache);
+        host.frame(pfn)
+            .write(0, &(i + 1).to_le_bytes().repeat(PAGE_SIZE / 8));
+    }
+    let out = host.stats().swapped_out as f64 / start.elapsed().as_secs_f64();
+    println!("{name}: swap-out, direct reclaim: {out:.0} pages/s");
+    // Random: what is on the device in order was written in order.
+    let mut rng = fastrand::Rng::with_seed(1);
+    let before = host.stats().swapped_in;
+    let start = Instant::now();
+    for _ in 0..PAGES {
+        touch(
+            &host,
+            page(range.start(), rng.u64(0..PAGES)),
+            Access::Read,
+            &mut cache,
+        );
+    }
+    let each = per(host.stats().swapped_in - before, start) / 1000.0;
+    println!("{name}: swap-in by the waiter, one at a time: {each:.1} us a page");
+    let before = host.stats().swapped_in;
+    let start = Instant::now();
+    for _ in 0..PAGES / 16 {
+        let tickets: Vec<Ticket> = (0..16)
+            .filter_map(|_| {
+                let hva = page(range.start(), rng.u64(0..PAGES));
+                match host.resolve(hva, Access::Read, &mut cache) {
+                    Resolution::Pending(ticket) => Some(ticket),
+                    Resolution::NoMemory => {
+                        let _ = host.reclaim_direct().expect("reclaim");
+                        None
+                    }
+                    _ => None,
+                }
+            })
+            .collect();
+        cache.release_holds();
+        tickets.iter().for_each(|ticket| host.start(ticket));
+        tickets
+            .iter()
+            .for_each(|ticket| host.wait(ticket).expect("swap-in"));
+    }
+    let each = per(host.stats().swapped_in - before, start) / 1000.0;
+    println!("{name}: swap-in by readers, 16 at a time: {each:.1} us a page");
+}
+
+fn main() {
+    let dir = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
+    let dir = dir.unwrap_or_else(|| std::env::temp_dir().display().to_string());
+    zeroing(256, "warm");
+    zeroing(65536, "cold");
+    resident_faults(256, 200, "warm");
+    resident_faults(65536, 8, "cold");
+    let capacity = PageCount::new(1 << 16);
+    swap(
+        "file",
+        Box::new(FileStore::create(Path::new(&dir), capacity).expect("a swap file")),
+    );
+    swap("memory", Box::new(MemoryStore::new()));
+}

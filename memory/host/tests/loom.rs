@@ -1,0 +1,268 @@
+//! The races of one page, every interleaving: the real page word and frame descriptor, one or two frames,
+//! and around them only what the manager does in the same order.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom --release`
+#![cfg(loom)]
+#![allow(dead_code, reason = "the modules are whole, each model uses its part")]
+
+#[path = "../src/desc.rs"]
+mod desc;
+#[path = "../src/residency.rs"]
+mod residency;
+mod swap {
+    pub use lacuna_host::Slot;
+}
+
+use desc::{Desc, Dirt, FrameState};
+use lacuna_addr::Pfn;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use loom::thread;
+use residency::{PageNo, PageState, PageWord};
+use swap::Slot;
+
+const PAGE: PageNo = PageNo::new(77);
+
+/// One page; two frames, for two faulters.
+struct World {
+    word: PageWord,
+    descs: [Desc; 2],
+    /// The first frame's content, and the slot's.
+    frame: AtomicU64,
+    slot: AtomicU64,
+    /// How often a frame was given back to the free list.
+    freed: AtomicU64,
+}
+
+fn frame(index: u32) -> Pfn {
+    Pfn::new(index)
+}
+
+impl World {
+    fn new() -> Self {
+        let descs = [Desc::new(), Desc::new()];
+        descs
+            .iter()
+            .for_each(|desc| desc.set_state(FrameState::Cached));
+        let (content, slot) = (AtomicU64::new(1), AtomicU64::new(0));
+        Self {
+            word: PageWord::new(),
+            descs,
+            frame: content,
+            slot,
+            freed: AtomicU64::new(0),
+        }
+    }
+
+    /// The page is resident in frame 0.
+    fn resident(dirt: Dirt, slot: Option<Slot>) -> Arc<Self> {
+        let world = Self::new();
+        world.descs[0].prepare(PAGE, dirt);
+        let state = PageState::Resident {
+            frame: frame(0),
+            slot,
+        };
+        world.word.change(PageState::Empty, state).unwrap();
+        world.descs[0].publish();
+        if slot.is_some() {
+            world.slot.store(1, Ordering::Relaxed);
+        }
+        Arc::new(world)
+    }
+
+    fn free(&self) {
+        self.descs[0].set_state(FrameState::Free);
+        self.freed.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// `Core::resolve` for a write: true if the page's frame is the caller's to use.
+    fn take_back(&self) -> bool {
+        loop {
+            let state = self.word.load();
+            match state.rescued() {
+                Some(rescued) if self.word.change(state, rescued).is_ok() => {
+                    self.descs[0].mark_dirty();
+                    return true;
+                }
+                Some(_) => {}
+                None => return false,
+            }
+        }
+    }
+
+    fn is_at_rest_in_frame(&self) {
+        assert!(matches!(self.word.load(), PageState::Resident { .. }));
+        assert_eq!(self.descs[0].state(), FrameState::Used);
+        assert_eq!(self.freed.load(Ordering::Relaxed), 0);
+    }
+
+    /// `Core::evict` and `Core::sort_out`, then the write-out of a dirty page, which fails if `works` says
+    /// so.
+    fn reclaim(&self, works: Device) {
+        let desc = &self.descs[0];
+        let Some(page) = desc.isolate() else { return };
+        assert_eq!(page, PAGE);
+        self.word
+            .advance(PageState::evicted)
+            .expect("an isolated page is resident");
+        if desc.take_dirty() == Dirt::Clean {
+            match self.word.advance(PageState::dropped) {
+                Ok(_) => self.free(),
+                Err(_) => desc.publish(),
+            }
+            return;
+        }
+        let copy = self.frame.load(Ordering::Relaxed);
+        let to = Slot::new(9);
+        if self.word.advance(|state| state.write_started(to)).is_err() {
+            desc.mark_dirty();
+            desc.publish();
+            return;
+        }
+        if works == Device::Fails {
+            desc.mark_dirty();
+            self.word
+                .advance(PageState::without_slot)
+                .expect("nobody else moves it");
+            desc.publish();
+            return;
+        }
+        self.slot.store(copy, Ordering::Relaxed);
+        match self.word.advance(PageState::written) {
+            Ok(_) => self.free(),
+            Err(_) => desc.publish(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Device {
+    Works,
+    Fails,
+}
+
+fn model(body: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(body);
+}
+
+/// A fault takes the page back, or the page leaves: never both, and never a lost dirty mark.
+fn fault_against_eviction(dirt: Dirt, slot: Option<Slot>, device: Device) {
+    model(move || {
+        let world = World::resident(dirt, slot);
+        let reclaimer = {
+            let world = world.clone();
+            thread::spawn(move || world.reclaim(device))
+        };
+        let taken = world.take_back();
+        if taken {
+            world.frame.store(2, Ordering::Relaxed);
+        }
+        reclaimer.join().unwrap();
+        if taken {
+            world.is_at_rest_in_frame();
+            assert_eq!(world.frame.load(Ordering::Relaxed), 2);
+            assert_eq!(
+                world.descs[0].take_dirty(),
+                Dirt::Dirty,
+                "the write is not forgotten"
+            );
+        } else if let PageState::Resident { slot, .. } = world.word.load() {
+            world.is_at_rest_in_frame();
+            assert_eq!((world.descs[0].take_dirty(), slot), (Dirt::Dirty, None));
+        } else {
+            assert_eq!(world.freed.load(Ordering::Relaxed), 1);
+            assert_eq!(
+                world.slot.load(Ordering::Relaxed),
+                1,
+                "the slot has what the page had"
+            );
+        }
+    });
+}
+
+#[test]
+fn a_clean_page_is_dropped_or_taken_back() {
+    fault_against_eviction(Dirt::Clean, Some(Slot::new(5)), Device::Works);
+}
+
+#[test]
+fn a_dirty_page_is_written_or_taken_back() {
+    fault_against_eviction(Dirt::Dirty, None, Device::Works);
+}
+
+#[test]
+fn a_page_whose_write_fails_stays_dirty() {
+    fault_against_eviction(Dirt::Dirty, None, Device::Fails);
+}
+
+#[test]
+fn two_reclaimers_never_have_one_page() {
+    model(|| {
+        let world = World::resident(Dirt::Clean, Some(Slot::new(5)));
+        let reclaimers = [(); 2].map(|()| {
+            let world = world.clone();
+            thread::spawn(move || world.reclaim(Device::Works))
+        });
+        let taken = world.take_back();
+        reclaimers
+            .into_iter()
+            .for_each(|reclaimer| reclaimer.join().unwrap());
+        // Taken back from the first, the page may be evicted, dirty, by the second.
+        let freed = world.freed.load(Ordering::Relaxed);
+        match world.word.load() {
+            PageState::Resident { .. } => assert!(taken && freed == 0),
+            PageState::Swapped { .. } => assert_eq!(freed, 1),
+            other => panic!("{other:?} is not a state at rest"),
+        }
+    });
+}
+
+#[test]
+fn two_first_touches_share_one_frame() {
+    model(|| {
+        let world = Arc::new(World::new());
+        let fill = |world: &World, index: u32| {
+            let desc = &world.descs[index as usize];
+            desc.prepare(PAGE, Dirt::Dirty);
+            let resident = PageState::Resident {
+                frame: frame(index),
+                slot: None,
+            };
+            match world.word.change(PageState::Empty, resident) {
+                Ok(()) => {
+                    desc.publish();
+                    frame(index)
+                }
+                Err(state) => state.frame().expect("the other's frame"),
+            }
+        };
+        let other = {
+            let world = world.clone();
+            thread::spawn(move || fill(&world, 1))
+        };
+        let isolated = {
+            let world = world.clone();
+            let seen = Arc::new(AtomicBool::new(false));
+            thread::spawn(move || {
+                for (index, desc) in world.descs.iter().enumerate() {
+                    if let Some(page) = desc.isolate() {
+                        assert_eq!(page, PAGE);
+                        assert_eq!(world.word.load().frame(), Some(frame(index as u32)));
+                        assert!(!seen.swap(true, Ordering::Relaxed), "one frame is in use");
+                        desc.publish();
+                    }
+                }
+            })
+        };
+        let mine = fill(&world, 0);
+        assert_eq!(other.join().unwrap(), mine);
+        isolated.join().unwrap();
+        let used = world
+            .descs
+            .iter()
+            .filter(|desc| desc.state() == FrameState::Used);
+        assert_eq!(used.count(), 1);
+    });
+}
