@@ -32,7 +32,8 @@ mod stall;
 mod vcpu;
 mod vm;
 
-pub use lacuna_host::{Host, HostError, HostStats};
+pub use lacuna_host::{Host, HostError, HostStats, MmuNotifier};
+pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use launch::{Launch, Observed, Outcome, Swap};
 pub use seeded::{Guest, Trace, World, WorldConfig};
 pub use stall::Stalls;

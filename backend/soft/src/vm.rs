@@ -100,7 +100,7 @@ impl Vm {
         }
         let layout = Layout::new(memory)?;
         let quiescence = Arc::new(Quiescence::new(vcpus));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), tables_for(memory))?;
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), TABLES_MAX)?;
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
         let bells = Arc::new(Bells { quiescence, parkers });
         let wake: Arc<dyn Wake> = Arc::clone(&bells) as Arc<dyn Wake>;
@@ -186,11 +186,9 @@ impl Vm {
     }
 }
 
-/// Table pages that cover `memory` in 4 KiB leaves, with every directory half used.
-fn tables_for(memory: PageCount) -> u32 {
-    let leaves = memory.get().div_ceil(512);
-    u32::try_from(leaves + leaves.div_ceil(256) + 64).unwrap_or(u32::MAX)
-}
+/// Table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever mapped, so a guest
+/// cannot make them grow; the number bounds a reserved address range, not memory.
+const TABLES_MAX: u32 = 1 << 20;
 
 impl Kick for Vm {
     fn kick_all(&self) {

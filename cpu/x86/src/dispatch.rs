@@ -80,7 +80,7 @@ pub(crate) fn dispatch<B: Bus>(
             let links = &ops[pc.wrapping_add(1) as usize];
             core.budget -= links.block_instructions();
             let next = links.target(taken) as u16;
-            if next == 0 || links.epoch() != code.epoch || core.budget < 0 || slot.poked() {
+            if next == 0 || links.epoch() != code.epoch || core.budget <= 0 || slot.poked() {
                 return Leave::Branch(pc, taken);
             }
             pc = next;
@@ -92,7 +92,7 @@ pub(crate) fn dispatch<B: Bus>(
             core.budget -= ops[pc.wrapping_add(1) as usize].block_instructions();
             core.rip = target;
             match code.jumps.find(target, core.user, code.epoch) {
-                Some(next) if core.budget >= 0 && !slot.poked() => pc = next,
+                Some(next) if core.budget > 0 && !slot.poked() => pc = next,
                 _ => return Leave::Indirect,
             }
         }};

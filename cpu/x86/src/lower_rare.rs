@@ -12,6 +12,7 @@ impl Lower<'_> {
         match self.i.mnemonic() {
             M::Nop | M::Reservednop | M::Pause | M::Endbr64 | M::Endbr32 => self.nop(),
             M::Prefetcht0 | M::Prefetcht1 | M::Prefetcht2 | M::Prefetchnta => self.nop(),
+            M::Prefetchit0 | M::Prefetchit1 => self.nop(),
             M::Prefetch | M::Prefetchw | M::Prefetchwt1 | M::Clflush | M::Clflushopt => self.nop(),
             M::Mfence | M::Lfence | M::Sfence => self.emit(Op::new(Code::Fence)),
             M::Not => self.e(Code::Not),

@@ -1,7 +1,7 @@
 //! What the paths cost: `cargo bench -p lacuna-host` (a directory for the swap file as argument).
 //!
-//! * resolve of an empty page, zeroing included, against zeroing alone on the same frames: warm (a few
-//!   frames over and over) and cold (each frame once);
+//! * resolve of an empty page, zeroing included, against zeroing alone on the same frames: warm (a
+//!   few frames over and over) and cold (each frame once);
 //! * resolve of a resident page;
 //! * swap-out and swap-in throughput on a file, reads by the waiter itself and by readers.
 
@@ -80,6 +80,38 @@ fn resident_faults(pages: u64, rounds: u64, name: &str) {
     println!("resolve, empty page, {name}: {fault:.0} ns; resident page: {again:.0} ns");
 }
 
+/// Every thread its own vCPU and region, one budget.
+fn scaling() {
+    const PAGES: u64 = 32768;
+    let run = |threads: u64| {
+        let mut best = f64::MAX;
+        for _ in 0..6 {
+            let host = host(threads * PAGES + 4096, Box::new(MemoryStore::new()));
+            let start = Instant::now();
+            std::thread::scope(|scope| {
+                for _ in 0..threads {
+                    scope.spawn(|| {
+                        let count = PageCount::new(PAGES);
+                        let range = host
+                            .add_region(count, Arc::new(Unmapped))
+                            .expect("a region");
+                        let mut cache = host.frame_cache().expect("a cache");
+                        for i in 0..PAGES {
+                            touch(&host, page(range.start(), i), Access::Write, &mut cache);
+                        }
+                    });
+                }
+            });
+            best = best.min(per(threads * PAGES, start));
+        }
+        best
+    };
+    println!(
+        "resolve, empty page, cold: 2 vCPUs do {:.2} times what 1 does",
+        run(1) / run(2)
+    );
+}
+
 fn zeroing(pages: usize, name: &str) {
     let mut memory = vec![1u8; pages * PAGE_SIZE];
     let mut best = f64::MAX;
@@ -156,6 +188,7 @@ fn main() {
     zeroing(65536, "cold");
     resident_faults(256, 200, "warm");
     resident_faults(65536, 8, "cold");
+    scaling();
     let capacity = PageCount::new(1 << 16);
     swap(
         "file",

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 /// Pages in flight to swap beyond which the background waits for completions.
 const MAX_WRITING: usize = 16 * CLUSTER;
-/// Batches of direct reclaim that spare accessed pages, two turns of the hand at most, before it takes
-/// what there is.
+/// Batches of direct reclaim that spare accessed pages, two turns of the hand at most, before it
+/// takes what there is.
 const GENTLE: usize = 8;
 /// Writes in a row that fail, before direct reclaim believes it.
 const MAX_FAILURES: usize = 4;
@@ -26,7 +26,7 @@ const PATIENCE: usize = 2000;
 pub struct Progress {
     /// Frames looked at; 0 means that there was nothing to do.
     pub scanned: usize,
-    /// Frames freed.
+    /// Frames freed, by whomever, during the step.
     pub freed: usize,
     /// Pages on their way to swap, whose frames are freed when they arrive.
     pub writing: usize,
@@ -45,35 +45,38 @@ impl Host {
         self.core.is_low()
     }
 
-    /// One step of background reclaim: a batch, if free frames (those on their way included) are below
-    /// the high watermark and not too much is in flight. It calls listeners and the swap device, so no
-    /// lock may be held.
+    /// One step of background reclaim: a batch, if free frames (those on their way included) are
+    /// below the high watermark and not too much is in flight. It calls listeners and the swap
+    /// device, so no lock may be held.
     pub fn balance(&self) -> Progress {
         let core = &self.core;
         let writing = core.pages_writing();
-        if core.frames.free_now() + writing >= core.frames.high || writing >= MAX_WRITING {
+        if core.frames.available() + writing >= core.frames.high || writing >= MAX_WRITING {
             return Progress {
                 writing,
                 ..Progress::default()
             };
         }
+        let before = core.stats.freed.load(Ordering::Relaxed);
         let batch = self.reclaim_batch(Mercy::SecondChance);
         if let Some(error) = batch.error {
             core.note_failure(error);
         }
         let writing = core.writing.load(Ordering::Relaxed);
+        let freed = core.stats.freed.load(Ordering::Relaxed) - before;
         Progress {
             scanned: batch.scanned,
-            freed: batch.freed,
+            freed: freed as usize,
             writing,
         }
     }
 
-    /// After [`crate::Resolution::NoMemory`]: reclaims until some frame is free, waiting for listeners
-    /// and write-outs. The caller holds no lock, and its vCPU is offline.
+    /// After [`crate::Resolution::NoMemory`]: reclaims until some frame is free, waiting for
+    /// listeners and write-outs. The caller holds no lock, and its vCPU is offline.
     ///
     /// Under a virtual executor it does not wait for write-outs: when [`Progress::freed`] is 0 and
-    /// [`Progress::writing`] is not, the scheduler lets time pass to [`Host::next_completion`] first.
+    /// [`Progress::writing`] is not, the scheduler lets time pass to [`Host::next_completion`]
+    /// first.
     ///
     /// `Err` when nothing can be freed: the swap device is full or failing, or everything is held.
     pub fn reclaim_direct(&self) -> Result<Progress, HostError> {
@@ -105,7 +108,8 @@ impl Host {
         Err(core.exhausted())
     }
 
-    /// Batches until a frame is free, a write is in flight, or whole turns of the hand were in vain.
+    /// Batches until a frame is free, a write is in flight, or whole turns of the hand were in
+    /// vain.
     fn sweep(&self) -> Sweep {
         let core = &self.core;
         let mut sweep = Sweep::default();
@@ -151,17 +155,24 @@ impl Host {
                 std::thread::park();
                 continue;
             }
+            let mut barren = 0;
             loop {
                 let seen = self.core.settled.generation();
                 let progress = self.balance();
+                barren = if progress.freed > 0 {
+                    0
+                } else {
+                    barren + progress.scanned
+                };
                 if stop.load(Ordering::Acquire) || progress.scanned == 0 && progress.writing == 0 {
                     break;
                 }
                 if progress.scanned == 0 {
                     self.io.help(&self.core, seen);
-                } else if self.failure().is_some() {
-                    // The device refuses: do not keep a core busy asking it.
+                } else if self.failure().is_some() || barren > 4 * self.core.frames.len() {
+                    // The device refuses, or nothing may be taken: do not keep a core busy asking.
                     std::thread::park_timeout(Duration::from_millis(10));
+                    barren = 0;
                 }
             }
         }
@@ -174,7 +185,7 @@ impl Core {
     }
 
     pub fn is_low(&self) -> bool {
-        self.frames.free_now() < self.frames.low
+        self.frames.available() < self.frames.low
     }
 
     /// Called when a magazine is refilled, which is often enough.

@@ -1,7 +1,7 @@
 //! A vCPU's own corner of the manager: its magazine of free frames, its holds, its counters.
 //!
-//! The resident fault path takes no shared lock, because everything it changes besides the page word and
-//! one descriptor is here. What others read of it is in [`Shared`], written by one thread.
+//! The resident fault path takes no shared lock, because everything it changes besides the page
+//! word and one descriptor is here. What others read of it is in [`Shared`], written by one thread.
 
 use crate::frames::BATCH;
 use crate::host::Core;
@@ -11,8 +11,8 @@ use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 
-/// Pages that one instruction may fault on and keep: more than any instruction touches, page walks of
-/// both stages included.
+/// Pages that one instruction may fault on and keep: more than any instruction touches, page walks
+/// of both stages included.
 pub const MAX_HOLDS: usize = 64;
 const REGIONS: usize = 4;
 
@@ -38,8 +38,8 @@ pub(crate) struct Shared {
     unreported: AtomicI64,
     /// A page of that region.
     reports_to: AtomicU64,
-    /// Hazard pointers: reclaim reads them once a batch and skips these pages. One published too late
-    /// for a batch is seen by the next, so a page is taken from an instruction at most once.
+    /// Hazard pointers: reclaim reads them once a batch and skips these pages. One published too
+    /// late for a batch is seen by the next, so a page is taken from an instruction at most once.
     holds: [AtomicU64; MAX_HOLDS],
 }
 
@@ -93,8 +93,8 @@ impl Shared {
         );
     }
 
-    /// Adds a page to the holds. An instruction that faults on more than [`MAX_HOLDS`] pages does not
-    /// exist; the oldest hold gives way if one is invented.
+    /// Adds a page to the holds. An instruction that faults on more than [`MAX_HOLDS`] pages does
+    /// not exist; the oldest hold gives way if one is invented.
     #[inline]
     pub fn hold(&self, page: PageNo) {
         let held = self.held.load(Ordering::Relaxed) as usize;

@@ -1,7 +1,7 @@
 //! Bytes in and out of pages for those who are no vCPU: image loading, the status page, tests.
 //!
-//! A hold is a promise that reclaim keeps when it next looks; a copy needs the frame to stay *now*. So it
-//! isolates the frame, as a reclaimer would, for as long as it copies.
+//! A hold is a promise that reclaim keeps when it next looks; a copy needs the frame to stay *now*.
+//! So it isolates the frame, as a reclaimer would, for as long as it copies.
 
 use crate::cache::FrameCache;
 use crate::error::HostError;
@@ -15,8 +15,8 @@ use lacuna_addr::{Access, Hva, PAGE_SIZE, Pfn};
 const PEEKS: usize = 64;
 
 impl Host {
-    /// Copies `bytes` to the pages from `hva` on, swapping in what has to be. Not for vCPU threads: it
-    /// waits.
+    /// Copies `bytes` to the pages from `hva` on, swapping in what has to be. Not for vCPU threads:
+    /// it waits.
     pub fn copy_in(&self, mut hva: Hva, mut bytes: &[u8]) -> Result<(), HostError> {
         let mut cache = FrameCache::new(self.core.clone());
         while !bytes.is_empty() {
@@ -29,8 +29,8 @@ impl Host {
         Ok(())
     }
 
-    /// Copies from the pages at `hva` on, swapping in what has to be. Empty pages stay empty and read as
-    /// zeros.
+    /// Copies from the pages at `hva` on, swapping in what has to be. Empty pages stay empty and
+    /// read as zeros.
     pub fn copy_out(&self, mut hva: Hva, mut out: &mut [u8]) -> Result<(), HostError> {
         let mut cache = FrameCache::new(self.core.clone());
         while !out.is_empty() {
@@ -47,8 +47,8 @@ impl Host {
         Ok(())
     }
 
-    /// Copies from the page at `hva` if it is resident, up to the page's end; never brings one in. `None`
-    /// when it is elsewhere, empty, or on its way.
+    /// Copies from the page at `hva` if it is resident, up to the page's end; never brings one in.
+    /// `None` when it is elsewhere, empty, or on its way.
     pub fn peek(&self, hva: Hva, out: &mut [u8]) -> Option<()> {
         let (offset, len) = within_page(hva, out.len());
         if len < out.len() {
@@ -113,8 +113,8 @@ impl Core {
         self.regions.find(page)?.word(page).map(|word| word.load())
     }
 
-    /// Runs `copy` while nobody can take the frame from `page`. `None` if somebody else is about to, or
-    /// already has.
+    /// Runs `copy` while nobody can take the frame from `page`. `None` if somebody else is about
+    /// to, or already has.
     fn pinned(&self, frame: Pfn, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
         let desc = self.frames.desc(frame);
         let owner = desc.isolate()?;

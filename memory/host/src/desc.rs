@@ -6,12 +6,13 @@
 //!    ^  <---------------    |                                 | isolate (CAS)  | release
 //!    |     give back        '--> Store (holds compressed      v                |
 //!    |                            pages; back by give)     Isolated -----------'
-//!    '-------------------------------------------------------'  page word moved away from the frame
+//!    '-------------------------------------------------------'  the page has left the frame
 //! ```
-//! *Isolated* is ownership: one reclaimer (or region removal, or a copy helper) at a time may take the
-//! frame from its page, and a frame whose write-out is in flight stays isolated until it completes. All
-//! other states have one owner too (free list, a vCPU's magazine, the store), so `Used -> Isolated` is
-//! the only transition that needs a compare-and-swap, and a fault touches no descriptor with one.
+//! *Isolated* is ownership: one reclaimer (or region removal, or a copy helper) at a time may take
+//! the frame from its page, and a frame whose write-out is in flight stays isolated until it
+//! completes. All other states have one owner too (free list, a vCPU's magazine, the store), so
+//! `Used -> Isolated` is the only transition that needs a compare-and-swap, and a fault touches no
+//! descriptor with one.
 
 use crate::residency::PageNo;
 use lacuna_sync::shim::AtomicU64;
@@ -49,9 +50,9 @@ pub struct Desc {
     owner: AtomicU64,
     state: AtomicU8,
     /// The content may differ from the swap slot's, or from zeros when there is none. Set before a
-    /// write access may go on and whenever a leaf with D is removed; cleared only by the eviction that
-    /// writes it out. A stale fault may set it on a frame that has since moved to another page, which
-    /// costs a needless write and nothing else.
+    /// write access may go on and whenever a leaf with D is removed; cleared only by the eviction
+    /// that writes it out. A stale fault may set it on a frame that has since moved to another
+    /// page, which costs a needless write and nothing else.
     dirty: AtomicU8,
     /// Swapped in since the clock hand last passed: its faulter may not have come back yet.
     recent: AtomicU8,

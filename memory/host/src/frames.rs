@@ -25,7 +25,8 @@ pub(crate) struct Frames {
     free_now: AtomicUsize,
     free_min: AtomicUsize,
     store: AtomicUsize,
-    /// Frames that only the swap store may take, so that reclaim can always compress some more pages.
+    /// Frames that only the swap store may take, so that reclaim can always compress some more
+    /// pages.
     reserve: AtomicUsize,
     pub low: usize,
     pub high: usize,

@@ -20,7 +20,8 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
-/// Frames that must exist besides those of the vCPUs: a cluster on its way out, the store's reserve.
+/// Frames that must exist besides those of the vCPUs: a cluster on its way out, the store's
+/// reserve.
 const BASE_FRAMES: u64 = 64;
 /// What one more vCPU can keep from everybody else: its holds and a full magazine.
 const FRAMES_PER_VCPU: u64 = (MAX_HOLDS + BATCH) as u64;
@@ -118,8 +119,8 @@ impl Host {
         PageCount::new(BASE_FRAMES + FRAMES_PER_VCPU * vcpus as u64)
     }
 
-    /// A vCPU's corner of the manager. [`HostError::BudgetTooSmall`] when the budget cannot promise one
-    /// vCPU more its progress.
+    /// A vCPU's corner of the manager. [`HostError::BudgetTooSmall`] when the budget cannot promise
+    /// one vCPU more its progress.
     pub fn frame_cache(&self) -> Result<FrameCache, HostError> {
         let vcpus = lock(&self.core.caches).len() + 1;
         check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
@@ -136,8 +137,8 @@ impl Host {
     }
 
     /// Removes a whole region with its pages, in frames and in swap. The caller has unmapped it and
-    /// stopped whoever could fault there; a fault that comes nevertheless finds the page lost. Waits
-    /// for the region's reads and writes in flight, so it is called with no lock held.
+    /// stopped whoever could fault there; a fault that comes nevertheless finds the page lost.
+    /// Waits for the region's reads and writes in flight, so it is called with no lock held.
     pub fn remove_region(&self, range: HvaRange) -> Result<(), HostError> {
         let region = self.core.regions.remove(range)?;
         loop {
@@ -160,7 +161,8 @@ impl Host {
         self.core.frames.pool.frame(pfn)
     }
 
-    /// The page in `pfn` has been written: a leaf with D set that maps it was removed, or is known of.
+    /// The page in `pfn` has been written: a leaf with D set that maps it was removed, or is known
+    /// of.
     #[inline]
     pub fn mark_dirty(&self, pfn: Pfn) {
         self.core.frames.desc(pfn).mark_dirty();

@@ -1,30 +1,32 @@
 //! Where a guest's pages come from: real frames within a resident budget, and swap behind them.
 //!
 //! ```text
-//!            resolve (never sleeps)                     Ready(frame) | Pending(ticket) | NoMemory | Lost
-//! vCPU  ------------------------------> page word ---------------------------------------------> vCPU
-//!                                          |  ^
-//!            reclaim: age, unmap, write    v  |   swap-in: whoever claims the ticket
-//! listeners <--------------------------  frames <-------------------------------- SwapStore
+//!         resolve (never sleeps)           Ready(frame) | Pending(ticket) | NoMemory | Lost
+//! vCPU  ------------------------> page word -----------------------------------------------> vCPU
+//!                                   |   ^
+//!       reclaim: age, unmap, write  v   |   swap-in: whoever claims the ticket
+//! listeners <--------------------- frames <-------------------------------- SwapStore
 //! ```
-//! A [`Host`] is shared by one or more VMs. Their memory slots point into *regions* of its own numbering
-//! ([`lacuna_addr::Hva`]): never pointers. Which frame a page is in, if any, is one 64-bit word a page
-//! and one state machine (`residency`); who may take a frame from its page is the frame's
-//! descriptor (`desc`). Principles:
+//! A [`Host`] is shared by one or more VMs. Their memory slots point into *regions* of its own
+//! numbering ([`lacuna_addr::Hva`]): never pointers. Which frame a page is in, if any, is one
+//! 64-bit word a page and one state machine (`residency`); who may take a frame from its page is
+//! the frame's descriptor (`desc`). Principles:
 //!
 //! * **Nothing waits under a lock.** [`Host::resolve`] never sleeps and does no I/O; what waits
 //!   ([`Host::wait`], [`Host::reclaim_direct`]) is called with no lock held, and so are listeners.
-//! * **D is the truth about writes.** A page not marked dirty is dropped without a write and keeps its
-//!   swap slot; a page is marked before a write access may go on, or when a leaf with D is removed.
+//! * **D is the truth about writes.** A page not marked dirty is dropped without a write and keeps
+//!   its swap slot; a page is marked before a write access may go on, or when a leaf with D is
+//!   removed.
 //! * **Forward progress.** What an instruction has faulted on is held until it retires; a budget of
 //!   [`Host::minimum_budget`] suffices; no region is squeezed below its floor for another.
-//! * **Nothing is silently zero.** A page that cannot be read back is lost and says why; a page that
-//!   cannot be written out stays where it is.
-//! * **No guest reads another's bytes.** A frame is zeroed or fully overwritten before it changes hands.
+//! * **Nothing is silently zero.** A page that cannot be read back is lost and says why; a page
+//!   that cannot be written out stays where it is.
+//! * **No guest reads another's bytes.** A frame is zeroed or fully overwritten before it changes
+//!   hands.
 //!
 //! # Unsafe
-//! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool` only; the
-//! two other blocks, in `resolve` and `swapin`, state why they own the frame they fill.
+//! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool`
+//! only; the two other blocks, in `resolve` and `swapin`, state why they own the frame they fill.
 //!
 //! Neighbours: imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` turns a
 //! [`FramePtr`] into what its processors touch.

@@ -4,14 +4,15 @@
 //! mapped ....[base, 2 MiB aligned ............................................)....
 //!            | frame 0 | frame 1 | ...                                        |
 //! ```
-//! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page. Prefaulting
-//! matters: the first touch of host memory can cost many times the average, because the machine under
-//! us backs it then.
+//! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page.
+//! Prefaulting matters: the first touch of host memory can cost many times the average, because the
+//! machine under us backs it then.
 //!
 //! # Unsafe
 //! A frame is shared between vCPU threads, reclaim and I/O. Everything that may race goes through
-//! [`FramePtr`]: 8-byte or 1-byte relaxed atomics, never a `&` to the bytes. Only a frame that no page
-//! word and no table names yet ([`Pool::zero`], [`Pool::exclusive`]) is touched with plain stores.
+//! [`FramePtr`]: 8-byte or 1-byte relaxed atomics, never a `&` to the bytes. Only a frame that no
+//! page word and no table names yet ([`Pool::zero`], [`Pool::exclusive`]) is touched with plain
+//! stores.
 
 use crate::error::HostError;
 use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
@@ -34,7 +35,8 @@ impl Page {
 
     /// Pages in a row as one run of bytes.
     pub const fn bytes(pages: &[Self]) -> &[u8] {
-        // SAFETY: a Page is exactly its PAGE_SIZE bytes (checked below), and pages lie back to back.
+        // SAFETY: a Page is exactly its PAGE_SIZE bytes (checked below), and pages lie back to
+        // back.
         unsafe { std::slice::from_raw_parts(pages.as_ptr().cast(), pages.len() * PAGE_SIZE) }
     }
 }
@@ -61,8 +63,8 @@ pub(crate) struct Pool {
     frames: usize,
 }
 
-// SAFETY: the mapping belongs to the pool until drop; its bytes are reached only through FramePtr's atomics
-// or by whoever exclusively owns a frame (the contracts of `zero` and `exclusive`).
+// SAFETY: the mapping belongs to the pool until drop; its bytes are reached only through FramePtr's
+// atomics or by whoever exclusively owns a frame (the contracts of `zero` and `exclusive`).
 unsafe impl Send for Pool {}
 // SAFETY: as above.
 unsafe impl Sync for Pool {}
@@ -138,7 +140,8 @@ impl Pool {
         reason = "the exclusivity is the caller's, by frame"
     )]
     pub unsafe fn exclusive(&self, pfn: Pfn) -> &mut Page {
-        // SAFETY: in bounds and page-aligned by `at`; exclusive by the contract; any bytes are a Page.
+        // SAFETY: in bounds and page-aligned by `at`; exclusive by the contract; any bytes are a
+        // Page.
         unsafe { self.at(pfn).cast::<Page>().as_mut() }
     }
 }
@@ -152,8 +155,8 @@ impl Drop for Pool {
 }
 
 impl FramePtr<'_> {
-    /// The first byte's address: page-aligned, valid for reads and writes of a page until the host is
-    /// dropped. It names the *frame*, which may be given to another page once the listener's
+    /// The first byte's address: page-aligned, valid for reads and writes of a page until the host
+    /// is dropped. It names the *frame*, which may be given to another page once the listener's
     /// `invalidate` has returned: whoever keeps it (a TLB) drops it before then.
     #[inline]
     pub const fn as_non_null(self) -> NonNull<u8> {

@@ -6,12 +6,13 @@
 //!         frames      are spared  then unmapped   dirty, all zero -> Empty
 //!                                                 dirty           -> copied, Writeback
 //! ```
-//! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in, is
-//! passed over once. Held pages, pages of a region at its floor, and frames that somebody has isolated
-//! are not picked. Several threads may reclaim at once: the hand deals each its own window of frames.
+//! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in,
+//! is passed over once. Held pages, pages of a region at its floor, and frames that somebody has
+//! isolated are not picked. Several threads may reclaim at once: the hand deals each its own window
+//! of frames.
 //!
-//! Listeners are called with no lock held; a page can be taken back by a fault at any moment until its
-//! frame is free.
+//! Listeners are called with no lock held; a page can be taken back by a fault at any moment until
+//! its frame is free.
 
 use crate::desc::{Dirt, FrameState};
 use crate::error::HostError;
@@ -58,8 +59,6 @@ impl Victim {
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     pub scanned: usize,
-    pub freed: usize,
-    pub writing: usize,
     pub error: Option<HostError>,
 }
 
@@ -73,13 +72,11 @@ impl Host {
             Mercy::None => picked,
         };
         let victims = core.evict(victims);
-        let mut out = core.sort_out(victims);
-        batch.freed = out.freed.len();
-        core.release(std::mem::take(&mut out.freed));
+        let out = core.sort_out(victims);
+        core.release(out.freed);
         let (writes, result) = core.prepare_write(out.dirty, out.pages);
         batch.error = result.err();
         for write in writes {
-            batch.writing += CLUSTER;
             self.io.write(core, write);
         }
         batch
@@ -228,10 +225,12 @@ impl Core {
         self.frames.desc(victim.frame).publish();
     }
 
-    /// Lets a page be whose dirty mark was taken. The mark first: once the page is anybody's, it counts.
+    /// Lets a page be whose dirty mark was taken. The mark first: once the page is anybody's, it
+    /// counts.
     pub fn keep_dirty(&self, victim: Victim) {
         self.frames.desc(victim.frame).mark_dirty();
-        // Still Evicting when it is the reclaimer who gives up; an owner who took it back was quicker.
+        // Still Evicting when it is the reclaimer who gives up; an owner who took it back was
+        // quicker.
         let _ = victim.word().advance(PageState::rescued);
         self.keep(victim);
     }
@@ -241,6 +240,7 @@ impl Core {
         if victims.is_empty() {
             return;
         }
+        Counters::add(&self.stats.freed, victims.len() as u64);
         self.frames
             .give(victims.iter().map(|victim| victim.frame.index() as u32));
         victims

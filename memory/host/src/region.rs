@@ -1,8 +1,8 @@
 //! Regions: what a VM's memory slots point into.
 //!
-//! The manager numbers pages with a counter; a region is a run of numbers, followed by one that is never
-//! given to anybody, so that an access past a region's end cannot reach the next. The set of regions is
-//! an immutable snapshot swapped whole: a vCPU keeps the regions that it used last.
+//! The manager numbers pages with a counter; a region is a run of numbers, followed by one that is
+//! never given to anybody, so that an access past a region's end cannot reach the next. The set of
+//! regions is an immutable snapshot swapped whole: a vCPU keeps the regions that it used last.
 
 use crate::error::HostError;
 use crate::residency::{PageNo, PageWord};
@@ -13,12 +13,13 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 /// Who maps the manager's pages and must hear when one goes away. Called with no lock held, on the
 /// thread that reclaims.
 pub trait MmuNotifier: Send + Sync {
-    /// Unmaps `pages`. On return nothing maps them and no vCPU can touch them: it waits for quiescence.
-    /// Calls [`crate::Host::mark_dirty`] for the frame of every leaf it removed that had D set.
+    /// Unmaps `pages`. On return nothing maps them and no vCPU can touch them: it waits for
+    /// quiescence. Calls [`crate::Host::mark_dirty`] for the frame of every leaf it removed that
+    /// had D set.
     fn invalidate(&self, pages: &[Hva]);
 
-    /// Tests and clears the accessed bit of every leaf that maps `pages[i]`, and stores in `young[i]`
-    /// whether any was set.
+    /// Tests and clears the accessed bit of every leaf that maps `pages[i]`, and stores in
+    /// `young[i]` whether any was set.
     fn age(&self, pages: &[Hva], young: &mut [bool]);
 
     /// An aging pass is over. Processors that cache translations set A only on a miss: bump the TLB
@@ -74,8 +75,9 @@ impl Region {
         self.resident.load(Ordering::Relaxed)
     }
 
-    /// Resident pages below which reclaim leaves the region alone: an equal share of half the budget.
-    /// The floors' sum is at most half of it, so that under pressure somebody is always above his.
+    /// Resident pages below which reclaim leaves the region alone: an equal share of half the
+    /// budget. The floors' sum is at most half of it, so that under pressure somebody is always
+    /// above his.
     pub fn floor(&self, budget: usize, regions: usize) -> i64 {
         (budget / (2 * regions.max(1))).min(self.words.len()) as i64
     }

@@ -18,8 +18,8 @@
 //!            (region removed)
 //! ```
 //! A page in `Evicting` or `Writeback` still has its frame: a fault takes it back with one
-//! compare-and-swap and the reclaimer, whose own then fails, lets go. Frames are moved away from a page
-//! only by whoever isolated their descriptor (see `desc`), so two reclaimers never meet here.
+//! compare-and-swap and the reclaimer, whose own then fails, lets go. Frames are moved away from a
+//! page only by whoever isolated their descriptor (see `desc`), so two reclaimers never meet here.
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 slot + 1 (0 for none).
 
@@ -274,8 +274,8 @@ impl PageWord {
             .map_err(PageState::decode)
     }
 
-    /// Applies a transition of [`PageState`] to whatever the state is, until it either wins (the state
-    /// before) or does not apply (the state that stands).
+    /// Applies a transition of [`PageState`] to whatever the state is, until it either wins (the
+    /// state before) or does not apply (the state that stands).
     pub fn advance(
         &self,
         step: impl Fn(PageState) -> Option<PageState>,

@@ -14,8 +14,8 @@ use lacuna_addr::{Access, Hva, Pfn};
 pub enum Resolution {
     /// In this frame, until its listener is told otherwise.
     Ready(Pfn),
-    /// On its way in. Hand the ticket to [`Host::start`] or [`Host::wait`], then resolve again. Until
-    /// somebody does, nobody reads.
+    /// On its way in. Hand the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
+    /// Until somebody does, nobody reads.
     Pending(Ticket),
     /// No frame is free: let go of locks, call [`Host::reclaim_direct`], then resolve again.
     NoMemory,
@@ -24,13 +24,13 @@ pub enum Resolution {
 }
 
 impl Host {
-    /// Finds or makes the frame of the page at `hva`. The page is *held* in `cache` from here on: see
-    /// [`FrameCache::release_holds`].
+    /// Finds or makes the frame of the page at `hva`. The page is *held* in `cache` from here on:
+    /// see [`FrameCache::release_holds`].
     ///
-    /// [`Access::Write`] marks the page dirty before it is ready. The caller may map the frame writable
-    /// only then; one that maps a page read-only first and lets it be written later reports that by
-    /// [`Host::mark_dirty`]. What is ready may be on its way out a moment later: install it under the
-    /// protection of the invalidation sequence that was read before this call.
+    /// [`Access::Write`] marks the page dirty before it is ready. The caller may map the frame
+    /// writable only then; one that maps a page read-only first and lets it be written later
+    /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
+    /// install it under the protection of the invalidation sequence that was read before this call.
     ///
     /// `cache` must be one of this host's.
     #[inline]

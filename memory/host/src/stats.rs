@@ -13,6 +13,8 @@ pub(crate) struct Counters {
     pub swapped_out: AtomicU64,
     pub write_clusters: AtomicU64,
     pub write_failures: AtomicU64,
+    /// Frames that reclaim has freed.
+    pub freed: AtomicU64,
     pub zero_dropped: AtomicU64,
     pub clean_dropped: AtomicU64,
     pub scanned: AtomicU64,

@@ -15,11 +15,11 @@ impl Host {
         }
     }
 
-    /// Waits until the page has arrived; `Err` when it is lost. If nobody has begun the read, the caller
-    /// carries it out itself: no thread is woken, which would take longer than the read.
+    /// Waits until the page has arrived; `Err` when it is lost. If nobody has begun the read, the
+    /// caller carries it out itself: no thread is woken, which would take longer than the read.
     ///
-    /// A virtual executor's completions up to this one are delivered early, in order: a seeded scheduler
-    /// calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
+    /// A virtual executor's completions up to this one are delivered early, in order: a seeded
+    /// scheduler calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
     pub fn wait(&self, ticket: &Ticket) -> Result<(), HostError> {
         if ticket.claim() {
             self.io.read_here(&self.core, ticket);
@@ -31,8 +31,8 @@ impl Host {
 impl Core {
     /// The read itself, by whoever claimed the ticket.
     pub fn read(&self, ticket: &Ticket) -> Result<(), SwapError> {
-        // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread alone has
-        // claimed the ticket.
+        // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread
+        // alone has claimed the ticket.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
         self.store.read(ticket.slot(), page)
     }

@@ -3,8 +3,9 @@
 //! ```text
 //! Idle --claim--> Started --complete--> Done
 //! ```
-//! Created idle by the fault that gave the page a frame; every later fault on the page gets the same
-//! one. Whoever claims it carries out the read: an I/O thread that was given it, or the first waiter.
+//! Created idle by the fault that gave the page a frame; every later fault on the page gets the
+//! same one. Whoever claims it carries out the read: an I/O thread that was given it, or the first
+//! waiter.
 
 use crate::error::LostPage;
 use crate::region::Region;
@@ -73,8 +74,8 @@ impl Ticket {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Calls `callback` once the ticket is done: now if it is, else on the thread that completes it,
-    /// which holds no lock. It must be short and must not wait.
+    /// Calls `callback` once the ticket is done: now if it is, else on the thread that completes
+    /// it, which holds no lock. It must be short and must not wait.
     pub fn on_done(&self, callback: impl FnOnce() + Send + 'static) {
         let mut done = self.lock();
         if done.result.is_none() {

@@ -1,9 +1,9 @@
 //! Write-out: a cluster of dirty pages on their way to neighbouring slots.
 //!
-//! The bytes that are written are a private copy, taken while the page was unmapped everywhere: a guest
-//! that takes its page back and writes to it changes the frame, never what reaches the slot. So after
-//! the write the slot holds what the page was when it was last clean, and the page's dirty mark says
-//! whether that still counts.
+//! The bytes that are written are a private copy, taken while the page was unmapped everywhere: a
+//! guest that takes its page back and writes to it changes the frame, never what reaches the slot.
+//! So after the write the slot holds what the page was when it was last clean, and the page's dirty
+//! mark says whether that still counts.
 
 use crate::desc::FrameState;
 use crate::error::{HostError, SwapError, WriteFailed};
@@ -35,8 +35,8 @@ pub(crate) struct WriteBatch {
 }
 
 impl Core {
-    /// Gives the dirty `victims`, whose bytes are `pages`, slots in a row. What does not fit is returned
-    /// to its owners; then the error says so.
+    /// Gives the dirty `victims`, whose bytes are `pages`, slots in a row. What does not fit is
+    /// returned to its owners; then the error says so.
     pub fn prepare_write(
         &self,
         mut victims: Vec<Victim>,
@@ -78,8 +78,8 @@ impl Core {
         run
     }
 
-    /// Takes the slots of some resident pages, which have to be written again when they leave; how many
-    /// it got. The device needs the room for pages that have nowhere else to be.
+    /// Takes the slots of some resident pages, which have to be written again when they leave; how
+    /// many it got. The device needs the room for pages that have nowhere else to be.
     fn shed_slots(&self) -> usize {
         let mut shed = 0;
         for index in 0..self.frames.len() {

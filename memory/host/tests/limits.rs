@@ -4,34 +4,42 @@ mod common;
 
 use common::{Use, Vm, virtual_host};
 use lacuna_addr::{Access, PageCount};
-use lacuna_host::{FaultyStore, Host, MAX_HOLDS};
+use lacuna_host::{FaultyStore, Host, MAX_HOLDS, Resolution};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn store() -> Box<FaultyStore> {
     Box::new(FaultyStore::new(PageCount::new(10_000)))
 }
 
-/// An instruction that touches as many pages as can be held keeps them all, while everything else is
-/// being taken.
+/// An instruction that touches as many pages as can be held keeps them all, while another vCPU of the
+/// same VM takes whatever can be taken.
 #[test]
 fn the_largest_instruction_completes_at_the_minimum_budget() {
-    let budget = Host::minimum_budget(2).get();
-    let (host, clock) = virtual_host(budget, store());
-    let (mut one, mut two) = (Vm::new(&host, &clock, 1000), Vm::new(&host, &clock, 1000));
-    for vm in [&mut one, &mut two] {
-        (0..1000).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
-    }
-    // Both instructions at once, page by page; then again, as they are retried.
-    let mut both = || {
-        let mut frames = Vec::new();
-        for page in 0..MAX_HOLDS as u64 {
-            for vm in [&mut one, &mut two] {
-                frames.push(vm.fault(page * 13, Access::Write).unwrap());
-            }
-        }
-        frames
+    let (host, clock) = virtual_host(Host::minimum_budget(2).get(), store());
+    let mut vm = Vm::new(&host, &clock, 1000);
+    let mut other = host.frame_cache().unwrap();
+    (0..1000).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
+    let instruction = |vm: &mut Vm| -> Vec<_> {
+        let pages = (0..MAX_HOLDS as u64).map(|i| i * 13);
+        pages
+            .map(|page| vm.fault(page, Access::Read).unwrap())
+            .collect()
     };
-    assert_eq!(both(), both());
+    let frames = instruction(&mut vm);
+    std::mem::swap(&mut vm.cache, &mut other);
+    for page in (0..1000).filter(|page| page % 13 != 0) {
+        vm.touch(page, Use::Write(page + 2)).unwrap();
+    }
+    std::mem::swap(&mut vm.cache, &mut other);
+    assert_eq!(
+        instruction(&mut vm),
+        frames,
+        "retried, it finds every page where it was"
+    );
     host.verify();
+    vm.cache.release_holds();
+    vm.check_all();
 }
 
 #[test]
@@ -50,7 +58,8 @@ fn a_busy_vm_does_not_starve_a_quiet_one() {
     host.verify();
 }
 
-/// A page only read is dropped without a write, and what was swapped in and not written keeps its slot.
+/// A page only read is dropped without a write, and what was swapped in and not written keeps its
+/// slot.
 #[test]
 fn clean_and_zero_pages_are_never_written() {
     let (host, clock) = virtual_host(256, store());
@@ -85,6 +94,39 @@ fn background_reclaim_keeps_frames_free() {
     assert_eq!(host.stats().direct_reclaims, 0);
     vm.check_all();
     host.verify();
+}
+
+/// Whoever does not wait is told: once, when the page has come, or at once if it has come already.
+#[test]
+fn a_ticket_calls_back() {
+    let (host, clock) = virtual_host(256, store());
+    let mut vm = Vm::new(&host, &clock, 1000);
+    (0..1000).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
+    while vm.step_time() {}
+    let hva = vm.hva(0);
+    let mut pending = || match host.resolve(hva, Access::Read, &mut vm.cache) {
+        Resolution::Pending(ticket) => ticket,
+        other => panic!("{other:?}"),
+    };
+    let (ticket, same) = (pending(), pending());
+    assert!(ticket.is_same(&same) && !ticket.is_started());
+    assert_eq!(ticket.page(), hva);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let call = |calls: &Arc<AtomicUsize>| {
+        let calls = calls.clone();
+        move || _ = calls.fetch_add(1, Ordering::Relaxed)
+    };
+    ticket.on_done(call(&calls));
+    host.start(&ticket);
+    host.start(&same);
+    assert_eq!(calls.load(Ordering::Relaxed), 0);
+    while vm.step_time() {}
+    assert_eq!((calls.load(Ordering::Relaxed), same.is_done()), (1, true));
+    same.on_done(call(&calls));
+    assert_eq!(calls.load(Ordering::Relaxed), 2);
+    host.wait(&same).unwrap();
+    vm.touch(0, Use::Read).unwrap();
+    assert_eq!(host.stats().faults_shared_ticket, 1);
 }
 
 #[test]

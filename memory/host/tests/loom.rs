@@ -1,5 +1,5 @@
-//! The races of one page, every interleaving: the real page word and frame descriptor, one or two frames,
-//! and around them only what the manager does in the same order.
+//! The races of one page, every interleaving: the real page word and frame descriptor, one or two
+//! frames, and around them only what the manager does in the same order.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom --release`
 #![cfg(loom)]
@@ -96,8 +96,8 @@ impl World {
         assert_eq!(self.freed.load(Ordering::Relaxed), 0);
     }
 
-    /// `Core::evict` and `Core::sort_out`, then the write-out of a dirty page, which fails if `works` says
-    /// so.
+    /// `Core::evict` and `Core::sort_out`, then the write-out of a dirty page, which fails if
+    /// `works` says so.
     fn reclaim(&self, works: Device) {
         let desc = &self.descs[0];
         let Some(page) = desc.isolate() else { return };

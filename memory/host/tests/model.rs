@@ -198,10 +198,8 @@ impl World {
 
     /// A device that ended early stays small: swap-in may find no room. What can be read is right.
     fn check_in_place(&mut self) {
-        for vm in 0..self.vms.len() {
-            for page in 0..PAGES[vm] {
-                self.touch(vm, page, Use::Read);
-            }
+        for (vm, pages) in PAGES.into_iter().enumerate() {
+            (0..pages).for_each(|page| self.touch(vm, page, Use::Read));
         }
     }
 }
@@ -212,8 +210,16 @@ fn run(world: World, ops: &[Op]) {
     world.finish();
 }
 
+fn config() -> ProptestConfig {
+    ProptestConfig {
+        cases: 64,
+        failure_persistence: None,
+        ..Default::default()
+    }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn pages_keep_their_contents(ops in prop::collection::vec(op(), 1..120)) {

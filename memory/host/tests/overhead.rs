@@ -26,8 +26,8 @@ fn a_guest_of_four_budgets_costs_little_more_than_one() {
         budget >> 12,
         Box::new(FaultyStore::new(PageCount::new(1 << 20))),
     );
-    let mut vm = Vm::new(&host, &clock, 4 * budget >> 12);
-    for page in 0..4 * budget >> 12 {
+    let mut vm = Vm::new(&host, &clock, (4 * budget) >> 12);
+    for page in 0..(4 * budget) >> 12 {
         if vm.fault(page, lacuna_addr::Access::Write).is_ok() {
             vm.cache.release_holds();
         }

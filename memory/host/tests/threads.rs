@@ -1,8 +1,8 @@
 //! Real threads, a real file: vCPUs, background reclaim and readers at once.
 //!
-//! Each vCPU owns every n-th page of a shared region and keeps what it wrote in a model of its own. The
-//! stage 2 is a map behind a lock, so that an access and an invalidation exclude each other: what is
-//! tested is the manager, not a shoot-down protocol.
+//! Each vCPU owns every n-th page of a shared region and keeps what it wrote in a model of its own.
+//! The stage 2 is a map behind a lock, so that an access and an invalidation exclude each other:
+//! what is tested is the manager, not a shoot-down protocol.
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{

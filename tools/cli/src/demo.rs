@@ -10,9 +10,9 @@ const COMMAND: [&str; 10] = [
     "run",
     "verify",
     "--memory",
-    "1G",
-    "--resident",
     "256M",
+    "--resident",
+    "64M",
     "--vcpus",
     "2",
     "--append",
@@ -22,7 +22,7 @@ const COMMAND: [&str; 10] = [
 /// Runs it.
 pub fn demo() -> Exit {
     eprintln!(
-        "A guest with its own kernel, processes and page tables believes it has 1 GiB. It gets 256 MiB;\n\
+        "A guest with its own kernel, processes and page tables believes it has 256 MiB. It gets 64;\n\
          the rest is swapped to a file, without /dev/kvm. It writes a keyed pattern to its memory, and\n\
          checks every word of it, again and again. The same by hand:\n\n    lacuna {}\n",
         COMMAND.join(" ")

@@ -29,6 +29,9 @@ pub enum LabError {
     /// The host's memory manager refused.
     #[error(transparent)]
     Host(#[from] lacuna_soft::HostError),
+    /// A slot could not be had.
+    #[error(transparent)]
+    Slot(#[from] lacuna_soft::SlotError),
     /// A program beside us failed.
     #[error(transparent)]
     External(#[from] crate::external::ExternalError),

@@ -157,6 +157,10 @@ impl Machine {
         self.cpu.run(&mut self.memory, self.slots.vcpu(0), fuel)
     }
 
+    pub fn run_exclusive(&mut self) -> Exit {
+        self.cpu.run_exclusive(&mut self.memory, self.slots.vcpu(0))
+    }
+
     /// Goes on over waits until another exit.
     pub fn run_through(&mut self, fuel: u64) -> Exit {
         loop {

@@ -2,11 +2,11 @@
 //!
 //! | | reads | writes | completions |
 //! |---|---|---|---|
-//! | [`Io::Threads`] | a few threads, or the waiter itself | the reclaimer's thread | at once, or by a timer thread at the device's deadline |
-//! | [`Io::Virtual`] | at submission | at submission | by [`crate::Host::poll`], at a virtual time drawn from a seed |
+//! | [`Io::Threads`] | readers, or the waiter | the reclaimer | at once, or by a timer thread |
+//! | [`Io::Virtual`] | at submission | at submission | by [`crate::Host::poll`], time from a seed |
 //!
-//! A write never wakes a thread: whoever reclaims has nothing better to do, and waking an idle core takes
-//! longer than the write.
+//! A write never wakes a thread: whoever reclaims has nothing better to do, and waking an idle core
+//! takes longer than the write.
 
 mod threads;
 mod virt;
@@ -116,8 +116,8 @@ impl Executor {
         }
     }
 
-    /// Whether a caller may wait for completions here: a seeded run may not, because time moves only
-    /// when its scheduler says so.
+    /// Whether a caller may wait for completions here: a seeded run may not, because time moves
+    /// only when its scheduler says so.
     pub fn may_wait(&self) -> bool {
         matches!(self, Self::Threads(_))
     }

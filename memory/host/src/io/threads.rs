@@ -208,7 +208,8 @@ pub(super) fn sleep_until(core: &Core, due: Nanos) {
     }
 }
 
-/// Timer slack of 1 ns for this thread: the kernel's default of 50 us would be added to every latency.
+/// Timer slack of 1 ns for this thread: the kernel's default of 50 us would be added to every
+/// latency.
 fn fine_sleeps() {
     // Refused only by kernels without the call; the latencies are a little longer then.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));

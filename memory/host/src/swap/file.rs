@@ -10,10 +10,10 @@ use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// A file in a directory, unlinked from its first moment: after a crash nothing is left of it. It grows
-/// as slots are used. Opened with O_DIRECT where the file system allows it; elsewhere every operation is
-/// followed by `posix_fadvise(DONTNEED)`, so that the host's page cache does not become a second,
-/// uncounted budget.
+/// A file in a directory, unlinked from its first moment: after a crash nothing is left of it. It
+/// grows as slots are used. Opened with O_DIRECT where the file system allows it; elsewhere every
+/// operation is followed by `posix_fadvise(DONTNEED)`, so that the host's page cache does not
+/// become a second, uncounted budget.
 pub struct FileStore {
     file: OwnedFd,
     dir: PathBuf,

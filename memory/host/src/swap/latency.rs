@@ -7,8 +7,8 @@ use crate::pool::Page;
 use lacuna_addr::PageCount;
 
 /// Adds a latency to every operation of another device: an absolute deadline from submission, any
-/// number of operations in parallel. It only states the time; the executor keeps it, without a thread
-/// waiting for each.
+/// number of operations in parallel. It only states the time; the executor keeps it, without a
+/// thread waiting for each.
 pub struct Latency<S> {
     inner: S,
     ns: u64,

@@ -1,13 +1,13 @@
 //! Swap compressed in memory: frames of the same budget, several pages in each.
 //!
 //! ```text
-//! frame of class 1024: | page a | page b | (free) | page c |      a slab: one class, a bitmap of its places
+//! frame of class 1024: | page a | page b | (free) | page c |   a slab: one class, a bitmap
 //! frame of class 4096: | a page that lz4 does not halve, as it is |
 //! ```
-//! Everything stored is charged to the budget, because the frames come out of it; only 8 bytes a slot
-//! and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only this
-//! device may take, so that one more page can be compressed when no other frame is free. The device
-//! never takes the last part of the budget: pages must have somewhere to be used.
+//! Everything stored is charged to the budget, because the frames come out of it; only 8 bytes a
+//! slot and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only
+//! this device may take, so that one more page can be compressed when no other frame is free. The
+//! device never takes the last part of the budget: pages must have somewhere to be used.
 
 use super::{Slot, SwapStore};
 use crate::error::{SwapError, WriteFailed};
@@ -20,8 +20,8 @@ use lz4_flex::block::{
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Place sizes in bytes: multiples of 8, whose rounding wastes little in a frame. What does not fit the
-/// last but one is stored as it is.
+/// Place sizes in bytes: multiples of 8, whose rounding wastes little in a frame. What does not fit
+/// the last but one is stored as it is.
 const CLASSES: [u16; 13] = [
     64,
     128,

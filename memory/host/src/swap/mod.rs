@@ -1,7 +1,7 @@
 //! Swap devices: where pages go when the budget is needed for others.
 //!
-//! A device is synchronous and knows slots and bytes only. Which thread runs it, when its completion is
-//! delivered, and which slots are in use is decided above it (`io`, `slots`).
+//! A device is synchronous and knows slots and bytes only. Which thread runs it, when its
+//! completion is delivered, and which slots are in use is decided above it (`io`, `slots`).
 
 mod faulty;
 mod file;

@@ -41,8 +41,8 @@ impl SlotMap {
         self.used
     }
 
-    /// Takes up to `want` slots in a row: as many as the best place near the last one offers, halving
-    /// the wish until one fits. `None` when every slot is taken.
+    /// Takes up to `want` slots in a row: as many as the best place near the last one offers,
+    /// halving the wish until one fits. `None` when every slot is taken.
     pub fn take(&mut self, want: u32) -> Option<Run> {
         let mut count = want;
         while count > 0 {

@@ -1,5 +1,5 @@
-//! A VM's memory as the manager sees it: a stage 2 of one level with accessed and dirty bits, and one
-//! vCPU that faults on it.
+//! A VM's memory as the manager sees it: a stage 2 of one level with accessed and dirty bits, and
+//! one vCPU that faults on it.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};

@@ -1,4 +1,5 @@
-//! A guest of a dozen instructions: every vCPU writes one byte to each page of its share, then ends.
+//! A guest of a dozen instructions: every vCPU writes one byte to each page of its share, then
+//! leaves through a port; entered again, it does so again.
 //!
 //! The resident fault path alone: no kernel, no timer, no page table of its own (the boot tables map with
 //! 2 MiB leaves, so the stage-1 walk is short). What is timed is the vCPU's thread inside
@@ -9,7 +10,9 @@ use crate::base::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
-use lacuna_soft::{Host, Launch, Swap, Vcpu, Vm, VmConfig};
+use lacuna_soft::{
+    Host, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmConfig,
+};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -30,46 +33,71 @@ pub struct Touch {
     pub wall_ns: u64,
 }
 
-/// A place to touch pages in: frames for `vcpus` shares of `pages`.
+/// A VM whose vCPUs can touch their shares of fresh pages again and again.
+///
+/// The pages are a memory slot of their own, with a region of their own behind it: both are new for each
+/// touch, so every page faults, and the frames that come back are the ones that went last.
 pub struct Playground {
     host: Arc<Host>,
-    clock: Arc<dyn Clock>,
+    vm: Arc<Vm>,
+    vcpus: Vec<Vcpu>,
     pages: u64,
-    vcpus: usize,
 }
 
+/// The slot of the touched pages.
+const SLOT: SlotId = SlotId(100);
+
 impl Playground {
-    /// Gets the frames, touched once so that the machine under us has backed them.
+    /// A VM of `vcpus`, with frames for their shares of `pages`. The frames have been touched, so that
+    /// the machine under us has backed them.
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        // Room for the magazines and for everything a VM has beside its share.
-        let frames = vcpus as u64 * pages + AREA / PAGE_SIZE as u64 + 4096;
+        let boot = AREA / PAGE_SIZE as u64;
+        // Room for the magazines and for what a VM has beside its share.
+        let frames = PageCount::new(vcpus as u64 * pages + boot + 4096);
         let launch = Launch {
-            memory: PageCount::new(frames),
-            resident: PageCount::new(frames),
+            memory: frames,
+            resident: frames,
             vcpus,
             swap: Swap::Memory,
             latency: std::time::Duration::ZERO,
             seed: None,
             command_line: String::new(),
         };
-        Ok(Self { host: launch.host(Arc::clone(&clock))?, clock, pages, vcpus })
-    }
-
-    /// A fresh VM in which every vCPU touches its share once. `before` runs before the clock starts.
-    pub fn touch(&self, before: impl FnOnce()) -> Result<Touch, LabError> {
-        let memory = AREA / PAGE_SIZE as u64 + self.vcpus as u64 * self.pages;
-        let config = VmConfig { memory: PageCount::new(memory), vcpus: self.vcpus };
-        let vm = Vm::new(Arc::clone(&self.host), Arc::clone(&self.clock), config)?;
-        let code = program(self.pages * PAGE_SIZE as u64);
+        let host = launch.host(Arc::clone(&clock))?;
+        let config = VmConfig { memory: PageCount::new(boot), vcpus };
+        let vm = Vm::new(Arc::clone(&host), clock, config)?;
+        let code = program(pages * PAGE_SIZE as u64);
         let at = Gpa::new(CODE).expect("a small address");
         let segment = Segment { gpa: at, bytes: &code, size: code.len() as u64 };
         let vcpus = vm.boot(&Image { segments: vec![segment], entry: at }, "")?;
+        Ok(Self { host, vm, vcpus, pages })
+    }
+
+    /// Every vCPU touches its share once. `before` runs before the clock starts.
+    pub fn touch(&mut self, before: impl FnOnce()) -> Result<Touch, LabError> {
+        let pages = self.pages * self.vcpus.len() as u64;
+        let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
+        let region = self.host.add_region(PageCount::new(pages), notifier)?;
+        self.vm.add_slot(SlotSpec {
+            id: SLOT,
+            guest: AREA,
+            host: region.start(),
+            bytes: pages * PAGE_SIZE as u64,
+            flags: SlotFlags::empty(),
+        })?;
         before();
-        let barrier = Barrier::new(self.vcpus);
+        let touched = self.run();
+        self.vm.delete_slot(SLOT)?;
+        self.host.remove_region(region)?;
+        touched
+    }
+
+    fn run(&mut self) -> Result<Touch, LabError> {
+        let barrier = Barrier::new(self.vcpus.len());
         let results: Vec<_> = thread::scope(|scope| {
             let start = |vcpu| scope.spawn(|| share(vcpu, &barrier));
-            let threads: Vec<_> = vcpus.into_iter().map(start).collect();
+            let threads: Vec<_> = self.vcpus.iter_mut().map(start).collect();
             let join = |t: thread::ScopedJoinHandle<'_, _>| {
                 t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
@@ -91,7 +119,7 @@ struct Share {
     cpu_ns: u64,
 }
 
-fn share(mut vcpu: Vcpu, barrier: &Barrier) -> Result<Share, LabError> {
+fn share(vcpu: &mut Vcpu, barrier: &Barrier) -> Result<Share, LabError> {
     barrier.wait();
     let (start, cpu) = (Instant::now(), thread_cpu_ns());
     let exit = vcpu.run();
@@ -107,7 +135,7 @@ fn program(bytes: u64) -> Vec<u8> {
     let bytes = u32::try_from(bytes).expect("a share below 2 GiB").to_le_bytes();
     let area = u32::try_from(AREA).expect("a small address").to_le_bytes();
     [
-        &[0xb8, 1, 0, 0, 0][..],            // mov eax, 1
+        &[0xb8, 1, 0, 0, 0][..],            // again: mov eax, 1
         &[0x0f, 0xa2],                      // cpuid
         &[0xc1, 0xeb, 24],                  // shr ebx, 24       the APIC id
         &[0x48, 0x69, 0xfb], &bytes,        // imul rdi, rbx, bytes
@@ -118,7 +146,7 @@ fn program(bytes: u64) -> Vec<u8> {
         &[0x48, 0x39, 0xf7],                // cmp rdi, rsi
         &[0x72, 0xf1],                      // jb touch
         &[0xe6, 0xf4],                      // out 0xf4, al
-        &[0xf4],                            // hlt
+        &[0xeb, 0xce],                      // jmp again
     ]
     .concat()
 }
