@@ -33,7 +33,12 @@ pub(crate) struct SoftBus {
 impl SoftBus {
     pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, HostError> {
         let faulter = vm.mmu.faulter()?;
-        Ok(Self { vm, index, faulter, blocked: None })
+        Ok(Self {
+            vm,
+            index,
+            faulter,
+            blocked: None,
+        })
     }
 
     pub(crate) fn faulter(&mut self) -> &mut Faulter {
@@ -41,16 +46,19 @@ impl SoftBus {
     }
 
     #[inline]
-    #[allow(unsafe_code, reason = "the one place where a frame becomes a page of a processor")]
+    #[allow(
+        unsafe_code,
+        reason = "the one place where a frame becomes a page of a processor"
+    )]
     fn host_page(&self, gfn: Gfn, pfn: Pfn, writable: bool) -> HostPage {
         let base = self.vm.host.frame(pfn).as_non_null();
         let watched = self.vm.code.is_watched(gfn);
-        // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as long
-        // as the host lives, which the VM holds. That it stays *this page's* frame until the next
-        // quiescent point: the leaf that named it was read, or installed, while this vCPU was online;
-        // whoever unmaps it requests an epoch afterwards and waits for this vCPU before the frame is
-        // reused (`Mmu::invalidate`, `Mmu::zap`). Everyone who touches frames of mapped pages uses
-        // atomics (`lacuna_host`'s contract for `frame`).
+        // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as
+        // long as the host lives, which the VM holds. That it stays *this page's* frame until the
+        // next quiescent point: the leaf that named it was read, or installed, while this vCPU was
+        // online; whoever unmaps it requests an epoch afterwards and waits for this vCPU before the
+        // frame is reused (`Mmu::invalidate`, `Mmu::zap`). Everyone who touches frames of mapped
+        // pages uses atomics (`lacuna_host`'s contract for `frame`).
         unsafe { HostPage::new(base, writable, watched) }
     }
 
@@ -70,9 +78,9 @@ impl SoftBus {
     }
 }
 
-// SAFETY: see `host_page`. Frames are handed out only while the vCPU is online (`Vcpu::step` brings it
-// online around every entry of the processor), and the processor's TLB is flushed before it comes online
-// again after any epoch.
+// SAFETY: see `host_page`. Frames are handed out only while the vCPU is online (`Vcpu::step` brings
+// it online around every entry of the processor), and the processor's TLB is flushed before it
+// comes online again after any epoch.
 #[allow(unsafe_code, reason = "the vCPU's guest-memory fast path")]
 unsafe impl Bus for SoftBus {
     #[inline]
@@ -92,8 +100,8 @@ unsafe impl Bus for SoftBus {
         if !vm.code.watch(gfn) {
             return Ok(());
         }
-        // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that watch
-        // pages at the same time must not wait for each other.
+        // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
+        // watch pages at the same time must not wait for each other.
         let quiescence = vm.quiescence();
         let epoch = quiescence.request();
         quiescence.offline(self.index);

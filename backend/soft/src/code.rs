@@ -3,11 +3,11 @@
 //! ```text
 //! decode:  watch(gfn): set the bit; if it was clear, shoot down every TLB, so that no vCPU keeps a
 //!          writable entry for the page; only then read the bytes
-//! write:   the page is watched, so the store takes the slow path and calls written(gfn): the page goes
-//!          into every other vCPU's inbox, which it empties at its next quiescent point
+//! write:   the page is watched, so the store takes the slow path and calls written(gfn): the page
+//!          goes into every other vCPU's inbox, which it empties at its next quiescent point
 //! ```
-//! A bit is never cleared: a page that once held code stays on the slow path for writers. Guests keep
-//! code and data apart; one that does not pays some 100 ns a store.
+//! A bit is never cleared: a page that once held code stays on the slow path for writers. Guests
+//! keep code and data apart; one that does not pays some 100 ns a store.
 
 use lacuna_addr::Gfn;
 use lacuna_sync::{Quiescence, VcpuSlot};
@@ -51,12 +51,15 @@ impl CodeMap {
     /// Whether `gfn` holds decoded code.
     #[inline]
     pub(crate) fn is_watched(&self, gfn: Gfn) -> bool {
-        self.word(gfn).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
+        self.word(gfn)
+            .is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
     }
 
     /// Marks `gfn`; `true` when it is new, and TLBs must be shot down before the code is read.
     pub(crate) fn watch(&self, gfn: Gfn) -> bool {
-        let Some((word, bit)) = self.word(gfn) else { return false };
+        let Some((word, bit)) = self.word(gfn) else {
+            return false;
+        };
         word.fetch_or(bit, Ordering::SeqCst) & bit == 0
     }
 
@@ -94,7 +97,9 @@ impl CodeMap {
 
     /// Empties vCPU `index`'s inbox.
     pub(crate) fn take(&self, index: usize) -> Stale {
-        let mut inbox = self.inboxes[index].lock().expect("no panic under this lock");
+        let mut inbox = self.inboxes[index]
+            .lock()
+            .expect("no panic under this lock");
         std::mem::replace(&mut *inbox, Stale::Pages(Vec::new()))
     }
 }

@@ -1,8 +1,9 @@
 //! Stopping the world for a locked access that crosses a cache line.
 //!
-//! Host atomics are at most 8 bytes, aligned; a split lock has to exclude every other access instead. The
-//! vCPU that needs it raises a flag, kicks the others, and goes on once it is alone; a vCPU that wants to
-//! come online meanwhile steps back. Rare by nature: compilers do not emit split locks.
+//! Host atomics are at most 8 bytes, aligned; a split lock has to exclude every other access
+//! instead. The vCPU that needs it raises a flag, kicks the others, and goes on once it is alone; a
+//! vCPU that wants to come online meanwhile steps back. Rare by nature: compilers do not emit split
+//! locks.
 
 use lacuna_sync::{Quiescence, VcpuSlot};
 use std::sync::Mutex;

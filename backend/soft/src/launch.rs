@@ -78,7 +78,10 @@ impl Launch {
     pub fn host(&self, clock: Arc<dyn Clock>) -> Result<Arc<Host>, HostError> {
         let io = match self.seed {
             None => Io::Threads { readers: 4 },
-            Some(seed) => Io::Virtual { seed, latency_ns: VIRTUAL_IO_NS..2 * VIRTUAL_IO_NS },
+            Some(seed) => Io::Virtual {
+                seed,
+                latency_ns: VIRTUAL_IO_NS..2 * VIRTUAL_IO_NS,
+            },
         };
         // Twice the memory: runs of free places for clusters stay easy to find.
         let capacity = PageCount::new(2 * self.memory.get());
@@ -86,7 +89,12 @@ impl Launch {
             Swap::File(dir) => self.delayed(FileStore::create(dir, capacity)?),
             Swap::Memory => self.delayed(MemoryStore::new()),
         };
-        Host::new(HostConfig { budget: self.resident, swap, io, clock })
+        Host::new(HostConfig {
+            budget: self.resident,
+            swap,
+            io,
+            clock,
+        })
     }
 
     fn delayed<S: SwapStore + 'static>(&self, store: S) -> Box<dyn SwapStore> {
@@ -98,7 +106,9 @@ impl Launch {
 
     /// The guest kernel's whole command line.
     pub fn full_command_line(&self) -> String {
-        format!("smp={} ap=direct {}", self.vcpus, self.command_line).trim_end().to_owned()
+        format!("smp={} ap=direct {}", self.vcpus, self.command_line)
+            .trim_end()
+            .to_owned()
     }
 
     /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
@@ -118,7 +128,10 @@ impl Launch {
     }
 
     fn config(&self) -> VmConfig {
-        VmConfig { memory: self.memory, vcpus: self.vcpus }
+        VmConfig {
+            memory: self.memory,
+            vcpus: self.vcpus,
+        }
     }
 
     fn run_threads(
@@ -140,7 +153,11 @@ impl Launch {
                 watcher.unpark();
             });
             while !runner.is_finished() && board.ending().is_none() {
-                watch(&Observed { vm: &vm, board: &board, now: clock.now() });
+                watch(&Observed {
+                    vm: &vm,
+                    board: &board,
+                    now: clock.now(),
+                });
                 thread::park_timeout(WATCH);
             }
         });
@@ -157,12 +174,30 @@ impl Launch {
     ) -> Result<Outcome, SoftError> {
         let clock = Arc::new(VirtualClock::default());
         let host = self.host(Arc::clone(&clock) as Arc<dyn Clock>)?;
-        let vm = Vm::new(Arc::clone(&host), Arc::clone(&clock) as Arc<dyn Clock>, self.config())?;
+        let vm = Vm::new(
+            Arc::clone(&host),
+            Arc::clone(&clock) as Arc<dyn Clock>,
+            self.config(),
+        )?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
         let board = Arc::new(Board::new(console));
-        let mut world = World::new(WorldConfig { seed, clock: Arc::clone(&clock), host });
-        world.add(Guest { vm: Arc::clone(&vm), vcpus, board: Arc::clone(&board) });
-        let trace = world.run(|| watch(&Observed { vm: &vm, board: &board, now: clock.now() }));
+        let mut world = World::new(WorldConfig {
+            seed,
+            clock: Arc::clone(&clock),
+            host,
+        });
+        world.add(Guest {
+            vm: Arc::clone(&vm),
+            vcpus,
+            board: Arc::clone(&board),
+        });
+        let trace = world.run(|| {
+            watch(&Observed {
+                vm: &vm,
+                board: &board,
+                now: clock.now(),
+            })
+        });
         Ok(Outcome::of(&vm, &board, clock.now(), Some(trace)))
     }
 }

@@ -1,8 +1,8 @@
-//! Memory slots of a running VM: what `lacuna_mmu` does, and every vCPU forgets the code it has decoded,
-//! because another page may be behind the same guest address now.
+//! Memory slots of a running VM: what `lacuna_mmu` does, and every vCPU forgets the code it has
+//! decoded, because another page may be behind the same guest address now.
 //!
-//! Backing that is in two slots at once is allowed, for data: code that is written through one alias and
-//! executed through the other is not seen to change.
+//! Backing that is in two slots at once is allowed, for data: code that is written through one
+//! alias and executed through the other is not seen to change.
 
 use crate::Vm;
 use lacuna_addr::Gpa;

@@ -1,7 +1,8 @@
 //! The soft backend: a hypervisor in user space, without `/dev/kvm`.
 //!
-//! It joins what does not know each other: software processors (`lacuna-x86`) on a [`Bus`](lacuna_cpu::Bus)
-//! that is stage 2 and the fault path (`lacuna-mmu`), behind the vCPU trait of `lacuna-machine`.
+//! It joins what does not know each other: software processors (`lacuna-x86`) on a
+//! [`Bus`](lacuna_cpu::Bus) that is stage 2 and the fault path (`lacuna-mmu`), behind the vCPU
+//! trait of `lacuna-machine`.
 //!
 //! | file | job |
 //! |---|---|
@@ -16,8 +17,9 @@
 //! | `memory` | guest memory for loaders and viewers |
 //!
 //! # Unsafe
-//! One `unsafe impl` (in `bus`): the promise that a page handed to a processor stays valid until the vCPU's
-//! next quiescent point. It rests on the shoot-down protocol of `lacuna_sync::Quiescence`.
+//! One `unsafe impl` (in `bus`): the promise that a page handed to a processor stays valid until
+//! the vCPU's next quiescent point. It rests on the shoot-down protocol of
+//! `lacuna_sync::Quiescence`.
 #![deny(unsafe_code)]
 
 mod bus;

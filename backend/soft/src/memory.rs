@@ -11,7 +11,9 @@ impl Vm {
         let mut pieces = Vec::new();
         let mut done = 0;
         while done < len {
-            let at = gpa.checked_add(done as u64).ok_or(MemoryError::NoSlot(gpa))?;
+            let at = gpa
+                .checked_add(done as u64)
+                .ok_or(MemoryError::NoSlot(gpa))?;
             let part = (PAGE_SIZE - at.offset()).min(len - done);
             let slot = slots.find(at.gfn()).ok_or(MemoryError::NoSlot(at))?;
             let hva = Hva::new(slot.hva(at.gfn()).get() + at.offset() as u64);
@@ -26,7 +28,10 @@ impl GuestMemory for Vm {
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
         for (hva, at, done, part) in self.pieces(gpa, bytes.len())? {
             let copied = self.host.copy_in(hva, &bytes[done..done + part]);
-            copied.map_err(|e| MemoryError::Backing { gpa: at, cause: e.to_string() })?;
+            copied.map_err(|e| MemoryError::Backing {
+                gpa: at,
+                cause: e.to_string(),
+            })?;
             if self.code.is_watched(at.gfn()) {
                 self.code.written_by_host(at.gfn(), self.quiescence());
             }
@@ -37,13 +42,18 @@ impl GuestMemory for Vm {
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
         for (hva, at, done, part) in self.pieces(gpa, into.len())? {
             let copied = self.host.copy_out(hva, &mut into[done..done + part]);
-            copied.map_err(|e| MemoryError::Backing { gpa: at, cause: e.to_string() })?;
+            copied.map_err(|e| MemoryError::Backing {
+                gpa: at,
+                cause: e.to_string(),
+            })?;
         }
         Ok(())
     }
 
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {
-        let Ok(pieces) = self.pieces(gpa, into.len()) else { return false };
+        let Ok(pieces) = self.pieces(gpa, into.len()) else {
+            return false;
+        };
         let mut peek = |(hva, _, done, part)| {
             let part: &mut [u8] = &mut into[done..done + part];
             self.host.peek(hva, part).is_some()

@@ -31,7 +31,11 @@ impl Parker {
                 break;
             }
             let timeout = Duration::from_nanos(left);
-            woken = self.condvar.wait_timeout(woken, timeout).expect("no panic under this lock").0;
+            woken = self
+                .condvar
+                .wait_timeout(woken, timeout)
+                .expect("no panic under this lock")
+                .0;
         }
         *woken = false;
     }

@@ -1,16 +1,17 @@
 //! All vCPUs of one or more VMs on one thread, under a virtual clock and a seed: bit-exact.
 //!
 //! ```text
-//! loop: wake who can run -> draw one of them and a number of instructions -> step it -> time goes on by
-//!       1 ns an instruction -> deliver I/O that is due -> now and then one step of background reclaim
+//! loop: wake who can run -> draw one of them and a number of instructions -> step it
+//!       -> time goes on by 1 ns an instruction -> deliver I/O that is due
+//!       -> now and then one step of background reclaim
 //!       nobody can run: jump to the next completion or timer; there is none: the guest hangs
 //! ```
-//! The same code runs in thread mode; only time, I/O and the choice of who runs next come from here. The
-//! [`Trace`] hashes every choice and every vCPU's state after each slice, so that two runs with the same
-//! seed either have the same hash or a bug.
+//! The same code runs in thread mode; only time, I/O and the choice of who runs next come from
+//! here. The [`Trace`] hashes every choice and every vCPU's state after each slice, so that two
+//! runs with the same seed either have the same hash or a bug.
 
-use crate::vcpu::{Step, Vcpu, Wait};
 use crate::Vm;
+use crate::vcpu::{Step, Vcpu, Wait};
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
 use lacuna_machine::{Board, Ending, Next, VcpuError, dispatch};
@@ -82,15 +83,30 @@ impl World {
     /// A world with nobody in it.
     pub fn new(config: WorldConfig) -> Self {
         let WorldConfig { seed, clock, host } = config;
-        let trace = Trace { hash: 0xcbf2_9ce4_8422_2325, slices: 0, end: Nanos(0) };
+        let trace = Trace {
+            hash: 0xcbf2_9ce4_8422_2325,
+            slices: 0,
+            end: Nanos(0),
+        };
         let rng = Rng::with_seed(seed);
-        Self { rng, clock, host, guests: Vec::new(), runners: Vec::new(), trace }
+        Self {
+            rng,
+            clock,
+            host,
+            guests: Vec::new(),
+            runners: Vec::new(),
+            trace,
+        }
     }
 
     /// Adds a VM.
     pub fn add(&mut self, guest: Guest) {
         let index = self.guests.len();
-        let runner = |vcpu| Runner { guest: index, vcpu, state: State::Ready };
+        let runner = |vcpu| Runner {
+            guest: index,
+            vcpu,
+            state: State::Ready,
+        };
         self.runners.extend(guest.vcpus.into_iter().map(runner));
         self.guests.push((guest.vm, guest.board));
     }
@@ -123,7 +139,10 @@ impl World {
 
     /// The vCPUs' final counters, by guest in the order added.
     pub fn vcpus(&self, guest: usize) -> impl Iterator<Item = &Vcpu> {
-        self.runners.iter().filter(move |r| r.guest == guest).map(|r| &r.vcpu)
+        self.runners
+            .iter()
+            .filter(move |r| r.guest == guest)
+            .map(|r| &r.vcpu)
     }
 
     fn retire(&mut self) {
@@ -142,9 +161,7 @@ impl World {
             let awake = match &runner.state {
                 State::Ready => true,
                 State::Memory(until) => *until <= now,
-                State::Halted(until) => {
-                    runner.vcpu.is_poked() || until.is_some_and(|at| at <= now)
-                }
+                State::Halted(until) => runner.vcpu.is_poked() || until.is_some_and(|at| at <= now),
                 State::Page(ticket) => ticket.is_done(),
                 State::Over => false,
             };
@@ -168,7 +185,8 @@ impl World {
         }
         runner.state = State::Ready;
         let step = runner.vcpu.step(fuel);
-        self.clock.advance(runner.vcpu.retired() - before + SLICE_NS);
+        self.clock
+            .advance(runner.vcpu.retired() - before + SLICE_NS);
         let (vm, board) = &self.guests[runner.guest];
         match step {
             Step::Ran | Step::Wait(Wait::Busy) => {}
@@ -194,7 +212,14 @@ impl World {
     fn note(&mut self, index: usize, fuel: u64) {
         let vcpu = &self.runners[index].vcpu;
         let regs = vcpu.regs();
-        let head = [index as u64, fuel, vcpu.retired(), self.clock.now().0, regs.rip, regs.rflags];
+        let head = [
+            index as u64,
+            fuel,
+            vcpu.retired(),
+            self.clock.now().0,
+            regs.rip,
+            regs.rflags,
+        ];
         for word in head.into_iter().chain(regs.gpr) {
             self.trace.hash = (self.trace.hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
         }

@@ -26,7 +26,10 @@ impl Stalls {
 
     /// All stalls together, in nanoseconds.
     pub fn total_ns(&self) -> u64 {
-        self.0.iter_recorded().map(|v| v.value_iterated_to() * v.count_at_value()).sum()
+        self.0
+            .iter_recorded()
+            .map(|v| v.value_iterated_to() * v.count_at_value())
+            .sum()
     }
 
     /// The stall, in nanoseconds, that a share `quantile` (0 to 1) of them does not exceed.

@@ -90,7 +90,11 @@ impl Vcpu {
     /// Runs about `fuel` instructions at most. Never sleeps.
     pub fn step(&mut self, fuel: u64) -> Step {
         if let Some(since) = self.stalled_since.take() {
-            let mut stalls = self.meter().stalls.lock().expect("no panic under this lock");
+            let mut stalls = self
+                .meter()
+                .stalls
+                .lock()
+                .expect("no panic under this lock");
             stalls.record(since, self.vm.clock.now());
         }
         if self.cpu.retired() != self.held_at {
@@ -101,7 +105,9 @@ impl Vcpu {
             let slot = vcpu.vm.bells.quiescence.vcpu(vcpu.index);
             vcpu.cpu.run(&mut vcpu.bus, slot, fuel)
         });
-        self.meter().retired.store(self.cpu.retired(), Ordering::Relaxed);
+        self.meter()
+            .retired
+            .store(self.cpu.retired(), Ordering::Relaxed);
         self.finish(exit)
     }
 
@@ -142,14 +148,24 @@ impl Vcpu {
             X::Halt => Step::Wait(Wait::Halt(self.cpu.next_deadline())),
             X::Stop(Stop::Wait | Stop::Lost) => self.blocked(),
             X::Stop(Stop::Mmio(gpa)) => self.unbacked(gpa),
-            X::IoOut { port, size, value } => {
-                Step::Exit(Exit::IoOut { port, width: width(size), value })
-            }
-            X::IoIn { port, size } => Step::Exit(Exit::IoIn { port, width: width(size) }),
-            X::MmioRead { gpa, size } => Step::Exit(Exit::MmioRead { gpa, width: width(size) }),
-            X::MmioWrite { gpa, size, value } => {
-                Step::Exit(Exit::MmioWrite { gpa, width: width(size), value })
-            }
+            X::IoOut { port, size, value } => Step::Exit(Exit::IoOut {
+                port,
+                width: width(size),
+                value,
+            }),
+            X::IoIn { port, size } => Step::Exit(Exit::IoIn {
+                port,
+                width: width(size),
+            }),
+            X::MmioRead { gpa, size } => Step::Exit(Exit::MmioRead {
+                gpa,
+                width: width(size),
+            }),
+            X::MmioWrite { gpa, size, value } => Step::Exit(Exit::MmioWrite {
+                gpa,
+                width: width(size),
+                value,
+            }),
             X::Exclusive => {
                 let exit = self.run_alone();
                 self.finish(exit)
@@ -171,7 +187,9 @@ impl Vcpu {
         vm.exclusive.alone(quiescence, self.index, || {
             let epoch = quiescence.online(self.index);
             self.flush_since(epoch);
-            let exit = self.cpu.run_exclusive(&mut self.bus, quiescence.vcpu(self.index));
+            let exit = self
+                .cpu
+                .run_exclusive(&mut self.bus, quiescence.vcpu(self.index));
             quiescence.offline(self.index);
             exit
         })
@@ -194,11 +212,11 @@ impl Vcpu {
         Step::Wait(wait)
     }
 
-    /// The guest runs code, or keeps page tables, where there is no memory. Hardware would fetch ones
-    /// from the bus and end the same way.
+    /// The guest runs code, or keeps page tables, where there is no memory. Hardware would fetch
+    /// ones from the bus and end the same way.
     fn unbacked(&self, gpa: Gpa) -> Step {
         let text = format!(
-            "vCPU {}: instruction fetch or page walk at {gpa}, where the guest has no memory (rip {:#x})",
+            "vCPU {}: fetch or page walk at {gpa}, where the guest has no memory (rip {:#x})",
             self.index,
             self.cpu.regs().rip
         );
@@ -214,7 +232,10 @@ impl Vcpu {
     pub(crate) fn reclaim(&self) -> Result<(), VcpuError> {
         match self.vm.host.reclaim_direct() {
             Ok(_) => Ok(()),
-            Err(e) => Err(VcpuError::NoMemory { vcpu: self.index, cause: e.to_string() }),
+            Err(e) => Err(VcpuError::NoMemory {
+                vcpu: self.index,
+                cause: e.to_string(),
+            }),
         }
     }
 }
@@ -234,7 +255,10 @@ impl lacuna_machine::Vcpu for Vcpu {
                 Step::Exit(exit) => return Ok(exit),
                 Step::Failed(error) => return Err(error),
                 Step::Wait(Wait::Halt(until)) => {
-                    self.vm.bells.parker(self.index).park(&*self.vm.clock, until);
+                    self.vm
+                        .bells
+                        .parker(self.index)
+                        .park(&*self.vm.clock, until);
                 }
                 // A failed read shows when the page is resolved again: it is lost then.
                 Step::Wait(Wait::Page(ticket)) => drop(self.vm.host.wait(&ticket)),
@@ -259,7 +283,11 @@ fn width(size: u8) -> Width {
 }
 
 fn boot_regs(boot: &Boot) -> Regs {
-    let mut regs = Regs { rip: boot.entry.get(), rflags: 2, ..Regs::default() };
+    let mut regs = Regs {
+        rip: boot.entry.get(),
+        rflags: 2,
+        ..Regs::default()
+    };
     const RBX: usize = 3;
     const RSI: usize = 6;
     regs.gpr[RBX] = boot.start_info.get();
@@ -271,7 +299,10 @@ fn boot_system(boot: &Boot) -> System {
     let (code, data) = (boot.code_selector, boot.data_selector);
     let mut system = System::long_mode(boot.page_table.get());
     system.selectors = [data, code, data, data, data, data];
-    system.gdtr =
-        Table { base: boot.gdt.get(), limit: u32::from(boot.gdt_limit), ..Table::default() };
+    system.gdtr = Table {
+        base: boot.gdt.get(),
+        limit: u32::from(boot.gdt_limit),
+        ..Table::default()
+    };
     system
 }

@@ -102,9 +102,17 @@ impl Vm {
         let quiescence = Arc::new(Quiescence::new(vcpus));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), TABLES_MAX)?;
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
-        let bells = Arc::new(Bells { quiescence, parkers });
+        let bells = Arc::new(Bells {
+            quiescence,
+            parkers,
+        });
         let wake: Arc<dyn Wake> = Arc::clone(&bells) as Arc<dyn Wake>;
-        let end = layout.ranges().iter().map(|r| r.end_raw()).max().unwrap_or(0);
+        let end = layout
+            .ranges()
+            .iter()
+            .map(|r| r.end_raw())
+            .max()
+            .unwrap_or(0);
         let vm = Self {
             code: CodeMap::new(end, vcpus),
             apics: Arc::new(ApicBus::new(vcpus, wake)),
@@ -128,7 +136,10 @@ impl Vm {
             let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
             let pages = PageCount::new(range.pages());
             let backing = self.host.add_region(pages, notifier)?;
-            self.backing.lock().expect("no panic under this lock").push(backing);
+            self.backing
+                .lock()
+                .expect("no panic under this lock")
+                .push(backing);
             self.mmu.add_slot(SlotSpec {
                 id: SlotId(id),
                 guest: range.start().gpa().get(),
@@ -147,7 +158,9 @@ impl Vm {
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
         let boot = Boot::load(image, &self.layout, command_line, &**self)?;
-        (0..self.config.vcpus).map(|index| Vcpu::new(Arc::clone(self), index, &boot)).collect()
+        (0..self.config.vcpus)
+            .map(|index| Vcpu::new(Arc::clone(self), index, &boot))
+            .collect()
     }
 
     /// Its configuration.
@@ -167,13 +180,22 @@ impl Vm {
 
     /// Each vCPU's stalls so far.
     pub fn stalls(&self) -> Vec<Stalls> {
-        let read = |meter: &Meter| meter.stalls.lock().expect("no panic under this lock").clone();
+        let read = |meter: &Meter| {
+            meter
+                .stalls
+                .lock()
+                .expect("no panic under this lock")
+                .clone()
+        };
         self.meters.iter().map(read).collect()
     }
 
     /// Instructions that each vCPU has retired, as of its last step.
     pub fn retired(&self) -> Vec<u64> {
-        self.meters.iter().map(|meter| meter.retired.load(Ordering::Relaxed)).collect()
+        self.meters
+            .iter()
+            .map(|meter| meter.retired.load(Ordering::Relaxed))
+            .collect()
     }
 
     pub(crate) fn quiescence(&self) -> &Quiescence {
@@ -186,8 +208,8 @@ impl Vm {
     }
 }
 
-/// Table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever mapped, so a guest
-/// cannot make them grow; the number bounds a reserved address range, not memory.
+/// Table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever mapped, so
+/// a guest cannot make them grow; the number bounds a reserved address range, not memory.
 const TABLES_MAX: u32 = 1 << 20;
 
 impl Kick for Vm {
@@ -199,7 +221,12 @@ impl Kick for Vm {
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        for range in self.backing.get_mut().expect("no panic under this lock").drain(..) {
+        for range in self
+            .backing
+            .get_mut()
+            .expect("no panic under this lock")
+            .drain(..)
+        {
             let removed = self.host.remove_region(range);
             debug_assert!(removed.is_ok(), "this VM added it");
         }

@@ -15,7 +15,10 @@ fn hello_prints_its_line() {
     let (outcome, text) = pass(&launch(32, 32, 1, ""), "hello");
     assert!(text.to_lowercase().contains("hello"), "{text}");
     assert!(outcome.retired[0] > 1000);
-    assert!(outcome.status.is_some(), "the guest announced its status page");
+    assert!(
+        outcome.status.is_some(),
+        "the guest announced its status page"
+    );
 }
 
 #[test]
@@ -40,21 +43,39 @@ fn modified_code_is_seen() {
 #[test]
 fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
     let clock = Arc::new(VirtualClock::default());
-    let launch = Launch { seed: Some(1), ..launch(16, 1, 1, "iters=20 rounds=1") };
-    let launch = Launch { resident: Host::minimum_budget(2), ..launch };
+    let launch = Launch {
+        seed: Some(1),
+        ..launch(16, 1, 1, "iters=20 rounds=1")
+    };
+    let launch = Launch {
+        resident: Host::minimum_budget(2),
+        ..launch
+    };
     let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    let config = WorldConfig { seed: 1, clock: Arc::clone(&clock), host: Arc::clone(&host) };
+    let config = WorldConfig {
+        seed: 1,
+        clock: Arc::clone(&clock),
+        host: Arc::clone(&host),
+    };
     let mut world = World::new(config);
     let boards = ["maxpage", "verify"].map(|name| {
         let shared = Arc::clone(&clock) as Arc<dyn Clock>;
         let (vm, vcpus, board, lines) = boot(&launch, &host, shared, name);
-        world.add(Guest { vm, vcpus, board: Arc::clone(&board) });
+        world.add(Guest {
+            vm,
+            vcpus,
+            board: Arc::clone(&board),
+        });
         (board, lines)
     });
     world.run(|| ());
     for (board, lines) in boards {
         let ending = board.ending();
-        assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}\n{}", lines.text());
+        assert!(
+            matches!(ending, Some(Ending::Exited(0))),
+            "{ending:?}\n{}",
+            lines.text()
+        );
     }
     assert!(host.stats().swapped_in > 1000, "{:?}", host.stats());
 }
@@ -62,7 +83,10 @@ fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
 #[test]
 fn random_bytes_in_user_mode_harm_nobody() {
     for seed in 0..4 {
-        pass(&launch(32, 32, 2, &format!("level=3 seed={} count=50", seed * 1000)), "random");
+        pass(
+            &launch(32, 32, 2, &format!("level=3 seed={} count=50", seed * 1000)),
+            "random",
+        );
     }
 }
 
@@ -71,22 +95,34 @@ fn random_bytes_in_user_mode_harm_nobody() {
 fn random_bytes_in_kernel_mode_end_somehow() {
     for seed in 0..24 {
         let command_line = format!("level=0 seed={seed}");
-        let launch = Launch { seed: Some(seed), ..launch(16, 16, 1, &command_line) };
+        let launch = Launch {
+            seed: Some(seed),
+            ..launch(16, 16, 1, &command_line)
+        };
         bounded(&launch, "random");
     }
 }
 
-/// Runs for at most some virtual seconds: a guest that loops for ever is stopped, as a person would.
+/// Runs for at most some virtual seconds: a guest that loops for ever is stopped, as a person
+/// would.
 fn bounded(launch: &Launch, name: &str) -> Option<Ending> {
     let clock = Arc::new(VirtualClock::default());
     let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
     let shared = Arc::clone(&clock) as Arc<dyn Clock>;
     let (vm, vcpus, board, _) = boot(launch, &host, shared, name);
     let seed = launch.seed.expect("a seeded launch");
-    let config = WorldConfig { seed, clock: Arc::clone(&clock), host };
+    let config = WorldConfig {
+        seed,
+        clock: Arc::clone(&clock),
+        host,
+    };
     let mut world = World::new(config);
     let (stop_vm, stop_board) = (Arc::clone(&vm), Arc::clone(&board));
-    world.add(Guest { vm, vcpus, board: Arc::clone(&board) });
+    world.add(Guest {
+        vm,
+        vcpus,
+        board: Arc::clone(&board),
+    });
     world.run(|| {
         if clock.now().0 > 300_000_000 {
             stop_board.end(Ending::Stopped, &*stop_vm);
@@ -100,7 +136,10 @@ fn nonsense_in_every_msr() {
     pass(&launch(32, 32, 1, "count=20000"), "msr");
     for seed in 0..4 {
         let command_line = format!("wild=1 seed={seed}");
-        let launch = Launch { seed: Some(seed), ..launch(16, 16, 1, &command_line) };
+        let launch = Launch {
+            seed: Some(seed),
+            ..launch(16, 16, 1, &command_line)
+        };
         bounded(&launch, "msr");
     }
 }
@@ -108,7 +147,9 @@ fn nonsense_in_every_msr() {
 #[test]
 fn a_triple_fault_says_where() {
     let (outcome, _) = run(&launch(32, 32, 1, ""), "triple");
-    let Ending::Shutdown(text) = outcome.ending else { panic!("{:?}", outcome.ending) };
+    let Ending::Shutdown(text) = outcome.ending else {
+        panic!("{:?}", outcome.ending)
+    };
     assert!(text.starts_with("vCPU 0: triple fault: vector "), "{text}");
 }
 
@@ -136,10 +177,16 @@ fn run_faulty(fault: Fault) -> (Ending, Lines) {
 #[test]
 fn a_read_error_ends_the_run_before_the_guest_can_read_anything_wrong() {
     let (ending, lines) = run_faulty(Fault::Read);
-    let Ending::Failed(error) = ending else { panic!("{ending:?}\n{}", lines.text()) };
+    let Ending::Failed(error) = ending else {
+        panic!("{ending:?}\n{}", lines.text())
+    };
     assert!(matches!(error, VcpuError::PageLost { .. }), "{error}");
     assert!(error.to_string().contains("is lost"), "{error}");
-    assert!(!lines.text().contains("lost"), "the guest noticed: {}", lines.text());
+    assert!(
+        !lines.text().contains("lost"),
+        "the guest noticed: {}",
+        lines.text()
+    );
 }
 
 #[test]

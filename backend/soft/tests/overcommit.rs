@@ -1,5 +1,5 @@
-//! A guest in a quarter of its memory loses nothing: every swap device, 1, 2 and 4 vCPUs, two VMs in one
-//! budget, threads and seeds.
+//! A guest in a quarter of its memory loses nothing: every swap device, 1, 2 and 4 vCPUs, two VMs
+//! in one budget, threads and seeds.
 
 mod common;
 
@@ -18,7 +18,10 @@ fn four_times(vcpus: usize) -> Launch {
 
 fn assert_swapped(outcome: &lacuna_soft::Outcome) {
     let host = &outcome.host;
-    assert!(host.swapped_in > 1000 && host.swapped_out > 1000, "nothing was swapped: {host:?}");
+    assert!(
+        host.swapped_in > 1000 && host.swapped_out > 1000,
+        "nothing was swapped: {host:?}"
+    );
 }
 
 #[test]
@@ -31,7 +34,10 @@ fn verify_on_a_file() {
 #[test]
 fn verify_in_compressed_memory() {
     for vcpus in [1, 2, 4] {
-        let launch = Launch { swap: Swap::Memory, ..four_times(vcpus) };
+        let launch = Launch {
+            swap: Swap::Memory,
+            ..four_times(vcpus)
+        };
         assert_swapped(&pass(&launch, "verify").0);
     }
 }
@@ -40,7 +46,10 @@ fn verify_in_compressed_memory() {
 fn verify_with_added_latency() {
     for vcpus in [1, 2, 4] {
         let latency = Duration::from_micros(200);
-        let launch = Launch { latency, ..launch(24, 6, vcpus, ARGUMENTS) };
+        let launch = Launch {
+            latency,
+            ..launch(24, 6, vcpus, ARGUMENTS)
+        };
         assert_swapped(&pass(&launch, "verify").0);
     }
 }
@@ -63,7 +72,10 @@ fn two_vms_in_one_budget() {
                 drop(lacuna_machine::run(vcpus, &board, &*vm));
                 let ending = board.ending();
                 let text = lines.text();
-                assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}\n{text}");
+                assert!(
+                    matches!(ending, Some(Ending::Exited(0))),
+                    "{ending:?}\n{text}"
+                );
             });
         }
     });
@@ -73,11 +85,17 @@ fn two_vms_in_one_budget() {
 }
 
 fn seeded(seed: u64, vms: usize) -> Trace {
-    let launch = Launch { seed: Some(seed), ..launch(16, 4 * vms as u64, 2, ARGUMENTS) };
+    let launch = Launch {
+        seed: Some(seed),
+        ..launch(16, 4 * vms as u64, 2, ARGUMENTS)
+    };
     let clock = Arc::new(VirtualClock::default());
     let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    let mut world =
-        World::new(WorldConfig { seed, clock: Arc::clone(&clock), host: Arc::clone(&host) });
+    let mut world = World::new(WorldConfig {
+        seed,
+        clock: Arc::clone(&clock),
+        host: Arc::clone(&host),
+    });
     let mut guests = Vec::new();
     for _ in 0..vms {
         let clock = Arc::clone(&clock) as Arc<dyn Clock>;
@@ -95,7 +113,10 @@ fn seeded(seed: u64, vms: usize) -> Trace {
     });
     for (vm, board, lines) in &guests {
         let (ending, text) = (board.ending(), lines.text());
-        assert!(matches!(ending, Some(Ending::Exited(0))), "seed {seed}: {ending:?}\n{text}");
+        assert!(
+            matches!(ending, Some(Ending::Exited(0))),
+            "seed {seed}: {ending:?}\n{text}"
+        );
         vm.mmu().verify();
     }
     assert!(host.stats().swapped_in > 200, "{:?}", host.stats());

@@ -63,7 +63,11 @@ number!(
 impl Gpa {
     /// `None` when `addr` needs more than 48 bits.
     pub const fn new(addr: u64) -> Option<Self> {
-        if addr >> GPA_BITS == 0 { Some(Self(addr)) } else { None }
+        if addr >> GPA_BITS == 0 {
+            Some(Self(addr))
+        } else {
+            None
+        }
     }
 
     /// An address whose bits from 48 up are dropped, as a processor with 48 physical bits does with
@@ -94,7 +98,11 @@ impl Gpa {
 impl Gfn {
     /// `None` when the frame lies past 48 bits of address.
     pub const fn new(gfn: u64) -> Option<Self> {
-        if gfn >> (GPA_BITS - PAGE_SHIFT) == 0 { Some(Self(gfn)) } else { None }
+        if gfn >> (GPA_BITS - PAGE_SHIFT) == 0 {
+            Some(Self(gfn))
+        } else {
+            None
+        }
     }
 
     /// The address of the frame's first byte.

@@ -16,14 +16,20 @@ impl GfnRange {
             return None;
         }
         match start.get().checked_add(pages) {
-            Some(end) if Gfn::new(end - 1).is_some() => Some(Self { start: start.get(), end }),
+            Some(end) if Gfn::new(end - 1).is_some() => Some(Self {
+                start: start.get(),
+                end,
+            }),
             _ => None,
         }
     }
 
     /// The one-page range of `gfn`.
     pub const fn page(gfn: Gfn) -> Self {
-        Self { start: gfn.get(), end: gfn.get() + 1 }
+        Self {
+            start: gfn.get(),
+            end: gfn.get() + 1,
+        }
     }
 
     /// First frame.
@@ -73,7 +79,10 @@ impl HvaRange {
             return None;
         }
         match start.checked_add_pages(pages) {
-            Some(end) => Some(Self { start: start.get(), end: end.get() }),
+            Some(end) => Some(Self {
+                start: start.get(),
+                end: end.get(),
+            }),
             None => None,
         }
     }

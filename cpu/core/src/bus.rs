@@ -3,8 +3,8 @@
 use crate::HostPage;
 use lacuna_addr::{Access, Gfn, Gpa};
 
-/// Why an instruction cannot complete now. The processor undoes it, leaves its run loop and reports the
-/// stop; it is executed again from its start when the vCPU is entered again.
+/// Why an instruction cannot complete now. The processor undoes it, leaves its run loop and reports
+/// the stop; it is executed again from its start when the vCPU is entered again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stop {
     /// The page is not here yet; the bus has noted what there is to wait for.
@@ -20,18 +20,19 @@ pub enum Stop {
 /// What a processor knows of the machine around it.
 ///
 /// # Safety
-/// A page returned by [`Bus::page`] must stay readable (and writable, if it says so) until the calling
-/// vCPU passes its next quiescent point: until it returns from its run loop. Processors keep such pages
-/// in a [`crate::Tlb`]: whoever takes a page back, and lets the vCPU pass a quiescent point before it is
-/// reused, flushes the processor's TLBs before that vCPU enters its run loop again.
+/// A page returned by [`Bus::page`] must stay readable (and writable, if it says so) until the
+/// calling vCPU passes its next quiescent point: until it returns from its run loop. Processors
+/// keep such pages in a [`crate::Tlb`]: whoever takes a page back, and lets the vCPU pass a
+/// quiescent point before it is reused, flushes the processor's TLBs before that vCPU enters its
+/// run loop again.
 pub unsafe trait Bus {
     /// The page behind `gfn` for `access`: stage 2, faults included. Page walks ask with
     /// [`Access::Write`], as hardware with EPT A/D bits does (facts section 3.1).
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop>;
 
     /// The processor is about to keep decoded instructions of `gfn`. From the moment this returns
-    /// `Ok`, [`HostPage::is_watched`] is true in every page returned for it, on every vCPU, so that no
-    /// TLB takes it as writable and writers come by [`Bus::code_written`].
+    /// `Ok`, [`HostPage::is_watched`] is true in every page returned for it, on every vCPU, so that
+    /// no TLB takes it as writable and writers come by [`Bus::code_written`].
     fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop>;
 
     /// This processor has written into a watched page. The bus tells the others; the caller has
@@ -39,7 +40,8 @@ pub unsafe trait Bus {
     fn code_written(&mut self, gfn: Gfn);
 }
 
-/// How one vCPU wakes another (inter-processor interrupts): kick it out of its block loop or its halt.
+/// How one vCPU wakes another (inter-processor interrupts): kick it out of its block loop or its
+/// halt.
 pub trait Wake: Send + Sync {
     /// Makes vCPU `index` look at its pending interrupts soon.
     fn wake(&self, index: usize);

@@ -15,20 +15,27 @@ pub struct HostPage {
 
 macro_rules! access {
     ($load:ident, $store:ident, $atomic:ident, $int:ident, $width:literal) => {
-        /// Loads with acquire order: on x86 hosts a plain load, which keeps x86's order. `offset` must be
-        /// aligned to the width and inside the page.
+        /// Loads with acquire order: on x86 hosts a plain load, which keeps x86's order. `offset`
+        /// must be aligned to the width and inside the page.
         #[inline(always)]
         pub fn $load(self, offset: usize) -> $int {
-            assert!(offset & !(PAGE_SIZE - $width) == 0, "misaligned or outside the page");
-            // SAFETY: base is page-aligned and valid for PAGE_SIZE bytes until the vCPU's next quiescent
-            // point (HostPage::new's contract); the assertion keeps the access inside and aligned.
+            assert!(
+                offset & !(PAGE_SIZE - $width) == 0,
+                "misaligned or outside the page"
+            );
+            // SAFETY: base is page-aligned and valid for PAGE_SIZE bytes until the vCPU's next
+            // quiescent point (HostPage::new's contract); the assertion keeps the access inside and
+            // aligned.
             unsafe { (*self.base.as_ptr().add(offset).cast::<$atomic>()).load(Ordering::Acquire) }
         }
 
         /// Stores with release order. Same conditions, and the page must be writable.
         #[inline(always)]
         pub fn $store(self, offset: usize, value: $int) {
-            assert!(offset & !(PAGE_SIZE - $width) == 0, "misaligned or outside the page");
+            assert!(
+                offset & !(PAGE_SIZE - $width) == 0,
+                "misaligned or outside the page"
+            );
             debug_assert!(self.writable);
             // SAFETY: as for the load; writability is the caller's check of `is_writable`.
             unsafe {
@@ -40,11 +47,15 @@ macro_rules! access {
 
 impl HostPage {
     /// # Safety
-    /// `base` is page-aligned and valid for reads of a page (and writes, if `writable`) by any thread
-    /// until the vCPU that it is handed to passes its next quiescent point. Everyone who touches the
-    /// page meanwhile uses atomics.
+    /// `base` is page-aligned and valid for reads of a page (and writes, if `writable`) by any
+    /// thread until the vCPU that it is handed to passes its next quiescent point. Everyone who
+    /// touches the page meanwhile uses atomics.
     pub const unsafe fn new(base: NonNull<u8>, writable: bool, watched: bool) -> Self {
-        Self { base, writable, watched }
+        Self {
+            base,
+            writable,
+            watched,
+        }
     }
 
     /// Whether stores are allowed.
@@ -52,8 +63,8 @@ impl HostPage {
         self.writable
     }
 
-    /// Whether decoded instructions of this page exist: a writer must call `Bus::code_written`, and no
-    /// TLB may hold it as writable.
+    /// Whether decoded instructions of this page exist: a writer must call `Bus::code_written`, and
+    /// no TLB may hold it as writable.
     pub const fn is_watched(self) -> bool {
         self.watched
     }
@@ -68,12 +79,15 @@ impl HostPage {
     access!(load_u32, store_u32, AtomicU32, u32, 4);
     access!(load_u64, store_u64, AtomicU64, u64, 8);
 
-    /// The aligned 8-byte word at `offset` as an atomic, for page-table entries and locked operations.
-    /// The reference is to an atomic, which other threads may write: no plain reference to guest
-    /// bytes is formed. It must not be kept past the next quiescent point.
+    /// The aligned 8-byte word at `offset` as an atomic, for page-table entries and locked
+    /// operations. The reference is to an atomic, which other threads may write: no plain reference
+    /// to guest bytes is formed. It must not be kept past the next quiescent point.
     #[inline]
     pub fn word(&self, offset: usize) -> &AtomicU64 {
-        assert!(offset & !(PAGE_SIZE - 8) == 0, "misaligned or outside the page");
+        assert!(
+            offset & !(PAGE_SIZE - 8) == 0,
+            "misaligned or outside the page"
+        );
         // SAFETY: as above; the lifetime is bounded by this short-lived handle.
         unsafe { &*self.base.as_ptr().add(offset).cast::<AtomicU64>() }
     }
@@ -84,7 +98,10 @@ impl HostPage {
     /// Loads the aligned word at `offset`.
     #[inline(always)]
     pub fn load<T: Word>(self, offset: usize) -> T {
-        assert!(offset & !(PAGE_SIZE - T::BYTES) == 0, "misaligned or outside the page");
+        assert!(
+            offset & !(PAGE_SIZE - T::BYTES) == 0,
+            "misaligned or outside the page"
+        );
         // SAFETY: as for the loads above.
         unsafe { T::load(self.base.as_ptr().add(offset)) }
     }
@@ -92,16 +109,22 @@ impl HostPage {
     /// Stores the aligned word at `offset`. The page must be writable.
     #[inline(always)]
     pub fn store<T: Word>(self, offset: usize, value: T) {
-        assert!(offset & !(PAGE_SIZE - T::BYTES) == 0, "misaligned or outside the page");
+        assert!(
+            offset & !(PAGE_SIZE - T::BYTES) == 0,
+            "misaligned or outside the page"
+        );
         debug_assert!(self.writable);
         // SAFETY: as for the stores above.
         unsafe { T::store(self.base.as_ptr().add(offset), value) }
     }
 
-    /// Replaces the aligned word at `offset` by `new(old)` atomically, sequentially consistent; returns the
-    /// old value. The page must be writable; `new` may be called more than once.
+    /// Replaces the aligned word at `offset` by `new(old)` atomically, sequentially consistent;
+    /// returns the old value. The page must be writable; `new` may be called more than once.
     pub fn update_locked<T: Word>(self, offset: usize, new: impl FnMut(T) -> T) -> T {
-        assert!(offset & !(PAGE_SIZE - T::BYTES) == 0, "misaligned or outside the page");
+        assert!(
+            offset & !(PAGE_SIZE - T::BYTES) == 0,
+            "misaligned or outside the page"
+        );
         debug_assert!(self.writable);
         // SAFETY: as for the loads and stores above.
         unsafe { T::update_locked(self.base.as_ptr().add(offset), new) }
@@ -109,7 +132,9 @@ impl HostPage {
 
     /// `bytes` (1 to 8) little-endian bytes from `offset` on, all inside the page.
     pub fn load_bytes(self, offset: usize, bytes: usize) -> u64 {
-        (0..bytes).fold(0, |value, i| value | u64::from(self.load_u8(offset + i)) << (8 * i))
+        (0..bytes).fold(0, |value, i| {
+            value | u64::from(self.load_u8(offset + i)) << (8 * i)
+        })
     }
 
     /// Stores the low `bytes` (1 to 8) bytes of `value` from `offset` on, all inside the page.
@@ -119,8 +144,8 @@ impl HostPage {
         }
     }
 
-    /// Repeats the 8-byte `pattern` over `len` bytes from `offset` on, in ascending order. The first byte
-    /// written is the pattern's lowest.
+    /// Repeats the 8-byte `pattern` over `len` bytes from `offset` on, in ascending order. The
+    /// first byte written is the pattern's lowest.
     pub fn fill(self, offset: usize, len: usize, pattern: u64) {
         let (mut at, end) = (offset, offset + len);
         let mut pattern = pattern;
@@ -136,8 +161,8 @@ impl HostPage {
         }
     }
 
-    /// Copies `len` bytes from `from` at `from_offset`, in ascending order. The ranges must not overlap
-    /// with the destination ahead of the source by less than 8 bytes.
+    /// Copies `len` bytes from `from` at `from_offset`, in ascending order. The ranges must not
+    /// overlap with the destination ahead of the source by less than 8 bytes.
     pub fn copy_from(self, offset: usize, from: Self, from_offset: usize, len: usize) {
         let (mut to, mut at, end) = (offset, from_offset, from_offset + len);
         while at < end {

@@ -3,25 +3,30 @@
 //! Direct-mapped. One entry is half a cache line:
 //!
 //! ```text
-//!   read  : page address, if loads may use the entry          \ one compare decides: page, right and
-//!   write : page address, if stores may (D set, not watched)  / alignment at once (see `Tlb::host`)
+//!   read  : page address, if loads may use the entry          \ one compare decides: page, right
+//! and
+//!   write : page address, if stores may (D set, not watched)  / alignment at once (see
+//! `Tlb::host`)
 //!   host  : host page - page address, so that host + va is the byte
 //!   frame : gfn << 1 | executable
 //! ```
 //!
-//! A translation is the same for every privilege level that may use it at all; the processor keeps one
+//! A translation is the same for every privilege level that may use it at all; the processor keeps
+//! one
 //! `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
 //!
-//! An entry is a copy of a [`HostPage`], and lives no longer: until the vCPU's next quiescent point.
-//! Who takes pages back pokes the vCPU (`VcpuSlot::FLUSH`), and the vCPU's owner flushes its TLBs
-//! before it enters the processor again. That is part of the contract of the `unsafe trait Bus`.
+//! An entry is a copy of a [`HostPage`], and lives no longer: until the vCPU's next quiescent
+//! point. Who takes pages back pokes the vCPU (`VcpuSlot::FLUSH`), and the vCPU's owner flushes its
+//! TLBs before it enters the processor again. That is part of the contract of the `unsafe trait
+//! Bus`.
 
 use crate::{HostPage, Word};
 use lacuna_addr::{Gfn, PAGE_SHIFT, PAGE_SIZE};
 use std::ptr::NonNull;
 
-/// Entries: 64 KiB of table, which covers 8 MiB and leaves most of a 512 KiB L2 cache to code and data.
-/// 4 times as many gain 5 % on random accesses over 64 MiB and cost more elsewhere (docs/speed-x86.md).
+/// Entries: 64 KiB of table, which covers 8 MiB and leaves most of a 512 KiB L2 cache to code and
+/// data. 4 times as many gain 5 % on random accesses over 64 MiB and cost more elsewhere
+/// (docs/speed-x86.md).
 const ENTRIES: usize = 2048;
 const PAGE_MASK: u64 = !(PAGE_SIZE as u64 - 1);
 /// Never equal to a masked address: its low bits are all ones.
@@ -44,8 +49,12 @@ struct Entry {
     frame: u64,
 }
 
-const EMPTY: Entry =
-    Entry { read: INVALID, write: INVALID, host: std::ptr::null_mut(), frame: INVALID };
+const EMPTY: Entry = Entry {
+    read: INVALID,
+    write: INVALID,
+    host: std::ptr::null_mut(),
+    frame: INVALID,
+};
 
 /// A direct-mapped cache of translations for one privilege.
 pub struct Tlb {
@@ -54,15 +63,21 @@ pub struct Tlb {
     used: [u64; ENTRIES / 64],
 }
 
-// SAFETY: the raw pointers are copies of HostPages, which belong to a vCPU, not to a thread: they stay
-// valid until that vCPU's next quiescent point wherever it runs. Access through them is atomic.
+// SAFETY: the raw pointers are copies of HostPages, which belong to a vCPU, not to a thread: they
+// stay valid until that vCPU's next quiescent point wherever it runs. Access through them is
+// atomic.
 unsafe impl Send for Tlb {}
 
 impl Default for Tlb {
     fn default() -> Self {
         let entries = vec![EMPTY; ENTRIES].into_boxed_slice();
-        let Ok(entries) = entries.try_into() else { unreachable!("the length is ENTRIES") };
-        Self { entries, used: [0; ENTRIES / 64] }
+        let Ok(entries) = entries.try_into() else {
+            unreachable!("the length is ENTRIES")
+        };
+        Self {
+            entries,
+            used: [0; ENTRIES / 64],
+        }
     }
 }
 
@@ -92,7 +107,9 @@ impl Tlb {
     /// Stores an aligned word; false on a miss or when `va` is not aligned to it.
     #[inline(always)]
     pub fn store<T: Word>(&self, va: u64, value: T) -> bool {
-        let Some(at) = self.writable::<T>(va) else { return false };
+        let Some(at) = self.writable::<T>(va) else {
+            return false;
+        };
         // SAFETY: `writable` returned a valid, aligned, writable pointer.
         unsafe { T::store(at, value) };
         true
@@ -111,8 +128,8 @@ impl Tlb {
         }
     }
 
-    /// Replaces an aligned word by `new(old)` atomically and sequentially consistent. Returns the old
-    /// value.
+    /// Replaces an aligned word by `new(old)` atomically and sequentially consistent. Returns the
+    /// old value.
     #[inline]
     pub fn update_locked<T: Word>(&self, va: u64, new: impl FnMut(T) -> T) -> Option<T> {
         let at = self.writable::<T>(va)?;
@@ -148,18 +165,22 @@ impl Tlb {
         if entry.read != va & PAGE_MASK || entry.frame & 1 == 0 {
             return None;
         }
-        Some((Gfn::new(entry.frame >> 1)?, Self::page(entry, va, entry.write == entry.read)))
+        Some((
+            Gfn::new(entry.frame >> 1)?,
+            Self::page(entry, va, entry.write == entry.read),
+        ))
     }
 
     fn page(entry: &Entry, va: u64, writable: bool) -> HostPage {
         let base = entry.host.wrapping_add((va & PAGE_MASK) as usize);
         let base = NonNull::new(base).expect("a valid entry points to a page");
-        // SAFETY: a copy of the HostPage that the entry was made of, with no more rights than it had.
+        // SAFETY: a copy of the HostPage that the entry was made of, with no more rights than it
+        // had.
         unsafe { HostPage::new(base, writable, !writable) }
     }
 
-    /// Remembers that `va`'s page is `page`, frame `gfn`. A write right is ignored when the page itself is
-    /// read-only or watched.
+    /// Remembers that `va`'s page is `page`, frame `gfn`. A write right is ignored when the page
+    /// itself is read-only or watched.
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
         let write = rights.write && page.is_writable() && !page.is_watched();
@@ -190,7 +211,11 @@ impl Tlb {
 
     /// Takes the write right from every translation to `gfn`: it is watched from now on.
     pub fn protect(&mut self, gfn: Gfn) {
-        for entry in self.entries.iter_mut().filter(|e| e.frame >> 1 == gfn.get()) {
+        for entry in self
+            .entries
+            .iter_mut()
+            .filter(|e| e.frame >> 1 == gfn.get())
+        {
             entry.write = INVALID;
         }
     }
@@ -215,7 +240,10 @@ mod tests {
         Gfn::new(n).expect("small")
     }
 
-    const ALL: Rights = Rights { write: true, exec: true };
+    const ALL: Rights = Rights {
+        write: true,
+        exec: true,
+    };
 
     #[test]
     fn hits_only_the_page_right_and_alignment_it_holds() {
@@ -229,9 +257,19 @@ mod tests {
         assert_eq!(tlb.load::<u32>(va + 13), None, "misaligned");
         assert_eq!(tlb.load::<u8>(va + 13), Some(0x33));
         assert_eq!(tlb.load::<u64>(va + 4096), None, "another page");
-        assert_eq!(tlb.load::<u64>(va + 4096 * ENTRIES as u64), None, "another page, same entry");
-        assert_eq!(tlb.update(va + 8, |v: u64| v + 1), Some(0x1122_3344_5566_7788));
-        assert_eq!(tlb.update_locked(va + 8, |v: u64| v + 1), Some(0x1122_3344_5566_7789));
+        assert_eq!(
+            tlb.load::<u64>(va + 4096 * ENTRIES as u64),
+            None,
+            "another page, same entry"
+        );
+        assert_eq!(
+            tlb.update(va + 8, |v: u64| v + 1),
+            Some(0x1122_3344_5566_7788)
+        );
+        assert_eq!(
+            tlb.update_locked(va + 8, |v: u64| v + 1),
+            Some(0x1122_3344_5566_7789)
+        );
         assert_eq!(tlb.executable_page(va).map(|(gfn, _)| gfn), Some(gfn(7)));
     }
 

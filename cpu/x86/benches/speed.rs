@@ -1,6 +1,6 @@
 //! Guest instructions a second: an arithmetic loop, random increments over 256 KiB and 64 MiB, and
-//! 100 KiB of generated code with data-dependent branches. `cargo bench -p lacuna-x86 [NAME]` prints
-//! the best of several runs; docs/speed-x86.md says what they mean.
+//! 100 KiB of generated code with data-dependent branches. `cargo bench -p lacuna-x86 [NAME]`
+//! prints the best of several runs; docs/speed-x86.md says what they mean.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -98,7 +98,9 @@ fn branchy() -> Machine {
                     0 => a.add(rcx, rax).unwrap(),
                     1 => a.lea(rdx, rcx + rax * 2).unwrap(),
                     2 => a.xor(esi, edx).unwrap(),
-                    _ => a.mov(dword_ptr(r15 + rng.i32(0..512) * 8 + 0x10000), esi).unwrap(),
+                    _ => a
+                        .mov(dword_ptr(r15 + rng.i32(0..512) * 8 + 0x10000), esi)
+                        .unwrap(),
                 }
             }
             a.lea(ebx, rbx + 1).unwrap();

@@ -20,7 +20,7 @@ pub(crate) trait Arith: Word {
 /// CF and OF from the two bits.
 #[inline(always)]
 fn carries(cf: bool, of: bool) -> u64 {
-    u64::from(cf) * CF | u64::from(of) * OF
+    (u64::from(cf) * CF) | (u64::from(of) * OF)
 }
 
 macro_rules! arith {
@@ -181,7 +181,11 @@ pub(crate) fn shifted(kind: u8, width: u8, a: u64, count: u32, carry: bool) -> (
         shift::ROL | shift::ROR => {
             let by = count % n;
             let left = if kind == shift::ROL { by } else { (n - by) % n };
-            let r = if left == 0 { a } else { (a << left | a >> (n - left)) & m };
+            let r = if left == 0 {
+                a
+            } else {
+                (a << left | a >> (n - left)) & m
+            };
             if kind == shift::ROL {
                 (r, carries(r & 1 != 0, (r & top != 0) != (r & 1 != 0)))
             } else {
@@ -210,10 +214,18 @@ pub(crate) fn shifted(kind: u8, width: u8, a: u64, count: u32, carry: bool) -> (
 fn rotate_through_carry(kind: u8, width: u8, a: u64, count: u32, carry: bool) -> (u64, u64) {
     let (n, top) = (bits(width), sign(width));
     let by = count % (n + 1);
-    let left = if kind == shift::RCL { by } else { (n + 1 - by) % (n + 1) };
+    let left = if kind == shift::RCL {
+        by
+    } else {
+        (n + 1 - by) % (n + 1)
+    };
     let ring = u128::from(carry) << n | u128::from(a);
     let ring = ring << left | ring >> (n + 1 - left);
     let (r, cf) = (ring as u64 & mask(width), ring >> n & 1 != 0);
-    let of = if kind == shift::RCL { (r & top != 0) != cf } else { (r ^ r << 1) & top != 0 };
+    let of = if kind == shift::RCL {
+        (r & top != 0) != cf
+    } else {
+        (r ^ r << 1) & top != 0
+    };
     (r, carries(cf, of))
 }

@@ -3,15 +3,15 @@
 //! ```text
 //! ops      [scratch | block | block | ...]          one arena; the scratch block holds the one
 //!                                                   instruction being stepped
-//! blocks   start, rip, gfn, privilege: a block is decoded for one address, one frame, one privilege
-//! buckets  hash of those three -> newest block -> older -> ...
+//! blocks   start, rip, gfn, privilege: a block is decoded for one address, one frame, one
+//! privilege buckets  hash of those three -> newest block -> older -> ...
 //! pages    gfn -> newest block of the page -> older -> ...     for dropping a written page
 //! jumps    rip -> op index, for indirect branches
 //! ```
 //! Links and jump entries skip the translation of `rip`, so they are good for one *epoch*: until a
 //! translation may have changed or a block was dropped. Blocks themselves are found again by frame.
-//! A dropped block's ops stay in the arena, unreachable, until it is full and everything goes at once:
-//! memory is bounded however often a guest writes new code.
+//! A dropped block's ops stay in the arena, unreachable, until it is full and everything goes at
+//! once: memory is bounded however often a guest writes new code.
 
 use crate::op::{Code, Links, Op};
 use crate::walk::User;
@@ -72,7 +72,13 @@ struct Jump {
 
 impl JumpCache {
     fn new() -> Self {
-        Self(Box::new([Jump { rip: 0, op: 0, stamp: 0 }; JUMPS]))
+        Self(Box::new(
+            [Jump {
+                rip: 0,
+                op: 0,
+                stamp: 0,
+            }; JUMPS],
+        ))
     }
 
     fn slot(rip: u64) -> usize {
@@ -209,7 +215,9 @@ impl CodeCache {
 
     /// Drops the blocks of a page.
     pub(crate) fn drop_page(&mut self, gfn: Gfn) {
-        let Some(mut at) = self.pages.remove(&gfn) else { return };
+        let Some(mut at) = self.pages.remove(&gfn) else {
+            return;
+        };
         while at != NONE {
             let block = &mut self.blocks[at as usize];
             block.alive = false;
@@ -218,7 +226,8 @@ impl CodeCache {
         self.new_epoch();
     }
 
-    /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch block.
+    /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch
+    /// block.
     pub(crate) fn origin(&self, op: u16, scratch: u64) -> Origin {
         let after = self.blocks.partition_point(|b| b.start <= op);
         let (start, rip) = match after.checked_sub(1).map(|i| &self.blocks[i]) {
@@ -235,6 +244,8 @@ impl CodeCache {
 
 fn arena() -> Box<Arena> {
     let ops = vec![Op::new(Code::Undefined); OPS_MAX].into_boxed_slice();
-    let Ok(arena) = ops.try_into() else { unreachable!("the length is OPS_MAX") };
+    let Ok(arena) = ops.try_into() else {
+        unreachable!("the length is OPS_MAX")
+    };
     arena
 }

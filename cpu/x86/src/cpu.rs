@@ -8,8 +8,8 @@
 //!        |    +--- blocked: deliver the exception, or leave with an Exit    |
 //!        +-----------------------------------------------------------------+
 //! ```
-//! *Stepping* executes one instruction alone, decoded afresh: when it writes decoded code, repeats a
-//! device access, is being single-stepped, follows STI, or lies across two pages.
+//! *Stepping* executes one instruction alone, decoded afresh: when it writes decoded code, repeats
+//! a device access, is being single-stepped, follows STI, or lies across two pages.
 
 use crate::apic::{ApicBus, Lapic};
 use crate::cache::{CodeCache, Key, NEVER};
@@ -67,8 +67,8 @@ struct Unlinked {
 }
 
 impl Cpu {
-    /// A processor with APIC id `index`, in long mode with all registers zero: set what it starts with by
-    /// [`Cpu::set_system`] and [`Cpu::set_regs`].
+    /// A processor with APIC id `index`, in long mode with all registers zero: set what it starts
+    /// with by [`Cpu::set_system`] and [`Cpu::set_regs`].
     pub fn new(index: usize, apics: Arc<ApicBus>, clock: Arc<dyn Clock>) -> Self {
         Self {
             core: Core::new(Lapic::new(index, apics), clock),
@@ -83,7 +83,11 @@ impl Cpu {
     pub fn regs(&self) -> Regs {
         let mut gpr = [0; 16];
         gpr.copy_from_slice(&self.core.r[..16]);
-        Regs { gpr, rip: self.core.rip, rflags: self.core.rflags() }
+        Regs {
+            gpr,
+            rip: self.core.rip,
+            rflags: self.core.rflags(),
+        }
     }
 
     /// Sets general registers, RIP and RFLAGS.
@@ -127,7 +131,8 @@ impl Cpu {
         self.code.clear();
     }
 
-    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as one.
+    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as
+    /// one.
     pub fn retired(&self) -> u64 {
         self.retired
     }
@@ -137,7 +142,8 @@ impl Cpu {
         self.core.apic.next_deadline()
     }
 
-    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the block in which
+    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
+    /// block in which
     /// `fuel` instructions are done. The poke word is looked at between blocks.
     pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
         let end = self.retired.saturating_add(fuel);
@@ -149,7 +155,9 @@ impl Cpu {
             let granted = left.min(SLICE) as i64;
             self.core.budget = granted;
             let exit = self.slice(bus, slot);
-            self.retired = self.retired.saturating_add_signed(granted - self.core.budget);
+            self.retired = self
+                .retired
+                .saturating_add_signed(granted - self.core.budget);
             if let Some(exit) = exit {
                 return exit;
             }
@@ -208,18 +216,28 @@ impl Cpu {
             let op = self.code.ops[branch as usize];
             let target = branch_target(&op, self.code.origin(branch, 0).rip, condition);
             let user = self.core.user;
-            self.unlinked = Some(Unlinked { branch, condition, target, user, epoch });
+            self.unlinked = Some(Unlinked {
+                branch,
+                condition,
+                target,
+                user,
+                epoch,
+            });
         }
         self.left(bus, slot, leave, 0)
     }
 
     fn dispatch<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, at: u16, epoch: u32) -> Leave {
-        let code = Decoded { ops: &self.code.ops, jumps: &self.code.jumps, epoch };
+        let code = Decoded {
+            ops: &self.code.ops,
+            jumps: &self.code.jumps,
+            epoch,
+        };
         dispatch(&mut self.core, code, at, bus, slot)
     }
 
-    /// Brings the architectural state to where `dispatch` was left, and acts on why. `scratch` is the
-    /// address of the scratch block.
+    /// Brings the architectural state to where `dispatch` was left, and acts on why. `scratch` is
+    /// the address of the scratch block.
     fn left<B: Bus>(
         &mut self,
         bus: &mut B,
@@ -281,7 +299,10 @@ impl Cpu {
         let window = Window::new(page, key.rip as usize & (PAGE_SIZE - 1));
         if decode::block(&window, key.rip, &mut self.fresh) == Found::Incomplete {
             let aux = SystemOp::Crossing as u8;
-            self.fresh.push(Op { aux, ..Op::new(Code::System) });
+            self.fresh.push(Op {
+                aux,
+                ..Op::new(Code::System)
+            });
         }
         Ok(self.code.insert(key, &self.fresh))
     }
@@ -357,7 +378,11 @@ impl Cpu {
             Why::Trap(Trap::Exclusive) => Some(Exit::Exclusive),
             Why::NonCanonical => {
                 let stack = op.is_some_and(|op| is_stack_access(&self.core, &op));
-                let exception = if stack { Exception::with_error(12, 0) } else { Exception::GP0 };
+                let exception = if stack {
+                    Exception::with_error(12, 0)
+                } else {
+                    Exception::GP0
+                };
                 self.raise(bus, exception)
             }
             Why::DeviceRead(gpa, size) => Some(Exit::MmioRead { gpa, size }),
@@ -397,9 +422,14 @@ impl Cpu {
             Ok(Outcome::Shutdown) => {
                 let first = match event {
                     Event::Exception(exception) => exception,
-                    Event::Software { vector, .. } | Event::Interrupt(vector) => Exception::plain(vector),
+                    Event::Software { vector, .. } | Event::Interrupt(vector) => {
+                        Exception::plain(vector)
+                    }
                 };
-                Err(Exit::Shutdown(Shutdown { rip: self.core.rip, first }))
+                Err(Exit::Shutdown(Shutdown {
+                    rip: self.core.rip,
+                    first,
+                }))
             }
             Err(Trap::Stop(stop)) => Err(Exit::Stop(stop)),
             Err(Trap::Exclusive) => Err(Exit::Exclusive),
@@ -446,7 +476,11 @@ impl Cpu {
             _ => {}
         }
         self.core.budget -= 1;
-        if let Done::Exit(exit) = done { Some(exit) } else { None }
+        if let Done::Exit(exit) = done {
+            Some(exit)
+        } else {
+            None
+        }
     }
 }
 

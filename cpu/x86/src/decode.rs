@@ -22,7 +22,10 @@ pub(crate) struct Window {
 impl Window {
     /// From `offset` in `page` to its end, or as much as a block may have.
     pub(crate) fn new(page: HostPage, offset: usize) -> Self {
-        let mut window = Self { bytes: [0; WINDOW], len: 0 };
+        let mut window = Self {
+            bytes: [0; WINDOW],
+            len: 0,
+        };
         window.append(page, offset, WINDOW.min(PAGE_SIZE - offset));
         window
     }
@@ -82,7 +85,12 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
             }
             break;
         }
-        flow = Lower { i: &instruction, ops, start }.instruction();
+        flow = Lower {
+            i: &instruction,
+            ops,
+            start,
+        }
+        .instruction();
         if flow == Flow::End {
             break;
         }

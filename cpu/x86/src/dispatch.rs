@@ -1,12 +1,13 @@
 //! The hot loop: one `match` over decoded ops.
 //!
-//! `pc` indexes the code cache's op arena. Straight-line ops advance it; a branch reads its [`Links`],
-//! pays for the block it ends, and goes on at the linked block. The loop is left
+//! `pc` indexes the code cache's op arena. Straight-line ops advance it; a branch reads its
+//! [`Links`], pays for the block it ends, and goes on at the linked block. The loop is left
 //! - at a block's end: out of budget, poked, or the way out not linked in this epoch;
 //! - at an op that was blocked, or that only the run loop can execute.
 //!
-//! It is one function, against the house rule of 70 lines, because the compiler must see every arm to
-//! keep `pc`, the arena and the register file in registers. Each arm is a line; rare instructions live in
+//! It is one function, against the house rule of 70 lines, because the compiler must see every arm
+//! to keep `pc`, the arena and the register file in registers. Each arm is a line; rare
+//! instructions live in
 //! `general.rs`. docs/speed-x86.md has what was measured.
 
 use crate::arith::Arith;
@@ -268,11 +269,19 @@ pub(crate) fn dispatch<B: Bus>(
             Code::ImulRm32 => set!(r!(dst: u32).multiply(load!(u32), &mut core.flags)),
             Code::ImulRm64 => set!(r!(dst: u64).multiply(load!(u64), &mut core.flags)),
             Code::CmovRr32 => {
-                let slot = if core.flags.condition(op.aux) { op.src } else { op.dst };
+                let slot = if core.flags.condition(op.aux) {
+                    op.src
+                } else {
+                    op.dst
+                };
                 set!(get::<u32>(core, slot))
             }
             Code::CmovRr64 => {
-                let slot = if core.flags.condition(op.aux) { op.src } else { op.dst };
+                let slot = if core.flags.condition(op.aux) {
+                    op.src
+                } else {
+                    op.dst
+                };
                 set!(get::<u64>(core, slot))
             }
             Code::SetccR => {
@@ -390,4 +399,3 @@ fn push(core: &mut Core, bus: &mut impl Bus, value: u64) -> Touch<()> {
     core.r[RSP] = rsp;
     Ok(())
 }
-

@@ -28,11 +28,16 @@ pub(crate) fn multiply(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()
     } else {
         let product = signed(width, a) * signed(width, b);
         let low = product as u64 & mask(width);
-        (low, (product >> bits(width)) as u64 & mask(width), product != signed(width, low))
+        (
+            low,
+            (product >> bits(width)) as u64 & mask(width),
+            product != signed(width, low),
+        )
     };
     set_reg(core, RAX, width, low);
     set_reg(core, upper(width), width, high);
-    core.flags.set_given_wide(width, low, if over { CF | OF } else { 0 });
+    core.flags
+        .set_given_wide(width, low, if over { CF | OF } else { 0 });
     Ok(())
 }
 
@@ -48,7 +53,8 @@ pub(crate) fn multiply_into(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Tou
     let low = product as u64 & mask(width);
     set_reg(core, op.src, width, low);
     let over = product != signed(width, low);
-    core.flags.set_given_wide(width, low, if over { CF | OF } else { 0 });
+    core.flags
+        .set_given_wide(width, low, if over { CF | OF } else { 0 });
     Ok(())
 }
 
@@ -68,7 +74,9 @@ pub(crate) fn divide(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> 
     } else {
         divide_signed(width, whole, by)
     };
-    let Some((quotient, remainder)) = quotient else { return core.raise(Exception::DE) };
+    let Some((quotient, remainder)) = quotient else {
+        return core.raise(Exception::DE);
+    };
     set_reg(core, RAX, width, quotient);
     set_reg(core, upper(width), width, remainder);
     Ok(())

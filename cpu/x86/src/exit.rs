@@ -48,7 +48,8 @@ pub enum Exit {
         /// What was written, zero-extended.
         value: u64,
     },
-    /// A locked access that is not aligned: stop every other vCPU, then [`crate::Cpu::run_exclusive`].
+    /// A locked access that is not aligned: stop every other vCPU, then
+    /// [`crate::Cpu::run_exclusive`].
     Exclusive,
     /// Triple fault: the processor is dead.
     Shutdown(Shutdown),

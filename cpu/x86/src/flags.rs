@@ -1,7 +1,7 @@
 //! The arithmetic flags, computed when somebody looks.
 //!
-//! Most instructions set flags that the next one overwrites. So an instruction leaves three words, and
-//! a reader derives what it needs:
+//! Most instructions set flags that the next one overwrites. So an instruction leaves three words,
+//! and a reader derives what it needs:
 //!
 //! ```text
 //!   kind          result            other
@@ -10,8 +10,9 @@
 //!   Given width   any result        CF, OF, AF as RFLAGS bits  logic, shifts, INC, MUL, ...
 //!   Explicit      0 if ZF, else 1   all six as RFLAGS bits     POPF, SAHF, BT, ...
 //! ```
-//! ZF is `result == 0` in every kind: the flag asked for most needs no look at the kind. Results and `b`
-//! are kept zero-extended. Flags that the architecture leaves undefined are zero or unchanged.
+//! ZF is `result == 0` in every kind: the flag asked for most needs no look at the kind. Results
+//! and `b` are kept zero-extended. Flags that the architecture leaves undefined are zero or
+//! unchanged.
 
 use lacuna_cpu::Word;
 
@@ -51,7 +52,11 @@ pub(crate) struct Flags {
 
 impl Default for Flags {
     fn default() -> Self {
-        Self { result: 1, other: 0, kind: EXPLICIT }
+        Self {
+            result: 1,
+            other: 0,
+            kind: EXPLICIT,
+        }
     }
 }
 
@@ -59,39 +64,67 @@ impl Flags {
     /// After `result = a + b`.
     #[inline(always)]
     pub(crate) fn set_add<T: Word>(&mut self, result: T, b: T) {
-        *self = Self { result: result.widen(), other: b.widen(), kind: ADD | log2::<T>() };
+        *self = Self {
+            result: result.widen(),
+            other: b.widen(),
+            kind: ADD | log2::<T>(),
+        };
     }
 
     /// After `result = a - b`.
     #[inline(always)]
     pub(crate) fn set_sub<T: Word>(&mut self, result: T, b: T) {
-        *self = Self { result: result.widen(), other: b.widen(), kind: SUB | log2::<T>() };
+        *self = Self {
+            result: result.widen(),
+            other: b.widen(),
+            kind: SUB | log2::<T>(),
+        };
     }
 
     /// After an operation with `result` for ZF, SF and PF, and CF, OF and AF as given.
     #[inline(always)]
     pub(crate) fn set_given<T: Word>(&mut self, result: T, carries: u64) {
-        *self = Self { result: result.widen(), other: carries, kind: GIVEN | log2::<T>() };
+        *self = Self {
+            result: result.widen(),
+            other: carries,
+            kind: GIVEN | log2::<T>(),
+        };
     }
 
     /// [`Flags::set_add`] for a width given as log2 of its bytes.
     pub(crate) fn set_add_wide(&mut self, width: u8, result: u64, b: u64) {
-        *self = Self { result, other: b, kind: ADD | width };
+        *self = Self {
+            result,
+            other: b,
+            kind: ADD | width,
+        };
     }
 
     /// [`Flags::set_sub`] for a width given as log2 of its bytes.
     pub(crate) fn set_sub_wide(&mut self, width: u8, result: u64, b: u64) {
-        *self = Self { result, other: b, kind: SUB | width };
+        *self = Self {
+            result,
+            other: b,
+            kind: SUB | width,
+        };
     }
 
     /// [`Flags::set_given`] for a width given as log2 of its bytes.
     pub(crate) fn set_given_wide(&mut self, width: u8, result: u64, carries: u64) {
-        *self = Self { result, other: carries, kind: GIVEN | width };
+        *self = Self {
+            result,
+            other: carries,
+            kind: GIVEN | width,
+        };
     }
 
     /// All six from RFLAGS bits.
     pub(crate) fn set_bits(&mut self, bits: u64) {
-        *self = Self { result: u64::from(bits & ZF == 0), other: bits, kind: EXPLICIT };
+        *self = Self {
+            result: u64::from(bits & ZF == 0),
+            other: bits,
+            kind: EXPLICIT,
+        };
     }
 
     /// Replaces those in `which`, keeps the others.
@@ -235,7 +268,7 @@ mod tests {
         assert_eq!(f.of(), i16::from(signed as i8) != signed);
         assert_eq!(f.zf(), r == 0);
         assert_eq!(f.sf(), r > 127);
-        assert_eq!(f.pf(), r.count_ones() % 2 == 0);
+        assert_eq!(f.pf(), r.count_ones().is_multiple_of(2));
         assert_eq!(f.af(), half & 16 != 0);
         let mut copy = Flags::default();
         copy.set_bits(f.bits());

@@ -1,7 +1,8 @@
 //! The rarer instructions that stay inside a block: any width, any operand form.
 //!
-//! Operands: E is the r/m operand (`dst`, or memory with [`MEMORY`]), G the other one (`src`, or `imm`
-//! with [`IMMEDIATE`]). Values are kept zero-extended in a `u64` beside `width`, log2 of their bytes.
+//! Operands: E is the r/m operand (`dst`, or memory with [`MEMORY`]), G the other one (`src`, or
+//! `imm` with [`IMMEDIATE`]). Values are kept zero-extended in a `u64` beside `width`, log2 of
+//! their bytes.
 
 use crate::arith::{
     alu, alu_flags, alu_result, bits, extend, mask, shift, shift_count, shifted, sign,
@@ -46,7 +47,11 @@ pub(crate) fn move_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> 
 /// MOVZX and MOVSX: G, whose width is `aux`, from E.
 pub(crate) fn extend_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let value = read(core, bus, op)?;
-    let value = if op.code == Code::MovSx { extend(op.width(), value) } else { value };
+    let value = if op.code == Code::MovSx {
+        extend(op.width(), value)
+    } else {
+        value
+    };
     set_reg(core, op.src, op.aux, value & mask(op.aux));
     Ok(())
 }
@@ -124,11 +129,15 @@ pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
     core.raise(Exception::UD)
 }
 
-/// The value of [`Code::Address`]: segment base and 32-bit address size included. `aux` bit 0: 32-bit
-/// addresses; `src`: 1 for FS, 2 for GS.
+/// The value of [`Code::Address`]: segment base and 32-bit address size included. `aux` bit 0:
+/// 32-bit addresses; `src`: 1 for FS, 2 for GS.
 pub(crate) fn far_address(core: &Core, op: &Op) -> u64 {
     let offset = address(core, op);
-    let offset = if op.aux & 1 != 0 { offset & mask(2) } else { offset };
+    let offset = if op.aux & 1 != 0 {
+        offset & mask(2)
+    } else {
+        offset
+    };
     offset.wrapping_add(segment_base(core, op.src))
 }
 
@@ -165,7 +174,11 @@ pub(crate) fn set_reg(core: &mut Core, slot: u8, width: u8, value: u64) {
 
 /// G, or the immediate.
 fn source(core: &Core, op: &Op) -> u64 {
-    if op.has(IMMEDIATE) { op.imm64() & mask(op.width()) } else { reg(core, op.src, op.width()) }
+    if op.has(IMMEDIATE) {
+        op.imm64() & mask(op.width())
+    } else {
+        reg(core, op.src, op.width())
+    }
 }
 
 /// Loads `1 << width` bytes.
@@ -211,12 +224,7 @@ fn write(core: &mut Core, bus: &mut impl Bus, op: &Op, value: u64) -> Touch<()> 
 }
 
 /// Replaces E by `new(E)`; returns the old value.
-fn modify(
-    core: &mut Core,
-    bus: &mut impl Bus,
-    op: &Op,
-    new: impl Fn(u64) -> u64,
-) -> Touch<u64> {
+fn modify(core: &mut Core, bus: &mut impl Bus, op: &Op, new: impl Fn(u64) -> u64) -> Touch<u64> {
     if !op.has(MEMORY) {
         let old = reg(core, op.dst, op.width());
         set_reg(core, op.dst, op.width(), new(old));
@@ -233,13 +241,25 @@ fn modify_at(
     new: impl Fn(u64) -> u64,
 ) -> Touch<u64> {
     match (op.has(LOCKED), op.width()) {
-        (false, 0) => core.update(bus, va, |a: u8| new(a.into()) as u8).map(u64::from),
-        (false, 1) => core.update(bus, va, |a: u16| new(a.into()) as u16).map(u64::from),
-        (false, 2) => core.update(bus, va, |a: u32| new(a.into()) as u32).map(u64::from),
+        (false, 0) => core
+            .update(bus, va, |a: u8| new(a.into()) as u8)
+            .map(u64::from),
+        (false, 1) => core
+            .update(bus, va, |a: u16| new(a.into()) as u16)
+            .map(u64::from),
+        (false, 2) => core
+            .update(bus, va, |a: u32| new(a.into()) as u32)
+            .map(u64::from),
         (false, _) => core.update(bus, va, new),
-        (true, 0) => core.update_locked(bus, va, |a: u8| new(a.into()) as u8).map(u64::from),
-        (true, 1) => core.update_locked(bus, va, |a: u16| new(a.into()) as u16).map(u64::from),
-        (true, 2) => core.update_locked(bus, va, |a: u32| new(a.into()) as u32).map(u64::from),
+        (true, 0) => core
+            .update_locked(bus, va, |a: u8| new(a.into()) as u8)
+            .map(u64::from),
+        (true, 1) => core
+            .update_locked(bus, va, |a: u16| new(a.into()) as u16)
+            .map(u64::from),
+        (true, 2) => core
+            .update_locked(bus, va, |a: u32| new(a.into()) as u32)
+            .map(u64::from),
         (true, _) => core.update_locked(bus, va, new),
     }
 }
@@ -272,7 +292,11 @@ pub(crate) fn alu_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
 #[inline(never)]
 pub(crate) fn step(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, m, carry) = (op.width(), mask(op.width()), core.flags.cf());
-    let kind = if op.code == Code::Inc { alu::ADD } else { alu::SUB };
+    let kind = if op.code == Code::Inc {
+        alu::ADD
+    } else {
+        alu::SUB
+    };
     let old = modify(core, bus, op, |a| alu_result(kind, width, a, 1, false) & m)?;
     alu_flags(&mut core.flags, kind, width, old, 1, false);
     core.flags.replace(CF, if carry { CF } else { 0 });
@@ -282,7 +306,11 @@ pub(crate) fn step(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
 #[inline(never)]
 pub(crate) fn shift_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (kind, width, carry) = (op.aux, op.width(), core.flags.cf());
-    let count = if op.has(IMMEDIATE) { op.imm64() } else { core.r[RCX as usize] };
+    let count = if op.has(IMMEDIATE) {
+        op.imm64()
+    } else {
+        core.r[RCX as usize]
+    };
     let count = shift_count(width, count);
     let old = modify(core, bus, op, |a| shifted(kind, width, a, count, carry).0)?;
     let (result, carries) = shifted(kind, width, old, count, carry);
@@ -300,21 +328,37 @@ pub(crate) fn shift_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()>
 #[inline(never)]
 pub(crate) fn double_shift(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, n) = (op.width(), bits(op.width()));
-    let count = if op.has(IMMEDIATE) { op.imm64() } else { core.r[RCX as usize] };
+    let count = if op.has(IMMEDIATE) {
+        op.imm64()
+    } else {
+        core.r[RCX as usize]
+    };
     let count = shift_count(width, count);
     let fill = reg(core, op.src, width);
     let left = op.aux == 0;
     let shift = move |a: u64| {
         let (a, fill) = (u128::from(a), u128::from(fill));
-        let by = count % n;
-        let wide = if left { (a << n | fill) << by >> n } else { (fill << n | a) >> by };
+        let by = if count <= n { count } else { count - n };
+        let wide = if left {
+            (a << n | fill) << by >> n
+        } else {
+            (fill << n | a) >> by
+        };
         wide as u64 & mask(width)
     };
     let old = modify(core, bus, op, |a| if count == 0 { a } else { shift(a) })?;
     if count != 0 {
-        let last = if left { n.wrapping_sub(count) } else { count - 1 } % n;
+        let last = if left {
+            n.wrapping_sub(count)
+        } else {
+            count - 1
+        } % n;
         let cf = if old >> last & 1 != 0 { CF } else { 0 };
-        let of = if (old ^ shift(old)) & sign(width) != 0 { OF } else { 0 };
+        let of = if (old ^ shift(old)) & sign(width) != 0 {
+            OF
+        } else {
+            0
+        };
         core.flags.set_given_wide(width, shift(old), cf | of);
     }
     Ok(())
@@ -354,7 +398,8 @@ pub(crate) fn compare_exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> 
     if old != expected {
         set_reg(core, RAX, width, old);
     }
-    core.flags.set_sub_wide(width, expected.wrapping_sub(old) & mask(width), old);
+    core.flags
+        .set_sub_wide(width, expected.wrapping_sub(old) & mask(width), old);
     Ok(())
 }
 

@@ -1,16 +1,17 @@
 //! A software x86-64 processor: long mode, CPL 0 and 3, integer instructions.
 //!
-//! It knows a [`Bus`](lacuna_cpu::Bus), not a hypervisor: it asks for the page behind a guest frame and gets
-//! a host page or a reason to stop. One [`Cpu`] is one vCPU; nothing in it is shared but what it posts
-//! to other processors through the [`ApicBus`].
+//! It knows a [`Bus`](lacuna_cpu::Bus), not a hypervisor: it asks for the page behind a guest frame
+//! and gets a host page or a reason to stop. One [`Cpu`] is one vCPU; nothing in it is shared but
+//! what it posts to other processors through the [`ApicBus`].
 //!
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower/ -> 16-byte Ops, one basic block at a time
 //! cache.rs    blocks by page, direct links, jump cache; dropped when their page is written
 //! dispatch.rs the hot loop over Ops      general.rs, string.rs  the rarer instructions
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
-//! cpu.rs      the run loop: interrupts, traps, exits          system.rs  instructions that end a block
-//! walk.rs     stage-1 paging     deliver.rs  events through the IDT     msr.rs cpuid.rs apic.rs
+//! cpu.rs      the run loop: interrupts, traps, exits          system.rs  instructions that end a
+//! block walk.rs     stage-1 paging     deliver.rs  events through the IDT     msr.rs cpuid.rs
+//! apic.rs
 //! ```
 #![forbid(unsafe_code)]
 
@@ -29,6 +30,7 @@ mod flags;
 mod general;
 mod linear;
 mod lower;
+mod lower_branch;
 mod lower_rare;
 mod mem;
 mod msr;

@@ -32,11 +32,13 @@ impl Lower<'_> {
         flow
     }
 
-    /// Gives the instruction's length and count to its last op: those before it can be blocked, or leave
-    /// nothing behind but scratch. CALL and fused ops have done it themselves.
+    /// Gives the instruction's length and count to its last op: those before it can be blocked, or
+    /// leave nothing behind but scratch. CALL and fused ops have done it themselves.
     fn seal(&mut self, first: usize) {
         let whole = self.whole();
-        let Some(ops) = self.ops.get_mut(first..) else { return };
+        let Some(ops) = self.ops.get_mut(first..) else {
+            return;
+        };
         if ops.iter().all(|op| op.len == 0)
             && let Some(last) = ops.iter_mut().rev().find(|op| op.code != Code::Links)
         {
@@ -45,7 +47,7 @@ impl Lower<'_> {
     }
 
     /// This instruction in an op's `len`.
-    fn whole(&self) -> u8 {
+    pub(crate) fn whole(&self) -> u8 {
         self.i.len() as u8 | 1 << 5
     }
 
@@ -119,10 +121,13 @@ impl Lower<'_> {
         slot(self.i.op_register(n))
     }
 
-    /// An op of width `width` with the r/m operand `e` in `dst` or memory, and `g` (if any) in `src`
-    /// or `imm`.
+    /// An op of width `width` with the r/m operand `e` in `dst` or memory, and `g` (if any) in
+    /// `src` or `imm`.
     pub(crate) fn form(&mut self, code: Code, width: u8, e: u32, g: Option<u32>) -> Op {
-        let mut op = Op { form: width << 2, ..Op::new(code) };
+        let mut op = Op {
+            form: width << 2,
+            ..Op::new(code)
+        };
         if self.i.has_lock_prefix() {
             op.form |= LOCKED;
         }
@@ -239,16 +244,29 @@ impl Lower<'_> {
 
     fn lea(&mut self) -> Flow {
         let width = self.width(0);
-        let mut op = Op { form: width << 2, ..Op::new(Code::Lea64) };
+        let mut op = Op {
+            form: width << 2,
+            ..Op::new(Code::Lea64)
+        };
         // LEA takes the offset alone: no segment base, whatever the prefix.
         let mut bare = *self.i;
         bare.set_segment_prefix(Register::None);
         let (start, dst) = (self.start, self.slot(0));
-        Lower { i: &bare, ops: self.ops, start }.memory(&mut op);
+        Lower {
+            i: &bare,
+            ops: self.ops,
+            start,
+        }
+        .memory(&mut op);
         op.form &= !MEMORY;
         if width == 1 {
             self.emit(Op { dst: TEMP, ..op });
-            return self.emit(Op { form: 1 << 2, dst, src: TEMP, ..Op::new(Code::MovE) });
+            return self.emit(Op {
+                form: 1 << 2,
+                dst,
+                src: TEMP,
+                ..Op::new(Code::MovE)
+            });
         }
         op.code = by_width(width, [Code::Lea32, Code::Lea64]);
         self.emit(Op { dst, ..op })
@@ -259,7 +277,11 @@ impl Lower<'_> {
         if self.is_memory(1) && kind != alu::TEST {
             let op = self.form(Code::AluReverse, width, 1, Some(0));
             return self.emit(match hot_load(kind, width) {
-                Some(code) => Op { code, dst: op.src, ..op },
+                Some(code) => Op {
+                    code,
+                    dst: op.src,
+                    ..op
+                },
                 None => Op { aux: kind, ..op },
             });
         }
@@ -282,8 +304,8 @@ impl Lower<'_> {
         }
     }
 
-    /// Emits a three-operand register op. If the block's last op is a move of the same width into its
-    /// destination, the two become one: x86's copy-then-change idiom costs one dispatch.
+    /// Emits a three-operand register op. If the block's last op is a move of the same width into
+    /// its destination, the two become one: x86's copy-then-change idiom costs one dispatch.
     fn emit_copying(&mut self, op: Op) -> Flow {
         let wanted = by_width(op.width(), [Code::MovRr32, Code::MovRr64]);
         let whole = self.whole();
@@ -292,7 +314,12 @@ impl Lower<'_> {
             Some(copy) if copy.code == wanted && copy.dst == op.dst && copy.len != 0 => {
                 let through = |slot: u8| if slot == op.dst { copy.src } else { slot };
                 let (src, base) = (through(op.src), through(op.base));
-                *copy = Op { src, base, len: copy.len + whole, ..op };
+                *copy = Op {
+                    src,
+                    base,
+                    len: copy.len + whole,
+                    ..op
+                };
                 Flow::On
             }
             _ => self.emit(op),
@@ -321,7 +348,10 @@ impl Lower<'_> {
     fn extend(&mut self, code: Code) -> Flow {
         let (to, from) = (self.width(0), self.width(1));
         let plain = self.is_plain(1);
-        let op = Op { aux: to, ..self.form(code, from, 1, Some(0)) };
+        let op = Op {
+            aux: to,
+            ..self.form(code, from, 1, Some(0))
+        };
         let hot = match (code == Code::MovZx, op.has(MEMORY), from, to) {
             _ if !plain => None,
             (true, true, 0, 2 | 3) => Some(Code::LoadZx8),
@@ -342,7 +372,12 @@ impl Lower<'_> {
         };
         self.emit(match hot {
             // The hot forms go from `src` to `dst`, the general ones from E to G.
-            Some(code) => Op { code, dst: op.src, src: op.dst, ..op },
+            Some(code) => Op {
+                code,
+                dst: op.src,
+                src: op.dst,
+                ..op
+            },
             None => op,
         })
     }
@@ -351,7 +386,10 @@ impl Lower<'_> {
         let width = self.width(0);
         let op = self.form(code, width, 0, None);
         let is_hot = !op.has(MEMORY) && width >= 2;
-        self.emit(Op { code: if is_hot { by_width(width, hot) } else { code }, ..op })
+        self.emit(Op {
+            code: if is_hot { by_width(width, hot) } else { code },
+            ..op
+        })
     }
 
     fn multiply(&mut self) -> Flow {
@@ -368,7 +406,12 @@ impl Lower<'_> {
                 (_, true) => [Code::ImulRm32, Code::ImulRm64],
                 _ => [Code::ImulRr32, Code::ImulRr64],
             };
-            op = Op { code: by_width(width, codes), dst: op.src, src: op.dst, ..op };
+            op = Op {
+                code: by_width(width, codes),
+                dst: op.src,
+                src: op.dst,
+                ..op
+            };
         }
         self.emit(op)
     }
@@ -380,134 +423,34 @@ impl Lower<'_> {
             return self.jcc(cc);
         }
         if i.op_count() == 1 && !i.is_loopcc() && !i.is_loop() {
-            let op = Op { aux: cc, ..self.form(Code::SetccE, 0, 0, None) };
+            let op = Op {
+                aux: cc,
+                ..self.form(Code::SetccE, 0, 0, None)
+            };
             let hot = !op.has(MEMORY) && op.dst < HIGH;
-            return self.emit(Op { code: if hot { Code::SetccR } else { op.code }, ..op });
+            return self.emit(Op {
+                code: if hot { Code::SetccR } else { op.code },
+                ..op
+            });
         }
         if i.op_count() == 2 && i.op0_register().is_gpr() {
             let width = self.width(0);
-            let mut op = Op { aux: cc, ..self.form(Code::CmovG, width, 1, Some(0)) };
+            let mut op = Op {
+                aux: cc,
+                ..self.form(Code::CmovG, width, 1, Some(0))
+            };
             if !op.has(MEMORY) && width >= 2 {
                 let code = by_width(width, [Code::CmovRr32, Code::CmovRr64]);
-                op = Op { code, dst: op.src, src: op.dst, ..op };
+                op = Op {
+                    code,
+                    dst: op.src,
+                    src: op.dst,
+                    ..op
+                };
             }
             return self.emit(op);
         }
         self.rare()
-    }
-
-    /// The direct branch's displacement from the instruction's end.
-    pub(crate) fn displacement(&self) -> i32 {
-        self.i.near_branch64().wrapping_sub(self.i.next_ip()) as i32
-    }
-
-    fn jcc(&mut self, cc: u8) -> Flow {
-        let disp = self.displacement();
-        if self.i.op0_kind() != OpKind::NearBranch64 {
-            return self.undefined();
-        }
-        let inverted = if cc & 1 != 0 { INVERTED } else { 0 };
-        let whole = self.whole();
-        if let Some(compare) = self.ops[self.start..].last_mut()
-            && let Some(code) = fused(compare.code, cc)
-        {
-            // The compare's slot becomes the branch, which completes both instructions.
-            let form = compare.form | inverted;
-            *compare = Op { code, form, disp, len: compare.len + whole, ..*compare };
-            self.ops.push(Op::unlinked(0));
-            return Flow::End;
-        }
-        let op = match cc >> 1 {
-            2 => Op { form: inverted, disp, ..Op::new(Code::JumpZ) },
-            _ => Op { aux: cc, disp, ..Op::new(Code::JumpCc) },
-        };
-        self.emit_branch(op)
-    }
-
-    fn jump(&mut self) -> Flow {
-        match self.i.op0_kind() {
-            OpKind::NearBranch64 => {
-                let disp = self.displacement();
-                self.emit_branch(Op { disp, ..Op::new(Code::Jump) })
-            }
-            _ if self.i.is_jmp_far_indirect() || self.width(0) != 3 => self.undefined(),
-            OpKind::Register => {
-                let src = self.slot(0);
-                self.emit_branch(Op { src, ..Op::new(Code::JumpR) })
-            }
-            _ => {
-                self.load_target();
-                self.emit_branch(Op { src: TARGET, ..Op::new(Code::JumpR) })
-            }
-        }
-    }
-
-    fn load_target(&mut self) {
-        let mut op = Op { dst: TARGET, ..Op::new(Code::Load64) };
-        self.memory(&mut op);
-        self.emit(op);
-    }
-
-    fn call(&mut self) -> Flow {
-        let direct = self.i.op0_kind() == OpKind::NearBranch64;
-        if !direct && (self.i.is_call_far_indirect() || self.width(0) != 3) {
-            return self.undefined();
-        }
-        if self.is_memory(0) {
-            self.load_target();
-        } else if self.is_register(0) {
-            let src = self.slot(0);
-            self.emit(Op { dst: TARGET, src, ..Op::new(Code::MovRr64) });
-        }
-        let back = self.i.next_ip();
-        // The jump itself cannot fail, so the instruction is complete with the push.
-        let len = self.whole();
-        if back as i32 as i64 as u64 == back {
-            self.emit(Op { len, imm: back as i32, ..Op::new(Code::PushI) });
-        } else {
-            self.emit(Op::constant(TEMP, back));
-            self.emit(Op { len, src: TEMP, ..Op::new(Code::PushR) });
-        }
-        let jump = if direct {
-            Op { disp: self.displacement(), ..Op::new(Code::Jump) }
-        } else {
-            Op { src: TARGET, ..Op::new(Code::JumpR) }
-        };
-        self.emit_branch(jump)
-    }
-
-    fn ret(&mut self) -> Flow {
-        let imm = if self.i.op_count() == 0 { 0 } else { i32::from(self.i.immediate16()) };
-        if self.i.stack_pointer_increment() as i64 - i64::from(imm) != 8 {
-            return self.undefined();
-        }
-        self.emit_branch(Op { imm, ..Op::new(Code::Ret) })
-    }
-
-    fn push(&mut self) -> Flow {
-        let width = (-self.i.stack_pointer_increment()).trailing_zeros().min(3) as u8;
-        if self.is_register(0) && self.i.op0_register().is_segment_register() {
-            let aux = if self.i.op0_register() == Register::FS { 1 } else { 2 };
-            return self.emit(Op { form: width << 2, aux, ..Op::new(Code::PushE) });
-        }
-        if !self.is_register(0) && !self.is_memory(0) {
-            let imm = self.i.immediate(0) as i32;
-            let code = if width == 3 { Code::PushI } else { Code::PushE };
-            return self.emit(Op { form: width << 2 | IMMEDIATE, imm, ..Op::new(code) });
-        }
-        let op = self.form(Code::PushE, width, 0, None);
-        let hot = !op.has(MEMORY) && width == 3;
-        self.emit(if hot { Op { code: Code::PushR, src: op.dst, ..op } } else { op })
-    }
-
-    fn pop(&mut self) -> Flow {
-        let width = self.i.stack_pointer_increment().trailing_zeros().min(3) as u8;
-        if self.is_register(0) && self.i.op0_register().is_segment_register() {
-            return self.pop_segment(width);
-        }
-        let op = self.form(Code::PopE, width, 0, None);
-        let hot = !op.has(MEMORY) && width == 3;
-        self.emit(Op { code: if hot { Code::PopR } else { op.code }, ..op })
     }
 }
 
@@ -523,7 +466,11 @@ pub(crate) fn slot(r: Register) -> u8 {
 }
 
 fn address_slot(r: Register) -> u8 {
-    if r.is_gpr64() || r.is_gpr32() { r.number() as u8 } else { ZERO }
+    if r.is_gpr64() || r.is_gpr32() {
+        r.number() as u8
+    } else {
+        ZERO
+    }
 }
 
 /// Of a pair of codes, the one for 32 or 64 bits.
@@ -575,29 +522,4 @@ fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
         _ => return None,
     };
     (width >= 2).then(|| by_width(width, codes))
-}
-
-/// The branch that does a compare's work too, for the condition without its inversion.
-#[rustfmt::skip]
-fn fused(compare: Code, cc: u8) -> Option<Code> {
-    use Code::*;
-    Some(match (compare, cc >> 1) {
-        (CmpRr32, 1) => JumpCmpBelowRr32, (CmpRr32, 2) => JumpCmpEqRr32,
-        (CmpRr32, 3) => JumpCmpBeRr32, (CmpRr32, 6) => JumpCmpLessRr32,
-        (CmpRr32, 7) => JumpCmpLeRr32,
-        (CmpRr64, 1) => JumpCmpBelowRr64, (CmpRr64, 2) => JumpCmpEqRr64,
-        (CmpRr64, 3) => JumpCmpBeRr64, (CmpRr64, 6) => JumpCmpLessRr64,
-        (CmpRr64, 7) => JumpCmpLeRr64,
-        (CmpRi32, 1) => JumpCmpBelowRi32, (CmpRi32, 2) => JumpCmpEqRi32,
-        (CmpRi32, 3) => JumpCmpBeRi32, (CmpRi32, 6) => JumpCmpLessRi32,
-        (CmpRi32, 7) => JumpCmpLeRi32,
-        (CmpRi64, 1) => JumpCmpBelowRi64, (CmpRi64, 2) => JumpCmpEqRi64,
-        (CmpRi64, 3) => JumpCmpBeRi64, (CmpRi64, 6) => JumpCmpLessRi64,
-        (CmpRi64, 7) => JumpCmpLeRi64,
-        (TestRr32, 2) => JumpTestZRr32, (TestRr64, 2) => JumpTestZRr64,
-        (TestRi32, 2) => JumpTestZRi32, (TestRi64, 2) => JumpTestZRi64,
-        (TestRr32, 4 | 6) => JumpTestSRr32, (TestRr64, 4 | 6) => JumpTestSRr64,
-        (TestRr32, 7) => JumpTestLeRr32, (TestRr64, 7) => JumpTestLeRr64,
-        _ => return None,
-    })
 }

@@ -1,5 +1,5 @@
-//! One instruction to ops: what is neither hot nor common. Whatever has no line here raises #UD, and
-//! CPUID does not announce it.
+//! One instruction to ops: what is neither hot nor common. Whatever has no line here raises #UD,
+//! and CPUID does not announce it.
 
 use crate::lower::{Flow, Lower, slot};
 use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op, System, TARGET, TEMP};
@@ -100,9 +100,7 @@ impl Lower<'_> {
             return self.undefined();
         }
         use OpKind as K;
-        let narrow = (0..2).any(|n| {
-            matches!(self.i.op_kind(n), K::MemorySegESI | K::MemoryESEDI)
-        });
+        let narrow = (0..2).any(|n| matches!(self.i.op_kind(n), K::MemorySegESI | K::MemoryESEDI));
         let segment = match self.i.segment_prefix() {
             Register::FS => 1,
             Register::GS => 2,
@@ -117,7 +115,12 @@ impl Lower<'_> {
         };
         let address = if narrow { string::ADDRESS_32 } else { 0 };
         let aux = kind | prefix | address;
-        self.emit(Op { form: width << 2, aux, src: segment, ..Op::new(Code::String) })
+        self.emit(Op {
+            form: width << 2,
+            aux,
+            src: segment,
+            ..Op::new(Code::String)
+        })
     }
 
     fn system(&mut self) -> Flow {
@@ -135,7 +138,13 @@ impl Lower<'_> {
             M::Sysretq => self.end(System::Sysret),
             M::Int => {
                 let imm = i32::from(self.i.immediate8());
-                self.end_op(System::Int, Op { imm, ..Op::new(Code::System) })
+                self.end_op(
+                    System::Int,
+                    Op {
+                        imm,
+                        ..Op::new(Code::System)
+                    },
+                )
             }
             M::Int3 => self.end(System::Int3),
             M::Int1 => self.end(System::Int1),
@@ -187,7 +196,11 @@ impl Lower<'_> {
     }
 
     fn plain(&mut self, code: Code, width: u8, aux: u8) -> Flow {
-        self.emit(Op { form: width << 2, aux, ..Op::new(code) })
+        self.emit(Op {
+            form: width << 2,
+            aux,
+            ..Op::new(code)
+        })
     }
 
     /// E alone.
@@ -249,21 +262,40 @@ impl Lower<'_> {
     }
 
     fn leave(&mut self) -> Flow {
-        let width = if self.i.stack_pointer_increment() == 2 { 1 } else { 3 };
+        let width = if self.i.stack_pointer_increment() == 2 {
+            1
+        } else {
+            3
+        };
         let narrow = self.i.code() == iced_x86::Code::Leavew;
         self.plain(Code::Leave, if narrow { 1 } else { width }, 0)
     }
 
     fn enter(&mut self) -> Flow {
-        let width = if self.i.code() == iced_x86::Code::Enterw_imm16_imm8 { 1 } else { 3 };
+        let width = if self.i.code() == iced_x86::Code::Enterw_imm16_imm8 {
+            1
+        } else {
+            3
+        };
         let (size, level) = (self.i.immediate16(), self.i.immediate8_2nd() & 31);
-        let op = Op { form: width << 2, aux: level, ..Op::new(Code::Enter) };
-        self.emit(Op { imm: size.into(), ..op })
+        let op = Op {
+            form: width << 2,
+            aux: level,
+            ..Op::new(Code::Enter)
+        };
+        self.emit(Op {
+            imm: size.into(),
+            ..op
+        })
     }
 
     /// AL = [RBX + AL].
     fn xlat(&mut self) -> Flow {
-        self.emit(Op { dst: TARGET, src: 0, ..Op::new(Code::MovZx8) });
+        self.emit(Op {
+            dst: TARGET,
+            src: 0,
+            ..Op::new(Code::MovZx8)
+        });
         let mut op = Op::new(Code::MovG);
         self.memory(&mut op);
         // The index register that the operand names is AL, which is no address register.
@@ -290,14 +322,27 @@ impl Lower<'_> {
                 | iced_x86::Code::Jecxz_rel8_64
         );
         let width = if narrow { 2 } else { 3 };
-        let count = Op { form: width << 2, aux: kind, dst: TEMP, ..Op::new(Code::LoopCount) };
+        let count = Op {
+            form: width << 2,
+            aux: kind,
+            dst: TEMP,
+            ..Op::new(Code::LoopCount)
+        };
         self.emit(count);
         let disp = self.displacement();
-        self.emit_branch(Op { src: TEMP, disp, ..Op::new(Code::JumpSlot) })
+        self.emit_branch(Op {
+            src: TEMP,
+            disp,
+            ..Op::new(Code::JumpSlot)
+        })
     }
 
     fn end_op(&mut self, system: System, op: Op) -> Flow {
-        self.emit(Op { code: Code::System, aux: system as u8, ..op });
+        self.emit(Op {
+            code: Code::System,
+            aux: system as u8,
+            ..op
+        });
         Flow::End
     }
 
@@ -306,7 +351,13 @@ impl Lower<'_> {
     }
 
     fn end_width(&mut self, system: System, width: u8) -> Flow {
-        self.end_op(system, Op { form: width << 2, ..Op::new(Code::System) })
+        self.end_op(
+            system,
+            Op {
+                form: width << 2,
+                ..Op::new(Code::System)
+            },
+        )
     }
 
     fn end_e(&mut self, system: System, width: u8) -> Flow {
@@ -322,7 +373,10 @@ impl Lower<'_> {
 
     /// IN and OUT: the port in `imm` or DX.
     fn port(&mut self, system: System, data: u32, port: u32) -> Flow {
-        let mut op = Op { form: self.width(data) << 2, ..Op::new(Code::System) };
+        let mut op = Op {
+            form: self.width(data) << 2,
+            ..Op::new(Code::System)
+        };
         if !self.is_register(port) {
             op.form |= IMMEDIATE;
             op.imm = i32::from(self.i.immediate8());
@@ -331,18 +385,36 @@ impl Lower<'_> {
     }
 
     fn ret_far(&mut self) -> Flow {
-        let imm = if self.i.op_count() == 0 { 0 } else { i32::from(self.i.immediate16()) };
+        let imm = if self.i.op_count() == 0 {
+            0
+        } else {
+            i32::from(self.i.immediate16())
+        };
         let width = match self.i.code() {
             iced_x86::Code::Retfq | iced_x86::Code::Retfq_imm16 => 3,
             iced_x86::Code::Retfd | iced_x86::Code::Retfd_imm16 => 2,
             _ => 1,
         };
-        self.end_op(System::RetFar, Op { form: width << 2, imm, ..Op::new(Code::System) })
+        self.end_op(
+            System::RetFar,
+            Op {
+                form: width << 2,
+                imm,
+                ..Op::new(Code::System)
+            },
+        )
     }
 
     pub(crate) fn pop_segment(&mut self, width: u8) -> Flow {
         let imm = segment(self.i.op0_register());
-        self.end_op(System::PopSegment, Op { form: width << 2, imm, ..Op::new(Code::System) })
+        self.end_op(
+            System::PopSegment,
+            Op {
+                form: width << 2,
+                imm,
+                ..Op::new(Code::System)
+            },
+        )
     }
 
     /// MOV with a segment, control or debug register.
@@ -350,12 +422,24 @@ impl Lower<'_> {
         let (to, from) = (self.i.op0_register(), self.i.op1_register());
         if to.is_segment_register() {
             let op = self.form(Code::System, 1, 1, None);
-            return self.end_op(System::LoadSegment, Op { imm: segment(to), ..op });
+            return self.end_op(
+                System::LoadSegment,
+                Op {
+                    imm: segment(to),
+                    ..op
+                },
+            );
         }
         if from.is_segment_register() {
             let width = if self.is_memory(0) { 1 } else { self.width(0) };
             let op = self.form(Code::System, width, 0, None);
-            return self.end_op(System::StoreSegment, Op { imm: segment(from), ..op });
+            return self.end_op(
+                System::StoreSegment,
+                Op {
+                    imm: segment(from),
+                    ..op
+                },
+            );
         }
         let (system, special, general) = match (to, from) {
             (to, from) if to.is_cr() => (System::MovToCr, to, from),
@@ -368,7 +452,14 @@ impl Lower<'_> {
             return self.undefined();
         }
         let imm = special.number() as i32;
-        self.end_op(system, Op { dst: slot(general), imm, ..Op::new(Code::System) })
+        self.end_op(
+            system,
+            Op {
+                dst: slot(general),
+                imm,
+                ..Op::new(Code::System)
+            },
+        )
     }
 }
 
@@ -383,4 +474,3 @@ fn segment(r: Register) -> i32 {
         _ => 5,
     }
 }
-

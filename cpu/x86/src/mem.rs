@@ -6,7 +6,8 @@
 //!                memory: the access, by byte atomics if misaligned
 //!                no memory (Stop::Mmio): from the replies of the last exits, else leave for one
 //! ```
-//! An access that cannot be made returns [`Blocked`], having changed nothing; why is in [`Core::why`].
+//! An access that cannot be made returns [`Blocked`], having changed nothing; why is in
+//! [`Core::why`].
 
 use crate::linear::{Linear, Width};
 use crate::processor::{Core, Why};
@@ -15,8 +16,8 @@ use crate::walk::{User, walk};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
 use lacuna_cpu::{Bus, HostPage, Rights, Stop, Word};
 
-/// The access was not made; [`Core::why`] says why. Carries nothing, so that the hot paths return in
-/// registers.
+/// The access was not made; [`Core::why`] says why. Carries nothing, so that the hot paths return
+/// in registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Blocked;
 
@@ -32,9 +33,9 @@ const fn offset(va: u64) -> usize {
 
 /// Device accesses that the current instruction has already been through.
 ///
-/// An instruction that touches a device leaves the processor, and is executed again from its start when the
-/// answer is there. It may make several such accesses, so the answers are kept in order until it
-/// completes.
+/// An instruction that touches a device leaves the processor, and is executed again from its start
+/// when the answer is there. It may make several such accesses, so the answers are kept in order
+/// until it completes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Replay {
     replies: [u64; Replay::MAX],
@@ -155,8 +156,8 @@ impl Core {
         Ok(old)
     }
 
-    /// The short way for a TLB miss: one aligned word of plain memory. `None` for everything else. It is kept
-    /// short so that the host's processor can look ahead over it to the next access.
+    /// The short way for a TLB miss: one aligned word of plain memory. `None` for everything else.
+    /// It is kept short so that the host's processor can look ahead over it to the next access.
     #[inline(always)]
     fn refill<T: Word>(
         &mut self,
@@ -173,8 +174,8 @@ impl Core {
         }
     }
 
-    /// Replaces a word by `new(old)` with a LOCK prefix; returns the old value. `new` may be called more than
-    /// once.
+    /// Replaces a word by `new(old)` with a LOCK prefix; returns the old value. `new` may be called
+    /// more than once.
     pub(crate) fn update_locked<T: Word>(
         &mut self,
         bus: &mut impl Bus,
@@ -341,8 +342,15 @@ impl Core {
             }
             Err(stop) => return self.block(Why::Trap(Trap::Stop(stop))),
         };
-        let rights = Rights { write: mapping.writable, exec: mapping.exec };
-        let tlb = if user == self.user { &mut self.tlb } else { &mut self.other_tlb };
+        let rights = Rights {
+            write: mapping.writable,
+            exec: mapping.exec,
+        };
+        let tlb = if user == self.user {
+            &mut self.tlb
+        } else {
+            &mut self.other_tlb
+        };
         tlb.insert(va, mapping.gfn, page, rights);
         Ok(Target::Memory(mapping.gfn, page))
     }
@@ -375,8 +383,8 @@ impl Core {
     }
 }
 
-/// Linear memory for event delivery and the system instructions. They may write decoded pages; the run loop
-/// drops those afterwards.
+/// Linear memory for event delivery and the system instructions. They may write decoded pages; the
+/// run loop drops those afterwards.
 pub(crate) struct View<'a, B> {
     pub(crate) core: &'a mut Core,
     pub(crate) bus: &'a mut B,
@@ -399,12 +407,16 @@ impl<B: Bus> Linear for View<'_, B> {
     }
 
     fn read(&mut self, va: u64, width: Width, user: User) -> Result<u64, Trap> {
-        let read = self.core.load_as(self.bus, va, width.bytes() as usize, user);
+        let read = self
+            .core
+            .load_as(self.bus, va, width.bytes() as usize, user);
         read.map_err(|_| self.core.why.as_trap())
     }
 
     fn write(&mut self, va: u64, width: Width, value: u64, user: User) -> Result<(), Trap> {
-        let write = self.core.store_as(self.bus, va, width.bytes() as usize, value, user);
+        let write = self
+            .core
+            .store_as(self.bus, va, width.bytes() as usize, value, user);
         write.map_err(|_| self.core.why.as_trap())
     }
 }

@@ -5,10 +5,11 @@
 //!  code  form  len   aux   dst  src  base  index  disp i32   imm i32
 //! ```
 //! `dst`, `src`, `base`, `index` are slots of the register file: 0-15 general registers, then the
-//! constants and scratch below. A general register's second byte (AH to BH) is slot [`HIGH`] + n, which
-//! only byte operations know. An absent base or index is [`ZERO`], so that every address is
+//! constants and scratch below. A general register's second byte (AH to BH) is slot [`HIGH`] + n,
+//! which only byte operations know. An absent base or index is [`ZERO`], so that every address is
 //! `base + (index << scale) + disp`; whatever does not fit (segment bases, 32-bit addresses, far
-//! RIP-relative) is computed into a scratch slot by an [`Code::Address`] or [`Code::Const`] op before.
+//! RIP-relative) is computed into a scratch slot by an [`Code::Address`] or [`Code::Const`] op
+//! before.
 //!
 //! A block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`] op.
 
@@ -115,13 +116,29 @@ const _: () = assert!(size_of::<Op>() == 16);
 impl Op {
     pub(crate) const fn new(code: Code) -> Self {
         let (base, index) = (ZERO, ZERO);
-        Self { code, form: 0, len: 0, aux: 0, dst: 0, src: 0, base, index, disp: 0, imm: 0 }
+        Self {
+            code,
+            form: 0,
+            len: 0,
+            aux: 0,
+            dst: 0,
+            src: 0,
+            base,
+            index,
+            disp: 0,
+            imm: 0,
+        }
     }
 
     /// An op that puts `value` into `slot`.
     pub(crate) const fn constant(slot: u8, value: u64) -> Self {
         let (low, high) = (value as i32, (value >> 32) as i32);
-        Self { dst: slot, disp: high, imm: low, ..Self::new(Code::Const) }
+        Self {
+            dst: slot,
+            disp: high,
+            imm: low,
+            ..Self::new(Code::Const)
+        }
     }
 
     /// The 64-bit immediate of [`Code::Const`].
@@ -159,8 +176,8 @@ impl Op {
     }
 }
 
-/// The second slot of a block's end: where its two ways out lead. Index 0 is "not known yet"; both are void
-/// when `epoch` is not the code cache's.
+/// The second slot of a block's end: where its two ways out lead. Index 0 is "not known yet"; both
+/// are void when `epoch` is not the code cache's.
 pub(crate) trait Links {
     /// Links to nowhere, ending a block of `instructions`.
     fn unlinked(instructions: u8) -> Self;
@@ -176,12 +193,19 @@ pub(crate) trait Links {
 
 impl Links for Op {
     fn unlinked(instructions: u8) -> Self {
-        Self { len: instructions, ..Self::new(Code::Links) }
+        Self {
+            len: instructions,
+            ..Self::new(Code::Links)
+        }
     }
 
     #[inline(always)]
     fn target(&self, condition: bool) -> u32 {
-        if condition { self.disp as u32 } else { self.imm as u32 }
+        if condition {
+            self.disp as u32
+        } else {
+            self.imm as u32
+        }
     }
 
     #[inline(always)]
@@ -199,6 +223,10 @@ impl Links for Op {
             (self.disp, self.imm) = (0, 0);
             [self.dst, self.src, self.base, self.index] = epoch.to_ne_bytes();
         }
-        if condition { self.disp = target as i32 } else { self.imm = target as i32 }
+        if condition {
+            self.disp = target as i32
+        } else {
+            self.imm = target as i32
+        }
     }
 }

@@ -30,7 +30,8 @@ pub(crate) enum Why {
 }
 
 impl Why {
-    /// For code that cannot wait for devices: descriptor tables and stacks of handlers are no devices.
+    /// For code that cannot wait for devices: descriptor tables and stacks of handlers are no
+    /// devices.
     pub(crate) fn as_trap(self) -> Trap {
         match self {
             Self::Trap(trap) => trap,
@@ -43,8 +44,8 @@ impl Why {
 
 /// Registers and translations of one processor.
 pub(crate) struct Core {
-    /// The register file: 0-15 general, then the slots of op.rs. As long as a `u8` can index, so that
-    /// no access needs a bounds check; the tail is never touched.
+    /// The register file: 0-15 general, then the slots of op.rs. As long as a `u8` can index, so
+    /// that no access needs a bounds check; the tail is never touched.
     pub(crate) r: [u64; 256],
     /// Valid outside `dispatch`.
     pub(crate) rip: u64,
@@ -123,7 +124,11 @@ impl Core {
 
     /// RIP, RSP and RFLAGS for code that changes all three.
     pub(crate) fn flow(&self, rip: u64) -> Flow {
-        Flow { rip, rsp: self.r[RSP], rflags: self.rflags() }
+        Flow {
+            rip,
+            rsp: self.r[RSP],
+            rflags: self.rflags(),
+        }
     }
 
     /// Goes where `flow` says, at the privilege that the system registers have now.

@@ -1,9 +1,9 @@
 //! String instructions: MOVS, STOS, LODS, SCAS, CMPS with their REP prefixes.
 //!
-//! Every iteration leaves the registers as the architecture says, so that a fault in the middle keeps
-//! what is done. Forward copies and fills go page by page. One execution does a bounded piece of a long
-//! REP and then asks for another ([`Why::Again`]), so that the run loop can look at interrupts and
-//! pokes in between; it pays for iterations out of the budget.
+//! Every iteration leaves the registers as the architecture says, so that a fault in the middle
+//! keeps what is done. Forward copies and fills go page by page. One execution does a bounded piece
+//! of a long REP and then asks for another ([`Why::Again`]), so that the run loop can look at
+//! interrupts and pokes in between; it pays for iterations out of the budget.
 
 use crate::arith::mask;
 use crate::flags::DF;
@@ -108,7 +108,11 @@ impl Strings {
 
     fn advance(&self, core: &mut Core, slot: u8, bytes: u64) {
         let at = core.r[slot as usize];
-        let to = if core.rflags & DF == 0 { at.wrapping_add(bytes) } else { at.wrapping_sub(bytes) };
+        let to = if core.rflags & DF == 0 {
+            at.wrapping_add(bytes)
+        } else {
+            at.wrapping_sub(bytes)
+        };
         set_reg(core, slot, self.address, to);
     }
 
@@ -128,12 +132,14 @@ impl Strings {
             }
             SCAS => {
                 let (a, b) = (reg(core, RAX, width), load(core, bus, destination, width)?);
-                core.flags.set_sub_wide(width, a.wrapping_sub(b) & mask(width), b);
+                core.flags
+                    .set_sub_wide(width, a.wrapping_sub(b) & mask(width), b);
             }
             _ => {
                 let a = load(core, bus, source, width)?;
                 let b = load(core, bus, destination, width)?;
-                core.flags.set_sub_wide(width, a.wrapping_sub(b) & mask(width), b);
+                core.flags
+                    .set_sub_wide(width, a.wrapping_sub(b) & mask(width), b);
             }
         }
         if matches!(self.kind, MOVS | LODS | CMPS) {
@@ -145,8 +151,8 @@ impl Strings {
         Ok(())
     }
 
-    /// As many iterations of a forward MOVS or STOS as fit into the pages they start in; 0 when they
-    /// have to be done one by one. Leaves RCX to the caller.
+    /// As many iterations of a forward MOVS or STOS as fit into the pages they start in; 0 when
+    /// they have to be done one by one. Leaves RCX to the caller.
     fn block_move(&self, core: &mut Core, bus: &mut impl Bus, count: u64) -> Touch<u64> {
         if !matches!(self.kind, MOVS | STOS) || core.rflags & DF != 0 || core.stepping {
             return Ok(0);
@@ -169,14 +175,20 @@ impl Strings {
             },
             _ => None,
         };
-        let Some(to) = page(core, bus, destination, Access::Write)? else { return Ok(0) };
+        let Some(to) = page(core, bus, destination, Access::Write)? else {
+            return Ok(0);
+        };
         let (to_offset, from_offset) = (offset(destination), offset(source));
         match from {
             Some(from) if from.base() == to.base() && overruns(to_offset, from_offset, len) => {
                 return Ok(0);
             }
             Some(from) => to.copy_from(to_offset, from, from_offset, len),
-            None => to.fill(to_offset, len, repeated(reg(core, RAX, self.width), self.width)),
+            None => to.fill(
+                to_offset,
+                len,
+                repeated(reg(core, RAX, self.width), self.width),
+            ),
         }
         self.advance(core, RDI, len as u64);
         if self.kind == MOVS {
@@ -211,13 +223,12 @@ fn repeated(value: u64, width: u8) -> u64 {
 }
 
 /// The page for a block move; `None` when it is none that takes plain accesses.
-fn page(
-    core: &mut Core,
-    bus: &mut impl Bus,
-    va: u64,
-    access: Access,
-) -> Touch<Option<HostPage>> {
-    let known = if access.is_write() { core.tlb.writable_page(va) } else { core.tlb.readable_page(va) };
+fn page(core: &mut Core, bus: &mut impl Bus, va: u64, access: Access) -> Touch<Option<HostPage>> {
+    let known = if access.is_write() {
+        core.tlb.writable_page(va)
+    } else {
+        core.tlb.readable_page(va)
+    };
     if known.is_some() || !crate::state::is_canonical(va) {
         return Ok(known);
     }

@@ -1,5 +1,6 @@
-//! Instructions that end a block and run in the run loop: everything that changes more than general registers,
-//! flags and plain memory. The rules themselves are in control.rs, segments.rs, returns.rs, msr.rs.
+//! Instructions that end a block and run in the run loop: everything that changes more than general
+//! registers, flags and plain memory. The rules themselves are in control.rs, segments.rs,
+//! returns.rs, msr.rs.
 
 use crate::arith::mask;
 use crate::control::{self, Flush};
@@ -64,7 +65,10 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
         Sys::Popf => pop_flags(m, op),
         Sys::Iret | Sys::RetFar | Sys::JumpFar => far_transfer(m, op, kind),
         Sys::Syscall | Sys::Sysret => system_call(m, kind, next),
-        Sys::Int => Ok(Done::Event(Event::Software { vector: op.imm as u8, next })),
+        Sys::Int => Ok(Done::Event(Event::Software {
+            vector: op.imm as u8,
+            next,
+        })),
         Sys::Int3 => Ok(Done::Event(Event::Software { vector: 3, next })),
         Sys::Int1 => Ok(Done::Event(Event::Interrupt(1))),
         Sys::Hlt => {
@@ -97,7 +101,9 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
             control::privileged(&m.core.sys)?;
             Ok(Done::Flush(Flush::All))
         }
-        Sys::MovFromCr | Sys::MovToCr | Sys::MovFromDr | Sys::MovToDr => control_register(m, op, kind),
+        Sys::MovFromCr | Sys::MovToCr | Sys::MovFromDr | Sys::MovToDr => {
+            control_register(m, op, kind)
+        }
         Sys::Smsw | Sys::Sldt | Sys::Str | Sys::StoreSegment => store_selector(m, op, kind),
         Sys::Lmsw | Sys::Lldt | Sys::Ltr | Sys::LoadSegment => load_selector(m, op, kind),
         Sys::PopSegment => pop_segment(m, op),
@@ -191,7 +197,10 @@ fn system_call<B: Bus>(m: &mut View<'_, B>, kind: Sys, next: u64) -> Outcome {
         m.core.r[RCX] = saved.rcx;
         m.core.r[R11] = saved.r11;
     } else {
-        let saved = Saved { rcx: m.core.r[RCX], r11: m.core.r[R11] };
+        let saved = Saved {
+            rcx: m.core.r[RCX],
+            r11: m.core.r[R11],
+        };
         returns::sysret(&mut m.core.sys, &mut flow, saved)?;
     }
     m.core.follow(flow);
@@ -210,7 +219,11 @@ fn model_specific<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
 }
 
 fn port<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
-    let port = if op.has(IMMEDIATE) { op.imm as u16 } else { m.core.r[RDX] as u16 };
+    let port = if op.has(IMMEDIATE) {
+        op.imm as u16
+    } else {
+        m.core.r[RDX] as u16
+    };
     let flags = m.core.rflags;
     returns::check_io(m, flags, port, width(op))?;
     let size = 1 << op.width();

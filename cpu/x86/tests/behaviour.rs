@@ -1,5 +1,5 @@
-//! What surrounds single instructions: blocks, self-modifying code, page crossings, restarts, devices,
-//! repeated strings, interrupts.
+//! What surrounds single instructions: blocks, self-modifying code, page crossings, restarts,
+//! devices, repeated strings, interrupts.
 
 mod support;
 
@@ -118,7 +118,8 @@ fn an_instruction_across_two_pages_is_fetched_from_both() {
     m.set_regs(|r| (r.rip, r.gpr[1]) = (CODE + 0xffb, 10));
     assert_eq!(m.run(1000), Exit::Halt);
     assert_eq!(m.reg(0), 0x1122_3344_5566_7788);
-    // The second page alone is rewritten, by somebody who need not tell: it was never decoded there.
+    // The second page alone is rewritten, by somebody who need not tell: it was never decoded
+    // there.
     m.memory.write(CODE + 0x1000, &[0x99]);
     m.cpu.drop_code(Gpa::truncate(CODE + 0x1000).gfn());
     m.set_regs(|r| (r.rip, r.gpr[1]) = (CODE + 0xffb, 1));
@@ -207,7 +208,10 @@ fn repeated_strings_against_their_definition() {
     for _ in 0..300 {
         let (width, down) = (1_u64 << rng.u32(..4), rng.bool());
         let (count, span) = (rng.u64(..3000), 0x6000);
-        let (from, to) = (DATA + 0x9000 + rng.u64(..span), DATA + 0x9000 + rng.u64(..span));
+        let (from, to) = (
+            DATA + 0x9000 + rng.u64(..span),
+            DATA + 0x9000 + rng.u64(..span),
+        );
         let mut m = Machine::with(SIZE, |a| {
             if down { a.std() } else { a.cld() }.unwrap();
             match width {
@@ -225,7 +229,11 @@ fn repeated_strings_against_their_definition() {
         let (mut s, mut d) = ((from - DATA) as usize, (to - DATA) as usize);
         for _ in 0..count {
             model.copy_within(s..s + width as usize, d);
-            let step = if down { usize::MAX - width as usize + 1 } else { width as usize };
+            let step = if down {
+                usize::MAX - width as usize + 1
+            } else {
+                width as usize
+            };
             (s, d) = (s.wrapping_add(step), d.wrapping_add(step));
         }
         assert_eq!(m.memory.read(DATA, model.len()), model);
@@ -268,14 +276,40 @@ fn devices_are_asked_in_order_and_once() {
     let device = m.device();
     let at = |offset| Gpa::truncate(device.get() + offset);
     m.set_regs(|r| r.gpr[7] = device.get());
-    assert_eq!(m.run(100), Exit::MmioRead { gpa: at(4), size: 4 });
+    assert_eq!(
+        m.run(100),
+        Exit::MmioRead {
+            gpa: at(4),
+            size: 4
+        }
+    );
     m.cpu.complete_read(0x1111);
-    assert_eq!(m.run(100), Exit::MmioRead { gpa: at(8), size: 4 });
+    assert_eq!(
+        m.run(100),
+        Exit::MmioRead {
+            gpa: at(8),
+            size: 4
+        }
+    );
     m.cpu.complete_read(0x2222);
-    assert_eq!(m.run(100), Exit::MmioWrite { gpa: at(8), size: 4, value: 0x3333 });
+    assert_eq!(
+        m.run(100),
+        Exit::MmioWrite {
+            gpa: at(8),
+            size: 4,
+            value: 0x3333
+        }
+    );
     assert_eq!(m.run(100), Exit::IoIn { port: 0, size: 1 });
     m.cpu.complete_read(0xab);
-    assert_eq!(m.run(100), Exit::IoOut { port: 0x80, size: 4, value: 0x11ab });
+    assert_eq!(
+        m.run(100),
+        Exit::IoOut {
+            port: 0x80,
+            size: 4,
+            value: 0x11ab
+        }
+    );
     assert_eq!(m.run(100), Exit::Halt);
     assert_eq!(m.cpu.retired(), 5);
 }
@@ -296,17 +330,22 @@ fn a_locked_access_that_is_not_aligned_asks_for_exclusion() {
 
 #[test]
 fn without_handlers_every_fault_is_a_shutdown() {
-    let cases: [(Exception, fn(&mut CodeAssembler)); 5] = [
+    type Program = fn(&mut CodeAssembler);
+    let cases: [(Exception, Program); 5] = [
         (Exception::UD, |a| a.ud2().unwrap()),
         (Exception::UD, |a| a.movaps(xmm0, xmm1).unwrap()),
         (Exception::DE, |a| a.div(rbx).unwrap()),
         (Exception::GP0, |a| a.mov(rax, qword_ptr(r8)).unwrap()),
-        (Exception::with_error(12, 0), |a| a.mov(rax, qword_ptr(rbp)).unwrap()),
+        (Exception::with_error(12, 0), |a| {
+            a.mov(rax, qword_ptr(rbp)).unwrap()
+        }),
     ];
     for (first, program) in cases {
         let mut m = Machine::with(SIZE, program);
         m.set_regs(|r| (r.gpr[5], r.gpr[8]) = (1 << 50, 1 << 50));
-        let Exit::Shutdown(shutdown) = m.run(100) else { panic!("no shutdown") };
+        let Exit::Shutdown(shutdown) = m.run(100) else {
+            panic!("no shutdown")
+        };
         assert_eq!((shutdown.rip, shutdown.first), (CODE, first));
     }
 }

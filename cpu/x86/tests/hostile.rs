@@ -1,5 +1,5 @@
-//! Random bytes as guest code, at both privileges, on a bus that fails now and then: nothing panics,
-//! nothing hangs.
+//! Random bytes as guest code, at both privileges, on a bus that fails now and then: nothing
+//! panics, nothing hangs.
 
 mod support;
 
@@ -34,7 +34,11 @@ fn survive(code: &[u8], regs: [u64; 16], cpl: u8, absent: &[usize]) {
 }
 
 fn register() -> impl Strategy<Value = u64> {
-    prop_oneof![any::<u64>(), (0..0x10000_u64).prop_map(|n| DATA + n), 0..64_u64]
+    prop_oneof![
+        any::<u64>(),
+        (0..0x10000_u64).prop_map(|n| DATA + n),
+        0..64_u64
+    ]
 }
 
 proptest! {

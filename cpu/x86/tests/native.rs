@@ -2,7 +2,8 @@
 //!
 //! Each case is one instruction with random operands: it runs here on a [`Cpu`], and natively in a
 //! small executable buffer between code that loads and stores all registers. General registers, the
-//! flags that the architecture defines, and the 64 bytes of memory that operands may touch must agree.
+//! flags that the architecture defines, and the 64 bytes of memory that operands may touch must
+//! agree.
 #![cfg(target_arch = "x86_64")]
 
 mod support;
@@ -42,7 +43,9 @@ impl Native {
         let rights = ProtFlags::READ | ProtFlags::WRITE | ProtFlags::EXEC;
         // SAFETY: a fresh private mapping.
         let page = unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, rights, MapFlags::PRIVATE) };
-        Self { page: NonNull::new(page.expect("executable memory").cast()).expect("not null") }
+        Self {
+            page: NonNull::new(page.expect("executable memory").cast()).expect("not null"),
+        }
     }
 
     /// Runs `instruction`, whose memory operand is `[rdi]`: RDI must hold the address of
@@ -50,14 +53,17 @@ impl Native {
     fn run(&self, instruction: &[u8], state: &mut State) {
         let at = self.page.as_ptr() as u64;
         let stack = state.gpr[4];
-        let head = assemble(at, |a| prologue(a));
-        let tail = assemble(at + (head.len() + instruction.len()) as u64, |a| epilogue(a));
+        let head = assemble(at, prologue);
+        let tail = assemble(at + (head.len() + instruction.len()) as u64, |a| {
+            epilogue(a)
+        });
         let code = [&head[..], instruction, &tail].concat();
         assert!(code.len() <= 4096);
-        // SAFETY: the code fits the page; it is a function of the C ABI that saves what it must, and
-        // touches only the state and its own stack.
+        // SAFETY: the code fits the page; it is a function of the C ABI that saves what it must,
+        // and touches only the state and its own stack.
         unsafe {
-            self.page.copy_from_nonoverlapping(NonNull::from(&code[..]).cast(), code.len());
+            self.page
+                .copy_from_nonoverlapping(NonNull::from(&code[..]).cast(), code.len());
             let run: extern "C" fn(*mut State) = std::mem::transmute(self.page.as_ptr());
             run(state);
         }
@@ -65,8 +71,9 @@ impl Native {
     }
 }
 
-const GPRS: [AsmRegister64; 16] =
-    [rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15];
+const GPRS: [AsmRegister64; 16] = [
+    rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15,
+];
 
 /// Saves the C ABI's registers and the state's address, loads the state.
 fn prologue(a: &mut CodeAssembler) {
@@ -77,7 +84,11 @@ fn prologue(a: &mut CodeAssembler) {
     a.mov(rax, rdi).unwrap();
     a.push(qword_ptr(rax + 128)).unwrap();
     a.popfq().unwrap();
-    for (i, r) in GPRS.into_iter().enumerate().filter(|(i, _)| ![0, 4].contains(i)) {
+    for (i, r) in GPRS
+        .into_iter()
+        .enumerate()
+        .filter(|(i, _)| ![0, 4].contains(i))
+    {
         a.mov(r, qword_ptr(rax + 8 * i as i32)).unwrap();
     }
     a.mov(rax, qword_ptr(rax)).unwrap();
@@ -86,7 +97,11 @@ fn prologue(a: &mut CodeAssembler) {
 fn epilogue(a: &mut CodeAssembler) {
     a.push(rax).unwrap();
     a.mov(rax, qword_ptr(rsp + 8)).unwrap();
-    for (i, r) in GPRS.into_iter().enumerate().filter(|(i, _)| ![0, 4].contains(i)) {
+    for (i, r) in GPRS
+        .into_iter()
+        .enumerate()
+        .filter(|(i, _)| ![0, 4].contains(i))
+    {
         a.mov(qword_ptr(rax + 8 * i as i32), r).unwrap();
     }
     a.pop(rcx).unwrap();
@@ -104,7 +119,9 @@ fn epilogue(a: &mut CodeAssembler) {
 /// Runs the instruction on the software processor; `None` if it raises an exception.
 fn software(machine: &mut Machine, instruction: &[u8], state: &mut State) -> Option<()> {
     machine.memory.write(CODE, instruction);
-    machine.memory.write(CODE + instruction.len() as u64, &[0xf4]);
+    machine
+        .memory
+        .write(CODE + instruction.len() as u64, &[0xf4]);
     machine.cpu.drop_all_code();
     for (i, word) in state.memory.iter().enumerate() {
         machine.memory.write_u64(DATA + i as u64 * 8, *word);
@@ -142,11 +159,24 @@ fn software(machine: &mut Machine, instruction: &[u8], state: &mut State) -> Opt
 /// Numbers at the edges of widths, and random ones.
 fn number(rng: &mut Rng) -> u64 {
     const EDGES: [u64; 12] = [
-        0, 1, 2, 0x7f, 0x80, 0xff, 0x7fff, 0x8000, 0x7fff_ffff, 0x8000_0000, 1 << 63, u64::MAX,
+        0,
+        1,
+        2,
+        0x7f,
+        0x80,
+        0xff,
+        0x7fff,
+        0x8000,
+        0x7fff_ffff,
+        0x8000_0000,
+        1 << 63,
+        u64::MAX,
     ];
     match rng.u32(..4) {
         0 => EDGES[rng.usize(..EDGES.len())],
-        1 => EDGES[rng.usize(..EDGES.len())].wrapping_add(rng.u64(..4)).wrapping_sub(2),
+        1 => EDGES[rng.usize(..EDGES.len())]
+            .wrapping_add(rng.u64(..4))
+            .wrapping_sub(2),
         2 => rng.u64(..) >> rng.u32(..64),
         _ => rng.u64(..),
     }
@@ -198,27 +228,34 @@ fn random_instruction(rng: &mut Rng) -> Option<(Vec<u8>, Instruction)> {
     }
     let modrm = rng.u8(..);
     let memory = rng.bool();
-    bytes.push(if memory { modrm & 0x38 | 0x47 } else { modrm | 0xc0 });
+    bytes.push(if memory {
+        modrm & 0x38 | 0x47
+    } else {
+        modrm | 0xc0
+    });
     if memory {
         bytes.push(rng.u8(..7) * 8 + if rng.u32(..4) == 0 { rng.u8(..8) } else { 0 });
     }
     bytes.extend((0..8).map(|_| rng.u8(..)));
-    let instruction =
-        Decoder::with_ip(64, &bytes, CODE, DecoderOptions::NONE).iter().next().filter(|i| {
-            !i.is_invalid() && is_fair(i)
-        })?;
+    let instruction = Decoder::with_ip(64, &bytes, CODE, DecoderOptions::NONE)
+        .iter()
+        .next()
+        .filter(|i| !i.is_invalid() && is_fair(i))?;
     bytes.truncate(instruction.len());
     Some((bytes, instruction))
 }
 
-/// Whether the instruction can be run natively: no stack pointer, no control flow, no memory outside.
+/// Whether the instruction can be run natively: no stack pointer, no control flow, no memory
+/// outside.
 fn is_fair(i: &Instruction) -> bool {
     use iced_x86::{FlowControl, InstructionInfoFactory, OpAccess, Register as R};
-    let memory_ok = i.memory_base() == R::None && i.memory_index() == R::None
-        && i.memory_displacement64() == 0
-        || i.memory_base() == R::RDI && i.memory_index() == R::None
-            && i.memory_displacement64() < 57
-        || i.mnemonic() == Mnemonic::Lea || i.mnemonic() == Mnemonic::Nop;
+    let memory_ok =
+        i.memory_base() == R::None && i.memory_index() == R::None && i.memory_displacement64() == 0
+            || i.memory_base() == R::RDI
+                && i.memory_index() == R::None
+                && i.memory_displacement64() < 57
+            || i.mnemonic() == Mnemonic::Lea
+            || i.mnemonic() == Mnemonic::Nop;
     let mut factory = InstructionInfoFactory::new();
     let info = factory.info(i);
     let stack = info.used_registers().iter().any(|r| {
@@ -281,7 +318,11 @@ fn defined_flags(i: &Instruction, before: &State) -> u64 {
 
 fn size(i: &Instruction) -> u64 {
     let memory = i.memory_size().size() as u64;
-    if memory != 0 { memory } else { i.op0_register().size() as u64 }
+    if memory != 0 {
+        memory
+    } else {
+        i.op0_register().size() as u64
+    }
 }
 
 /// Undefined by the architecture: results of these are not compared.
@@ -306,7 +347,9 @@ fn random_instructions_agree_with_the_processor() {
     let mut seen = std::collections::BTreeMap::new();
     let mut compared = 0;
     while compared < 60_000 {
-        let Some((bytes, i)) = random_instruction(&mut rng) else { continue };
+        let Some((bytes, i)) = random_instruction(&mut rng) else {
+            continue;
+        };
         let mut before = random_state(&mut rng);
         let uses_memory = i.memory_base() == iced_x86::Register::RDI;
         if uses_memory {
@@ -341,9 +384,18 @@ fn random_instructions_agree_with_the_processor() {
         let flags = defined_flags(&i, &before);
         ours.flags &= flags;
         theirs.flags &= flags;
-        assert_eq!(ours, *theirs, "{:?} ({bytes:02x?})\nbefore: {before:x?}\nours {ours:x?}\ntheirs {theirs:x?}", i.code());
+        assert_eq!(
+            ours,
+            *theirs,
+            "{:?} ({bytes:02x?})\nbefore: {before:x?}\nours {ours:x?}\ntheirs {theirs:x?}",
+            i.code()
+        );
         compared += 1;
         *seen.entry(format!("{:?}", i.mnemonic())).or_insert(0) += 1;
     }
-    assert!(seen.len() > 70, "only {} kinds of instruction: {seen:?}", seen.len());
+    assert!(
+        seen.len() > 70,
+        "only {} kinds of instruction: {seen:?}",
+        seen.len()
+    );
 }

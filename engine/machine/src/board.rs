@@ -3,10 +3,11 @@
 //! | port | width | meaning |
 //! |---|---|---|
 //! | 0x3f8..=0x3ff | byte | 16550A serial line, output only |
-//! | 0xf4 | any | end of the run; the value is the guest's exit code (QEMU's `isa-debug-exit` address) |
+//! | 0xf4 | any | end of the run; the value is the exit code (QEMU's `isa-debug-exit`) |
 //! | 0x5c0 | long | frame number of the guest's status page (`lacuna-guest::status`) |
 //!
-//! Every other port reads as ones and ignores writes, as does device memory: a bus with nothing on it.
+//! Every other port reads as ones and ignores writes, as does device memory: a bus with nothing on
+//! it.
 
 use crate::{Kick, VcpuError, Width};
 use lacuna_addr::Gfn;
@@ -62,8 +63,8 @@ impl Trigger for NoInterrupt {
     }
 }
 
-/// Longest line kept before it is passed on unfinished: a guest that never ends its line must not grow
-/// the VMM.
+/// Longest line kept before it is passed on unfinished: a guest that never ends its line must not
+/// grow the VMM.
 const LINE_MAX: usize = 4096;
 
 struct Lines {
@@ -113,7 +114,10 @@ pub struct Board {
 impl Board {
     /// Devices that print to `console`.
     pub fn new(console: impl Console + 'static) -> Self {
-        let lines = Lines { console: Box::new(console), partial: Vec::new() };
+        let lines = Lines {
+            console: Box::new(console),
+            partial: Vec::new(),
+        };
         Self {
             serial: Mutex::new(Serial::new(NoInterrupt, lines)),
             status: AtomicU64::new(NO_STATUS),
@@ -158,17 +162,27 @@ impl Board {
 
     /// Ends the run; the first ending counts.
     pub fn end(&self, ending: Ending, kick: &impl Kick) {
-        self.ending.lock().expect("no panic under this lock").get_or_insert(ending);
+        self.ending
+            .lock()
+            .expect("no panic under this lock")
+            .get_or_insert(ending);
         kick.kick_all();
     }
 
     /// How the run ended, once it has.
     pub fn ending(&self) -> Option<Ending> {
-        self.ending.lock().expect("no panic under this lock").clone()
+        self.ending
+            .lock()
+            .expect("no panic under this lock")
+            .clone()
     }
 
     /// Passes on an unfinished last line.
     pub fn flush(&self) {
-        self.serial.lock().expect("no panic under this lock").writer_mut().flush();
+        self.serial
+            .lock()
+            .expect("no panic under this lock")
+            .writer_mut()
+            .flush();
     }
 }

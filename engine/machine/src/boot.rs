@@ -3,12 +3,14 @@
 //! ```text
 //! 0x0000  (unused: a null pointer should fault in the guest)
 //! 0x1000  GDT: null, unused, 64-bit code (0x10), data (0x18)
-//! 0x2000  hvm_start_info, then the memory map       (Xen: include/public/arch-x86/hvm/start_info.h)
+//! 0x2000  hvm_start_info, then the memory map    (Xen: public/arch-x86/hvm/start_info.h)
 //! 0x3000  command line, at most 4 KiB with its final zero
-//! 0x4000  PML4, 0x5000 PDPT, 0x6000..0xa000 four page directories: identity map of 4 GiB in 2 MiB pages
+//! 0x4000  PML4, 0x5000 PDPT, 0x6000..0xa000 four page directories: identity map of 4 GiB, 2 MiB
+//!         a page
 //! image   wherever its segments say, at or above 64 KiB
 //! ```
-//! Guest memory is `0..3 GiB`, and what does not fit continues at 4 GiB: the hole holds the local APIC.
+//! Guest memory is `0..3 GiB`, and what does not fit continues at 4 GiB: the hole holds the local
+//! APIC.
 
 use crate::{GuestMemory, Image, MemoryError};
 use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
@@ -27,7 +29,10 @@ const GDT_ENTRIES: [u64; 4] = [0, 0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_fff
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum BootError {
     /// A segment lies where there is no memory.
-    #[error("segment {index} at {gpa} ({size:#x} bytes) lies outside the guest's memory; give it at least --memory {needed}M")]
+    #[error(
+        "segment {index} at {gpa} ({size:#x} bytes) lies outside the guest's memory; \
+         give it at least --memory {needed}M"
+    )]
     SegmentOutside {
         /// Segment index.
         index: usize,
@@ -39,7 +44,10 @@ pub enum BootError {
         needed: u64,
     },
     /// A segment lies over the boot data.
-    #[error("segment {index} at {gpa} lies in the first 64 KiB, which hold the boot data; link the image higher")]
+    #[error(
+        "segment {index} at {gpa} lies in the first 64 KiB, which hold the boot data; \
+         link the image higher"
+    )]
     SegmentTooLow {
         /// Segment index.
         index: usize,
@@ -74,7 +82,10 @@ impl Layout {
         let low = bytes.min(LOW_END) / page;
         let high = bytes.saturating_sub(LOW_END) / page;
         let range = |start: u64, pages| GfnRange::new(Gfn::new(start / page)?, pages);
-        let ranges = [range(0, low), range(HIGH_START, high)].into_iter().flatten().collect();
+        let ranges = [range(0, low), range(HIGH_START, high)]
+            .into_iter()
+            .flatten()
+            .collect();
         Ok(Self { ranges })
     }
 
@@ -92,8 +103,8 @@ impl Layout {
     }
 }
 
-/// The state in which every vCPU starts: 64-bit long mode, CPL0, interrupts off, the identity map, flat
-/// segments; RBX = RSI = [`Boot::start_info`].
+/// The state in which every vCPU starts: 64-bit long mode, CPL0, interrupts off, the identity map,
+/// flat segments; RBX = RSI = [`Boot::start_info`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Boot {
     /// RIP.
@@ -127,7 +138,12 @@ impl Boot {
             }
             if !layout.holds(s.gpa, s.size) {
                 let needed = image.end().div_ceil(1 << 20);
-                return Err(BootError::SegmentOutside { index, gpa: s.gpa, size: s.size, needed });
+                return Err(BootError::SegmentOutside {
+                    index,
+                    gpa: s.gpa,
+                    size: s.size,
+                    needed,
+                });
             }
         }
         if command_line.len() >= PAGE_SIZE {
@@ -168,7 +184,9 @@ fn identity_map() -> Vec<Vec<u8>> {
     let pdpt = PML4 + page;
     let directories = pdpt + page;
     let mut tables = vec![bytes_of(&[pdpt | TABLE])];
-    tables.push(bytes_of(&[0, 1, 2, 3].map(|i| (directories + i * page) | TABLE)));
+    tables.push(bytes_of(
+        &[0, 1, 2, 3].map(|i| (directories + i * page) | TABLE),
+    ));
     for gib in 0..4u64 {
         let leaves: Vec<u64> = (0..512).map(|i| (gib << 30) | (i << 21) | LEAF).collect();
         tables.push(bytes_of(&leaves));

@@ -23,8 +23,8 @@ impl Width {
     }
 }
 
-/// What the VMM has to do before it enters the vCPU again. Halts, page waits and interrupts stay inside
-/// the backend, as with KVM's in-kernel interrupt controller.
+/// What the VMM has to do before it enters the vCPU again. Halts, page waits and interrupts stay
+/// inside the backend, as with KVM's in-kernel interrupt controller.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Exit {
     /// `OUT`: the value is in the low bits.
@@ -69,7 +69,10 @@ pub enum Exit {
 #[derive(Debug, thiserror::Error, Clone)]
 pub enum VcpuError {
     /// The content of a page is gone.
-    #[error("vCPU {vcpu}: guest page {gpa} is lost: {cause}; the guest was stopped before it could read anything wrong")]
+    #[error(
+        "vCPU {vcpu}: guest page {gpa} is lost: {cause}; \
+         the guest was stopped before it could read anything wrong"
+    )]
     PageLost {
         /// Which vCPU needed it.
         vcpu: usize,

@@ -1,8 +1,8 @@
 //! A guest kernel image: ELF64 for x86-64 with the PVH note.
 //!
-//! The note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI) is what other VMMs start it by, and what tells
-//! a kernel from any other program. Lacuna itself enters at the ELF entry point, in long mode with an
-//! identity map, as Linux's 64-bit boot protocol does.
+//! The note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI) is what other VMMs start it by, and
+//! what tells a kernel from any other program. Lacuna itself enters at the ELF entry point, in long
+//! mode with an identity map, as Linux's 64-bit boot protocol does.
 
 use elf::{ElfBytes, abi, endian::AnyEndian, file::Class, note::Note};
 use lacuna_addr::Gpa;
@@ -20,7 +20,9 @@ pub enum ImageError {
     #[error("ELF file for {0}; this backend runs 64-bit x86-64 kernels")]
     WrongMachine(String),
     /// A normal program.
-    #[error("ELF file without the PVH note (XEN_ELFNOTE_PHYS32_ENTRY): a program, not a guest kernel")]
+    #[error(
+        "ELF file without the PVH note (XEN_ELFNOTE_PHYS32_ENTRY): a program, not a guest kernel"
+    )]
     NoPvhNote,
     /// A segment's file range lies outside the file.
     #[error("segment {index}: bytes {offset:#x}+{size:#x} lie outside the file of {file:#x} bytes")]
@@ -111,7 +113,11 @@ impl<'a> Image<'a> {
 
     /// One past the highest byte that any segment occupies.
     pub fn end(&self) -> u64 {
-        self.segments.iter().map(|s| s.gpa.get() + s.size).max().unwrap_or(0)
+        self.segments
+            .iter()
+            .map(|s| s.gpa.get() + s.size)
+            .max()
+            .unwrap_or(0)
     }
 }
 
@@ -135,8 +141,12 @@ fn segment<'a>(
     header: &elf::segment::ProgramHeader,
 ) -> Result<Segment<'a>, ImageError> {
     let (offset, size) = (header.p_offset, header.p_filesz);
-    let truncated =
-        || ImageError::Truncated { index, offset, size, file: file.len() as u64 };
+    let truncated = || ImageError::Truncated {
+        index,
+        offset,
+        size,
+        file: file.len() as u64,
+    };
     let end = offset.checked_add(size).ok_or_else(truncated)?;
     if header.p_filesz > header.p_memsz {
         return Err(truncated());
@@ -146,8 +156,16 @@ fn segment<'a>(
         .zip(usize::try_from(end).ok())
         .and_then(|(a, b)| file.get(a..b))
         .ok_or_else(truncated)?;
-    let bad = ImageError::BadAddress { index, addr: header.p_paddr, size: header.p_memsz };
+    let bad = ImageError::BadAddress {
+        index,
+        addr: header.p_paddr,
+        size: header.p_memsz,
+    };
     let gpa = Gpa::new(header.p_paddr).ok_or(bad.clone())?;
     gpa.checked_add(header.p_memsz).ok_or(bad)?;
-    Ok(Segment { gpa, bytes, size: header.p_memsz })
+    Ok(Segment {
+        gpa,
+        bytes,
+        size: header.p_memsz,
+    })
 }

@@ -2,11 +2,13 @@
 //!
 //! * [`Vcpu`], [`Exit`]: the seam that every backend implements, named after `kvm-ioctls`.
 //! * [`GuestMemory`]: bytes of the guest, for whoever loads or inspects it.
-//! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry state.
+//! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry
+//!   state.
 //! * [`Board`]: the few devices that a guest sees (serial line, exit port, status-page port).
 //! * [`run`]: one thread per vCPU until the guest ends.
 //!
-//! This crate knows no processor, no tables and no memory manager: it and `lacuna-mmu` are strangers.
+//! This crate knows no processor, no tables and no memory manager: it and `lacuna-mmu` are
+//! strangers.
 #![forbid(unsafe_code)]
 
 mod board;

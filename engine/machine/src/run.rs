@@ -34,15 +34,34 @@ pub fn dispatch(
         Ok(Exit::Shutdown(text)) => board.end(Ending::Shutdown(text), kick),
         Err(error) => board.end(Ending::Failed(error), kick),
     }
-    if board.ending().is_some() { Next::Stop } else { Next::Enter }
+    if board.ending().is_some() {
+        Next::Stop
+    } else {
+        Next::Enter
+    }
+}
+
+/// A vCPU that panics must not leave the others running for ever.
+struct EndOnPanic<'a, K: Kick> {
+    board: &'a Board,
+    kick: &'a K,
+}
+
+impl<K: Kick> Drop for EndOnPanic<'_, K> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.board.end(Ending::Stopped, self.kick);
+        }
+    }
 }
 
 /// Runs every vCPU on a thread of its own until the board has an ending; gives the vCPUs back.
-pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &(impl Kick + Sync)) -> Vec<V> {
+pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
     thread::scope(|scope| {
         let start = |mut vcpu: V| {
             let name = format!("vcpu{}", vcpu.index());
             let body = move || {
+                let _guard = EndOnPanic { board, kick };
                 while board.ending().is_none() {
                     let exit = vcpu.run();
                     if dispatch(&mut vcpu, exit, board, kick) == Next::Stop {
@@ -51,11 +70,15 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &(impl Kick + Sync)) -> 
                 }
                 vcpu
             };
-            thread::Builder::new().name(name).spawn_scoped(scope, body).expect("spawn a vCPU thread")
+            thread::Builder::new()
+                .name(name)
+                .spawn_scoped(scope, body)
+                .expect("spawn a vCPU thread")
         };
         let threads: Vec<_> = vcpus.into_iter().map(start).collect();
         let join = |t: thread::ScopedJoinHandle<'_, V>| {
-            t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            t.join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         let vcpus = threads.into_iter().map(join).collect();
         board.flush();

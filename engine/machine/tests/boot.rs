@@ -57,7 +57,9 @@ impl GuestMemory for Flat {
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
         let at = gpa.get() as usize;
         let mut all = self.0.borrow_mut();
-        let into = all.get_mut(at..at + bytes.len()).ok_or(MemoryError::NoSlot(gpa))?;
+        let into = all
+            .get_mut(at..at + bytes.len())
+            .ok_or(MemoryError::NoSlot(gpa))?;
         into.copy_from_slice(bytes);
         Ok(())
     }
@@ -79,7 +81,10 @@ fn layout(mib: u64) -> Layout {
 
 #[test]
 fn a_good_image_is_loaded_with_its_boot_data() {
-    let file = elf(&[(0x10_0000, 0x2000, b"code"), (0x20_0000, 4, b"data")], 0x10_0002);
+    let file = elf(
+        &[(0x10_0000, 0x2000, b"code"), (0x20_0000, 4, b"data")],
+        0x10_0002,
+    );
     let image = Image::parse(&file).unwrap();
     let memory = Flat::new(4 << 20);
     let boot = Boot::load(&image, &layout(4), "smp=2", &memory).unwrap();
@@ -89,7 +94,10 @@ fn a_good_image_is_loaded_with_its_boot_data() {
     let info = boot.start_info.get() as usize;
     assert_eq!(memory.word(info) as u32, 0x336e_c578);
     let command_line = memory.word(info + 24) as usize;
-    assert_eq!(&memory.0.borrow()[command_line..command_line + 6], b"smp=2\0");
+    assert_eq!(
+        &memory.0.borrow()[command_line..command_line + 6],
+        b"smp=2\0"
+    );
     let map = memory.word(info + 40) as usize;
     assert_eq!((memory.word(map), memory.word(map + 8)), (0, 4 << 20));
     assert_identity_map(&memory, boot.page_table.get());
@@ -113,8 +121,11 @@ fn assert_identity_map(memory: &Flat, root: u64) {
 #[test]
 fn memory_past_three_gigabytes_continues_at_four() {
     let layout = layout(5 << 10);
-    let ends: Vec<_> =
-        layout.ranges().iter().map(|r| (r.start().gpa().get(), r.end_raw() << 12)).collect();
+    let ends: Vec<_> = layout
+        .ranges()
+        .iter()
+        .map(|r| (r.start().gpa().get(), r.end_raw() << 12))
+        .collect();
     assert_eq!(ends, [(0, 3 << 30), (4 << 30, 6 << 30)]);
 }
 
@@ -151,13 +162,23 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let outside = load((0x10_0000, 8 << 20, b"code"), "");
     assert_eq!(
         outside.to_string(),
-        "segment 0 at 0x100000 (0x800000 bytes) lies outside the guest's memory; give it at least --memory 9M"
+        "segment 0 at 0x100000 (0x800000 bytes) lies outside the guest's memory; \
+         give it at least --memory 9M"
     );
-    assert!(matches!(load((0x8000, 4, b"code"), ""), BootError::SegmentTooLow { .. }));
+    assert!(matches!(
+        load((0x8000, 4, b"code"), ""),
+        BootError::SegmentTooLow { .. }
+    ));
     let long = "x".repeat(PAGE_SIZE);
-    assert_eq!(load((0x10_0000, 4, b"code"), &long), BootError::CommandLine(PAGE_SIZE));
+    assert_eq!(
+        load((0x10_0000, 4, b"code"), &long),
+        BootError::CommandLine(PAGE_SIZE)
+    );
     assert!(memory.0.borrow().iter().all(|&b| b == 0));
-    assert_eq!(Layout::new(PageCount::new(3)), Err(BootError::BadSize(3 * PAGE_SIZE as u64)));
+    assert_eq!(
+        Layout::new(PageCount::new(3)),
+        Err(BootError::BadSize(3 * PAGE_SIZE as u64))
+    );
 }
 
 proptest! {

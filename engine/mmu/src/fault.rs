@@ -50,9 +50,13 @@ pub enum Outcome {
 const ATTEMPTS: usize = 4;
 
 impl Mmu {
-    /// A new vCPU's faulter. An error means that the budget cannot promise one more vCPU its progress.
+    /// A new vCPU's faulter. An error means that the budget cannot promise one more vCPU its
+    /// progress.
     pub fn faulter(&self) -> Result<Faulter, HostError> {
-        Ok(Faulter { reader: self.slots.reader(), cache: self.host.frame_cache()? })
+        Ok(Faulter {
+            reader: self.slots.reader(),
+            cache: self.host.frame_cache()?,
+        })
     }
 
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
@@ -64,7 +68,9 @@ impl Mmu {
             if snapshot.is_busy() {
                 return Outcome::Busy;
             }
-            let Some(slot) = faulter.reader.find(gfn) else { return Outcome::Mmio };
+            let Some(slot) = faulter.reader.find(gfn) else {
+                return Outcome::Mmio;
+            };
             let read_only = slot.flags.contains(SlotFlags::READONLY);
             if read_only && access.is_write() {
                 return Outcome::Mmio;
@@ -90,7 +96,10 @@ impl Mmu {
                     if let Mapped::New(at) = mapped {
                         slot.attach.set(slot.page(gfn), at);
                     }
-                    return Outcome::Mapped(Page { pfn, writable: leaf.is_writable() });
+                    return Outcome::Mapped(Page {
+                        pfn,
+                        writable: leaf.is_writable(),
+                    });
                 }
                 Err(MapError::Exhausted(error)) => return Outcome::NoTables(error),
                 Err(error) => unreachable!("the recheck admits no stale frame: {error}"),

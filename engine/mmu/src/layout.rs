@@ -6,8 +6,8 @@
 //! publish                             readers see the new snapshot
 //! end                                 faults there see the new layout
 //! ```
-//! A slot that moves or changes its flags gets a fresh reverse map: a notifier that still works with the old
-//! snapshot then finds an empty one, never a leaf under another gfn's lock.
+//! A slot that moves or changes its flags gets a fresh reverse map: a notifier that still works
+//! with the old snapshot then finds an empty one, never a leaf under another gfn's lock.
 
 use crate::{Mmu, Rmap};
 use lacuna_addr::{GfnRange, Gpa};
@@ -20,7 +20,10 @@ impl Mmu {
     /// # Errors
     /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
-        let _change = self.layout.lock().expect("no panic while the layout changes");
+        let _change = self
+            .layout
+            .lock()
+            .expect("no panic while the layout changes");
         // `add` refuses what no slot can be: such a size must not become an allocation first.
         let bytes = spec.bytes.min(1 << lacuna_addr::GPA_BITS);
         let rmap = Rmap::new(bytes / lacuna_addr::PAGE_SIZE as u64);
@@ -32,7 +35,10 @@ impl Mmu {
     /// # Errors
     /// [`SlotError::Unknown`].
     pub fn delete_slot(&self, id: SlotId) -> Result<(), SlotError> {
-        let _change = self.layout.lock().expect("no panic while the layout changes");
+        let _change = self
+            .layout
+            .lock()
+            .expect("no panic while the layout changes");
         let gfns = self.slot(id)?.gfns;
         self.exclude(&[gfns], || self.slots.remove(id).map(|_| ()))
     }
@@ -42,7 +48,10 @@ impl Mmu {
     /// # Errors
     /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
     pub fn move_slot(&self, id: SlotId, guest: Gpa) -> Result<(), SlotError> {
-        self.replace(id, |spec| SlotSpec { guest: guest.get(), ..spec })
+        self.replace(id, |spec| SlotSpec {
+            guest: guest.get(),
+            ..spec
+        })
     }
 
     /// Makes a slot read-only or writable.
@@ -58,7 +67,10 @@ impl Mmu {
         id: SlotId,
         edit: impl FnOnce(SlotSpec) -> SlotSpec,
     ) -> Result<(), SlotError> {
-        let _change = self.layout.lock().expect("no panic while the layout changes");
+        let _change = self
+            .layout
+            .lock()
+            .expect("no panic while the layout changes");
         let old = self.slot(id)?;
         let spec = spec_of(&old);
         let wanted = edit(spec);
@@ -70,7 +82,9 @@ impl Mmu {
             self.slots.remove(id)?;
             let done = self.slots.add(wanted, Rmap::new(pages));
             if done.is_err() {
-                self.slots.add(spec, Rmap::new(pages)).expect("it was there a moment ago");
+                self.slots
+                    .add(spec, Rmap::new(pages))
+                    .expect("it was there a moment ago");
             }
             done.map(|_| ())
         })
@@ -96,7 +110,9 @@ impl Mmu {
         let slots = self.slots.snapshot();
         let mut cursor = self.stage2.cursor(range);
         let flush = cursor.unmap(range, |removed| {
-            let slot = slots.find(removed.gfn).expect("only slots' pages are mapped");
+            let slot = slots
+                .find(removed.gfn)
+                .expect("only slots' pages are mapped");
             slot.attach.clear(slot.page(removed.gfn));
             if removed.leaf.dirty {
                 self.host.mark_dirty(removed.leaf.pfn);
@@ -107,7 +123,11 @@ impl Mmu {
     }
 
     fn slot(&self, id: SlotId) -> Result<Arc<Slot<Rmap>>, SlotError> {
-        self.slots.snapshot().get(id).cloned().ok_or(SlotError::Unknown { id })
+        self.slots
+            .snapshot()
+            .get(id)
+            .cloned()
+            .ok_or(SlotError::Unknown { id })
     }
 }
 

@@ -1,4 +1,5 @@
-//! The memory-management unit of one VM: where a fault meets the slots, the host's memory and the tables.
+//! The memory-management unit of one VM: where a fault meets the slots, the host's memory and the
+//! tables.
 //!
 //! | file | job |
 //! |---|---|
@@ -8,8 +9,9 @@
 //! | `layout` | slots come, go and move |
 //! | `verify` | slots, rmap and tables agree |
 //!
-//! The protocol that keeps a fault and an invalidation apart is drawn in `docs/locking.md`. This crate
-//! knows no vCPU: whoever maps pages into TLBs gives it a [`Shootdown`](lacuna_stage2::Shootdown).
+//! The protocol that keeps a fault and an invalidation apart is drawn in `docs/locking.md`. This
+//! crate knows no vCPU: whoever maps pages into TLBs gives it a
+//! [`Shootdown`](lacuna_stage2::Shootdown).
 #![forbid(unsafe_code)]
 
 mod fault;

@@ -29,8 +29,8 @@ pub struct Mmu {
 }
 
 impl Mmu {
-    /// No slots yet. `tables` is the most table pages it may use; `quiescence` knows every vCPU that
-    /// will translate through it.
+    /// No slots yet. `tables` is the most table pages it may use; `quiescence` knows every vCPU
+    /// that will translate through it.
     pub fn new(
         host: Arc<Host>,
         quiescence: Arc<Quiescence>,
@@ -38,7 +38,13 @@ impl Mmu {
     ) -> Result<Arc<Self>, MmuError> {
         let stage2 = Stage2::new(Arena::new(tables)?)?;
         let slots = Slots::new(Limits::default());
-        Ok(Arc::new(Self { slots, stage2, host, quiescence, layout: Mutex::new(()) }))
+        Ok(Arc::new(Self {
+            slots,
+            stage2,
+            host,
+            quiescence,
+            layout: Mutex::new(()),
+        }))
     }
 
     /// The tables, for the walker.

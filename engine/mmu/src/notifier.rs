@@ -7,8 +7,8 @@ use lacuna_slots::{Overlap, Slot};
 use lacuna_stage2::{Age, Flush};
 
 impl MmuNotifier for Mmu {
-    /// Three passes: unmap each page under its stripe, one shoot-down for all, then admit faults again.
-    /// A page that nothing maps is excluded like any other.
+    /// Three passes: unmap each page under its stripe, one shoot-down for all, then admit faults
+    /// again. A page that nothing maps is excluded like any other.
     fn invalidate(&self, pages: &[Hva]) {
         let slots = self.slots.snapshot();
         let mut flush = Flush::none(&self.stage2);
@@ -35,7 +35,8 @@ impl MmuNotifier for Mmu {
         }
     }
 
-    /// Nobody waits for it: a vCPU that runs on with old TLB entries for a while only delays an A bit.
+    /// Nobody waits for it: a vCPU that runs on with old TLB entries for a while only delays an A
+    /// bit.
     fn end_of_aging(&self) {
         let _ = self.quiescence.request();
     }

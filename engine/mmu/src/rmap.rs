@@ -1,8 +1,9 @@
 //! The reverse map: from a guest frame of a slot to the leaf that maps it.
 //!
-//! One word a page and slot, 4 bytes: 0.1 % of the memory that the slot describes. A word is zero when
-//! nothing maps the page; it is written only under the page's stripe, together with the leaf, and
-//! `Mmu::verify` checks that the two agree. Larger levels get an array of their own when they get leaves.
+//! One word a page and slot, 4 bytes: 0.1 % of the memory that the slot describes. A word is zero
+//! when nothing maps the page; it is written only under the page's stripe, together with the leaf,
+//! and `Mmu::verify` checks that the two agree. Larger levels get an array of their own when they
+//! get leaves.
 
 use lacuna_stage2::EntryRef;
 use lacuna_sync::shim::{AtomicU32, Ordering};
@@ -15,7 +16,9 @@ pub struct Rmap {
 impl Rmap {
     /// Nothing mapped.
     pub fn new(pages: u64) -> Self {
-        Self { words: (0..pages).map(|_| AtomicU32::new(0)).collect() }
+        Self {
+            words: (0..pages).map(|_| AtomicU32::new(0)).collect(),
+        }
     }
 
     /// Bytes of metadata.

@@ -1,5 +1,5 @@
-//! Random accesses, reclaim, aging and slot changes against a plain model of page contents; everything is
-//! verified after every step.
+//! Random accesses, reclaim, aging and slot changes against a plain model of page contents;
+//! everything is verified after every step.
 
 use lacuna_addr::{Access, Gfn, Gpa, Hva, PAGE_SIZE, PageCount};
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, Io, MmuNotifier};
@@ -44,16 +44,31 @@ impl Bench {
         let host = Host::new(HostConfig {
             budget,
             swap: Box::new(store.clone()),
-            io: Io::Virtual { seed, latency_ns: 1_000..90_000 },
+            io: Io::Virtual {
+                seed,
+                latency_ns: 1_000..90_000,
+            },
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
         });
         let host = host.unwrap();
         let mmu = Mmu::new(Arc::clone(&host), Arc::new(Quiescence::new(1)), 4096).unwrap();
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
-        let backing = host.add_region(PageCount::new(PAGES), notifier).unwrap().start();
+        let backing = host
+            .add_region(PageCount::new(PAGES), notifier)
+            .unwrap()
+            .start();
         let faulter = mmu.faulter().unwrap();
         let (contents, slots) = (BTreeMap::new(), BTreeMap::new());
-        let mut bench = Self { clock, store, host, mmu, faulter, backing, contents, slots };
+        let mut bench = Self {
+            clock,
+            store,
+            host,
+            mmu,
+            faulter,
+            backing,
+            contents,
+            slots,
+        };
         bench.add(0, HOME, 0, PAGES).unwrap();
         bench.add(1, ALIAS, PAGES / 2, PAGES / 2).unwrap();
         bench
@@ -75,7 +90,10 @@ impl Bench {
     /// The page of the backing that the model says is behind `gfn`.
     fn page(&self, gfn: u64, access: Access) -> Option<u64> {
         let at = gfn * PAGE_SIZE as u64;
-        let slot = self.slots.values().find(|s| s.guest <= at && at < s.guest + s.bytes)?;
+        let slot = self
+            .slots
+            .values()
+            .find(|s| s.guest <= at && at < s.guest + s.bytes)?;
         if slot.flags.contains(SlotFlags::READONLY) && access.is_write() {
             return None;
         }
@@ -84,14 +102,21 @@ impl Bench {
 
     /// One access of a vCPU: walk, fault, wait, until it goes through.
     fn access(&mut self, gfn: u64, write: Option<u64>) -> Seen {
-        let access = if write.is_some() { Access::Write } else { Access::Read };
+        let access = if write.is_some() {
+            Access::Write
+        } else {
+            Access::Read
+        };
         let gfn = Gfn::new(gfn).unwrap();
         for _ in 0..10_000 {
             if let Walk::Hit(hit) = self.mmu.stage2().walk(gfn, access) {
                 self.faulter.retired();
                 let frame = self.host.frame(hit.pfn);
                 if let Some(value) = write {
-                    assert!(hit.writable, "a write that walked may be remembered as writable");
+                    assert!(
+                        hit.writable,
+                        "a write that walked may be remembered as writable"
+                    );
                     frame.write(8, &value.to_le_bytes());
                 }
                 let mut bytes = [0; 8];
@@ -124,7 +149,11 @@ impl Bench {
     }
 
     fn check(&mut self, gfn: u64, write: Option<u64>) {
-        let access = if write.is_some() { Access::Write } else { Access::Read };
+        let access = if write.is_some() {
+            Access::Write
+        } else {
+            Access::Read
+        };
         let expected = self.page(gfn, access).map(|page| {
             write.map(|value| self.contents.insert(page, value));
             self.contents.get(&page).copied().unwrap_or(0)
@@ -198,8 +227,16 @@ fn apply(bench: &mut Bench, op: &Op) {
             }
         }
         Op::ReadOnly(id, on) => {
-            let flags = if on { SlotFlags::READONLY } else { SlotFlags::empty() };
-            let known = bench.slots.get_mut(&id).map(|spec| spec.flags = flags).is_some();
+            let flags = if on {
+                SlotFlags::READONLY
+            } else {
+                SlotFlags::empty()
+            };
+            let known = bench
+                .slots
+                .get_mut(&id)
+                .map(|spec| spec.flags = flags)
+                .is_some();
             assert_eq!(bench.mmu.set_slot_flags(SlotId(id), flags).is_ok(), known);
         }
     }
@@ -207,9 +244,8 @@ fn apply(bench: &mut Bench, op: &Op) {
 
 fn overlaps(bench: &Bench, id: u16, gfn: u64, pages: u64) -> bool {
     let (start, end) = (gfn * PAGE_SIZE as u64, (gfn + pages) * PAGE_SIZE as u64);
-    let other = |(other, s): (&u16, &SlotSpec)| {
-        *other != id && s.guest < end && start < s.guest + s.bytes
-    };
+    let other =
+        |(other, s): (&u16, &SlotSpec)| *other != id && s.guest < end && start < s.guest + s.bytes;
     bench.slots.iter().any(other)
 }
 
@@ -218,7 +254,10 @@ proptest! {
 
     /// Whatever happens, a guest reads what was last written to the page, through whichever slot.
     #[test]
-    fn contents_survive_everything(seed in any::<u64>(), ops in prop::collection::vec(op(), 1..250)) {
+    fn contents_survive_everything(
+        seed in any::<u64>(),
+        ops in prop::collection::vec(op(), 1..250),
+    ) {
         let mut bench = Bench::new(seed);
         for op in &ops {
             apply(&mut bench, op);
@@ -237,11 +276,19 @@ fn four_times_overcommit_keeps_every_word() {
     for round in 1..4u64 {
         (0..PAGES).for_each(|page| bench.check(HOME + page, Some(round << 32 | page)));
         bench.verify();
-        (0..PAGES).rev().for_each(|page| bench.check(HOME + page, None));
+        (0..PAGES)
+            .rev()
+            .for_each(|page| bench.check(HOME + page, None));
     }
     let stats = bench.host.stats();
-    assert!(stats.swapped_out > PAGES && stats.swapped_in > PAGES, "{stats:?}");
-    assert!(stats.write_clusters < stats.swapped_out / 4, "writes are clustered: {stats:?}");
+    assert!(
+        stats.swapped_out > PAGES && stats.swapped_in > PAGES,
+        "{stats:?}"
+    );
+    assert!(
+        stats.write_clusters < stats.swapped_out / 4,
+        "writes are clustered: {stats:?}"
+    );
 }
 
 #[test]
@@ -257,7 +304,10 @@ fn pages_only_read_are_dropped_without_a_second_write() {
     }
     let after = bench.host.stats();
     assert!(after.swapped_in > before.swapped_in + PAGES);
-    assert_eq!(after.swapped_out, before.swapped_out, "clean pages keep their swap slots");
+    assert_eq!(
+        after.swapped_out, before.swapped_out,
+        "clean pages keep their swap slots"
+    );
 }
 
 #[test]

@@ -48,6 +48,9 @@ pub struct HostStats {
     pub store: u64,
     /// Slots of the swap device in use, those of clean resident pages included.
     pub slots: u64,
+    /// Pages that the host's page cache may hold for the swap device: none for one that goes past
+    /// it, at most the slots in use for another.
+    pub page_cache: u64,
     /// Faults that took a frame of zeros.
     pub faults_zero_fill: u64,
     /// Faults that found the page resident.
@@ -113,13 +116,15 @@ impl Core {
         });
         let [zero_fill, resident, rescued, swap_in, shared_ticket] = faults;
         let frames = &self.frames;
+        let slots = lock(&self.slots).used() as u64;
         let elsewhere = (frames.free_now() + frames.in_store()) as u64 + cached;
         HostStats {
             budget: frames.len() as u64,
             resident: (frames.len() as u64).saturating_sub(elsewhere),
             in_use_peak: (frames.len() - frames.free_min()) as u64,
             store: frames.in_store() as u64,
-            slots: lock(&self.slots).used() as u64,
+            slots,
+            page_cache: if self.store.is_cached() { slots } else { 0 },
             faults_zero_fill: zero_fill,
             faults_resident: resident,
             faults_rescued: rescued,

@@ -12,8 +12,8 @@ fn store() -> Box<FaultyStore> {
     Box::new(FaultyStore::new(PageCount::new(10_000)))
 }
 
-/// An instruction that touches as many pages as can be held keeps them all, while another vCPU of the
-/// same VM takes whatever can be taken.
+/// An instruction that touches as many pages as can be held keeps them all, while another vCPU of
+/// the same VM takes whatever can be taken.
 #[test]
 fn the_largest_instruction_completes_at_the_minimum_budget() {
     let (host, clock) = virtual_host(Host::minimum_budget(2).get(), store());

@@ -235,16 +235,15 @@ proptest! {
     }
 }
 
+fn refusal(slots: &Slots<u64>, spec: SlotSpec) -> String {
+    let refused = slots.add(spec, 0).map(|_| ()).expect_err("refused");
+    refused.to_string()
+}
+
 #[test]
 fn every_refusal_says_what_to_do() {
     let slots = Slots::new(LIMITS);
-    let add = |spec| {
-        slots
-            .add(spec, 0u64)
-            .map(|_| ())
-            .expect_err("refused")
-            .to_string()
-    };
+    let add = |spec| refusal(&slots, spec);
     slots.add(spec(1, 8, 0, 8), 0).expect("room");
     assert_eq!(
         add(spec(2, 15, 0, 2)),

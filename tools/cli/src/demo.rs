@@ -22,9 +22,9 @@ const COMMAND: [&str; 10] = [
 /// Runs it.
 pub fn demo() -> Exit {
     eprintln!(
-        "A guest with its own kernel, processes and page tables believes it has 256 MiB. It gets 64;\n\
-         the rest is swapped to a file, without /dev/kvm. It writes a keyed pattern to its memory, and\n\
-         checks every word of it, again and again. The same by hand:\n\n    lacuna {}\n",
+        "A guest with its own kernel, processes and page tables believes it has 256 MiB.\n\
+         It gets 64; the rest is swapped to a file, without /dev/kvm. It writes a keyed pattern\n\
+         to its memory and checks every word of it, twice. The same by hand:\n\n    lacuna {}\n",
         COMMAND.join(" ")
     );
     let words = std::iter::once("lacuna").chain(COMMAND);

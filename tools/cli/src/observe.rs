@@ -36,10 +36,16 @@ impl Observer {
 
     /// The run at its end.
     pub fn last(&self, outcome: &Outcome) -> Snapshot {
-        let mut last = Self { last: self.last.clone() };
+        let mut last = Self {
+            last: self.last.clone(),
+        };
         last.last.elapsed = Duration::from_nanos(outcome.end.0);
         last.count(&outcome.host, &outcome.stalls);
-        if let Some(status) = outcome.status.as_ref().and_then(|page| Status::parse(page).ok()) {
+        if let Some(status) = outcome
+            .status
+            .as_ref()
+            .and_then(|page| Status::parse(page).ok())
+        {
             last.last.threads = threads(&status, &self.last, last.last.elapsed);
         }
         last.last
@@ -48,10 +54,14 @@ impl Observer {
     fn count(&mut self, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
         let last = &mut self.last;
         last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
-        last.peak_bytes = peak_resident();
+        let page_cache = PageCount::new(host.page_cache).bytes();
+        last.peak_bytes = last.peak_bytes.max(peak_resident() + page_cache);
         last.swap_in = host.swapped_in;
         last.swap_out = host.swapped_out;
-        let fault = |kind: &str, count| Faults { kind: kind.into(), count };
+        let fault = |kind: &str, count| Faults {
+            kind: kind.into(),
+            count,
+        };
         last.faults = vec![
             fault("zero-fill", host.faults_zero_fill),
             fault("resident", host.faults_resident),
@@ -59,21 +69,33 @@ impl Observer {
             fault("shared", host.faults_shared_ticket),
             fault("rescued", host.faults_rescued),
         ];
-        last.stalls = (0..).zip(stalls).map(|(vcpu, stalls)| stall(vcpu, stalls)).collect();
+        last.stalls = (0..)
+            .zip(stalls)
+            .map(|(vcpu, stalls)| stall(vcpu, stalls))
+            .collect();
     }
 }
 
-
 fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
     let [p50_ns, p99_ns, p999_ns] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
-    Stalls { vcpu, count: stalls.count(), p50_ns, p99_ns, p999_ns }
+    Stalls {
+        vcpu,
+        count: stalls.count(),
+        p50_ns,
+        p99_ns,
+        p999_ns,
+    }
 }
 
-/// The status page, where it costs nothing to look: a page that is swapped out is not fetched for it.
+/// The status page, where it costs nothing to look: a page that is swapped out is not fetched for
+/// it.
 fn read_status(now: &Observed<'_>) -> Option<Status> {
     let mut page = vec![0; PAGE_BYTES];
     let gpa = now.board.status_page()?.gpa();
-    now.vm.peek(gpa, &mut page).then(|| Status::parse(&page).ok()).flatten()
+    now.vm
+        .peek(gpa, &mut page)
+        .then(|| Status::parse(&page).ok())
+        .flatten()
 }
 
 fn threads(status: &Status, last: &Snapshot, elapsed: Duration) -> Vec<Thread> {
@@ -100,7 +122,8 @@ const fn kind(kind: Kind) -> &'static str {
     }
 }
 
-/// This process's highest resident memory in bytes (`VmHWM`, proc(5)): frames, tables, program, all.
+/// This process's highest resident memory in bytes (`VmHWM`, proc(5)): frames, tables, program,
+/// all.
 fn peak_resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -23,7 +23,11 @@ pub fn run(args: &RunArgs) -> Exit {
         Err(error) => return refuse(Exit::Usage, &format!("{}: {error}", args.image)),
     };
     let launch = launch(args);
-    let mut live = if args.output.quiet { None } else { Live::on_stderr() };
+    let mut live = if args.output.quiet {
+        None
+    } else {
+        Live::on_stderr()
+    };
     let mut observer = Observer::new(&launch);
     let (lines, printed) = mpsc::channel();
     let console = move |line: &str| drop(lines.send(line.to_owned()));
@@ -75,10 +79,16 @@ fn finish(args: &RunArgs, launch: &Launch, observer: &Observer, outcome: &Outcom
 pub fn verdict(ending: &Ending) -> (Exit, String) {
     match ending {
         Ending::Exited(0) => (Exit::Done, "done".into()),
-        Ending::Exited(code) => (Exit::GuestFailed, format!("the guest failed with code {code}")),
+        Ending::Exited(code) => (
+            Exit::GuestFailed,
+            format!("the guest failed with code {code}"),
+        ),
         Ending::Shutdown(text) => (Exit::GuestFailed, text.clone()),
         Ending::Failed(error) => (Exit::Host, error.to_string()),
-        Ending::Stopped => (Exit::GuestFailed, "stopped before the guest was done".into()),
+        Ending::Stopped => (
+            Exit::GuestFailed,
+            "stopped before the guest was done".into(),
+        ),
     }
 }
 
@@ -104,7 +114,10 @@ fn load(name: &str) -> Result<Cow<'static, [u8]>, String> {
         return Ok(Cow::Borrowed(image.elf));
     }
     std::fs::read(name).map(Cow::Owned).map_err(|error| {
-        let names: Vec<_> = lacuna_guest::images().iter().map(|image| image.name).collect();
+        let names: Vec<_> = lacuna_guest::images()
+            .iter()
+            .map(|image| image.name)
+            .collect();
         format!(
             "{name}: neither a built-in guest ({}) nor a file to read: {error}",
             names.join(", ")

@@ -2,12 +2,15 @@
 //!
 //! | id | what is compared |
 //! |---|---|
-//! | `run.memory_overhead_percent` | this process's highest resident memory, swap page cache included, against the budget: `verify` with 2 GiB in 512 MiB |
-//! | `fault.soft_vs_host` | CPU time of a first touch in a guest / the host kernel's own anonymous fault, zeroing in both |
+//! | `run.memory_overhead_percent` | a process's highest resident memory against its budget |
+//! | `fault.soft_vs_host` | CPU time of a guest's first touch / a host anonymous fault |
 //! | `fault.soft_vs_host.cold` | the same, caches flushed before each batch |
 //! | `fault.scaling_2vcpu` | pages a second, two vCPUs on their own shares / one |
 //! | `cpu.x86.minstr_per_s.*` | guest instructions a second, beside native and QEMU (TCG) |
 //! | `cpu.x86.vs_qemu_tcg.mem64m` | ours / QEMU's, same program, same run |
+//!
+//! Zeroing is in both arms of the fault figures. The memory figure counts everything the process has
+//! (frames, tables, program) and the swap file's page cache: `verify` with 2 GiB in 512 MiB.
 
 mod cpu;
 mod fault;

@@ -52,7 +52,10 @@ pub fn run(launch: &Launch, name: &str) -> (Outcome, String) {
 pub fn pass(launch: &Launch, name: &str) -> (Outcome, String) {
     let (outcome, text) = run(launch, name);
     let ending = &outcome.ending;
-    assert!(matches!(ending, Ending::Exited(0)), "{launch:?}: {ending:?}\n{text}");
+    assert!(
+        matches!(ending, Ending::Exited(0)),
+        "{launch:?}: {ending:?}\n{text}"
+    );
     (outcome, text)
 }
 
@@ -63,7 +66,10 @@ pub fn boot(
     clock: Arc<dyn lacuna_sync::Clock>,
     name: &str,
 ) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
-    let config = VmConfig { memory: launch.memory, vcpus: launch.vcpus };
+    let config = VmConfig {
+        memory: launch.memory,
+        vcpus: launch.vcpus,
+    };
     let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
     let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();
     let lines = Lines::default();

@@ -35,11 +35,13 @@ impl Flat {
     pub fn new(bytes: u64) -> Self {
         let frames = (bytes / 4096) as usize;
         let layout = Layout::from_size_align(bytes as usize, 2 << 20).expect("a sane size");
-        // SAFETY: the size is not zero. The advice changes no content.
+        // SAFETY: the size is not zero, and all of it is zeroed, after the advice: else the host
+        // would have filled it with small pages before.
         let memory = unsafe {
-            let memory = NonNull::new(std::alloc::alloc_zeroed(layout)).expect("memory");
+            let memory = NonNull::new(std::alloc::alloc(layout)).expect("memory");
             let advice = rustix::mm::Advice::LinuxHugepage;
             let _ = rustix::mm::madvise(memory.as_ptr().cast(), bytes as usize, advice);
+            memory.write_bytes(0, bytes as usize);
             memory
         };
         Self {
@@ -76,7 +78,9 @@ impl Flat {
     }
 
     pub fn read(&mut self, gpa: u64, len: usize) -> Vec<u8> {
-        (gpa..gpa + len as u64).map(|at| self.frame(at >> 12).load_u8(at as usize & 0xfff)).collect()
+        (gpa..gpa + len as u64)
+            .map(|at| self.frame(at >> 12).load_u8(at as usize & 0xfff))
+            .collect()
     }
 
     pub fn read_u64(&mut self, gpa: u64) -> u64 {
@@ -139,10 +143,19 @@ impl Machine {
         let mut system = System::long_mode(0x1000);
         system.cr0 |= 1 << 16;
         cpu.set_system(system);
-        let mut regs = Regs { rip: CODE, rflags: 2, ..Regs::default() };
+        let mut regs = Regs {
+            rip: CODE,
+            rflags: 2,
+            ..Regs::default()
+        };
         regs.gpr[4] = STACK;
         cpu.set_regs(&regs);
-        Self { cpu, memory, slots: Quiescence::new(1), clock }
+        Self {
+            cpu,
+            memory,
+            slots: Quiescence::new(1),
+            clock,
+        }
     }
 
     /// A machine with a program at [`CODE`].

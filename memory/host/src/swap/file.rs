@@ -92,6 +92,10 @@ impl SwapStore for FileStore {
         self.capacity
     }
 
+    fn is_cached(&self) -> bool {
+        !self.is_direct()
+    }
+
     fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
         let mut done = 0;
         while done < PAGE_SIZE {

@@ -50,6 +50,10 @@ impl<S: SwapStore> SwapStore for Latency<S> {
         self.inner.discard(slot);
     }
 
+    fn is_cached(&self) -> bool {
+        self.inner.is_cached()
+    }
+
     fn latency_ns(&self) -> u64 {
         self.inner.latency_ns().saturating_add(self.ns)
     }

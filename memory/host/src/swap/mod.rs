@@ -70,6 +70,11 @@ pub trait SwapStore: Send + Sync {
     /// The content of `slot` is needed no more.
     fn discard(&self, slot: Slot);
 
+    /// Whether the host's page cache may hold what is stored: memory outside the budget.
+    fn is_cached(&self) -> bool {
+        false
+    }
+
     /// Nanoseconds from submission before which an operation does not complete.
     fn latency_ns(&self) -> u64 {
         0
@@ -99,6 +104,10 @@ impl<S: SwapStore + ?Sized> SwapStore for Box<S> {
 
     fn discard(&self, slot: Slot) {
         (**self).discard(slot);
+    }
+
+    fn is_cached(&self) -> bool {
+        (**self).is_cached()
     }
 
     fn latency_ns(&self) -> u64 {

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 const LIMIT: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u32 = 256;
 
-/// One loop with the iterations of a slice in each machine, ours first, then native, then QEMU: a few
-/// tenths of a second each.
+/// One loop with the iterations of a slice in each machine, ours first, then native, then QEMU: a
+/// few tenths of a second each.
 struct Test {
     name: &'static str,
     iterations: [u64; 3],
@@ -44,7 +44,12 @@ const TESTS: [Test; 4] = [
         bar: None,
         wanted: None,
     },
-    Test { name: "branchy", iterations: [3_000, 40_000, 8_000], bar: None, wanted: Some(150.0) },
+    Test {
+        name: "branchy",
+        iterations: [3_000, 40_000, 8_000],
+        bar: None,
+        wanted: Some(150.0),
+    },
 ];
 
 /// The machines.
@@ -53,11 +58,7 @@ const NATIVE: usize = 1;
 const QEMU: usize = 2;
 
 /// `cpu.x86.*`.
-pub fn rates(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
     let guest = image("cpubench").expect("built in");
     let elf = write_image(guest)?;
     let machines = match run_qemu(&elf, &TESTS[0], 1000) {
@@ -114,7 +115,10 @@ fn write_image(guest: &GuestImage) -> Result<tempfile::TempPath, LabError> {
         file.write_all(guest.elf)?;
         Ok(file.into_temp_path())
     };
-    write().map_err(|source| LabError::Io { what: "write the guest image".into(), source })
+    write().map_err(|source| LabError::Io {
+        what: "write the guest image".into(),
+        source,
+    })
 }
 
 fn arguments(test: &Test, iterations: u64) -> [String; 2] {
@@ -136,12 +140,20 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
     let phases = Arc::new(Mutex::new(Phases::default()));
     let console = {
         let phases = Arc::clone(&phases);
-        move |line: &str| phases.lock().expect("no panic here").line(Instant::now(), line)
+        move |line: &str| {
+            phases
+                .lock()
+                .expect("no panic here")
+                .line(Instant::now(), line)
+        }
     };
     let image = Image::parse(guest.elf).map_err(|e| LabError::Guest(e.to_string()))?;
     let outcome = launch.run(&image, console, |_| ())?;
     if !matches!(outcome.ending, Ending::Exited(0)) {
-        return Err(LabError::Guest(format!("cpubench ended with {:?}", outcome.ending)));
+        return Err(LabError::Guest(format!(
+            "cpubench ended with {:?}",
+            outcome.ending
+        )));
     }
     let phases = std::mem::take(&mut *phases.lock().expect("no panic here"));
     let phases = phases.finish().map_err(LabError::Guest)?;
@@ -150,12 +162,19 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
 
 fn run_native(test: &Test, iterations: u64) -> Result<f64, ExternalError> {
     let arguments = arguments(test, iterations);
-    let run = native(native_cpubench(), &arguments.each_ref().map(String::as_str), LIMIT)?;
+    let run = native(
+        native_cpubench(),
+        &arguments.each_ref().map(String::as_str),
+        LIMIT,
+    )?;
     Ok(rate(run.phases.first()).unwrap_or(f64::NAN))
 }
 
 fn run_qemu(elf: &std::path::Path, test: &Test, iterations: u64) -> Result<f64, ExternalError> {
-    let machine = QemuMachine { memory_mib: MEMORY_MIB, vcpus: 1 };
+    let machine = QemuMachine {
+        memory_mib: MEMORY_MIB,
+        vcpus: 1,
+    };
     let run = qemu_tcg(elf, &arguments(test, iterations).join(" "), machine, LIMIT)?;
     Ok(rate(run.phases.first()).unwrap_or(f64::NAN))
 }

@@ -10,21 +10,29 @@ const HOT: u64 = HOT_PAGES as u64;
 const COLD_PAGES: u64 = 256;
 /// Faults of one slice.
 const SLICE: u64 = 16 * HOT;
-/// Pages of all vCPUs together in the scaling runs: the same work, and the same frames in the same caches, by
-/// one vCPU or by two. (With frames from DRAM it is zeroing that does not scale: see docs/speed-fault.md.)
+/// Pages of all vCPUs together in the scaling runs: the same work, and the same frames in the same
+/// caches, by one vCPU or by two. (With frames from DRAM it is zeroing that does not scale: see
+/// docs/speed-fault.md.)
 const SCALING_PAGES: u64 = 4096;
 /// Touches of one slice.
 const SCALING_TOUCHES: u64 = 64;
 
 fn host_error(source: std::io::Error) -> LabError {
-    LabError::Io { what: "map anonymous memory".into(), source }
+    LabError::Io {
+        what: "map anonymous memory".into(),
+        source,
+    }
 }
 
 /// One slice of guest touches: CPU nanoseconds a page.
 fn soft_ns(place: &mut Playground, touches: u64, before: impl Fn()) -> Result<f64, LabError> {
     let (mut cpu, mut pages) = (0, 0);
     for _ in 0..touches {
-        let Touch { pages: touched, cpu_ns, .. } = place.touch(&before)?;
+        let Touch {
+            pages: touched,
+            cpu_ns,
+            ..
+        } = place.touch(&before)?;
         cpu += cpu_ns;
         pages += touched;
     }
@@ -76,7 +84,10 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
         report.skip(id, "this machine has one core");
         return Ok(());
     }
-    let mut places = [Playground::new(1, SCALING_PAGES)?, Playground::new(2, SCALING_PAGES / 2)?];
+    let mut places = [
+        Playground::new(1, SCALING_PAGES)?,
+        Playground::new(2, SCALING_PAGES / 2)?,
+    ];
     // The second arm again is the null; rates are pages a second of the whole VM.
     let arms = rounds(3, options.rounds(), |index| {
         let mut wall_ns = 0;

@@ -12,7 +12,9 @@ const RESIDENT: &str = "512M";
 /// `run.memory_overhead_percent`: from a process of its own, whose peak nothing else has raised.
 pub fn overhead(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let runs = if options.quick { 1 } else { 6 };
-    let samples = (0..runs).map(|seed| one(options, seed)).collect::<Result<Vec<f64>, _>>()?;
+    let samples = (0..runs)
+        .map(|seed| one(options, seed))
+        .collect::<Result<Vec<f64>, _>>()?;
     let id = "run.memory_overhead_percent";
     report.push(
         Measurement::new(id, "%", Better::Lower, Summary::of(&samples))
@@ -28,21 +30,43 @@ fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
     let swap = format!("file,dir={}", options.swap_dir.display());
     let rounds = if options.quick { 1 } else { 2 };
     let output = Command::new(&options.lacuna)
-        .args(["run", "verify", "--memory", MEMORY, "--resident", RESIDENT, "--vcpus", "2"])
-        .args(["--swap", &swap, "--append", &format!("seed={seed} rounds={rounds}")])
+        .args([
+            "run",
+            "verify",
+            "--memory",
+            MEMORY,
+            "--resident",
+            RESIDENT,
+            "--vcpus",
+            "2",
+        ])
+        .args([
+            "--swap",
+            &swap,
+            "--append",
+            &format!("seed={seed} rounds={rounds}"),
+        ])
         .args(["--json", "-", "--quiet"])
         .stdin(Stdio::null())
         .output()
-        .map_err(|source| LabError::Io { what: options.lacuna.display().to_string(), source })?;
+        .map_err(|source| LabError::Io {
+            what: options.lacuna.display().to_string(),
+            source,
+        })?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
-        return Err(LabError::Guest(format!("`lacuna run verify` failed: {}", text.trim())));
+        return Err(LabError::Guest(format!(
+            "`lacuna run verify` failed: {}",
+            text.trim()
+        )));
     }
     let unreadable = |why: &str| LabError::Guest(format!("`lacuna run --json -`: {why}"));
     let json: Value =
         serde_json::from_slice(&output.stdout).map_err(|e| unreadable(&e.to_string()))?;
     let bytes = |name: &str| {
-        json["last"][name].as_f64().ok_or_else(|| unreadable(&format!("no last.{name}")))
+        json["last"][name]
+            .as_f64()
+            .ok_or_else(|| unreadable(&format!("no last.{name}")))
     };
     let (peak, budget) = (bytes("peak_bytes")?, bytes("budget_bytes")?);
     Ok(100.0 * (peak - budget) / budget)

@@ -1,10 +1,10 @@
 //! A guest of a dozen instructions: every vCPU writes one byte to each page of its share, then
 //! leaves through a port; entered again, it does so again.
 //!
-//! The resident fault path alone: no kernel, no timer, no page table of its own (the boot tables map with
-//! 2 MiB leaves, so the stage-1 walk is short). What is timed is the vCPU's thread inside
-//! [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the frame and its zeroing, the
-//! install, the TLB fill and the retry, and the three instructions of the loop around it.
+//! The resident fault path alone: no kernel, no timer, no page table of its own (the boot tables
+//! map with 2 MiB leaves, so the stage-1 walk is short). What is timed is the vCPU's thread inside
+//! [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the frame and its zeroing,
+//! the install, the TLB fill and the retry, and the three instructions of the loop around it.
 
 use crate::base::LabError;
 use crate::native::thread_cpu_ns;
@@ -35,8 +35,8 @@ pub struct Touch {
 
 /// A VM whose vCPUs can touch their shares of fresh pages again and again.
 ///
-/// The pages are a memory slot of their own, with a region of their own behind it: both are new for each
-/// touch, so every page faults, and the frames that come back are the ones that went last.
+/// The pages are a memory slot of their own, with a region of their own behind it: both are new for
+/// each touch, so every page faults, and the frames that come back are the ones that went last.
 pub struct Playground {
     host: Arc<Host>,
     vm: Arc<Vm>,
@@ -48,8 +48,8 @@ pub struct Playground {
 const SLOT: SlotId = SlotId(100);
 
 impl Playground {
-    /// A VM of `vcpus`, with frames for their shares of `pages`. The frames have been touched, so that
-    /// the machine under us has backed them.
+    /// A VM of `vcpus`, with frames for their shares of `pages`. The frames have been touched, so
+    /// that the machine under us has backed them.
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let boot = AREA / PAGE_SIZE as u64;
@@ -65,13 +65,31 @@ impl Playground {
             command_line: String::new(),
         };
         let host = launch.host(Arc::clone(&clock))?;
-        let config = VmConfig { memory: PageCount::new(boot), vcpus };
+        let config = VmConfig {
+            memory: PageCount::new(boot),
+            vcpus,
+        };
         let vm = Vm::new(Arc::clone(&host), clock, config)?;
         let code = program(pages * PAGE_SIZE as u64);
         let at = Gpa::new(CODE).expect("a small address");
-        let segment = Segment { gpa: at, bytes: &code, size: code.len() as u64 };
-        let vcpus = vm.boot(&Image { segments: vec![segment], entry: at }, "")?;
-        Ok(Self { host, vm, vcpus, pages })
+        let segment = Segment {
+            gpa: at,
+            bytes: &code,
+            size: code.len() as u64,
+        };
+        let vcpus = vm.boot(
+            &Image {
+                segments: vec![segment],
+                entry: at,
+            },
+            "",
+        )?;
+        Ok(Self {
+            host,
+            vm,
+            vcpus,
+            pages,
+        })
     }
 
     /// Every vCPU touches its share once. `before` runs before the clock starts.
@@ -99,12 +117,24 @@ impl Playground {
             let start = |vcpu| scope.spawn(|| share(vcpu, &barrier));
             let threads: Vec<_> = self.vcpus.iter_mut().map(start).collect();
             let join = |t: thread::ScopedJoinHandle<'_, _>| {
-                t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+                t.join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };
-            threads.into_iter().map(join).collect::<Result<_, LabError>>()
+            threads
+                .into_iter()
+                .map(join)
+                .collect::<Result<_, LabError>>()
         })?;
-        let first = results.iter().map(|r: &Share| r.start).min().expect("at least one vCPU");
-        let last = results.iter().map(|r| r.end).max().expect("at least one vCPU");
+        let first = results
+            .iter()
+            .map(|r: &Share| r.start)
+            .min()
+            .expect("at least one vCPU");
+        let last = results
+            .iter()
+            .map(|r| r.end)
+            .max()
+            .expect("at least one vCPU");
         Ok(Touch {
             pages: self.pages,
             cpu_ns: results.iter().map(|r| r.cpu_ns).sum(),
@@ -126,21 +156,28 @@ fn share(vcpu: &mut Vcpu, barrier: &Barrier) -> Result<Share, LabError> {
     let (end, cpu_ns) = (Instant::now(), thread_cpu_ns() - cpu);
     match exit {
         Ok(Exit::IoOut { .. }) => Ok(Share { start, end, cpu_ns }),
-        other => Err(LabError::Guest(format!("the touching guest ended with {other:?}"))),
+        other => Err(LabError::Guest(format!(
+            "the touching guest ended with {other:?}"
+        ))),
     }
 }
 
 /// The machine code; `bytes` is one vCPU's share.
 fn program(bytes: u64) -> Vec<u8> {
-    let bytes = u32::try_from(bytes).expect("a share below 2 GiB").to_le_bytes();
+    let bytes = u32::try_from(bytes)
+        .expect("a share below 2 GiB")
+        .to_le_bytes();
     let area = u32::try_from(AREA).expect("a small address").to_le_bytes();
     [
-        &[0xb8, 1, 0, 0, 0][..],            // again: mov eax, 1
-        &[0x0f, 0xa2],                      // cpuid
-        &[0xc1, 0xeb, 24],                  // shr ebx, 24       the APIC id
-        &[0x48, 0x69, 0xfb], &bytes,        // imul rdi, rbx, bytes
-        &[0x48, 0x81, 0xc7], &area,         // add rdi, area
-        &[0x48, 0x8d, 0xb7], &bytes,        // lea rsi, [rdi + bytes]
+        &[0xb8, 1, 0, 0, 0][..], // again: mov eax, 1
+        &[0x0f, 0xa2],           // cpuid
+        &[0xc1, 0xeb, 24],       // shr ebx, 24       the APIC id
+        &[0x48, 0x69, 0xfb],
+        &bytes, // imul rdi, rbx, bytes
+        &[0x48, 0x81, 0xc7],
+        &area, // add rdi, area
+        &[0x48, 0x8d, 0xb7],
+        &bytes,                             // lea rsi, [rdi + bytes]
         &[0xc6, 0x07, 1],                   // touch: mov byte [rdi], 1
         &[0x48, 0x81, 0xc7, 0, 0x10, 0, 0], // add rdi, 4096
         &[0x48, 0x39, 0xf7],                // cmp rdi, rsi

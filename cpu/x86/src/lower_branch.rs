@@ -1,0 +1,220 @@
+//! One instruction to ops: branches, calls and the stack instructions around them.
+
+use crate::lower::{Flow, Lower};
+use crate::op::{Code, IMMEDIATE, INVERTED, Links, MEMORY, Op, TARGET, TEMP};
+use iced_x86::{OpKind, Register};
+
+impl Lower<'_> {
+    /// The direct branch's displacement from the instruction's end.
+    pub(crate) fn displacement(&self) -> i32 {
+        self.i.near_branch64().wrapping_sub(self.i.next_ip()) as i32
+    }
+
+    pub(crate) fn jcc(&mut self, cc: u8) -> Flow {
+        let disp = self.displacement();
+        if self.i.op0_kind() != OpKind::NearBranch64 {
+            return self.undefined();
+        }
+        let inverted = if cc & 1 != 0 { INVERTED } else { 0 };
+        let whole = self.whole();
+        if let Some(compare) = self.ops[self.start..].last_mut()
+            && let Some(code) = fused(compare.code, cc)
+        {
+            // The compare's slot becomes the branch, which completes both instructions.
+            let form = compare.form | inverted;
+            *compare = Op {
+                code,
+                form,
+                disp,
+                len: compare.len + whole,
+                ..*compare
+            };
+            self.ops.push(Op::unlinked(0));
+            return Flow::End;
+        }
+        let op = match cc >> 1 {
+            2 => Op {
+                form: inverted,
+                disp,
+                ..Op::new(Code::JumpZ)
+            },
+            _ => Op {
+                aux: cc,
+                disp,
+                ..Op::new(Code::JumpCc)
+            },
+        };
+        self.emit_branch(op)
+    }
+
+    pub(crate) fn jump(&mut self) -> Flow {
+        match self.i.op0_kind() {
+            OpKind::NearBranch64 => {
+                let disp = self.displacement();
+                self.emit_branch(Op {
+                    disp,
+                    ..Op::new(Code::Jump)
+                })
+            }
+            _ if self.i.is_jmp_far_indirect() || self.width(0) != 3 => self.undefined(),
+            OpKind::Register => {
+                let src = self.slot(0);
+                self.emit_branch(Op {
+                    src,
+                    ..Op::new(Code::JumpR)
+                })
+            }
+            _ => {
+                self.load_target();
+                self.emit_branch(Op {
+                    src: TARGET,
+                    ..Op::new(Code::JumpR)
+                })
+            }
+        }
+    }
+
+    fn load_target(&mut self) {
+        let mut op = Op {
+            dst: TARGET,
+            ..Op::new(Code::Load64)
+        };
+        self.memory(&mut op);
+        self.emit(op);
+    }
+
+    pub(crate) fn call(&mut self) -> Flow {
+        let direct = self.i.op0_kind() == OpKind::NearBranch64;
+        if !direct && (self.i.is_call_far_indirect() || self.width(0) != 3) {
+            return self.undefined();
+        }
+        if self.is_memory(0) {
+            self.load_target();
+        } else if self.is_register(0) {
+            let src = self.slot(0);
+            self.emit(Op {
+                dst: TARGET,
+                src,
+                ..Op::new(Code::MovRr64)
+            });
+        }
+        let back = self.i.next_ip();
+        // The jump itself cannot fail, so the instruction is complete with the push.
+        let len = self.whole();
+        if back as i32 as i64 as u64 == back {
+            self.emit(Op {
+                len,
+                imm: back as i32,
+                ..Op::new(Code::PushI)
+            });
+        } else {
+            self.emit(Op::constant(TEMP, back));
+            self.emit(Op {
+                len,
+                src: TEMP,
+                ..Op::new(Code::PushR)
+            });
+        }
+        let jump = if direct {
+            Op {
+                disp: self.displacement(),
+                ..Op::new(Code::Jump)
+            }
+        } else {
+            Op {
+                src: TARGET,
+                ..Op::new(Code::JumpR)
+            }
+        };
+        self.emit_branch(jump)
+    }
+
+    pub(crate) fn ret(&mut self) -> Flow {
+        let imm = if self.i.op_count() == 0 {
+            0
+        } else {
+            i32::from(self.i.immediate16())
+        };
+        if self.i.stack_pointer_increment() as i64 - i64::from(imm) != 8 {
+            return self.undefined();
+        }
+        self.emit_branch(Op {
+            imm,
+            ..Op::new(Code::Ret)
+        })
+    }
+
+    pub(crate) fn push(&mut self) -> Flow {
+        let width = (-self.i.stack_pointer_increment()).trailing_zeros().min(3) as u8;
+        if self.is_register(0) && self.i.op0_register().is_segment_register() {
+            let aux = if self.i.op0_register() == Register::FS {
+                1
+            } else {
+                2
+            };
+            return self.emit(Op {
+                form: width << 2,
+                aux,
+                ..Op::new(Code::PushE)
+            });
+        }
+        if !self.is_register(0) && !self.is_memory(0) {
+            let imm = self.i.immediate(0) as i32;
+            let code = if width == 3 { Code::PushI } else { Code::PushE };
+            return self.emit(Op {
+                form: width << 2 | IMMEDIATE,
+                imm,
+                ..Op::new(code)
+            });
+        }
+        let op = self.form(Code::PushE, width, 0, None);
+        let hot = !op.has(MEMORY) && width == 3;
+        self.emit(if hot {
+            Op {
+                code: Code::PushR,
+                src: op.dst,
+                ..op
+            }
+        } else {
+            op
+        })
+    }
+
+    pub(crate) fn pop(&mut self) -> Flow {
+        let width = self.i.stack_pointer_increment().trailing_zeros().min(3) as u8;
+        if self.is_register(0) && self.i.op0_register().is_segment_register() {
+            return self.pop_segment(width);
+        }
+        let op = self.form(Code::PopE, width, 0, None);
+        let hot = !op.has(MEMORY) && width == 3;
+        self.emit(Op {
+            code: if hot { Code::PopR } else { op.code },
+            ..op
+        })
+    }
+}
+
+/// The branch that does a compare's work too, for the condition without its inversion.
+#[rustfmt::skip]
+fn fused(compare: Code, cc: u8) -> Option<Code> {
+    use Code::*;
+    Some(match (compare, cc >> 1) {
+        (CmpRr32, 1) => JumpCmpBelowRr32, (CmpRr32, 2) => JumpCmpEqRr32,
+        (CmpRr32, 3) => JumpCmpBeRr32, (CmpRr32, 6) => JumpCmpLessRr32,
+        (CmpRr32, 7) => JumpCmpLeRr32,
+        (CmpRr64, 1) => JumpCmpBelowRr64, (CmpRr64, 2) => JumpCmpEqRr64,
+        (CmpRr64, 3) => JumpCmpBeRr64, (CmpRr64, 6) => JumpCmpLessRr64,
+        (CmpRr64, 7) => JumpCmpLeRr64,
+        (CmpRi32, 1) => JumpCmpBelowRi32, (CmpRi32, 2) => JumpCmpEqRi32,
+        (CmpRi32, 3) => JumpCmpBeRi32, (CmpRi32, 6) => JumpCmpLessRi32,
+        (CmpRi32, 7) => JumpCmpLeRi32,
+        (CmpRi64, 1) => JumpCmpBelowRi64, (CmpRi64, 2) => JumpCmpEqRi64,
+        (CmpRi64, 3) => JumpCmpBeRi64, (CmpRi64, 6) => JumpCmpLessRi64,
+        (CmpRi64, 7) => JumpCmpLeRi64,
+        (TestRr32, 2) => JumpTestZRr32, (TestRr64, 2) => JumpTestZRr64,
+        (TestRi32, 2) => JumpTestZRi32, (TestRi64, 2) => JumpTestZRi64,
+        (TestRr32, 4 | 6) => JumpTestSRr32, (TestRr64, 4 | 6) => JumpTestSRr64,
+        (TestRr32, 7) => JumpTestLeRr32, (TestRr64, 7) => JumpTestLeRr64,
+        _ => return None,
+    })
+}
