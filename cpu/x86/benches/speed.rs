@@ -12,7 +12,8 @@ const RUNS: usize = 5;
 
 fn main() {
     let only = std::env::args().skip(1).find(|a| !a.starts_with('-'));
-    let benches: [(&str, fn() -> Machine); 4] = [
+    type Guest = fn() -> Machine;
+    let benches: [(&str, Guest); 4] = [
         ("alu", alu),
         ("mem256k", || increments(256 << 10)),
         ("mem64m", || increments(64 << 20)),

@@ -16,13 +16,14 @@ use crate::cache::{CodeCache, Key, NEVER};
 use crate::control::Flush;
 use crate::decode::{self, Found, Window};
 use crate::deliver::{self, Event, Outcome};
-use crate::dispatch::{Decoded, Leave, address, dispatch};
+use crate::dispatch::{Decoded, Leave, dispatch};
 use crate::exit::{Exit, Shutdown};
 use crate::flags::{IF, TF};
 use crate::mem::{Touch, View};
-use crate::op::{Code, INVERTED, MEMORY, Op, System as SystemOp, TEMP_STACK};
+use crate::op::{Code, Op, System as SystemOp};
 use crate::processor::{Core, Why};
-use crate::state::{Exception, System, Trap, is_canonical};
+use crate::stack;
+use crate::state::{Exception, System, Trap};
 use crate::system::{self, Done};
 use crate::walk::User;
 use lacuna_addr::{Gfn, PAGE_SIZE};
@@ -54,6 +55,8 @@ pub struct Cpu {
     fresh: Vec<Op>,
     /// The way out that led to RIP and is not linked yet.
     unlinked: Option<Unlinked>,
+    /// The last step went to a handler instead of completing.
+    interrupted: bool,
     retired: u64,
 }
 
@@ -75,6 +78,7 @@ impl Cpu {
             code: CodeCache::new(),
             fresh: Vec::new(),
             unlinked: None,
+            interrupted: false,
             retired: 0,
         }
     }
@@ -214,7 +218,7 @@ impl Cpu {
         let leave = self.dispatch(bus, slot, start, epoch);
         if let Leave::Branch(branch, condition) = leave {
             let op = self.code.ops[branch as usize];
-            let target = branch_target(&op, self.code.origin(branch, 0).rip, condition);
+            let target = op.branch_target(self.code.origin(branch, 0).rip, condition);
             let user = self.core.user;
             self.unlinked = Some(Unlinked {
                 branch,
@@ -250,7 +254,7 @@ impl Cpu {
         };
         let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
         if let Leave::Branch(_, condition) = leave {
-            self.core.rip = branch_target(&op, origin.rip, condition);
+            self.core.rip = op.branch_target(origin.rip, condition);
             return None;
         }
         self.core.rip = origin.rip;
@@ -313,6 +317,7 @@ impl Cpu {
         let trace = self.core.rflags & TF != 0;
         let rip = self.core.rip;
         self.core.replay.rewind();
+        self.interrupted = false;
         let exit = match self.decode_one(bus) {
             Ok(()) => self.step_decoded(bus, slot, rip),
             Err(_) => self.blocked(bus, slot, None),
@@ -325,7 +330,7 @@ impl Cpu {
             Some(Exit::MmioWrite { .. }) => self.core.sys.interrupt_shadow = shadow,
             _ => {
                 self.core.replay.clear();
-                if trace && exit.is_none() && self.core.rip != rip {
+                if trace && !self.interrupted && exit.is_none() && self.core.rip != rip {
                     self.core.sys.dr6 |= DR6_BS;
                     return self.raise(bus, Exception::DB);
                 }
@@ -377,7 +382,7 @@ impl Cpu {
             Why::Trap(Trap::Stop(stop)) => Some(Exit::Stop(stop)),
             Why::Trap(Trap::Exclusive) => Some(Exit::Exclusive),
             Why::NonCanonical => {
-                let stack = op.is_some_and(|op| is_stack_access(&self.core, &op));
+                let stack = op.is_some_and(|op| stack::is_stack_access(&self.core, &op));
                 let exception = if stack {
                     Exception::with_error(12, 0)
                 } else {
@@ -415,6 +420,7 @@ impl Cpu {
         self.drop_written(bus);
         match outcome {
             Ok(Outcome::Entered(vector)) => {
+                self.interrupted = true;
                 self.core.replay.clear();
                 self.core.follow(flow);
                 Ok(vector)
@@ -482,32 +488,4 @@ impl Cpu {
             None
         }
     }
-}
-
-/// Where a direct branch leads.
-fn branch_target(op: &Op, rip: u64, condition: bool) -> u64 {
-    let taken = condition != op.has(INVERTED);
-    let displacement = if taken { op.disp as i64 as u64 } else { 0 };
-    rip.wrapping_add(op.bytes()).wrapping_add(displacement)
-}
-
-/// Whether a non-canonical address in this op was the stack's.
-fn is_stack_access(core: &Core, op: &Op) -> bool {
-    let implicit = matches!(
-        op.code,
-        Code::PushR
-            | Code::PushI
-            | Code::PopR
-            | Code::Ret
-            | Code::PushE
-            | Code::PopE
-            | Code::Pushf
-            | Code::Leave
-            | Code::Enter
-    );
-    let explicit = matches!(op.base, 4 | 5 | TEMP_STACK);
-    if op.has(MEMORY) && !(implicit && is_canonical(address(core, op))) {
-        return explicit;
-    }
-    implicit
 }

@@ -5,7 +5,7 @@
 //! what it posts to other processors through the [`ApicBus`].
 //!
 //! ```text
-//! decode.rs   bytes -> iced instruction -> lower/ -> 16-byte Ops, one basic block at a time
+//! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time
 //! cache.rs    blocks by page, direct links, jump cache; dropped when their page is written
 //! dispatch.rs the hot loop over Ops      general.rs, string.rs  the rarer instructions
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
@@ -32,6 +32,7 @@ mod linear;
 mod lower;
 mod lower_branch;
 mod lower_rare;
+mod lower_tables;
 mod mem;
 mod msr;
 mod op;

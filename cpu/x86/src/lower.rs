@@ -1,9 +1,8 @@
 //! One instruction to ops: the hot forms here, the rest in `lower_rare.rs`.
 
 use crate::arith::{alu, shift};
-use crate::op::{
-    Code, HIGH, IMMEDIATE, INVERTED, LOCKED, Links, MEMORY, Op, TARGET, TEMP, TEMP_STACK, ZERO,
-};
+use crate::lower_tables::{by_width, hot_alu, hot_load};
+use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, TEMP_STACK, ZERO};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
 /// Whether the block goes on after an instruction.
@@ -471,55 +470,4 @@ fn address_slot(r: Register) -> u8 {
     } else {
         ZERO
     }
-}
-
-/// Of a pair of codes, the one for 32 or 64 bits.
-fn by_width(width: u8, codes: [Code; 2]) -> Code {
-    codes[usize::from(width == 3)]
-}
-
-/// `op r, [m]` forms that `dispatch` has.
-fn hot_load(kind: u8, width: u8) -> Option<Code> {
-    let codes = match kind {
-        alu::ADD => [Code::AddRm32, Code::AddRm64],
-        alu::OR => [Code::OrRm32, Code::OrRm64],
-        alu::AND => [Code::AndRm32, Code::AndRm64],
-        alu::SUB => [Code::SubRm32, Code::SubRm64],
-        alu::XOR => [Code::XorRm32, Code::XorRm64],
-        alu::CMP => [Code::CmpRm32, Code::CmpRm64],
-        _ => return None,
-    };
-    (width >= 2).then(|| by_width(width, codes))
-}
-
-/// `op e, g` forms that `dispatch` has.
-fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
-    let (memory, immediate, width) = (op.has(MEMORY), op.has(IMMEDIATE), op.width());
-    let codes = match (kind, memory, immediate) {
-        _ if op.has(LOCKED) => return None,
-        (alu::CMP, true, true) if width == 0 => return Some(Code::CmpMi8),
-        (alu::TEST, true, true) if width == 0 => return Some(Code::TestMi8),
-        (alu::TEST, false, false) if width == 0 && plain => return Some(Code::TestRr8),
-        (alu::ADD, true, false) => [Code::AddMr32, Code::AddMr64],
-        (alu::ADD, true, true) => [Code::AddMi32, Code::AddMi64],
-        (alu::CMP, true, false) => [Code::CmpMr32, Code::CmpMr64],
-        (alu::CMP, true, true) => [Code::CmpMi32, Code::CmpMi64],
-        (_, true, _) => return None,
-        (alu::ADD, _, false) => [Code::AddRr32, Code::AddRr64],
-        (alu::ADD, _, true) => [Code::AddRi32, Code::AddRi64],
-        (alu::SUB, _, false) => [Code::SubRr32, Code::SubRr64],
-        (alu::SUB, _, true) => [Code::SubRi32, Code::SubRi64],
-        (alu::AND, _, false) => [Code::AndRr32, Code::AndRr64],
-        (alu::AND, _, true) => [Code::AndRi32, Code::AndRi64],
-        (alu::OR, _, false) => [Code::OrRr32, Code::OrRr64],
-        (alu::OR, _, true) => [Code::OrRi32, Code::OrRi64],
-        (alu::XOR, _, false) => [Code::XorRr32, Code::XorRr64],
-        (alu::XOR, _, true) => [Code::XorRi32, Code::XorRi64],
-        (alu::CMP, _, false) => [Code::CmpRr32, Code::CmpRr64],
-        (alu::CMP, _, true) => [Code::CmpRi32, Code::CmpRi64],
-        (alu::TEST, _, false) => [Code::TestRr32, Code::TestRr64],
-        (alu::TEST, _, true) => [Code::TestRi32, Code::TestRi64],
-        _ => return None,
-    };
-    (width >= 2).then(|| by_width(width, codes))
 }

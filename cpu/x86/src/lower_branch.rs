@@ -1,6 +1,7 @@
 //! One instruction to ops: branches, calls and the stack instructions around them.
 
 use crate::lower::{Flow, Lower};
+use crate::lower_tables::fused;
 use crate::op::{Code, IMMEDIATE, INVERTED, Links, MEMORY, Op, TARGET, TEMP};
 use iced_x86::{OpKind, Register};
 
@@ -192,29 +193,4 @@ impl Lower<'_> {
             ..op
         })
     }
-}
-
-/// The branch that does a compare's work too, for the condition without its inversion.
-#[rustfmt::skip]
-fn fused(compare: Code, cc: u8) -> Option<Code> {
-    use Code::*;
-    Some(match (compare, cc >> 1) {
-        (CmpRr32, 1) => JumpCmpBelowRr32, (CmpRr32, 2) => JumpCmpEqRr32,
-        (CmpRr32, 3) => JumpCmpBeRr32, (CmpRr32, 6) => JumpCmpLessRr32,
-        (CmpRr32, 7) => JumpCmpLeRr32,
-        (CmpRr64, 1) => JumpCmpBelowRr64, (CmpRr64, 2) => JumpCmpEqRr64,
-        (CmpRr64, 3) => JumpCmpBeRr64, (CmpRr64, 6) => JumpCmpLessRr64,
-        (CmpRr64, 7) => JumpCmpLeRr64,
-        (CmpRi32, 1) => JumpCmpBelowRi32, (CmpRi32, 2) => JumpCmpEqRi32,
-        (CmpRi32, 3) => JumpCmpBeRi32, (CmpRi32, 6) => JumpCmpLessRi32,
-        (CmpRi32, 7) => JumpCmpLeRi32,
-        (CmpRi64, 1) => JumpCmpBelowRi64, (CmpRi64, 2) => JumpCmpEqRi64,
-        (CmpRi64, 3) => JumpCmpBeRi64, (CmpRi64, 6) => JumpCmpLessRi64,
-        (CmpRi64, 7) => JumpCmpLeRi64,
-        (TestRr32, 2) => JumpTestZRr32, (TestRr64, 2) => JumpTestZRr64,
-        (TestRi32, 2) => JumpTestZRi32, (TestRi64, 2) => JumpTestZRi64,
-        (TestRr32, 4 | 6) => JumpTestSRr32, (TestRr64, 4 | 6) => JumpTestSRr64,
-        (TestRr32, 7) => JumpTestLeRr32, (TestRr64, 7) => JumpTestLeRr64,
-        _ => return None,
-    })
 }

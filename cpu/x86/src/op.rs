@@ -82,7 +82,6 @@ pub(crate) enum Code {
 /// Instructions that the run loop executes, in [`Code::System`]'s `aux`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-#[allow(missing_docs)]
 #[rustfmt::skip]
 pub(crate) enum System {
     Cli, Sti, Popf, Iret, RetFar, Syscall, Sysret, Int, Int3, Int1, Hlt, Cpuid, Rdmsr, Wrmsr,
@@ -163,6 +162,13 @@ impl Op {
     #[inline(always)]
     pub(crate) const fn has(&self, flag: u8) -> bool {
         self.form & flag != 0
+    }
+
+    /// Where this direct branch leads, if its (first) instruction is at `rip`.
+    pub(crate) const fn branch_target(&self, rip: u64, condition: bool) -> u64 {
+        let taken = condition != self.has(INVERTED);
+        let displacement = if taken { self.disp as i64 as u64 } else { 0 };
+        rip.wrapping_add(self.bytes()).wrapping_add(displacement)
     }
 
     /// Instruction bytes that end with this op.

@@ -5,8 +5,9 @@ use crate::dispatch::{RSP, address};
 use crate::flags::RF;
 use crate::general::{load, read, reg, set_reg, store};
 use crate::mem::Touch;
-use crate::op::{IMMEDIATE, MEMORY, Op};
+use crate::op::{Code, IMMEDIATE, MEMORY, Op, TEMP_STACK};
 use crate::processor::Core;
+use crate::state::is_canonical;
 use lacuna_cpu::Bus;
 
 const RBP: u8 = 5;
@@ -83,4 +84,25 @@ pub(crate) fn enter(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
         Ok(())
     })();
     built.inspect_err(|_| core.r[RSP] = saved)
+}
+
+/// Whether a non-canonical address in this op was the stack's.
+pub(crate) fn is_stack_access(core: &Core, op: &Op) -> bool {
+    let implicit = matches!(
+        op.code,
+        Code::PushR
+            | Code::PushI
+            | Code::PopR
+            | Code::Ret
+            | Code::PushE
+            | Code::PopE
+            | Code::Pushf
+            | Code::Leave
+            | Code::Enter
+    );
+    let explicit = matches!(op.base, 4 | 5 | TEMP_STACK);
+    if op.has(MEMORY) && !(implicit && is_canonical(address(core, op))) {
+        return explicit;
+    }
+    implicit
 }

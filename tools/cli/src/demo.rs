@@ -16,7 +16,7 @@ const COMMAND: [&str; 10] = [
     "--vcpus",
     "2",
     "--append",
-    "rounds=2",
+    "rounds=1",
 ];
 
 /// Runs it.
@@ -24,7 +24,7 @@ pub fn demo() -> Exit {
     eprintln!(
         "A guest with its own kernel, processes and page tables believes it has 256 MiB.\n\
          It gets 64; the rest is swapped to a file, without /dev/kvm. It writes a keyed pattern\n\
-         to its memory and checks every word of it, twice. The same by hand:\n\n    lacuna {}\n",
+         to its memory and checks every word of it. The same by hand:\n\n    lacuna {}\n",
         COMMAND.join(" ")
     );
     let words = std::iter::once("lacuna").chain(COMMAND);

@@ -1,0 +1,232 @@
+//! A small kernel's life: handlers through an IDT, user level and back, interrupts, single steps.
+
+mod support;
+
+use iced_x86::code_asm::*;
+use lacuna_cpu::Wake;
+use lacuna_x86::{ApicBus, Cpu, Exit, Regs, Table};
+use std::sync::Arc;
+use support::{CODE, DATA, Machine, STACK, assemble};
+
+const GDT: u64 = DATA + 0x10_0000;
+const IDT: u64 = GDT + 0x1000;
+const TSS: u64 = GDT + 0x2000;
+const HANDLERS: u64 = CODE + 0x10_0000;
+const USER: u64 = CODE + 0x20_0000;
+const USER_STACK: u64 = DATA + 0x20_0000;
+
+/// A machine with flat segments (kernel 8/0x10, user 0x1b/0x23), a TSS and an empty IDT.
+fn kernel(program: impl FnOnce(&mut CodeAssembler)) -> Machine {
+    let mut m = Machine::with(32 << 20, program);
+    for (i, descriptor) in [
+        0,
+        0x00af_9a00_0000_ffff,
+        0x00cf_9200_0000_ffff,
+        0x00cf_f200_0000_ffff,
+        0x00af_fa00_0000_ffff,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        m.memory.write_u64(GDT + 8 * i as u64, descriptor);
+    }
+    m.memory.write_u64(TSS + 4, STACK + 0x4000);
+    let mut system = m.cpu.system().clone();
+    system.gdtr = Table {
+        base: GDT,
+        limit: 0x27,
+        selector: 0,
+    };
+    system.idtr = Table {
+        base: IDT,
+        limit: 0xfff,
+        selector: 0,
+    };
+    system.tr = Table {
+        base: TSS,
+        limit: 0x67,
+        selector: 0x28,
+    };
+    system.selectors = [0, 8, 0x10, 0, 0, 0];
+    system.efer |= 1;
+    system.star = (0x10 << 48) | (8 << 32);
+    system.lstar = HANDLERS;
+    system.fmask = 0x200;
+    m.cpu.set_system(system);
+    m
+}
+
+/// Installs a handler, reachable from user level.
+fn handle(m: &mut Machine, vector: u64, program: impl FnOnce(&mut CodeAssembler)) {
+    let at = HANDLERS + vector * 0x100;
+    let code = assemble(at, program);
+    m.memory.write(at, &code);
+    let low = (at & 0xffff) | (8 << 16) | (0xee00 << 32) | ((at >> 16 & 0xffff) << 48);
+    m.memory.write_u64(IDT + vector * 16, low);
+    m.memory.write_u64(IDT + vector * 16 + 8, at >> 32);
+}
+
+#[test]
+fn a_page_fault_is_repaired_and_the_access_done_again() {
+    let mut m = kernel(|a| {
+        a.mov(rdi, 1_u64 << 40).unwrap();
+        a.mov(rax, qword_ptr(rdi)).unwrap();
+        a.hlt().unwrap();
+    });
+    m.memory.write_u64(DATA, 4711);
+    handle(&mut m, 14, |a| {
+        a.mov(rbx, cr2).unwrap();
+        a.pop(rcx).unwrap();
+        a.mov(rdi, DATA).unwrap();
+        a.iretq().unwrap();
+    });
+    assert_eq!(m.run(100), Exit::Halt);
+    assert_eq!((m.reg(0), m.reg(3), m.reg(1)), (4711, 1 << 40, 0));
+    assert_eq!(m.reg(4), STACK);
+}
+
+#[test]
+fn user_level_calls_the_kernel_and_comes_back() {
+    let mut m = kernel(|a| {
+        for value in [0x1b, USER_STACK as i32, 0x202, 0x23, USER as i32] {
+            a.push(value).unwrap();
+        }
+        a.iretq().unwrap();
+    });
+    let code = assemble(USER, |a| {
+        a.mov(eax, 1).unwrap();
+        a.syscall().unwrap();
+        a.add(eax, 1).unwrap();
+        a.int(0x80).unwrap();
+        a.cli().unwrap();
+    });
+    m.memory.write(USER, &code);
+    let cli = USER + code.len() as u64 - 1;
+    let code = assemble(HANDLERS, |a| {
+        a.add(eax, 0x10).unwrap();
+        a.sysretq().unwrap();
+    });
+    m.memory.write(HANDLERS, &code);
+    handle(&mut m, 0x80, |a| {
+        a.add(eax, 0x100).unwrap();
+        a.iretq().unwrap();
+    });
+    handle(&mut m, 13, |a| a.hlt().unwrap());
+    assert_eq!(m.run(100), Exit::Halt, "CLI at user level");
+    assert_eq!(m.reg(0), 0x112);
+    assert_eq!(m.memory.read_u64(STACK + 0x4000 - 40), cli);
+}
+
+#[test]
+fn the_timer_breaks_a_halt_and_a_loop() {
+    let mut m = kernel(|a| {
+        let mut top = a.create_label();
+        a.sti().unwrap();
+        a.hlt().unwrap();
+        a.set_label(&mut top).unwrap();
+        a.inc(r8).unwrap();
+        a.cmp(rbx, 2).unwrap();
+        a.jne(top).unwrap();
+        a.cli().unwrap();
+        a.hlt().unwrap();
+    });
+    handle(&mut m, 0x40, |a| {
+        a.inc(rbx).unwrap();
+        a.mov(ecx, 0x80b).unwrap();
+        a.xor(eax, eax).unwrap();
+        a.xor(edx, edx).unwrap();
+        a.wrmsr().unwrap();
+        a.iretq().unwrap();
+    });
+    let setup = assemble(USER, |a| {
+        for (msr, value) in [
+            (0x1b, 0xfee0_0c00_u32),
+            (0x80f, 0x1ff),
+            (0x832, 0x2_0040),
+            (0x83e, 0xb),
+            (0x838, 100_000),
+        ] {
+            a.mov(ecx, msr).unwrap();
+            a.mov(eax, value).unwrap();
+            a.xor(edx, edx).unwrap();
+            a.wrmsr().unwrap();
+        }
+        a.mov(rax, CODE).unwrap();
+        a.jmp(rax).unwrap();
+    });
+    m.memory.write(USER, &setup);
+    m.set_regs(|r| r.rip = USER);
+    assert_eq!(m.run(1000), Exit::Halt);
+    let due = m.cpu.next_deadline().expect("the timer runs");
+    m.clock.advance_to(due);
+    assert_eq!(m.run(100_000), Exit::Fuel);
+    assert_eq!(m.reg(3), 1);
+    m.clock.advance(200_000);
+    assert_eq!(m.run(100_000), Exit::Halt);
+    assert_eq!(m.reg(3), 2);
+}
+
+#[test]
+fn the_trap_flag_stops_after_every_instruction() {
+    let mut m = kernel(|a| {
+        a.pushfq().unwrap();
+        a.or(qword_ptr(rsp), 0x100).unwrap();
+        a.popfq().unwrap();
+        a.mov(eax, 1).unwrap();
+        a.add(eax, 2).unwrap();
+        a.ud2().unwrap();
+    });
+    handle(&mut m, 1, |a| {
+        a.inc(rbx).unwrap();
+        a.iretq().unwrap();
+    });
+    handle(&mut m, 6, |a| a.hlt().unwrap());
+    assert_eq!(m.run(100), Exit::Halt);
+    assert_eq!((m.reg(0), m.reg(3)), (3, 2));
+}
+
+struct NoWake;
+
+impl Wake for NoWake {
+    fn wake(&self, _index: usize) {}
+}
+
+#[test]
+fn an_interrupt_posted_from_outside_is_delivered_once() {
+    let mut m = kernel(|a| a.nop().unwrap());
+    let apics = Arc::new(ApicBus::new(1, Arc::new(NoWake)));
+    let system = m.cpu.system().clone();
+    m.cpu = Cpu::new(0, apics.clone(), m.clock.clone());
+    m.cpu.set_system(system);
+    let code = assemble(CODE, |a| {
+        let mut top = a.create_label();
+        a.mov(ecx, 0x1b).unwrap();
+        a.mov(eax, 0xfee0_0c00_u32).unwrap();
+        a.wrmsr().unwrap();
+        a.mov(ecx, 0x80f).unwrap();
+        a.mov(eax, 0x1ff).unwrap();
+        a.wrmsr().unwrap();
+        a.sti().unwrap();
+        a.set_label(&mut top).unwrap();
+        a.jmp(top).unwrap();
+    });
+    m.memory.write(CODE, &code);
+    handle(&mut m, 0x51, |a| {
+        a.inc(rbx).unwrap();
+        a.iretq().unwrap();
+    });
+    let mut regs = Regs {
+        rip: CODE,
+        rflags: 2,
+        ..Regs::default()
+    };
+    regs.gpr[4] = STACK;
+    m.cpu.set_regs(&regs);
+    assert_eq!(m.run(100), Exit::Fuel);
+    assert_eq!(m.reg(3), 0);
+    apics.post(0, 0x51);
+    assert_eq!(m.run(100), Exit::Fuel);
+    assert_eq!(m.reg(3), 1);
+    assert_eq!(m.run(100), Exit::Fuel);
+    assert_eq!(m.reg(3), 1);
+}
