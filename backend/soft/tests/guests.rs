@@ -214,6 +214,25 @@ fn a_full_disk_ends_the_run_with_nothing_lost() {
 }
 
 #[test]
+fn memory_that_does_not_compress_fills_the_compressed_device() {
+    let swap = lacuna_soft::Swap::Memory;
+    let launch = Launch {
+        swap,
+        ..launch(64, 16, 2, "rounds=1 pattern=random")
+    };
+    let (outcome, _) = run(&launch, "verify");
+    let Ending::Failed(error) = outcome.ending else {
+        panic!("{:?}", outcome.ending)
+    };
+    assert!(
+        error
+            .to_string()
+            .contains("swap device full: compressed memory"),
+        "{error}"
+    );
+}
+
+#[test]
 fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
     let refused = |launch: Launch| {
         let done = launch.run(&image("hello"), |_: &str| (), |_| ());

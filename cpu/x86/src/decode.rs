@@ -2,6 +2,7 @@
 
 use crate::lower::{Flow, Lower};
 use crate::op::{Code, Links, Op};
+use crate::quiet::silence;
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_cpu::HostPage;
@@ -99,6 +100,7 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
         ops.push(Op::new(Code::Jump));
         ops.push(Op::unlinked(0));
     }
+    silence(&mut ops[start..]);
     close(ops, start);
     Found::Block
 }

@@ -13,7 +13,7 @@
 use crate::arith::Arith;
 use crate::cache::{Arena, JumpCache};
 use crate::mem::Touch;
-use crate::op::{Code, Links, Op};
+use crate::op::{Code, Links, Op, ZERO};
 use crate::processor::Core;
 use crate::{divide, general, stack, string};
 use lacuna_cpu::{Bus, Word};
@@ -167,6 +167,15 @@ pub(crate) fn dispatch<B: Bus>(
                 continue;
             }};
         }
+        // A fused count-and-branch: jumps if the result, which it keeps, is zero.
+        macro_rules! jump_set {
+            ($value:expr) => {{
+                let value = $value;
+                core.r[op.dst as usize] = value.widen();
+                branch!(op, value == 0);
+                continue;
+            }};
+        }
         match op.code {
             Code::AddRr32 => add!(r!(base: u32), r!(src: u32)),
             Code::AddRr64 => add!(r!(base: u64), r!(src: u64)),
@@ -213,9 +222,12 @@ pub(crate) fn dispatch<B: Bus>(
             Code::CmpMi8 => _ = cmp!(load!(u8), imm::<u8>(op)),
             Code::CmpMi32 => _ = cmp!(load!(u32), imm::<u32>(op)),
             Code::CmpMi64 => _ = cmp!(load!(u64), imm::<u64>(op)),
+            Code::CmpRr8 => _ = cmp!(r!(dst: u8), r!(src: u8)),
+            Code::CmpRi8 => _ = cmp!(r!(dst: u8), imm::<u8>(op)),
             Code::TestRr8 => _ = logic!(r!(dst: u8) & r!(src: u8)),
             Code::TestRr32 => _ = logic!(r!(dst: u32) & r!(src: u32)),
             Code::TestRr64 => _ = logic!(r!(dst: u64) & r!(src: u64)),
+            Code::TestRi8 => _ = logic!(r!(dst: u8) & imm::<u8>(op)),
             Code::TestRi32 => _ = logic!(r!(dst: u32) & imm::<u32>(op)),
             Code::TestRi64 => _ = logic!(r!(dst: u64) & imm::<u64>(op)),
             Code::TestMi8 => _ = logic!(load!(u8) & imm::<u8>(op)),
@@ -296,7 +308,39 @@ pub(crate) fn dispatch<B: Bus>(
                 core.r[RSP] = rsp.wrapping_add(8);
                 set!(value)
             }
-            Code::Nop => {}
+            // Not an empty arm: the loop's head would be its own successor, which LLVM copies into
+            // no other arm then.
+            Code::Nop => core.r[ZERO as usize] = 0,
+            Code::QuietAddRr32 => set!(r!(base: u32).wrapping_add(r!(src: u32))),
+            Code::QuietAddRr64 => set!(r!(base: u64).wrapping_add(r!(src: u64))),
+            Code::QuietAddRi32 => set!(r!(src: u32).wrapping_add(imm::<u32>(op))),
+            Code::QuietAddRi64 => set!(r!(src: u64).wrapping_add(imm::<u64>(op))),
+            Code::QuietSubRr32 => set!(r!(base: u32).wrapping_sub(r!(src: u32))),
+            Code::QuietSubRr64 => set!(r!(base: u64).wrapping_sub(r!(src: u64))),
+            Code::QuietAndRr32 => set!(r!(base: u32) & r!(src: u32)),
+            Code::QuietAndRr64 => set!(r!(base: u64) & r!(src: u64)),
+            Code::QuietAndRi32 => set!(r!(src: u32) & imm::<u32>(op)),
+            Code::QuietAndRi64 => set!(r!(src: u64) & imm::<u64>(op)),
+            Code::QuietOrRr32 => set!(r!(base: u32) | r!(src: u32)),
+            Code::QuietOrRr64 => set!(r!(base: u64) | r!(src: u64)),
+            Code::QuietOrRi32 => set!(r!(src: u32) | imm::<u32>(op)),
+            Code::QuietOrRi64 => set!(r!(src: u64) | imm::<u64>(op)),
+            Code::QuietXorRr32 => set!(r!(base: u32) ^ r!(src: u32)),
+            Code::QuietXorRr64 => set!(r!(base: u64) ^ r!(src: u64)),
+            Code::QuietXorRi32 => set!(r!(src: u32) ^ imm::<u32>(op)),
+            Code::QuietXorRi64 => set!(r!(src: u64) ^ imm::<u64>(op)),
+            Code::QuietShlRi32 => set!(r!(src: u32).wrapping_shl(op.imm as u32)),
+            Code::QuietShlRi64 => set!(r!(src: u64).wrapping_shl(op.imm as u32)),
+            Code::QuietShrRi32 => set!(r!(src: u32).wrapping_shr(op.imm as u32)),
+            Code::QuietShrRi64 => set!(r!(src: u64).wrapping_shr(op.imm as u32)),
+            Code::QuietSarRi32 => set!((r!(src: u32) as i32).wrapping_shr(op.imm as u32) as u32),
+            Code::QuietSarRi64 => set!((r!(src: u64) as i64).wrapping_shr(op.imm as u32) as u64),
+            Code::QuietRolRi32 => set!(r!(src: u32).rotate_left(op.imm as u32)),
+            Code::QuietRolRi64 => set!(r!(src: u64).rotate_left(op.imm as u32)),
+            Code::QuietImulRr32 => set!(r!(dst: u32).wrapping_mul(r!(src: u32))),
+            Code::QuietImulRr64 => set!(r!(dst: u64).wrapping_mul(r!(src: u64))),
+            Code::QuietImulRri32 => set!(r!(src: u32).wrapping_mul(imm::<u32>(op))),
+            Code::QuietImulRri64 => set!(r!(src: u64).wrapping_mul(imm::<u64>(op))),
             Code::Jump => {
                 branch!(op, true);
                 continue;
@@ -352,6 +396,14 @@ pub(crate) fn dispatch<B: Bus>(
             Code::JumpTestSRr64 => jump_test!(u64, r!(src: u64), |x| (x as i64) < 0),
             Code::JumpTestLeRr32 => jump_test!(u32, r!(src: u32), |x| x as i32 <= 0),
             Code::JumpTestLeRr64 => jump_test!(u64, r!(src: u64), |x| x as i64 <= 0),
+            Code::JumpCmpEqRr8 => jump_cmp!(u8, r!(src: u8), |a, b| a == b),
+            Code::JumpCmpEqRi8 => jump_cmp!(u8, imm::<u8>(op), |a, b| a == b),
+            Code::JumpTestZRr8 => jump_test!(u8, r!(src: u8), |x| x == 0),
+            Code::JumpTestZRi8 => jump_test!(u8, imm::<u8>(op), |x| x == 0),
+            Code::JumpDecZ32 => jump_set!(r!(dst: u32).dec(&mut core.flags)),
+            Code::JumpDecZ64 => jump_set!(r!(dst: u64).dec(&mut core.flags)),
+            Code::JumpSubZRi32 => jump_set!(cmp!(r!(src: u32), imm::<u32>(op))),
+            Code::JumpSubZRi64 => jump_set!(cmp!(r!(src: u64), imm::<u64>(op))),
             Code::System => return Leave::System(pc),
             Code::Alu => done!(general::alu_e(core, bus, op)),
             Code::AluReverse => done!(general::alu_g(core, bus, op)),

@@ -37,6 +37,7 @@ mod mem;
 mod msr;
 mod op;
 mod processor;
+mod quiet;
 mod returns;
 mod segments;
 mod stack;

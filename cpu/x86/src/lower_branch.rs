@@ -20,6 +20,8 @@ impl Lower<'_> {
         let whole = self.whole();
         if let Some(compare) = self.ops[self.start..].last_mut()
             && let Some(code) = fused(compare.code, cc)
+            // Three instructions may be longer than `len` can say.
+            && compare.instructions() == 1
         {
             // The compare's slot becomes the branch, which completes both instructions.
             let form = compare.form | inverted;

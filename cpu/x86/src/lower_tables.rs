@@ -30,6 +30,9 @@ pub(crate) fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
         (alu::CMP, true, true) if width == 0 => return Some(Code::CmpMi8),
         (alu::TEST, true, true) if width == 0 => return Some(Code::TestMi8),
         (alu::TEST, false, false) if width == 0 && plain => return Some(Code::TestRr8),
+        (alu::TEST, false, true) if width == 0 && plain => return Some(Code::TestRi8),
+        (alu::CMP, false, false) if width == 0 && plain => return Some(Code::CmpRr8),
+        (alu::CMP, false, true) if width == 0 && plain => return Some(Code::CmpRi8),
         (alu::ADD, true, false) => [Code::AddMr32, Code::AddMr64],
         (alu::ADD, true, true) => [Code::AddMi32, Code::AddMi64],
         (alu::CMP, true, false) => [Code::CmpMr32, Code::CmpMr64],
@@ -54,7 +57,8 @@ pub(crate) fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
     (width >= 2).then(|| by_width(width, codes))
 }
 
-/// The branch that does a compare's work too, for the condition without its inversion.
+/// The branch that does the work of the operation before it too, for the condition without its
+/// inversion.
 #[rustfmt::skip]
 pub(crate) fn fused(compare: Code, cc: u8) -> Option<Code> {
     use Code::*;
@@ -75,6 +79,33 @@ pub(crate) fn fused(compare: Code, cc: u8) -> Option<Code> {
         (TestRi32, 2) => JumpTestZRi32, (TestRi64, 2) => JumpTestZRi64,
         (TestRr32, 4 | 6) => JumpTestSRr32, (TestRr64, 4 | 6) => JumpTestSRr64,
         (TestRr32, 7) => JumpTestLeRr32, (TestRr64, 7) => JumpTestLeRr64,
+        (CmpRr8, 2) => JumpCmpEqRr8, (CmpRi8, 2) => JumpCmpEqRi8,
+        (TestRr8, 2) => JumpTestZRr8, (TestRi8, 2) => JumpTestZRi8,
+        (DecR32, 2) => JumpDecZ32, (DecR64, 2) => JumpDecZ64,
+        (SubRi32, 2) => JumpSubZRi32, (SubRi64, 2) => JumpSubZRi64,
+        _ => return None,
+    })
+}
+
+/// The code without flags for the same operands, if there is one: quiet.rs.
+#[rustfmt::skip]
+pub(crate) fn quiet(code: Code) -> Option<Code> {
+    use Code::*;
+    Some(match code {
+        AddRr32 => QuietAddRr32, AddRr64 => QuietAddRr64,
+        AddRi32 => QuietAddRi32, AddRi64 => QuietAddRi64,
+        SubRr32 => QuietSubRr32, SubRr64 => QuietSubRr64,
+        AndRr32 => QuietAndRr32, AndRr64 => QuietAndRr64,
+        AndRi32 => QuietAndRi32, AndRi64 => QuietAndRi64,
+        OrRr32 => QuietOrRr32, OrRr64 => QuietOrRr64,
+        OrRi32 => QuietOrRi32, OrRi64 => QuietOrRi64,
+        XorRr32 => QuietXorRr32, XorRr64 => QuietXorRr64,
+        XorRi32 => QuietXorRi32, XorRi64 => QuietXorRi64,
+        ShlRi32 => QuietShlRi32, ShlRi64 => QuietShlRi64,
+        ShrRi32 => QuietShrRi32, ShrRi64 => QuietShrRi64,
+        SarRi32 => QuietSarRi32, SarRi64 => QuietSarRi64,
+        ImulRr32 => QuietImulRr32, ImulRr64 => QuietImulRr64,
+        ImulRri32 => QuietImulRri32, ImulRri64 => QuietImulRri64,
         _ => return None,
     })
 }

@@ -47,7 +47,8 @@ pub(crate) enum Code {
     XorRr32, XorRr64, XorRi32, XorRi64, XorRm32, XorRm64,
     CmpRr32, CmpRr64, CmpRi32, CmpRi64, CmpRm32, CmpRm64,
     CmpMr32, CmpMr64, CmpMi8, CmpMi32, CmpMi64,
-    TestRr8, TestRr32, TestRr64, TestRi32, TestRi64, TestMi8,
+    CmpRr8, CmpRi8,
+    TestRr8, TestRr32, TestRr64, TestRi8, TestRi32, TestRi64, TestMi8,
     MovRr32, MovRr64, MovRi32, MovRi64, Const, Address,
     Load32, Load64, LoadZx8, LoadZx16, LoadSx8To32, LoadSx8To64, LoadSx16To32, LoadSx16To64,
     LoadSx32To64, Store8, Store16, Store32, Store64, StoreImm8, StoreImm32, StoreImm64,
@@ -58,6 +59,14 @@ pub(crate) enum Code {
     ImulRr32, ImulRr64, ImulRri32, ImulRri64, ImulRm32, ImulRm64,
     CmovRr32, CmovRr64, SetccR,
     PushR, PushI, PopR, Nop,
+    // The same without flags, for quiet.rs.
+    QuietAddRr32, QuietAddRr64, QuietAddRi32, QuietAddRi64, QuietSubRr32, QuietSubRr64,
+    QuietAndRr32, QuietAndRr64, QuietAndRi32, QuietAndRi64,
+    QuietOrRr32, QuietOrRr64, QuietOrRi32, QuietOrRi64,
+    QuietXorRr32, QuietXorRr64, QuietXorRi32, QuietXorRi64,
+    QuietShlRi32, QuietShlRi64, QuietShrRi32, QuietShrRi64, QuietSarRi32, QuietSarRi64,
+    QuietRolRi32, QuietRolRi64,
+    QuietImulRr32, QuietImulRr64, QuietImulRri32, QuietImulRri64,
     // Ends of blocks, each followed by Links.
     Jump, JumpR, Ret, JumpZ, JumpCc, JumpSlot,
     JumpCmpEqRr32, JumpCmpBelowRr32, JumpCmpBeRr32, JumpCmpLessRr32, JumpCmpLeRr32,
@@ -66,6 +75,8 @@ pub(crate) enum Code {
     JumpCmpEqRi64, JumpCmpBelowRi64, JumpCmpBeRi64, JumpCmpLessRi64, JumpCmpLeRi64,
     JumpTestZRr32, JumpTestZRr64, JumpTestZRi32, JumpTestZRi64,
     JumpTestSRr32, JumpTestSRr64, JumpTestLeRr32, JumpTestLeRr64,
+    JumpCmpEqRr8, JumpCmpEqRi8, JumpTestZRr8, JumpTestZRi8,
+    JumpDecZ32, JumpDecZ64, JumpSubZRi32, JumpSubZRi64,
     // Ends of blocks, executed by the run loop (system.rs); `aux` is a `System`.
     System,
     /// Not executed: the second slot of a block's end.

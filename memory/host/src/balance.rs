@@ -204,7 +204,11 @@ impl Core {
         failed.map(|failure| failure.error)
     }
 
+    /// Why nothing is free: what the device said last, or that everything is held.
     fn exhausted(&self) -> HostError {
+        if let Some(failure) = lock(&self.failure).take() {
+            return failure.error;
+        }
         let budget = self.frames.len();
         HostError::Exhausted {
             in_use: budget - self.frames.free_now(),

@@ -98,9 +98,11 @@ impl Core {
         let held = self.held_pages();
         let regions = self.regions.snapshot();
         let total = self.frames.len();
+        // What a store in memory has taken is no region's to share.
+        let pages = total - self.frames.in_store();
         let mut allowance: Vec<i64> = regions
             .iter()
-            .map(|region| region.resident() - region.floor(total, regions.len()))
+            .map(|region| region.resident() - region.floor(pages, regions.len()))
             .collect();
         let mut picked = Vec::with_capacity(PICK);
         while picked.len() < PICK && *scanned < SCAN.min(total) {

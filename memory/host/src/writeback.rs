@@ -180,9 +180,16 @@ impl Core {
         };
         Counters::add(&self.stats.write_failures, 1);
         let error = match &failed.error {
-            // Pages that have another home made room: not a failure yet.
-            SwapError::Full(_) if self.shed_slots() > 0 => return,
-            SwapError::Full(reason) => self.swap_full(reason),
+            SwapError::Full(reason) => {
+                let error = self.swap_full(reason);
+                if self.shed_slots() > 0 {
+                    // Pages that have another home made room: the reason, should that not suffice,
+                    // but no failure yet.
+                    lock(&self.failure).get_or_insert(Failure { error, count: 0 });
+                    return;
+                }
+                error
+            }
             SwapError::Ends(reason) => {
                 lock(&self.slots).shrink_to(first.plus(failed.done as u32), reason);
                 self.swap_full(reason)

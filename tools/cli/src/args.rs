@@ -42,7 +42,8 @@ pub enum Command {
 /// `lacuna run`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub struct RunArgs {
-    /// A built-in guest (bm, membound, touch, verify), or the path of an ELF64 image
+    /// The path of an ELF64 image, or a built-in guest: bm, verify, membound, touch, cpubench,
+    /// litmus, maxpage, smc, random, msr, triple, hello
     pub image: String,
     /// Memory the guest believes it has
     #[arg(long, value_name = "SIZE", default_value = "2G")]

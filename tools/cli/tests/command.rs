@@ -40,3 +40,67 @@ fn wrong_arguments_end_with_two_and_help_tells_the_codes() {
     lacuna("walk").code(2);
     assert!(stdout(&lacuna("--help").success()).contains("Exit codes: 0"));
 }
+
+fn json_of(assert: &assert_cmd::assert::Assert) -> serde_json::Value {
+    serde_json::from_str(&stdout(assert)).expect("stdout carries the JSON and nothing else")
+}
+
+#[test]
+fn a_run_tells_its_result() {
+    let line = "run verify --memory 32M --resident 8M --append rounds=1";
+    let text = stdout(&lacuna(line).success());
+    for word in ["swap ", "faults ", "vcpu 0 ", "vcpu 1 ", "outcome   done"] {
+        assert!(text.contains(word), "{word} is missing in {text}");
+    }
+    let json = json_of(&lacuna(&format!("{line} --quiet --json -")).success());
+    assert_eq!(
+        (json["exit_code"].as_u64(), json["outcome"].as_str()),
+        (Some(0), Some("done"))
+    );
+    assert!(
+        json["last"]["swap_in"]
+            .as_u64()
+            .is_some_and(|pages| pages > 1000),
+        "{json}"
+    );
+    assert!(
+        json["last"]["threads"]
+            .as_array()
+            .is_some_and(|threads| threads.len() >= 2)
+    );
+    assert_eq!(json["options"]["append"], "smp=2 ap=direct rounds=1");
+}
+
+#[test]
+fn a_seed_is_a_run() {
+    let hash = |seed: u32| {
+        let line = format!("run hello --memory 16M --resident 16M --quiet --json - --seed {seed}");
+        json_of(&lacuna(&line).success())["trace_hash"]
+            .as_str()
+            .expect("seeded")
+            .to_owned()
+    };
+    assert_eq!(hash(1), hash(1));
+    assert_ne!(hash(1), hash(2));
+}
+
+#[test]
+fn what_cannot_run_says_why_and_whose_fault_it_is() {
+    let refused = |line: &str, code: i32, why: &str| {
+        let assert = lacuna(line).code(code);
+        let text = String::from_utf8_lossy(&assert.get_output().stderr).into_owned();
+        assert!(text.contains(why), "`lacuna {line}` says {text}");
+    };
+    refused("run nosuch", 2, "neither a built-in guest (bm, ");
+    refused("run /dev/null", 2, "not an ELF file");
+    refused("run hello --resident 64K", 2, "memory budget too small");
+    refused("run hello --memory 1M", 2, "give it at least --memory 2M");
+    refused(
+        "run hello --swap file,dir=/proc",
+        3,
+        "cannot create a swap file in /proc",
+    );
+    refused("run hello --swap tape", 2, "is no swap device");
+    let triple = lacuna("run triple --memory 16M --resident 16M").code(1);
+    assert!(stdout(&triple).contains("outcome   vCPU 0: triple fault: vector "));
+}

@@ -9,8 +9,8 @@
 //! | `cpu.x86.minstr_per_s.*` | guest instructions a second, beside native and QEMU (TCG) |
 //! | `cpu.x86.vs_qemu_tcg.mem64m` | ours / QEMU's, same program, same run |
 //!
-//! | `cpu.x86.vs_qemu_tcg.mem64m` | ours over QEMU's, same program |
-//! (frames, tables, program) and the swap file's page cache: `verify` with 2 GiB in 512 MiB.
+//! Zeroing is in both arms of the fault figures. The memory figure counts all that the process has
+//! (frames, tables, program) and the swap page cache: `verify` with 2 GiB in 512 MiB.
 
 mod cpu;
 mod fault;
