@@ -3,17 +3,14 @@
 //! Direct-mapped. One entry is half a cache line:
 //!
 //! ```text
-//!   read  : page address, if loads may use the entry          \ one compare decides: page, right
-//! and
-//!   write : page address, if stores may (D set, not watched)  / alignment at once (see
-//! `Tlb::host`)
+//!   read  : page address, if loads may use the entry          \ one compare decides page, right
+//!   write : page address, if stores may (D set, not watched)  / and alignment (`Tlb::load`)
 //!   host  : host page - page address, so that host + va is the byte
 //!   frame : gfn << 1 | executable
 //! ```
 //!
 //! A translation is the same for every privilege level that may use it at all; the processor keeps
-//! one
-//! `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
+//! one `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
 //!
 //! An entry is a copy of a [`HostPage`], and lives no longer: until the vCPU's next quiescent
 //! point. Who takes pages back pokes the vCPU (`VcpuSlot::FLUSH`), and the vCPU's owner flushes its
@@ -24,10 +21,9 @@ use crate::{HostPage, Word};
 use lacuna_addr::{Gfn, PAGE_SHIFT, PAGE_SIZE};
 use std::ptr::NonNull;
 
-/// Entries: 64 KiB of table, which covers 8 MiB and leaves most of a 512 KiB L2 cache to code and
-/// data. 4 times as many gain 5 % on random accesses over 64 MiB and cost more elsewhere
-/// (docs/speed-x86.md).
-const ENTRIES: usize = 2048;
+/// Entries: 512 KiB of table, which covers 64 MiB. A flush and [`Tlb::protect`] look at the bitmap
+/// of used entries, 2 KiB, and at those. docs/speed-x86.md has what the size is worth.
+const ENTRIES: usize = 16384;
 const PAGE_MASK: u64 = !(PAGE_SIZE as u64 - 1);
 /// Never equal to a masked address: its low bits are all ones.
 const INVALID: u64 = u64::MAX;
@@ -211,12 +207,14 @@ impl Tlb {
 
     /// Takes the write right from every translation to `gfn`: it is watched from now on.
     pub fn protect(&mut self, gfn: Gfn) {
-        for entry in self
-            .entries
-            .iter_mut()
-            .filter(|e| e.frame >> 1 == gfn.get())
-        {
-            entry.write = INVALID;
+        for (word, mut used) in self.used.into_iter().enumerate() {
+            while used != 0 {
+                let entry = &mut self.entries[word * 64 + used.trailing_zeros() as usize];
+                if entry.frame >> 1 == gfn.get() {
+                    entry.write = INVALID;
+                }
+                used &= used - 1;
+            }
         }
     }
 }

@@ -3,8 +3,8 @@
 //! ```text
 //! ops      [scratch | block | block | ...]          one arena; the scratch block holds the one
 //!                                                   instruction being stepped
-//! blocks   start, rip, gfn, privilege: a block is decoded for one address, one frame, one
-//! privilege buckets  hash of those three -> newest block -> older -> ...
+//! blocks   start, rip, gfn, privilege: decoded for one address, one frame, one privilege
+//! buckets  hash of those three -> newest block -> older -> ...
 //! pages    gfn -> newest block of the page -> older -> ...     for dropping a written page
 //! jumps    rip -> op index, for indirect branches
 //! ```

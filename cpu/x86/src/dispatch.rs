@@ -7,8 +7,8 @@
 //!
 //! It is one function, against the house rule of 70 lines, because the compiler must see every arm
 //! to keep `pc`, the arena and the register file in registers. Each arm is a line; rare
-//! instructions live in
-//! `general.rs`. docs/speed-x86.md has what was measured.
+//! instructions live in `general.rs`. docs/speed-x86.md has what was measured, and how to see that
+//! every arm ends in an indirect jump of its own.
 
 use crate::arith::Arith;
 use crate::cache::{Arena, JumpCache};
@@ -79,23 +79,36 @@ pub(crate) fn dispatch<B: Bus>(
         ($op:expr, $condition:expr) => {{
             let taken: bool = $condition;
             let links = &ops[pc.wrapping_add(1) as usize];
-            core.budget -= links.block_instructions();
+            let budget = core.budget - links.block_instructions();
             let next = links.target(taken) as u16;
-            if next == 0 || links.epoch() != code.epoch || core.budget <= 0 || slot.poked() {
-                return Leave::Branch(pc, taken);
+            if next == 0 || links.epoch() != code.epoch || budget <= 0 || slot.poked() {
+                return leave_at(core, budget, Leave::Branch(pc, taken));
             }
+            core.budget = budget;
             pc = next;
         }};
     }
     macro_rules! indirect {
         ($target:expr) => {{
             let target: u64 = $target;
-            core.budget -= ops[pc.wrapping_add(1) as usize].block_instructions();
+            let links = &ops[pc.wrapping_add(1) as usize];
+            let budget = core.budget - links.block_instructions();
             core.rip = target;
             match code.jumps.find(target, core.user, code.epoch) {
-                Some(next) if core.budget > 0 && !slot.poked() => pc = next,
-                _ => return Leave::Indirect,
+                Some(next) if budget > 0 && !slot.poked() => {
+                    core.budget = budget;
+                    pc = next;
+                }
+                _ => return leave_at(core, budget, Leave::Indirect),
             }
+        }};
+    }
+    // A call that may be blocked. The store gives the arm a block after its last condition: only
+    // into such blocks does LLVM copy the loop's head with its jump (docs/speed-x86.md).
+    macro_rules! call {
+        ($touch:expr) => {{
+            done!($touch);
+            core.r[ZERO as usize] = 0;
         }};
     }
     loop {
@@ -118,7 +131,7 @@ pub(crate) fn dispatch<B: Bus>(
         }
         macro_rules! store {
             ($value:expr) => {
-                done!(core.store(bus, address(core, op), $value))
+                call!(core.store(bus, address(core, op), $value))
             };
         }
         macro_rules! add {
@@ -300,8 +313,8 @@ pub(crate) fn dispatch<B: Bus>(
                 let value = u64::from(core.flags.condition(op.aux));
                 set!(core.r[op.dst as usize] & !0xff | value)
             }
-            Code::PushR => done!(push(core, bus, r!(src: u64))),
-            Code::PushI => done!(push(core, bus, imm::<u64>(op))),
+            Code::PushR => call!(push(core, bus, r!(src: u64))),
+            Code::PushI => call!(push(core, bus, imm::<u64>(op))),
             Code::PopR => {
                 let rsp = core.r[RSP];
                 let value = done!(core.load::<u64>(bus, rsp));
@@ -405,40 +418,48 @@ pub(crate) fn dispatch<B: Bus>(
             Code::JumpSubZRi32 => jump_set!(cmp!(r!(src: u32), imm::<u32>(op))),
             Code::JumpSubZRi64 => jump_set!(cmp!(r!(src: u64), imm::<u64>(op))),
             Code::System => return Leave::System(pc),
-            Code::Alu => done!(general::alu_e(core, bus, op)),
-            Code::AluReverse => done!(general::alu_g(core, bus, op)),
-            Code::Shift => done!(general::shift_e(core, bus, op)),
-            Code::DoubleShift => done!(general::double_shift(core, bus, op)),
-            Code::Not | Code::Neg => done!(general::unary(core, bus, op)),
-            Code::Inc | Code::Dec => done!(general::step(core, bus, op)),
-            Code::Mul | Code::Imul => done!(divide::multiply(core, bus, op)),
-            Code::Div | Code::Idiv => done!(divide::divide(core, bus, op)),
-            Code::ImulG | Code::ImulGImm => done!(divide::multiply_into(core, bus, op)),
-            Code::MovE => done!(general::move_e(core, bus, op)),
-            Code::MovG => done!(general::move_g(core, bus, op)),
-            Code::MovZx | Code::MovSx => done!(general::extend_g(core, bus, op)),
-            Code::CmovG => done!(general::move_conditional(core, bus, op)),
-            Code::SetccE => done!(general::set_condition(core, bus, op)),
-            Code::Xchg => done!(general::exchange(core, bus, op)),
-            Code::Xadd => done!(general::exchange_add(core, bus, op)),
-            Code::Cmpxchg => done!(general::compare_exchange(core, bus, op)),
-            Code::Cmpxchg8b => done!(general::compare_exchange_8(core, bus, op)),
-            Code::BitTest => done!(general::bit_test(core, bus, op)),
-            Code::BitScan => done!(general::bit_scan(core, bus, op)),
+            Code::Alu => call!(general::alu_e(core, bus, op)),
+            Code::AluReverse => call!(general::alu_g(core, bus, op)),
+            Code::Shift => call!(general::shift_e(core, bus, op)),
+            Code::DoubleShift => call!(general::double_shift(core, bus, op)),
+            Code::Not | Code::Neg => call!(general::unary(core, bus, op)),
+            Code::Inc | Code::Dec => call!(general::step(core, bus, op)),
+            Code::Mul | Code::Imul => call!(divide::multiply(core, bus, op)),
+            Code::Div | Code::Idiv => call!(divide::divide(core, bus, op)),
+            Code::ImulG | Code::ImulGImm => call!(divide::multiply_into(core, bus, op)),
+            Code::MovE => call!(general::move_e(core, bus, op)),
+            Code::MovG => call!(general::move_g(core, bus, op)),
+            Code::MovZx | Code::MovSx => call!(general::extend_g(core, bus, op)),
+            Code::CmovG => call!(general::move_conditional(core, bus, op)),
+            Code::SetccE => call!(general::set_condition(core, bus, op)),
+            Code::Xchg => call!(general::exchange(core, bus, op)),
+            Code::Xadd => call!(general::exchange_add(core, bus, op)),
+            Code::Cmpxchg => call!(general::compare_exchange(core, bus, op)),
+            Code::Cmpxchg8b => call!(general::compare_exchange_8(core, bus, op)),
+            Code::BitTest => call!(general::bit_test(core, bus, op)),
+            Code::BitScan => call!(general::bit_scan(core, bus, op)),
             Code::Bswap | Code::Widen | Code::SignFill => general::registers(core, op),
             Code::Lahf | Code::Sahf | Code::Carry | Code::Direction => general::flags(core, op),
             Code::LoopCount => general::loop_count(core, op),
             Code::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
-            Code::PushE => done!(stack::push_operand(core, bus, op)),
-            Code::PopE => done!(stack::pop_operand(core, bus, op)),
-            Code::Pushf => done!(stack::push_flags(core, bus, op)),
-            Code::Leave => done!(stack::leave(core, bus, op)),
-            Code::Enter => done!(stack::enter(core, bus, op)),
-            Code::String => done!(string::execute(core, bus, op)),
+            Code::PushE => call!(stack::push_operand(core, bus, op)),
+            Code::PopE => call!(stack::pop_operand(core, bus, op)),
+            Code::Pushf => call!(stack::push_flags(core, bus, op)),
+            Code::Leave => call!(stack::leave(core, bus, op)),
+            Code::Enter => call!(stack::enter(core, bus, op)),
+            Code::String => call!(string::execute(core, bus, op)),
             Code::Links | Code::Float | Code::Undefined => done!(general::undefined(core, op)),
         }
         pc = pc.wrapping_add(1);
     }
+}
+
+/// Pays for the block that ends the run. Out of line, so that the way on has a store of its own.
+#[cold]
+#[inline(never)]
+fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {
+    core.budget = budget;
+    leave
 }
 
 /// RSP's slot.
