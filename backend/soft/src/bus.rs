@@ -97,15 +97,17 @@ unsafe impl Bus for SoftBus {
 
     fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
         let vm = &self.vm;
-        if !vm.code.watch(gfn) {
+        if vm.code.is_settled(gfn) {
             return Ok(());
         }
+        vm.code.watch(gfn);
         // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
         // watch pages at the same time must not wait for each other.
         let quiescence = vm.quiescence();
         let epoch = quiescence.request();
         quiescence.offline(self.index);
         Shootdown::wait(quiescence, epoch);
+        vm.code.settle(gfn);
         Err(Stop::Again)
     }
 

@@ -1,12 +1,13 @@
 //! Which guest pages hold instructions that some vCPU has decoded.
 //!
 //! ```text
-//! decode:  watch(gfn): set the bit; if it was clear, shoot down every TLB, so that no vCPU keeps a
-//!          writable entry for the page; only then read the bytes
+//! decode:  settled? then read the bytes. Otherwise watch(gfn), shoot down every TLB, so that no
+//!          vCPU keeps a writable entry for the page, settle(gfn), and ask again. Two bits, because
+//!          a second vCPU must not read while the first one's shoot-down is still under way
 //! write:   the page is watched, so the store takes the slow path and calls written(gfn): the page
 //!          goes into every other vCPU's inbox, which it empties at its next quiescent point
 //! ```
-//! A bit is never cleared: a page that once held code stays on the slow path for writers. Guests
+//! Bits are never cleared: a page that once held code stays on the slow path for writers. Guests
 //! keep code and data apart; one that does not pays some 100 ns a store.
 
 use lacuna_addr::Gfn;
@@ -28,7 +29,8 @@ pub(crate) enum Stale {
 
 /// The watched pages of one VM.
 pub(crate) struct CodeMap {
-    bits: Box<[AtomicU64]>,
+    watched: Box<[AtomicU64]>,
+    settled: Box<[AtomicU64]>,
     inboxes: Box<[Mutex<Stale>]>,
 }
 
@@ -36,31 +38,46 @@ impl CodeMap {
     /// For frames `0..frames` and so many vCPUs.
     pub(crate) fn new(frames: u64, vcpus: usize) -> Self {
         let words = frames.div_ceil(64) as usize;
+        let bits = || (0..words).map(|_| AtomicU64::new(0)).collect();
         let inbox = || Mutex::new(Stale::Pages(Vec::with_capacity(INBOX_MAX)));
         Self {
-            bits: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            watched: bits(),
+            settled: bits(),
             inboxes: (0..vcpus).map(|_| inbox()).collect(),
         }
     }
 
-    fn word(&self, gfn: Gfn) -> Option<(&AtomicU64, u64)> {
-        let word = self.bits.get((gfn.get() / 64) as usize)?;
-        Some((word, 1 << (gfn.get() % 64)))
+    fn has(bits: &[AtomicU64], gfn: Gfn) -> bool {
+        let word = bits.get((gfn.get() / 64) as usize);
+        word.is_some_and(|word| word.load(Ordering::Acquire) >> (gfn.get() % 64) & 1 != 0)
     }
 
-    /// Whether `gfn` holds decoded code.
+    fn set(bits: &[AtomicU64], gfn: Gfn) {
+        if let Some(word) = bits.get((gfn.get() / 64) as usize) {
+            word.fetch_or(1 << (gfn.get() % 64), Ordering::SeqCst);
+        }
+    }
+
+    /// Whether `gfn` holds decoded code, or is about to.
     #[inline]
     pub(crate) fn is_watched(&self, gfn: Gfn) -> bool {
-        self.word(gfn)
-            .is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
+        Self::has(&self.watched, gfn)
     }
 
-    /// Marks `gfn`; `true` when it is new, and TLBs must be shot down before the code is read.
-    pub(crate) fn watch(&self, gfn: Gfn) -> bool {
-        let Some((word, bit)) = self.word(gfn) else {
-            return false;
-        };
-        word.fetch_or(bit, Ordering::SeqCst) & bit == 0
+    /// Whether it may be decoded: every writer takes the slow path. A page past the slots' end, where
+    /// nothing is decoded, never is.
+    pub(crate) fn is_settled(&self, gfn: Gfn) -> bool {
+        Self::has(&self.settled, gfn)
+    }
+
+    /// From here on no TLB takes `gfn` as writable; those that have it must be shot down next.
+    pub(crate) fn watch(&self, gfn: Gfn) {
+        Self::set(&self.watched, gfn);
+    }
+
+    /// They have been.
+    pub(crate) fn settle(&self, gfn: Gfn) {
+        Self::set(&self.settled, gfn);
     }
 
     /// vCPU `writer` has changed code in `gfn`: tells the others.
@@ -116,9 +133,11 @@ mod tests {
     fn a_write_reaches_every_other_vcpu_once() {
         let quiescence = Quiescence::new(3);
         let map = CodeMap::new(128, 3);
-        assert!(map.watch(gfn(100)));
-        assert!(!map.watch(gfn(100)));
+        map.watch(gfn(100));
         assert!(map.is_watched(gfn(100)) && !map.is_watched(gfn(99)));
+        assert!(!map.is_settled(gfn(100)));
+        map.settle(gfn(100));
+        assert!(map.is_settled(gfn(100)));
         map.written(gfn(100), 1, &quiescence);
         map.written(gfn(100), 1, &quiescence);
         assert_eq!(map.take(0), Stale::Pages(vec![gfn(100)]));

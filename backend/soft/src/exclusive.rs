@@ -17,17 +17,38 @@ pub(crate) struct Exclusive {
     turn: Mutex<()>,
 }
 
+/// The raised flag; lowered on drop, also when the body panics.
+struct Active<'a>(&'a AtomicBool);
+
+impl<'a> Active<'a> {
+    fn raise(flag: &'a AtomicBool) -> Self {
+        flag.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        Self(flag)
+    }
+}
+
+impl Drop for Active<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
+}
+
 impl Exclusive {
     /// Brings vCPU `index` online, unless another one has the world to itself.
     pub(crate) fn online(&self, quiescence: &Quiescence, index: usize) -> lacuna_sync::Epoch {
         loop {
+            // Not by announcing itself again and again: the one who waits to be alone must find a
+            // moment at which all others are offline.
+            while self.active.load(Ordering::Acquire) {
+                yield_now();
+            }
             let epoch = quiescence.online(index);
             fence(Ordering::SeqCst);
             if !self.active.load(Ordering::SeqCst) {
                 return epoch;
             }
             quiescence.offline(index);
-            yield_now();
         }
     }
 
@@ -40,8 +61,7 @@ impl Exclusive {
     ) -> R {
         // Waiting for the turn holds nothing that the present owner needs: this vCPU is offline.
         let turn = self.turn.lock().expect("a panicking vCPU ends the run");
-        self.active.store(true, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        let active = Active::raise(&self.active);
         while !quiescence.alone(index) {
             for other in (0..quiescence.len()).filter(|&i| i != index) {
                 quiescence.vcpu(other).poke(VcpuSlot::KICK);
@@ -49,7 +69,7 @@ impl Exclusive {
             yield_now();
         }
         let result = body();
-        self.active.store(false, Ordering::SeqCst);
+        drop(active);
         drop(turn);
         result
     }

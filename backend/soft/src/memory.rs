@@ -3,6 +3,7 @@
 use crate::Vm;
 use lacuna_addr::{Gpa, Hva, PAGE_SIZE};
 use lacuna_machine::{GuestMemory, MemoryError};
+use std::sync::atomic::{Ordering, fence};
 
 impl Vm {
     /// Splits `len` bytes at `gpa` into pieces that lie in one page each.
@@ -32,6 +33,9 @@ impl GuestMemory for Vm {
                 gpa: at,
                 cause: e.to_string(),
             })?;
+            // A vCPU that decodes meanwhile sets the bit, then reads the bytes: one of the two
+            // sees the other.
+            fence(Ordering::SeqCst);
             if self.code.is_watched(at.gfn()) {
                 self.code.written_by_host(at.gfn(), self.quiescence());
             }

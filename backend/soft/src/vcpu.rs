@@ -15,7 +15,7 @@ use lacuna_addr::Gpa;
 use lacuna_cpu::Stop;
 use lacuna_host::Ticket;
 use lacuna_machine::{Boot, Exit, VcpuError, Width};
-use lacuna_sync::{Epoch, Nanos, VcpuSlot};
+use lacuna_sync::{Epoch, Nanos, Quiescence, VcpuSlot};
 use lacuna_x86::{Cpu, Regs, System, Table};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -59,6 +59,19 @@ pub struct Vcpu {
     /// Instructions retired when its holds were last let go.
     held_at: u64,
     stalled_since: Option<Nanos>,
+}
+
+/// A vCPU that is online; offline again on drop, also when it panics: shoot-downs must not wait for
+/// a thread that is gone.
+struct Online<'a> {
+    quiescence: &'a Quiescence,
+    index: usize,
+}
+
+impl Drop for Online<'_> {
+    fn drop(&mut self) {
+        self.quiescence.offline(self.index);
+    }
 }
 
 impl Vcpu {
@@ -120,11 +133,14 @@ impl Vcpu {
         if self.vm.quiescence().vcpu(self.index).take() & VcpuSlot::CODE != 0 {
             self.drop_code();
         }
-        let epoch = self.vm.exclusive.online(self.vm.quiescence(), self.index);
+        let vm = Arc::clone(&self.vm);
+        let epoch = vm.exclusive.online(vm.quiescence(), self.index);
+        let _online = Online {
+            quiescence: vm.quiescence(),
+            index: self.index,
+        };
         self.flush_since(epoch);
-        let result = body(self);
-        self.vm.quiescence().offline(self.index);
-        result
+        body(self)
     }
 
     fn flush_since(&mut self, epoch: Epoch) {
@@ -186,12 +202,13 @@ impl Vcpu {
         let quiescence = vm.quiescence();
         vm.exclusive.alone(quiescence, self.index, || {
             let epoch = quiescence.online(self.index);
+            let _online = Online {
+                quiescence,
+                index: self.index,
+            };
             self.flush_since(epoch);
-            let exit = self
-                .cpu
-                .run_exclusive(&mut self.bus, quiescence.vcpu(self.index));
-            quiescence.offline(self.index);
-            exit
+            self.cpu
+                .run_exclusive(&mut self.bus, quiescence.vcpu(self.index))
         })
     }
 

@@ -14,7 +14,9 @@ const PVH_NOTE: u64 = 18;
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum ImageError {
     /// Bad magic, or the headers are cut off.
-    #[error("not an ELF file ({0}); give a guest kernel; `lacuna run --help` names the built-in ones")]
+    #[error(
+        "not an ELF file ({0}); give a guest kernel; `lacuna run --help` names the built-in ones"
+    )]
     NotElf(String),
     /// 32-bit, or another processor.
     #[error("ELF file for {0}; this backend runs 64-bit x86-64 kernels")]

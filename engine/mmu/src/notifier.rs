@@ -4,7 +4,7 @@ use crate::{Mmu, Rmap};
 use lacuna_addr::{Gfn, Hva, HvaRange};
 use lacuna_host::MmuNotifier;
 use lacuna_slots::{Overlap, Slot};
-use lacuna_stage2::{Age, Flush};
+use lacuna_stage2::{Age, Flush, Shootdown};
 
 impl MmuNotifier for Mmu {
     /// Three passes: unmap each page under its stripe, one shoot-down for all, then admit faults
@@ -19,7 +19,13 @@ impl MmuNotifier for Mmu {
                 flush.join(self.begin_page(slot, gfns.start()));
             });
         }
-        flush.finish(&*self.quiescence);
+        // Even if this call has unmapped nothing: somebody else may have, a moment ago, and not have
+        // waited yet (a slot change). The caller will reuse the frames when *this* returns.
+        if flush.is_empty() {
+            Shootdown::wait(&*self.quiescence, self.quiescence.request());
+        } else {
+            flush.finish(&*self.quiescence);
+        }
         for gfn in begun {
             self.stage2.fault_cursor(gfn).end();
         }

@@ -21,6 +21,7 @@ struct Bench {
     store: FaultyStore,
     host: Arc<Host>,
     mmu: Arc<Mmu>,
+    quiescence: Arc<Quiescence>,
     faulter: Faulter,
     backing: Hva,
     contents: BTreeMap<u64, u64>,
@@ -51,7 +52,8 @@ impl Bench {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
         });
         let host = host.unwrap();
-        let mmu = Mmu::new(Arc::clone(&host), Arc::new(Quiescence::new(1)), 4096).unwrap();
+        let quiescence = Arc::new(Quiescence::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), 4096).unwrap();
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
         let backing = host
             .add_region(PageCount::new(PAGES), notifier)
@@ -64,6 +66,7 @@ impl Bench {
             store,
             host,
             mmu,
+            quiescence,
             faulter,
             backing,
             contents,
@@ -324,4 +327,30 @@ fn a_lost_page_is_lost_and_never_zero() {
         }
     }
     assert!(lost > 0);
+}
+
+/// A slot is deleted: its page is unmapped, but a vCPU has not passed yet. Reclaim takes the same page: it
+/// finds nothing mapped, and must wait for that vCPU all the same before the frame is reused.
+#[test]
+fn reclaim_waits_for_a_slot_change_that_waits() {
+    let mut bench = Bench::new(4);
+    bench.check(HOME, Some(7));
+    let (mmu, gfn) = (Arc::clone(&bench.mmu), Gfn::new(HOME).unwrap());
+    let quiescence = Arc::clone(&bench.quiescence);
+    let _ = quiescence.online(0);
+    std::thread::scope(|scope| {
+        let change = scope.spawn(|| mmu.delete_slot(SlotId(0)));
+        while mmu.stage2().find(gfn).is_some() {
+            std::thread::yield_now();
+        }
+        let reclaim = scope.spawn(|| mmu.invalidate(&[bench.backing]));
+        // Long enough for a call that does not wait to be over; one that waits cannot be, ever.
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let waited = !change.is_finished() && !reclaim.is_finished();
+        quiescence.offline(0);
+        change.join().unwrap().unwrap();
+        reclaim.join().unwrap();
+        assert!(waited, "a frame could have been reused under a vCPU");
+    });
+    bench.verify();
 }

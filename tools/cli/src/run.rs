@@ -10,7 +10,11 @@ use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
 use lacuna_soft::{HostError, Launch, Outcome, SoftError, Swap};
 use std::borrow::Cow;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
+
+/// Lines of the guest that may wait to be shown.
+const LINES: usize = 10_000;
 
 /// Runs a guest as `args` say; prints and returns how it went.
 pub fn run(args: &RunArgs) -> Exit {
@@ -29,10 +33,19 @@ pub fn run(args: &RunArgs) -> Exit {
         Live::on_stderr()
     };
     let mut observer = Observer::new(&launch);
-    let (lines, printed) = mpsc::channel();
-    let console = move |line: &str| drop(lines.send(line.to_owned()));
+    // Bounded: a guest may print faster than a terminal scrolls. What does not fit is counted.
+    let (lines, printed) = mpsc::sync_channel(LINES);
+    let dropped = Arc::new(AtomicU64::new(0));
+    let console = {
+        let dropped = Arc::clone(&dropped);
+        move |line: &str| {
+            if lines.try_send(line.to_owned()).is_err() {
+                dropped.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    };
     let show = |live: &Option<Live>| {
-        for line in printed.try_iter() {
+        for line in printed.try_iter().take(LINES) {
             match live {
                 Some(live) => live.println(&line),
                 None => eprintln!("{line}"),
@@ -49,6 +62,10 @@ pub fn run(args: &RunArgs) -> Exit {
     show(&live);
     if let Some(live) = live {
         live.finish();
+    }
+    match dropped.load(Ordering::Relaxed) {
+        0 => {}
+        lines => eprintln!("lacuna: {lines} lines of the guest's output came too fast to show"),
     }
     match done {
         Ok(outcome) => finish(args, &launch, &observer, &outcome),
