@@ -233,7 +233,8 @@ impl Vcpu {
     /// ones from the bus and end the same way.
     fn unbacked(&self, gpa: Gpa) -> Step {
         let text = format!(
-            "vCPU {}: fetch or page walk at {gpa}, where the guest has no memory (rip {:#x})",
+            "vCPU {}: code, page table or system structure at {gpa}, where there is no memory \
+             (rip {:#x})",
             self.index,
             self.cpu.regs().rip
         );

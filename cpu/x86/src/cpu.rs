@@ -423,6 +423,8 @@ impl Cpu {
                 self.interrupted = true;
                 self.core.replay.clear();
                 self.core.follow(flow);
+                // A handler that faults at once must not keep the run loop for ever.
+                self.core.budget -= 1;
                 Ok(vector)
             }
             Ok(Outcome::Shutdown) => {
@@ -475,7 +477,6 @@ impl Cpu {
                 if outcome.is_err() {
                     self.core.rip = rip;
                 }
-                self.core.budget -= i64::from(outcome.is_ok());
                 return outcome.err();
             }
             Done::Flush(Flush::All) => self.flush_tlb(),

@@ -36,16 +36,27 @@ const fn offset(va: u64) -> usize {
 /// An instruction that touches a device leaves the processor, and is executed again from its start
 /// when the answer is there. It may make several such accesses, so the answers are kept in order
 /// until it completes.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Replay {
     replies: [u64; Replay::MAX],
     known: usize,
     next: usize,
 }
 
+impl Default for Replay {
+    fn default() -> Self {
+        Self {
+            replies: [0; Self::MAX],
+            known: 0,
+            next: 0,
+        }
+    }
+}
+
 impl Replay {
-    /// The most accesses that one step makes: two operands, each over two pages, read and written.
-    const MAX: usize = 8;
+    /// More accesses than one instruction makes: ENTER with 31 levels copies as many frame pointers, each
+    /// perhaps over two pages.
+    const MAX: usize = 128;
 
     /// Whether the current instruction has answers waiting.
     pub(crate) fn is_active(&self) -> bool {
@@ -59,7 +70,7 @@ impl Replay {
 
     /// The instruction is over.
     pub(crate) fn clear(&mut self) {
-        *self = Self::default();
+        (self.known, self.next) = (0, 0);
     }
 
     /// The answer to the exit that was just taken.

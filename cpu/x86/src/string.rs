@@ -44,7 +44,10 @@ pub(crate) fn execute(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()>
     }
     let mut spent = 0;
     let outcome = s.repeat(core, bus, &mut spent);
-    core.budget -= (spent / ITERATIONS_PER_INSTRUCTION) as i64;
+    // A piece costs at least something, or a long REP taken one iteration at a time would be free.
+    // One that is blocked before its first iteration costs nothing: it has not begun.
+    let piece = u64::from(spent > 0 && outcome.is_err());
+    core.budget -= (spent / ITERATIONS_PER_INSTRUCTION).max(piece) as i64;
     outcome
 }
 

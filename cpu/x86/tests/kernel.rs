@@ -230,3 +230,20 @@ fn an_interrupt_posted_from_outside_is_delivered_once() {
     assert_eq!(m.run(100), Exit::Fuel);
     assert_eq!(m.reg(3), 1);
 }
+
+/// The stack is reset by the gate (IST 1) each time, so this would go on for ever: fuel must end it.
+#[test]
+fn a_handler_that_faults_at_once_uses_up_its_fuel() {
+    let mut m = kernel(|a| {
+        a.ud2().unwrap();
+    });
+    handle(&mut m, 6, |a| {
+        a.ud2().unwrap();
+    });
+    let gate = m.memory.read_u64(IDT + 6 * 16);
+    m.memory.write_u64(IDT + 6 * 16, gate | 1 << 32);
+    m.memory.write_u64(TSS + 36, STACK + 0x4000);
+    let before = m.cpu.retired();
+    assert_eq!(m.run(10_000), Exit::Fuel);
+    assert!(m.cpu.retired() >= before + 10_000);
+}

@@ -10,7 +10,7 @@
 //! | `cpu.x86.vs_qemu_tcg.mem64m` | ours / QEMU's, same program, same run |
 //!
 //! Zeroing is in both arms of the fault figures. The memory figure counts all that the process has
-//! (frames, tables, program) and the swap page cache: `verify` with 2 GiB in 512 MiB.
+//! (frames, tables, program) and the swap page cache: `bm` with 2 GiB in 512 MiB.
 
 mod cpu;
 mod fault;
@@ -76,7 +76,7 @@ impl Options {
 /// The first experiment that could not be carried out. What a machine lacks (QEMU) is skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(8, options.verbosity);
-    progress.step("memory overhead: verify, 2 GiB in 512 MiB");
+    progress.step("memory overhead: bm, 2 GiB in 512 MiB");
     memory::overhead(options, report)?;
     progress.step("fault, warm caches");
     fault::hot(options, report)?;
