@@ -23,7 +23,7 @@ use std::ptr::NonNull;
 
 /// Entries: 512 KiB of table, which covers 64 MiB. A flush and [`Tlb::protect`] look at the bitmap
 /// of used entries, 2 KiB, and at those. docs/speed-x86.md has what the size is worth.
-const ENTRIES: usize = 16384;
+const ENTRIES: usize = 4096;
 const PAGE_MASK: u64 = !(PAGE_SIZE as u64 - 1);
 /// Never equal to a masked address: its low bits are all ones.
 const INVALID: u64 = u64::MAX;

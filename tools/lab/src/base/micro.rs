@@ -14,7 +14,9 @@ use lacuna_soft::{
     Host, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock};
-use std::sync::{Arc, Barrier};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
@@ -112,10 +114,16 @@ impl Playground {
     }
 
     fn run(&mut self) -> Result<Touch, LabError> {
-        let barrier = Barrier::new(self.vcpus.len());
+        let start_line = StartLine::new(self.vcpus.len());
         let results: Vec<_> = thread::scope(|scope| {
-            let start = |vcpu| scope.spawn(|| share(vcpu, &barrier));
-            let threads: Vec<_> = self.vcpus.iter_mut().map(start).collect();
+            let start = |(index, vcpu)| {
+                let start_line = &start_line;
+                scope.spawn(move || {
+                    pin(index);
+                    share(vcpu, start_line)
+                })
+            };
+            let threads: Vec<_> = self.vcpus.iter_mut().enumerate().map(start).collect();
             let join = |t: thread::ScopedJoinHandle<'_, _>| {
                 t.join()
                     .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -149,8 +157,45 @@ struct Share {
     cpu_ns: u64,
 }
 
-fn share(vcpu: &mut Vcpu, barrier: &Barrier) -> Result<Share, LabError> {
-    barrier.wait();
+/// Gives the calling thread a core of its own: a fresh thread may start on the core of the one before
+/// it, and a touch is over before the scheduler has noticed.
+fn pin(index: usize) {
+    let Ok(allowed) = sched_getaffinity(None) else {
+        return;
+    };
+    let mine = (0..CpuSet::MAX_CPU)
+        .filter(|&cpu| allowed.is_set(cpu))
+        .nth(index);
+    if let Some(cpu) = mine {
+        let mut only = CpuSet::new();
+        only.set(cpu);
+        // A refusal costs precision, nothing else.
+        let _ = sched_setaffinity(None, &only);
+    }
+}
+
+/// Where threads wait for each other awake: a sleeper's wake-up takes as long as a hundred faults.
+struct StartLine {
+    missing: AtomicUsize,
+}
+
+impl StartLine {
+    const fn new(threads: usize) -> Self {
+        Self {
+            missing: AtomicUsize::new(threads),
+        }
+    }
+
+    fn wait(&self) {
+        self.missing.fetch_sub(1, Ordering::AcqRel);
+        while self.missing.load(Ordering::Acquire) > 0 {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+fn share(vcpu: &mut Vcpu, start_line: &StartLine) -> Result<Share, LabError> {
+    start_line.wait();
     let (start, cpu) = (Instant::now(), thread_cpu_ns());
     let exit = vcpu.run();
     let (end, cpu_ns) = (Instant::now(), thread_cpu_ns() - cpu);
