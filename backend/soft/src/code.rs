@@ -64,8 +64,8 @@ impl CodeMap {
         Self::has(&self.watched, gfn)
     }
 
-    /// Whether it may be decoded: every writer takes the slow path. A page past the slots' end, where
-    /// nothing is decoded, never is.
+    /// Whether it may be decoded: every writer takes the slow path. A page past the slots' end,
+    /// where nothing is decoded, never is.
     pub(crate) fn is_settled(&self, gfn: Gfn) -> bool {
         Self::has(&self.settled, gfn)
     }

@@ -54,8 +54,8 @@ impl Default for Replay {
 }
 
 impl Replay {
-    /// More accesses than one instruction makes: ENTER with 31 levels copies as many frame pointers, each
-    /// perhaps over two pages.
+    /// More accesses than one instruction makes: ENTER with 31 levels copies as many frame
+    /// pointers, each perhaps over two pages.
     const MAX: usize = 128;
 
     /// Whether the current instruction has answers waiting.

@@ -19,8 +19,8 @@ impl MmuNotifier for Mmu {
                 flush.join(self.begin_page(slot, gfns.start()));
             });
         }
-        // Even if this call has unmapped nothing: somebody else may have, a moment ago, and not have
-        // waited yet (a slot change). The caller will reuse the frames when *this* returns.
+        // Even if this call has unmapped nothing: somebody else may have, a moment ago, and not
+        // have waited yet (a slot change). The caller will reuse the frames when *this* returns.
         if flush.is_empty() {
             Shootdown::wait(&*self.quiescence, self.quiescence.request());
         } else {

@@ -329,8 +329,9 @@ fn a_lost_page_is_lost_and_never_zero() {
     assert!(lost > 0);
 }
 
-/// A slot is deleted: its page is unmapped, but a vCPU has not passed yet. Reclaim takes the same page: it
-/// finds nothing mapped, and must wait for that vCPU all the same before the frame is reused.
+/// A slot is deleted: its page is unmapped, but a vCPU has not passed yet. Reclaim takes the same
+/// page: it finds nothing mapped, and must wait for that vCPU all the same before the frame is
+/// reused.
 #[test]
 fn reclaim_waits_for_a_slot_change_that_waits() {
     let mut bench = Bench::new(4);

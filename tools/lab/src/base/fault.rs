@@ -94,7 +94,8 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
             .map(|_| Ok(places[index.min(1)].touch(|| ())?.wall_ns))
             .collect::<Result<Vec<u64>, LabError>>()?;
         touches.sort_unstable();
-        // The middle one: a preemption of either thread is the machine's doing, and hits two more often.
+        // The middle one: a preemption of either thread is the machine's doing, and hits two more
+        // often.
         let wall_ns = touches[touches.len() / 2];
         Ok::<_, LabError>(SCALING_PAGES as f64 * 1e9 / wall_ns as f64)
     })?;

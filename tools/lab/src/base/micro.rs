@@ -157,8 +157,8 @@ struct Share {
     cpu_ns: u64,
 }
 
-/// Gives the calling thread a core of its own: a fresh thread may start on the core of the one before
-/// it, and a touch is over before the scheduler has noticed.
+/// Gives the calling thread a core of its own: a fresh thread may start on the core of the one
+/// before it, and a touch is over before the scheduler has noticed.
 fn pin(index: usize) {
     let Ok(allowed) = sched_getaffinity(None) else {
         return;
