@@ -7,7 +7,7 @@
 //! Nothing here sleeps, allocates on the resident path, or holds a lock while the host is asked.
 
 use crate::{Mmu, Rmap};
-use lacuna_addr::{Access, Gfn, Hva, Pfn};
+use lacuna_addr::{Access, Gfn, Pfn};
 use lacuna_host::{FrameCache, HostError, LostPage, Resolution, Ticket};
 use lacuna_slots::{Reader, SlotFlags};
 use lacuna_stage2::{Exhausted, Leaf, MapError, Mapped};
@@ -113,15 +113,5 @@ impl Faulter {
     /// The instruction that faulted has retired: reclaim may have its pages.
     pub fn retired(&mut self) {
         self.cache.release_holds();
-    }
-
-    /// The vCPU is going to be idle: gives its free frames back.
-    pub fn idle(&mut self) {
-        self.cache.flush();
-    }
-
-    /// The backing page of `gfn`, if a slot holds it.
-    pub fn hva(&mut self, gfn: Gfn) -> Option<Hva> {
-        self.reader.find(gfn).map(|slot| slot.hva(gfn))
     }
 }

@@ -3,7 +3,7 @@
 use crate::rmap::Rmap;
 use lacuna_host::Host;
 use lacuna_slots::{Limits, Slots};
-use lacuna_stage2::{Arena, ArenaError, Counts, Exhausted, Stage2};
+use lacuna_stage2::{Arena, ArenaError, Exhausted, Stage2};
 use lacuna_sync::Quiescence;
 use std::sync::{Arc, Mutex};
 
@@ -60,10 +60,5 @@ impl Mmu {
     /// Where pages come from.
     pub fn host(&self) -> &Arc<Host> {
         &self.host
-    }
-
-    /// What is mapped.
-    pub fn counts(&self) -> Counts {
-        self.stage2.counts()
     }
 }
