@@ -20,7 +20,7 @@
 //!
 //! ```text
 //! fault:   s = stage2.snapshot(gfn)    reader.find(gfn)    resolve    lock, admits(s)?, map
-//! remover: slots.remove(id)            begin    unmap the range    flush    end
+//! remover: begin    unmap the range    flush    slots.remove(id)    end
 //! ```
 //! A fault that found the removed slot took `s` before `end`, so it is refused, or its mapping is
 //! found by the unmap. Taking `s` *after* `find` would be the bug.
