@@ -21,7 +21,7 @@ use crate::report::{Progress, Verbosity};
 use crate::result::Report;
 use std::path::PathBuf;
 
-pub use micro::{Playground, Touch};
+pub use micro::{Playground, Touch, touch_together};
 
 /// Why an experiment could not be carried out.
 #[derive(Debug, thiserror::Error)]

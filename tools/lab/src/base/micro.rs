@@ -8,7 +8,7 @@
 
 use crate::base::LabError;
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
 use lacuna_soft::{
     Host, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmConfig,
@@ -96,6 +96,10 @@ impl Playground {
 
     /// Every vCPU touches its share once. `before` runs before the clock starts.
     pub fn touch(&mut self, before: impl FnOnce()) -> Result<Touch, LabError> {
+        touch_together(std::slice::from_mut(self), before)
+    }
+
+    fn add_area(&self) -> Result<HvaRange, LabError> {
         let pages = self.pages * self.vcpus.len() as u64;
         let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
         let region = self.host.add_region(PageCount::new(pages), notifier)?;
@@ -106,49 +110,57 @@ impl Playground {
             bytes: pages * PAGE_SIZE as u64,
             flags: SlotFlags::empty(),
         })?;
-        before();
-        let touched = self.run();
-        self.vm.delete_slot(SLOT)?;
-        self.host.remove_region(region)?;
-        touched
+        Ok(region)
     }
+}
 
-    fn run(&mut self) -> Result<Touch, LabError> {
-        let start_line = StartLine::new(self.vcpus.len());
-        let results: Vec<_> = thread::scope(|scope| {
-            let start = |(index, vcpu)| {
-                let start_line = &start_line;
-                scope.spawn(move || {
-                    pin(index);
-                    share(vcpu, start_line)
-                })
-            };
-            let threads: Vec<_> = self.vcpus.iter_mut().enumerate().map(start).collect();
-            let join = |t: thread::ScopedJoinHandle<'_, _>| {
-                t.join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            };
-            threads
-                .into_iter()
-                .map(join)
-                .collect::<Result<_, LabError>>()
-        })?;
-        let first = results
-            .iter()
-            .map(|r: &Share| r.start)
-            .min()
-            .expect("at least one vCPU");
-        let last = results
-            .iter()
-            .map(|r| r.end)
-            .max()
-            .expect("at least one vCPU");
-        Ok(Touch {
-            pages: self.pages,
-            cpu_ns: results.iter().map(|r| r.cpu_ns).sum(),
-            wall_ns: u64::try_from((last - first).as_nanos()).unwrap_or(u64::MAX),
-        })
+/// All vCPUs of all `places` touch their shares once, at the same time. Places share nothing but
+/// the machine.
+pub fn touch_together(places: &mut [Playground], before: impl FnOnce()) -> Result<Touch, LabError> {
+    let regions = places
+        .iter()
+        .map(Playground::add_area)
+        .collect::<Result<Vec<_>, _>>()?;
+    before();
+    let touched = run(places);
+    for (place, region) in places.iter().zip(regions) {
+        place.vm.delete_slot(SLOT)?;
+        place.host.remove_region(region)?;
     }
+    touched
+}
+
+fn run(places: &mut [Playground]) -> Result<Touch, LabError> {
+    let pages = places[0].pages;
+    let vcpus = || places.iter().map(|place| place.vcpus.len()).sum();
+    let start_line = StartLine::new(vcpus());
+    let results: Vec<Share> = thread::scope(|scope| {
+        let start = |(index, vcpu)| {
+            let start_line = &start_line;
+            scope.spawn(move || {
+                pin(index);
+                share(vcpu, start_line)
+            })
+        };
+        let vcpus = places.iter_mut().flat_map(|place| &mut place.vcpus);
+        let threads: Vec<_> = vcpus.enumerate().map(start).collect();
+        let join = |t: thread::ScopedJoinHandle<'_, _>| {
+            t.join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads
+            .into_iter()
+            .map(join)
+            .collect::<Result<_, LabError>>()
+    })?;
+    let first = results.iter().map(|r| r.start).min();
+    let last = results.iter().map(|r| r.end).max();
+    let (first, last) = first.zip(last).expect("at least one vCPU");
+    Ok(Touch {
+        pages,
+        cpu_ns: results.iter().map(|r| r.cpu_ns).sum(),
+        wall_ns: u64::try_from((last - first).as_nanos()).unwrap_or(u64::MAX),
+    })
 }
 
 struct Share {
