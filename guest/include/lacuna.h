@@ -55,10 +55,23 @@ void lacuna_confine(uint64_t ns); /* end this thread and its children after a ti
 struct lacuna_status_entry *lacuna_status(uint32_t kind, const char *name, uint64_t goal);
 struct lacuna_status_entry *lacuna_status_of(int slot);
 
+/* The whole page, with the machine's own counters. */
+static inline struct lacuna_status *lacuna_status_page(void) {
+    return (struct lacuna_status *)LACUNA_STATUS_VA;
+}
+
+/* Does the host want threads of this kind to hold still? Ask often, it is one load; then sleep. */
+static inline bool lacuna_paused(uint32_t kind) {
+    return lacuna_status_page()->paused >> kind & 1;
+}
+
 /* ---- privileged services, for tests of the host ---- */
 int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if it raised #GP */
 int lacuna_wrmsr(uint32_t index, uint64_t value);
 void lacuna_kernel_call(void (*fn)(void)); /* run fn at CPL0, interrupts off */
+int lacuna_apf_enable(void);   /* async page faults on this processor: 0, or -1 if there are none */
+void lacuna_apf_disable(void); /* who waits for a page on this processor tries again */
+int lacuna_cpu_offline(void);  /* all threads here, the caller too, go to CPU 0; -1 on CPU 0 */
 
 /* ---- small helpers ---- */
 

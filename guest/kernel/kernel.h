@@ -49,14 +49,47 @@ struct space *space_create(u64 *entry);
 bool space_add_stack(struct space *s, u32 slot, u64 *stack_top);
 void space_release(struct space *s); /* one thread less; the last one frees it */
 
-/* ---- sched.c: who runs ---- */
-enum thread_state { FREE, RUNNING, READY, SLEEPING, WAITING };
+/* ---- apf.c: async page faults ---- */
+
+/* What the host writes, one for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
+struct apf_area {
+    u32 reason; /* of a #PF: 0 it is a true one, 1 page not present, 2 page ready (original ABI) */
+    u32 token;  /* the page that is ready, 0 if none (today's ABI) */
+    u8 reserved[56];
+} __attribute__((aligned(64)));
+
+enum apf_kind { APF_FREE, APF_THREAD, APF_IDLE, APF_DUMMY };
+
+struct apf_node {
+    struct apf_node *next; /* in its bucket */
+    u32 token;
+    enum apf_kind kind;
+};
+
+#define APF_BUCKETS 64
+#define APF_SPARE 80 /* a host has at most 64 faults of one processor outstanding */
+
+/* All of it belongs to its processor: both events come to the one that faulted. */
+struct apf {
+    struct apf_area area;
+    struct apf_node *bucket[APF_BUCKETS];
+    struct apf_node spare[APF_SPARE]; /* for all that is not a thread */
+};
 
 struct cpu;
+void apf_init(void);
+bool apf_enable(struct cpu *c);
+void apf_disable(struct cpu *c);
+bool apf_page_fault(struct cpu *c); /* false: it is a true page fault */
+void apf_interrupt(struct cpu *c);
+
+/* ---- sched.c: who runs ---- */
+enum thread_state { FREE, RUNNING, READY, SLEEPING, WAITING, PAGE_WAIT };
+
 struct thread {
     struct frame frame; /* first: RSP0 points at its end */
     struct space *space;
-    struct cpu *cpu; /* threads stay where they were put */
+    struct cpu *cpu; /* threads stay where they were put, unless it goes offline */
     struct thread *next; /* in the run queue or among the sleepers */
     struct thread *parent;
     u64 wake_at, slice_end, slice_left, kill_at; /* TSC; kill_at 0 = unconfined */
@@ -64,6 +97,7 @@ struct thread {
     bool woken; /* queued by a wake-up: has a better claim than who runs */
     u32 slot;
     u32 children, worst_status;
+    struct apf_node page_wait; /* in its processor's apf.bucket while the state is PAGE_WAIT */
 } __attribute__((aligned(16)));
 
 struct tss {
@@ -81,11 +115,13 @@ struct cpu {
     u64 gdt[7];
     u32 apic_id;
     bool resched; /* choose anew before leaving the kernel */
+    bool offline; /* runs nobody any more; changes once, under `lock` */
     struct thread *current;
     spinlock lock; /* the queue */
     struct thread *head, *tail;
     struct thread *sleepers; /* by wake_at; only this processor touches the list */
     u64 timer_at; /* when the timer will fire, NEVER if it will not */
+    struct apf apf;
     u8 fatal_stack[1024] __attribute__((aligned(16)));
 };
 
@@ -117,6 +153,7 @@ void sched_yield(struct cpu *c);
 void sched_sleep(struct cpu *c, u64 wake_at);
 void sched_block(struct cpu *c, enum thread_state why);
 void sched_start(struct thread *t);
+void sched_offline(struct cpu *c);
 
 /* ---- thread.c: birth and death ---- */
 int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu);

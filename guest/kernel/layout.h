@@ -13,7 +13,8 @@
 #define VEC_TIMER 32
 #define VEC_RESCHED 33
 #define VEC_SPURIOUS 47 /* low four bits set, as old APICs insist */
-#define VEC_COUNT 48
+#define VEC_APF_READY 0xf3 /* where KVM guests have their hypervisor's interrupt */
+#define VEC_COUNT 256
 #define VEC_SYSCALL 256 /* not an IDT vector: marks a frame made by the syscall instruction */
 
 #define CPU_SIZE 8192 /* struct cpu and its stack, which grows down towards it */

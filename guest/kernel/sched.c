@@ -4,15 +4,19 @@
  *            wake (to the head, and preempt)           slice over (to the tail)
  *   SLEEPING ------------------> READY <--------------------------- RUNNING
  *   WAITING                        '---------- switch_thread ----------^ |
+ *   PAGE_WAIT                                                            |
  *      ^-----------------------------------------------------------------'
- *                             sched_sleep, sched_block
+ *                       sched_sleep, sched_block (PAGE_WAIT: apf.c)
  *
- * A thread that was preempted by a wake-up goes back to the head with the rest of its slice.
+ * The woken stand at the head in the order of their wake-ups. A thread that one of them preempted
+ * comes next, with the rest of its slice, and then those who wait for a slice of their own.
  * All state of a thread belongs to its processor; others may only put it into the queue, under
  * that queue's lock. Since a thread is its saved frame, it may be queued while its processor is
  * still leaving it: nobody else would resume it.
  */
 #include "kernel.h"
+
+extern u64 kernel_pml4[];
 
 static u64 tick_tsc, slice_tsc;
 
@@ -31,12 +35,16 @@ static void push_back(struct cpu *c, struct thread *t) {
     c->tail = t;
 }
 
+/* Behind the woken, before all others. */
 static void push_front(struct cpu *c, struct thread *t) {
+    struct thread **at = &c->head;
+    while (*at && (*at)->woken)
+        at = &(*at)->next;
     t->state = READY;
-    t->next = c->head;
-    if (!c->head)
+    t->next = *at;
+    if (!t->next)
         c->tail = t;
-    c->head = t;
+    *at = t;
 }
 
 static struct thread *pop(struct cpu *c) {
@@ -120,11 +128,23 @@ void sched_tick(struct cpu *c) {
     arm(c, now + tick_tsc);
 }
 
-void sched_wake(struct thread *t) {
+/* The processor that t will run on, its queue locked. t itself is neither queued nor running. */
+static struct cpu *lock_queue(struct thread *t) {
     struct cpu *c = t->cpu;
     lock(&c->lock);
-    t->woken = true;
+    if (!c->offline)
+        return c;
+    unlock(&c->lock);
+    c = t->cpu = cpu_at(0);
+    status->entry[t->slot].cpu = 0;
+    lock(&c->lock);
+    return c;
+}
+
+void sched_wake(struct thread *t) {
+    struct cpu *c = lock_queue(t);
     push_front(c, t);
+    t->woken = true;
     unlock(&c->lock);
     if (c == this_cpu())
         c->resched = true;
@@ -142,8 +162,7 @@ void sched_woken(struct cpu *c) {
 
 /* A newcomer waits for its turn; only an idle processor is disturbed. */
 void sched_start(struct thread *t) {
-    struct cpu *c = t->cpu;
-    lock(&c->lock);
+    struct cpu *c = lock_queue(t);
     push_back(c, t);
     bool is_idle = !c->current; /* or about to look into the queue, after us */
     unlock(&c->lock);
@@ -170,4 +189,25 @@ void sched_sleep(struct cpu *c, u64 wake_at) {
         at = &(*at)->next;
     t->next = *at;
     *at = t;
+}
+
+/*
+ * Takes the calling processor, which is not the first, out of use: whoever is in its queue goes to
+ * the first one, and so does everybody whom a wake-up puts there later (lock_queue). It stays
+ * awake for its timer, on which sleepers may still be waiting.
+ */
+void sched_offline(struct cpu *c) {
+    struct thread *t = c->current, *next;
+    lock(&c->lock);
+    c->offline = true;
+    t->next = c->head;
+    c->head = NULL;
+    unlock(&c->lock);
+    c->current = NULL;
+    write_cr3((u64)kernel_pml4); /* from here on t may run, end, and free its tables */
+    for (; t; t = next) {
+        next = t->next;
+        t->woken = false;
+        sched_start(t);
+    }
 }

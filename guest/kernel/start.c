@@ -20,6 +20,7 @@ static void cpu_init(u32 i) {
     c->apic_id = i;
     trap_cpu_init(c);
     apic_init();
+    apf_enable(c);
 }
 
 void secondary_main(u32 i) {
@@ -31,6 +32,7 @@ static void start_cpus(void) {
     u64 wanted = boot_param("smp", 1);
     ncpus = wanted < 1 ? 1 : wanted > MAX_CPUS ? MAX_CPUS : (u32)wanted;
     info->ncpus = ncpus;
+    apf_init();
     /* The heap has handed out nothing back yet, so that pages still come in sequence. */
     cpus = page_alloc();
     for (u32 i = 1; i < ncpus * (CPU_SIZE / PAGE); i++) {

@@ -72,6 +72,8 @@ static u64 privileged(struct thread *t, u64 a, u64 b) {
     switch (t->frame.rax) {
     case LACUNA_SYS_RDMSR: return sys_rdmsr(t, a, b);
     case LACUNA_SYS_WRMSR: return msr_write((u32)a, b) ? FAIL : 0;
+    case LACUNA_SYS_APF_ENABLE: return apf_enable(t->cpu) ? 0 : FAIL;
+    case LACUNA_SYS_APF_DISABLE: apf_disable(t->cpu); return 0;
     default: ((void (*)(void))a)(); return 0;
     }
 }
@@ -87,6 +89,16 @@ static void sys_confine(struct thread *t, u64 ns) {
     u64 at = tsc_after(ns);
     if (!t->kill_at || at < t->kill_at)
         t->kill_at = at;
+}
+
+/* Once the thread has been moved it may already run there: its frame is no longer ours. */
+static void sys_cpu_offline(struct cpu *c, struct thread *t) {
+    if (t->kill_at || c == cpu_at(0)) {
+        t->frame.rax = FAIL;
+        return;
+    }
+    apf_disable(c);
+    sched_offline(c);
 }
 
 void syscall(struct cpu *c, struct thread *t) {
@@ -109,9 +121,12 @@ void syscall(struct cpu *c, struct thread *t) {
     case LACUNA_SYS_RDMSR:
     case LACUNA_SYS_WRMSR:
     case LACUNA_SYS_KCALL:
+    case LACUNA_SYS_APF_ENABLE:
+    case LACUNA_SYS_APF_DISABLE:
         f->rax = number;
         f->rax = privileged(t, a, b);
         break;
+    case LACUNA_SYS_CPU_OFFLINE: sys_cpu_offline(c, t); break;
     default: f->rax = FAIL; break;
     }
 }

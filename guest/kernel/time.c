@@ -10,10 +10,7 @@
 u64 tsc_khz, apic_khz = 1000000;
 
 static bool told_by_cpuid(void) {
-    struct cpuid sig = cpuid(0x40000000);
-    if (sig.ebx != 0x4b4d564b || sig.ecx != 0x564b4d56 || sig.edx != 0x4d) /* KVMKVMKVM */
-        return false;
-    if (sig.eax < 0x40000010)
+    if (kvm_leaves() < 0x40000010)
         return false;
     struct cpuid clocks = cpuid(0x40000010);
     tsc_khz = clocks.eax;

@@ -92,7 +92,9 @@ idle:
     movq %gs:CPU_STACK, %rsp
     sti
     hlt /* sti holds interrupts off until here: a wake-up cannot slip in between */
-    jmp idle
+    cli /* no interrupt, the host ended the halt: look around, then halt again */
+    movq %gs:0, %rdi
+    call sched_resume /* does not return */
 
     .globl resume
 resume: /* rdi = thread, whose frame comes first */

@@ -13,6 +13,8 @@ struct pointer {
     u64 base;
 } __attribute__((packed));
 
+#define PF_USER 4u /* in a page fault's error code */
+
 static struct gate idt[VEC_COUNT];
 
 void trap_init(void) {
@@ -56,6 +58,10 @@ static void interrupt(struct cpu *c, u64 vector) {
         apic_eoi();
         sched_woken(c);
         break;
+    case VEC_APF_READY:
+        apic_eoi();
+        apf_interrupt(c);
+        break;
     case VEC_SPURIOUS: /* has no EOI */
         break;
     default:
@@ -87,6 +93,22 @@ static bool is_ud2_call(struct frame *f) {
     return true;
 }
 
+/*
+ * The processor sets the user bit in the error code of every page fault at CPL 3, a host that
+ * injects an event leaves the error code 0. Such an event without its reason (a program has moved
+ * the area, see workload apfhostile) is no reason to kill anybody: the access is tried again.
+ */
+static bool is_stray_apf(const struct frame *f) { return !(f->error & PF_USER); }
+
+static void page_fault(struct cpu *c, struct thread *t) {
+    if (apf_page_fault(c))
+        return;
+    if (is_stray_apf(&t->frame))
+        __atomic_fetch_add(&status->apf_lost, 1, __ATOMIC_RELAXED);
+    else
+        kill(t);
+}
+
 _Noreturn void trap_user(struct thread *t) {
     struct cpu *c = this_cpu();
     u64 vector = t->frame.vector;
@@ -94,6 +116,8 @@ _Noreturn void trap_user(struct thread *t) {
         syscall(c, t);
     else if (vector >= 32)
         interrupt(c, vector);
+    else if (vector == VEC_PF)
+        page_fault(c, t);
     else
         kill(t);
     sched_resume(c);
@@ -110,10 +134,16 @@ _Noreturn void trap_fatal(struct frame *f) {
           f->rip, f->cs, f->rsp, read_cr2());
 }
 
-/* An exception in the kernel is a bug, except for a model-specific register that says no. */
+/*
+ * An exception in the kernel is a bug, except for a model-specific register that says no, and for
+ * async page faults of idle, which alone runs with interrupts on. Idle has nothing to go back to:
+ * it starts over, and halts if there is still nobody to run.
+ */
 void trap_kernel(struct frame *f) {
     if (f->vector == 13 && (f->rip == (u64)msr_read_insn || f->rip == (u64)msr_write_insn))
         f->rip = (u64)msr_failed;
+    else if (f->vector == VEC_PF && f->rflags & RFLAGS_IF && apf_page_fault(this_cpu()))
+        sched_resume(this_cpu());
     else
         trap_fatal(f);
 }

@@ -33,6 +33,8 @@ typedef uint64_t u64;
 #define MSR_GS_BASE 0xc0000101
 #define MSR_KERNEL_GS_BASE 0xc0000102
 
+#define RFLAGS_IF 0x200u
+
 #define EFER_SCE 1u
 #define EFER_NXE 0x800u
 
@@ -63,6 +65,14 @@ static inline struct cpuid cpuid(u32 leaf) {
     struct cpuid r;
     asm volatile("cpuid" : "=a"(r.eax), "=b"(r.ebx), "=c"(r.ecx), "=d"(r.edx) : "a"(leaf), "c"(0));
     return r;
+}
+
+/* The highest CPUID leaf that KVM has of its own, 0 where there is no KVM. */
+static inline u32 kvm_leaves(void) {
+    struct cpuid sig = cpuid(0x40000000);
+    if (sig.ebx != 0x4b4d564b || sig.ecx != 0x564b4d56 || sig.edx != 0x4d) /* KVMKVMKVM */
+        return 0;
+    return sig.eax ? sig.eax : 0x40000001; /* old hosts leave it out */
 }
 
 static inline u64 read_cr2(void) {

@@ -45,6 +45,16 @@ pub const KERNEL_PARAMS: &[Param] = &[
         "syscall",
         "ud2: programs call the kernel by ud2, for kvm_pvm hosts",
     ),
+    param(
+        "apf",
+        "by CPUID",
+        "async page faults: off, int (page ready by interrupt), pf (both by #PF, 2010)",
+    ),
+    param(
+        "apf_always",
+        "0",
+        "1: page-not-present at CPL 0, too, where only idle can get it",
+    ),
     param("tick_us", "1000", "timer tick, microseconds"),
     param("slice_us", "4000", "time slice, microseconds"),
 ];
@@ -78,6 +88,7 @@ static IMAGES: &[Image] = &[
                 "or: until each faulter made that many accesses"
             ),
             param("bytes", "all", "how much of the arena, bytes"),
+            param("populate", "0", "1: write to every page first"),
             param("seed", "1", "of the random places"),
         ]
     ),
@@ -106,6 +117,7 @@ static IMAGES: &[Image] = &[
         "allocates all memory, touches every page, frees all; again",
         &[
             param("rounds", "3", "how often"),
+            param("work", "0", "steps of computing after each page"),
             param("nop", "0", "1: a counting process runs beside it"),
             param("bytes", "all", "how much of the arena, bytes"),
         ]
@@ -175,6 +187,42 @@ static IMAGES: &[Image] = &[
                 "0",
                 "1: write the vital ones too, last; the guest may not survive"
             ),
+        ]
+    ),
+    image!(
+        "apfstorm",
+        "checked accesses while async page faults go off and on and vCPUs offline",
+        &[
+            param("threads", "2 x smp", "threads that touch pages"),
+            param("accesses", "20000", "of each thread, at least"),
+            param(
+                "switches",
+                "100",
+                "off, on or offline, of all vCPUs together, at least"
+            ),
+            param("every_us", "2000", "longest time between two switches, us"),
+            param(
+                "offline",
+                "64",
+                "a vCPU goes offline at one switch in so many; 0: never"
+            ),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of places and switches"),
+        ]
+    ),
+    image!(
+        "apfhostile",
+        "checked accesses while the rules of async page faults are broken",
+        &[
+            param("case", "0", "how: 0 to 8, see the source"),
+            param(
+                "bits",
+                "9",
+                "low bits of the enabling register; 1: original delivery"
+            ),
+            param("accesses", "50000", "of all threads together, then it ends"),
+            param("limit_ms", "10000", "or after this time, milliseconds"),
+            param("seed", "1", "of places and nonsense"),
         ]
     ),
     image!("triple", "a deliberate triple fault", &[]),

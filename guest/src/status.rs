@@ -1,7 +1,9 @@
 //! The status page: progress of each guest thread, in guest memory.
 //!
 //! ```text
-//!    0  u64 magic "LACUNAST"   u32 version   u32 nthreads   u32 state   u32 exit_code   pad to 64
+//!    0  u64 magic "LACUNAST"   u32 version   u32 nthreads   u32 state   u32 exit_code
+//!   24  u32 apf counters: not_present  ready  wake_all  dummy  idle  lost
+//!   48  u32 paused, written by the host      pad to 64
 //!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  pad to 64
 //!  128  entry 1 ...                                                       up to 60 entries
 //! ```
@@ -17,7 +19,7 @@ pub const PAGE_BYTES: usize = 4096;
 /// First eight bytes of the page, read as a little-endian number.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"LACUNAST");
 /// The version this module reads.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Entries on the page.
 pub const MAX_THREADS: usize = 60;
 
@@ -31,6 +33,10 @@ pub const NTHREADS_AT: usize = 12;
 pub const STATE_AT: usize = 16;
 /// Offset of the exit code, u32.
 pub const EXIT_CODE_AT: usize = 20;
+/// Offset of the counter of page-not-present events, u32. The other five follow it.
+pub const APF_AT: usize = 24;
+/// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`], written by the host alone.
+pub const PAUSED_AT: usize = 48;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;
 /// Size of one entry, bytes.
@@ -57,6 +63,36 @@ pub enum Kind {
     Faulter,
     /// Anything else.
     Other,
+}
+
+impl Kind {
+    /// The bit of the word at [`PAUSED_AT`] that holds threads of this kind still: not at once,
+    /// but before they count much further. Of the workloads `bm` looks at it.
+    pub const fn paused_bit(self) -> u32 {
+        match self {
+            Kind::Worker => 1 << 1,
+            Kind::Faulter => 1 << 2,
+            Kind::Other => 1 << 3,
+        }
+    }
+}
+
+/// Async page faults as the guest kernel saw them: events since the boot, summed over its vCPUs.
+/// Modulo 2^32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Apf {
+    /// Page-not-present events: somebody went to sleep, unless `dummies` or `idle` says otherwise.
+    pub not_present: u32,
+    /// Page-ready events for one token.
+    pub ready: u32,
+    /// Page-ready events for everybody who waits.
+    pub wake_all: u32,
+    /// Of `ready`: nobody waited for it (yet).
+    pub dummies: u32,
+    /// Of `not_present`: hit the idle loop, which has nothing to schedule and halts.
+    pub idle: u32,
+    /// Events nothing could be done with; a host that keeps the rules causes none.
+    pub lost: u32,
 }
 
 /// Where the guest is in its life.
@@ -90,6 +126,8 @@ pub struct Thread {
 pub struct Status {
     /// Where the guest is in its life.
     pub state: State,
+    /// Async page faults so far.
+    pub apf: Apf,
     /// Thread slots in use so far, by index; a finished thread keeps its last values until its
     /// slot is used again.
     pub threads: Vec<Thread>,
@@ -151,7 +189,26 @@ impl Status {
         }
         let entries = page[ENTRIES_AT..].chunks_exact(ENTRY_BYTES);
         let threads = entries.take(count as usize).map(Thread::parse).collect();
-        Ok(Self { state, threads })
+        let apf = Apf::parse(page);
+        Ok(Self {
+            state,
+            apf,
+            threads,
+        })
+    }
+}
+
+impl Apf {
+    fn parse(page: &[u8]) -> Self {
+        let counter = |index: usize| u32_at(page, APF_AT + 4 * index);
+        Self {
+            not_present: counter(0),
+            ready: counter(1),
+            wake_all: counter(2),
+            dummies: counter(3),
+            idle: counter(4),
+            lost: counter(5),
+        }
     }
 }
 
@@ -195,9 +252,12 @@ mod tests {
     fn page() -> Vec<u8> {
         let mut p = vec![0; PAGE_BYTES];
         p[..8].copy_from_slice(b"LACUNAST");
-        p[VERSION_AT] = 1;
+        p[VERSION_AT] = 2;
         p[NTHREADS_AT] = 2;
         p[STATE_AT] = 1;
+        for counter in 0..6 {
+            p[APF_AT + 4 * counter] = 10 + counter as u8;
+        }
         let e = ENTRIES_AT + ENTRY_BYTES;
         p[e..e + 8].copy_from_slice(&77u64.to_le_bytes());
         p[e + GOAL_AT] = 100;
@@ -212,6 +272,15 @@ mod tests {
         let status = Status::parse(&page()).unwrap();
         assert_eq!(status.state, State::Running);
         assert_eq!(status.threads.len(), 2);
+        let apf = Apf {
+            not_present: 10,
+            ready: 11,
+            wake_all: 12,
+            dummies: 13,
+            idle: 14,
+            lost: 15,
+        };
+        assert_eq!(status.apf, apf);
         let t = &status.threads[1];
         assert_eq!(
             (t.counter, t.goal, t.kind, t.cpu),

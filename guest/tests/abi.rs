@@ -28,6 +28,8 @@ fn probe(test: &str) -> PathBuf {
 #[test]
 fn rust_mirrors_the_c_headers() {
     let output = Command::new(probe("abi")).output().unwrap();
+    let kinds = [s::Kind::Worker, s::Kind::Faulter, s::Kind::Other];
+    let kinds = kinds.map(|kind| kind.paused_bit().trailing_zeros().to_string());
     let expected = [
         format!("magic {}", s::MAGIC),
         format!("version {}", s::VERSION),
@@ -41,7 +43,15 @@ fn rust_mirrors_the_c_headers() {
         format!("lacuna_status.nthreads {}", s::NTHREADS_AT),
         format!("lacuna_status.state {}", s::STATE_AT),
         format!("lacuna_status.exit_code {}", s::EXIT_CODE_AT),
+        format!("lacuna_status.apf_not_present {}", s::APF_AT),
+        format!("lacuna_status.apf_ready {}", s::APF_AT + 4),
+        format!("lacuna_status.apf_wake_all {}", s::APF_AT + 8),
+        format!("lacuna_status.apf_dummy {}", s::APF_AT + 12),
+        format!("lacuna_status.apf_idle {}", s::APF_AT + 16),
+        format!("lacuna_status.apf_lost {}", s::APF_AT + 20),
+        format!("lacuna_status.paused {}", s::PAUSED_AT),
         format!("lacuna_status.entry {}", s::ENTRIES_AT),
+        format!("kinds {}", kinds.join(" ")),
         format!("lacuna_status_entry.counter {}", s::COUNTER_AT),
         format!("lacuna_status_entry.goal {}", s::GOAL_AT),
         format!("lacuna_status_entry.kind {}", s::KIND_AT),

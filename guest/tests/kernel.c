@@ -106,19 +106,25 @@ static int wakes(uint64_t unused) {
     for (int i = 0; i < 5; i++)
         lacuna_sleep_ns(2000000);
     shared()->woke_at = lacuna_now_ns();
+    __atomic_fetch_add(&shared()->seen, 1, __ATOMIC_SEQ_CST);
     return 0;
 }
 
-/* With a 10 s slice (the test's parameter), only preemption lets the sleeper finish early. */
+/*
+ * With a 10 s slice (the test's parameter), only preemption lets sleepers finish early, and only
+ * if those whom the same tick woke all come before the hog, who keeps the rest of its slice.
+ */
 static void a_wakeup_preempts(void) {
-    shared()->done = 0;
-    CHECK(lacuna_spawn(hogs, 0, 0) >= 0);
-    CHECK(lacuna_spawn(wakes, 0, 0) >= 0);
+    shared()->done = shared()->seen = 0;
     uint64_t start = lacuna_now_ns();
-    lacuna_sleep_ns(100000000);
+    for (int i = 0; i < 4; i++)
+        CHECK(lacuna_spawn(wakes, 0, 0) >= 0);
+    CHECK(lacuna_spawn(hogs, 0, 0) >= 0);
+    while (shared()->seen < 4 && lacuna_now_ns() - start < 8000000000)
+        lacuna_sleep_ns(1000000);
     shared()->done = 1;
     CHECK(lacuna_wait() == 0);
-    CHECK(shared()->woke_at - start < 2000000000);
+    CHECK(shared()->seen == 4 && shared()->woke_at - start < 8000000000);
 }
 
 static void memory_comes_back(void) {
@@ -155,6 +161,51 @@ static void bad_arguments_are_refused(void) {
     CHECK(*(volatile uint64_t *)lacuna_arena() == 4711);
 }
 
+static int sleeps_elsewhere(uint64_t ms) {
+    lacuna_sleep_ns(ms * 1000000);
+    return lacuna_status(LACUNA_KIND_OTHER, "slept", 0)->cpu != 0;
+}
+
+static int waits_elsewhere(uint64_t cpu) {
+    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "waits", 0);
+    if (me->cpu != cpu || lacuna_spawn(sleeps, 300, 0) < 0 || lacuna_wait() != 0)
+        return 1;
+    return me->cpu != 0;
+}
+
+static int goes_offline(uint64_t cpu) {
+    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "offline", 0);
+    lacuna_sleep_ns(50000000);
+    if (me->cpu != cpu || lacuna_cpu_offline() != 0 || me->cpu != 0)
+        return 1;
+    /* Whoever is put there now starts here. */
+    lacuna_confine(3600000000000);
+    return lacuna_cpu_offline() != -1 || lacuna_spawn(sleeps_elsewhere, 0, cpu) < 0 ||
+           lacuna_wait() != 0;
+}
+
+/* Threads that run, sleep, or wait there: all of them end on the first one. */
+static void a_processor_goes_offline(void) {
+    uint64_t last = lacuna_cpus() - 1;
+    CHECK(lacuna_cpu_offline() == -1);
+    if (!last)
+        return;
+    shared()->done = 0;
+    CHECK(lacuna_spawn(hogs, 0, last) >= 0);
+    CHECK(lacuna_spawn(waits, 0, last) >= 0);
+    CHECK(lacuna_spawn(sleeps_elsewhere, 200, last) >= 0);
+    CHECK(lacuna_spawn(waits_elsewhere, last, last) >= 0);
+    CHECK(lacuna_spawn(goes_offline, last, last) >= 0);
+    lacuna_sleep_ns(400000000);
+    shared()->done = 1;
+    CHECK(lacuna_wait() == 0);
+}
+
+static void a_machine_without_async_page_faults_says_so(void) {
+    CHECK(lacuna_apf_enable() == -1);
+    lacuna_apf_disable();
+}
+
 int main(void) {
     lacuna_status(LACUNA_KIND_OTHER, "kernel test", 0);
     data_is_private_to_a_process();
@@ -164,6 +215,8 @@ int main(void) {
     memory_comes_back();
     threads_run_out_gracefully();
     bad_arguments_are_refused();
+    a_machine_without_async_page_faults_says_so();
+    a_processor_goes_offline();
     lacuna_printf("kernel: ok, now a fault of the first process\n");
     faults(0);
     return 0;

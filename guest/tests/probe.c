@@ -26,7 +26,15 @@ int main(int argc, char **argv) {
     OFFSET(lacuna_status, nthreads);
     OFFSET(lacuna_status, state);
     OFFSET(lacuna_status, exit_code);
+    OFFSET(lacuna_status, apf_not_present);
+    OFFSET(lacuna_status, apf_ready);
+    OFFSET(lacuna_status, apf_wake_all);
+    OFFSET(lacuna_status, apf_dummy);
+    OFFSET(lacuna_status, apf_idle);
+    OFFSET(lacuna_status, apf_lost);
+    OFFSET(lacuna_status, paused);
     OFFSET(lacuna_status, entry);
+    printf("kinds %d %d %d\n", LACUNA_KIND_WORKER, LACUNA_KIND_FAULTER, LACUNA_KIND_OTHER);
     OFFSET(lacuna_status_entry, counter);
     OFFSET(lacuna_status_entry, goal);
     OFFSET(lacuna_status_entry, kind);

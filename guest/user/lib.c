@@ -2,7 +2,6 @@
 #include "lacuna.h"
 #include "lacuna/format.h"
 
-#define STATUS ((struct lacuna_status *)LACUNA_STATUS_VA)
 #define INFO ((const struct lacuna_info *)LACUNA_INFO_VA)
 
 __attribute__((visibility("hidden"))) void thread_start(void);
@@ -88,10 +87,10 @@ void lacuna_exit(int status) {
 
 void lacuna_confine(uint64_t ns) { call(LACUNA_SYS_CONFINE, ns, 0, 0, 0); }
 
-struct lacuna_status_entry *lacuna_status_of(int slot) { return &STATUS->entry[slot]; }
+struct lacuna_status_entry *lacuna_status_of(int slot) { return &lacuna_status_page()->entry[slot]; }
 
 struct lacuna_status_entry *lacuna_status(uint32_t kind, const char *name, uint64_t goal) {
-    struct lacuna_status_entry *e = &STATUS->entry[call(LACUNA_SYS_SELF, 0, 0, 0, 0)];
+    struct lacuna_status_entry *e = lacuna_status_of((int)call(LACUNA_SYS_SELF, 0, 0, 0, 0));
     e->kind = kind;
     e->goal = goal;
     for (size_t i = 0; i + 1 < sizeof e->name && name[i]; i++)
@@ -106,5 +105,9 @@ int lacuna_rdmsr(uint32_t index, uint64_t *value) {
 int lacuna_wrmsr(uint32_t index, uint64_t value) {
     return (int)call(LACUNA_SYS_WRMSR, index, value, 0, 0);
 }
+
+int lacuna_apf_enable(void) { return (int)call(LACUNA_SYS_APF_ENABLE, 0, 0, 0, 0); }
+void lacuna_apf_disable(void) { call(LACUNA_SYS_APF_DISABLE, 0, 0, 0, 0); }
+int lacuna_cpu_offline(void) { return (int)call(LACUNA_SYS_CPU_OFFLINE, 0, 0, 0, 0); }
 
 void lacuna_kernel_call(void (*fn)(void)) { call(LACUNA_SYS_KCALL, (uint64_t)fn, 0, 0, 0); }

@@ -1,7 +1,8 @@
 /*
  * The benchmark of the 2010 async-page-fault talk: faulting processes that access random places
  * in all of the arena, half of the accesses writes, beside counting processes that need no
- * memory. Who gets how far tells what a fault costs those who did not cause it.
+ * memory. Who gets how far tells what a fault costs those who did not cause it. The first entry of
+ * the status page counts to 1 when all memory is populated, if asked to, and everybody runs.
  */
 #include "lacuna.h"
 
@@ -26,6 +27,12 @@ static const char *number_name(char *out, const char *name, uint64_t i) {
     return out;
 }
 
+/* The host decides who runs: so it can compare, within one run, faulters with and without. */
+static void while_paused(uint32_t kind) {
+    while (lacuna_paused(kind) && !control()->stop)
+        lacuna_sleep_ns(1000000);
+}
+
 static int worker(uint64_t index) {
     char name[24];
     struct lacuna_status_entry *me =
@@ -33,22 +40,26 @@ static int worker(uint64_t index) {
     while (!control()->stop) {
         for (int i = 0; i < 1024; i++)
             me->counter++;
+        while_paused(LACUNA_KIND_WORKER);
     }
     return 0;
+}
+
+static uint64_t bytes_in_use(void) {
+    uint64_t bytes = lacuna_param("bytes", lacuna_arena_bytes());
+    return bytes < lacuna_arena_bytes() ? bytes : lacuna_arena_bytes();
 }
 
 static int faulter(uint64_t index) {
     char name[24];
     uint64_t goal = lacuna_param("accesses", 0), x = lacuna_mix(lacuna_param("seed", 1) + index);
-    uint64_t bytes = lacuna_param("bytes", lacuna_arena_bytes());
-    if (bytes > lacuna_arena_bytes())
-        bytes = lacuna_arena_bytes();
-    uint64_t pages = bytes / PAGE > 1 ? bytes / PAGE - 1 : 1;
+    uint64_t bytes = bytes_in_use(), pages = bytes / PAGE > 1 ? bytes / PAGE - 1 : 1;
     char *base = lacuna_arena() + PAGE;
     struct lacuna_status_entry *me =
         lacuna_status(LACUNA_KIND_FAULTER, number_name(name, "faulter", index), goal);
     x |= 1;
     while (!control()->stop && (!goal || me->counter < goal)) {
+        while_paused(LACUNA_KIND_FAULTER);
         uint64_t r = lacuna_random(&x);
         volatile uint64_t *p =
             (volatile uint64_t *)(base + lacuna_below(r, pages) * PAGE + (r & 511) * 8);
@@ -79,9 +90,11 @@ int main(void) {
         lacuna_printf("bm: faulters=%lu workers=%lu cannot be\n", faulters, workers);
         return 2;
     }
-    lacuna_status(LACUNA_KIND_OTHER, "bm", 0);
+    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "bm", 0);
     control()->stop = 0;
     control()->faulters_left = faulters;
+    for (uint64_t at = PAGE; lacuna_param("populate", 0) && at < bytes_in_use(); at += PAGE)
+        *(volatile uint64_t *)(lacuna_arena() + at) = at;
     uint64_t start = lacuna_now_ns();
     for (uint64_t i = 0; i < faulters + workers; i++) {
         bool f = i < faulters;
@@ -92,6 +105,7 @@ int main(void) {
             return 2;
         }
     }
+    me->counter = 1; /* the host may begin to measure */
     if (!goal) {
         lacuna_sleep_ns(lacuna_param("seconds", 10) * 1000000000);
         control()->stop = 1;

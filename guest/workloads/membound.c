@@ -1,6 +1,7 @@
 /*
  * A memory-bound program: allocates every page there is, writes to each, reads all back, frees
- * all, and again. With nop=1 a process that only counts runs beside it.
+ * all, and again. work=N lets it compute between two pages. With nop=1 a process that only counts
+ * runs beside it.
  */
 #include "permute.h"
 
@@ -53,10 +54,21 @@ static int nop(uint64_t unused) {
     return 0;
 }
 
+/* Some two nanoseconds each on a fast processor: a chain that nothing can shorten. */
+static uint64_t compute(uint64_t iterations, uint64_t v) {
+    for (; iterations; iterations--)
+        v = lacuna_mix(v);
+    return v;
+}
+
 static int round_once(uint64_t round, struct lacuna_status_entry *me) {
     uint64_t page, count = 0, wrong = 0, start = lacuna_now_ns();
-    for (; (page = allocate()); count++, me->counter++)
+    uint64_t work = lacuna_param("work", 0);
+    volatile uint64_t computed;
+    for (; (page = allocate()); count++, me->counter++) {
         *word(page) = lacuna_mix(page + round);
+        computed = compute(work, page);
+    }
     uint64_t touched = lacuna_now_ns();
     struct permute order = permute_new(pages, round);
     for (uint64_t i = 0; i < pages; i++) {
@@ -65,9 +77,11 @@ static int round_once(uint64_t round, struct lacuna_status_entry *me) {
             continue;
         wrong += *word(page) != lacuna_mix(page + round);
         release(page);
+        computed = compute(work, page);
         me->counter++;
     }
     uint64_t end = lacuna_now_ns();
+    (void)computed;
     lacuna_printf("RESULT round=%lu pages=%lu touch_ns_per_page=%lu free_ns_per_page=%lu\n",
                   round, count, (touched - start) / (count + 1), (end - touched) / (count + 1));
     if (wrong)

@@ -8,10 +8,17 @@ use lacuna_mmu::{Faulter, Outcome};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
 
+/// An access to a page that is on its way.
+pub(crate) struct PageFault {
+    pub(crate) gfn: Gfn,
+    pub(crate) access: Access,
+    pub(crate) ticket: Ticket,
+}
+
 /// What a stopped instruction waits for.
 pub(crate) enum Blocked {
     /// A page that is on its way.
-    Page(Ticket),
+    Page(PageFault),
     /// A free frame.
     Memory,
     /// An invalidation near its page to end.
@@ -63,10 +70,17 @@ impl SoftBus {
     }
 
     #[cold]
-    fn stop(&mut self, gfn: Gfn, outcome: Outcome) -> Stop {
+    fn stop(&mut self, gfn: Gfn, access: Access, outcome: Outcome) -> Stop {
         let (blocked, stop) = match outcome {
             Outcome::Busy => (Blocked::Busy, Stop::Wait),
-            Outcome::Pending(ticket) => (Blocked::Page(ticket), Stop::Wait),
+            Outcome::Pending(ticket) => {
+                let fault = PageFault {
+                    gfn,
+                    access,
+                    ticket,
+                };
+                (Blocked::Page(fault), Stop::Wait)
+            }
             Outcome::NoMemory => (Blocked::Memory, Stop::Wait),
             Outcome::Mmio => return Stop::Mmio(gfn.gpa()),
             Outcome::Lost(page) => (Blocked::Lost(gfn.gpa(), page.to_string()), Stop::Lost),
@@ -91,7 +105,7 @@ unsafe impl Bus for SoftBus {
         }
         match vm.mmu.fault(&mut self.faulter, gfn, access) {
             Outcome::Mapped(page) => Ok(self.host_page(gfn, page.pfn, page.writable)),
-            other => Err(self.stop(gfn, other)),
+            other => Err(self.stop(gfn, access, other)),
         }
     }
 

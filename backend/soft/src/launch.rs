@@ -2,10 +2,11 @@
 
 use crate::{Guest, SoftError, Stalls, Trace, Vm, VmConfig, World, WorldConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
-    FileStore, Host, HostConfig, HostError, HostStats, Io, Latency, MemoryStore, SwapStore,
+    Dial, FileStore, Host, HostConfig, HostError, HostStats, Io, Latency, MemoryStore, SwapStore,
 };
-use lacuna_machine::{Board, Console, Ending, GuestMemory, Image};
+use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ pub enum Swap {
 }
 
 /// A run.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct Launch {
     /// The memory that the guest believes it has.
     pub memory: PageCount,
@@ -33,7 +34,9 @@ pub struct Launch {
     /// Where the rest goes.
     pub swap: Swap,
     /// Added to every swap transfer.
-    pub latency: Duration,
+    pub latency: Dial,
+    /// Whether the guest is offered asynchronous page faults.
+    pub apf: Apf,
     /// One thread, virtual time, bit-exact; `None` for threads and real time.
     pub seed: Option<u64>,
     /// For the guest kernel; `smp=` and `ap=` are added.
@@ -58,6 +61,8 @@ pub struct Outcome {
     pub host: HostStats,
     /// Each vCPU's stalls.
     pub stalls: Vec<Stalls>,
+    /// Each vCPU's asynchronous page faults.
+    pub apf: Vec<ApfStats>,
     /// Instructions that each vCPU retired.
     pub retired: Vec<u64>,
     /// The guest's time at the end.
@@ -98,10 +103,7 @@ impl Launch {
     }
 
     fn delayed<S: SwapStore + 'static>(&self, store: S) -> Box<dyn SwapStore> {
-        match u64::try_from(self.latency.as_nanos()).unwrap_or(u64::MAX) {
-            0 => Box::new(store),
-            ns => Box::new(Latency::new(store, ns)),
-        }
+        Box::new(Latency::new(store, self.latency.clone()))
     }
 
     /// The guest kernel's whole command line.
@@ -131,6 +133,7 @@ impl Launch {
         VmConfig {
             memory: self.memory,
             vcpus: self.vcpus,
+            apf: self.apf,
         }
     }
 
@@ -208,6 +211,7 @@ impl Outcome {
             ending: board.ending().unwrap_or(Ending::Stopped),
             host: vm.host().stats(),
             stalls: vm.stalls(),
+            apf: vm.apf_stats(),
             retired: vm.retired(),
             status: status_page(vm, board),
             end,

@@ -22,8 +22,10 @@
 //! `lacuna_sync::Quiescence`.
 #![deny(unsafe_code)]
 
+mod apf;
 mod bus;
 mod code;
+mod entry;
 mod exclusive;
 mod launch;
 mod layout;
@@ -34,7 +36,9 @@ mod stall;
 mod vcpu;
 mod vm;
 
-pub use lacuna_host::{Host, HostError, HostStats, MmuNotifier};
+pub use lacuna_apf::Stats as ApfStats;
+pub use lacuna_host::{Dial, Host, HostError, HostStats, MmuNotifier};
+pub use lacuna_machine::Apf;
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use launch::{Launch, Observed, Outcome, Swap};
 pub use seeded::{Guest, Trace, World, WorldConfig};

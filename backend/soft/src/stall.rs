@@ -37,6 +37,14 @@ impl Stalls {
         self.0.value_at_quantile(quantile)
     }
 
+    /// What came after `earlier`, an earlier reading of the same vCPU.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        let mut rest = self.clone();
+        rest.0.subtract(&earlier.0).expect("a reading only grows");
+        rest
+    }
+
     /// Adds another vCPU's stalls.
     pub fn add(&mut self, other: &Self) {
         self.0.add(&other.0).expect("the same bounds everywhere");

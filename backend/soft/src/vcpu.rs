@@ -1,22 +1,24 @@
 //! One vCPU: a step that never waits, and the thread-mode loop around it that does.
 //!
 //! ```text
-//! step:  obey pokes -> online (flush the TLB if an epoch passed) -> run the processor -> offline
+//! step:  obey pokes -> tell the guest of pages that have come -> run the processor (`entry`)
+//!        -> a page is missing: tell the guest, or Wait
 //!        -> Ran | Exit | Wait(for what) | Failed
 //! run:   step; wait for what it says; until Exit           (threads: `lacuna_machine::run`)
 //! World: step; note what it says; step another             (one thread: `seeded`)
 //! ```
 
-use crate::bus::{Blocked, SoftBus};
-use crate::code::Stale;
+use crate::bus::{Blocked, PageFault};
+use crate::entry::Entry;
 use crate::vm::Meter;
 use crate::{SoftError, Vm};
 use lacuna_addr::Gpa;
-use lacuna_cpu::Stop;
+use lacuna_apf::{Msr, NotPresent, Queue};
+use lacuna_cpu::{Stop, Wake};
 use lacuna_host::Ticket;
-use lacuna_machine::{Boot, Exit, VcpuError, Width};
-use lacuna_sync::{Epoch, Nanos, Quiescence, VcpuSlot};
-use lacuna_x86::{Cpu, Regs, System, Table};
+use lacuna_machine::{Apf, Boot, Exit, VcpuError, Width};
+use lacuna_sync::Nanos;
+use lacuna_x86::{Regs, System, Table};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
@@ -52,52 +54,54 @@ pub enum Wait {
 pub struct Vcpu {
     vm: Arc<Vm>,
     index: usize,
-    cpu: Cpu,
-    bus: SoftBus,
-    /// When the TLB was last known to hold nothing stale.
-    flushed: Epoch,
+    entry: Entry,
+    apf: Queue,
+    boot: Boot,
     /// Instructions retired when its holds were last let go.
     held_at: u64,
     stalled_since: Option<Nanos>,
 }
 
-/// A vCPU that is online; offline again on drop, also when it panics: shoot-downs must not wait for
-/// a thread that is gone.
-struct Online<'a> {
-    quiescence: &'a Quiescence,
-    index: usize,
-}
-
-impl Drop for Online<'_> {
-    fn drop(&mut self) {
-        self.quiescence.offline(self.index);
-    }
-}
-
 impl Vcpu {
     pub(crate) fn new(vm: Arc<Vm>, index: usize, boot: &Boot) -> Result<Self, SoftError> {
-        let mut cpu = Cpu::new(index, Arc::clone(&vm.apics), Arc::clone(&vm.clock));
-        cpu.set_system(boot_system(boot));
-        cpu.set_regs(&boot_regs(boot));
-        Ok(Self {
-            bus: SoftBus::new(Arc::clone(&vm), index)?,
+        let bells = Arc::clone(&vm.bells);
+        let features = vm.features();
+        let id = u32::try_from(index).expect("at most 64 vCPUs");
+        let mut vcpu = Self {
+            entry: Entry::new(Arc::clone(&vm), index)?,
+            apf: Queue::new(id, features, move || bells.wake(index)),
             vm,
             index,
-            cpu,
-            flushed: Epoch::default(),
+            boot: *boot,
             held_at: 0,
             stalled_since: None,
-        })
+        };
+        vcpu.start();
+        Ok(vcpu)
+    }
+
+    /// Back to where [`Vm::boot`] left it: what INIT and a VMM's reset do to one vCPU.
+    pub fn reset(&mut self) {
+        self.apf.reset();
+        self.entry.cpu.reset();
+        self.start();
+    }
+
+    fn start(&mut self) {
+        let features = self.vm.features();
+        self.entry.cpu.set_kvm_features(features.bits());
+        self.entry.cpu.set_system(boot_system(&self.boot));
+        self.entry.cpu.set_regs(&boot_regs(&self.boot));
     }
 
     /// Its registers, for traces and debuggers.
     pub fn regs(&self) -> Regs {
-        self.cpu.regs()
+        self.entry.cpu.regs()
     }
 
     /// Instructions retired so far.
     pub fn retired(&self) -> u64 {
-        self.cpu.retired()
+        self.entry.cpu.retired()
     }
 
     /// Runs about `fuel` instructions at most. Never sleeps.
@@ -110,58 +114,92 @@ impl Vcpu {
                 .expect("no panic under this lock");
             stalls.record(since, self.vm.clock.now());
         }
-        if self.cpu.retired() != self.held_at {
-            self.held_at = self.cpu.retired();
-            self.bus.faulter().retired();
+        if self.entry.cpu.retired() != self.held_at {
+            self.held_at = self.entry.cpu.retired();
+            self.entry.bus.faulter().retired();
         }
-        let exit = self.online(|vcpu| {
-            let slot = vcpu.vm.bells.quiescence.vcpu(vcpu.index);
-            vcpu.cpu.run(&mut vcpu.bus, slot, fuel)
-        });
+        self.entry.obey();
+        if let Some(halt) = self.page_ready() {
+            return halt;
+        }
+        let exit = self.entry.run(fuel);
         self.meter()
             .retired
-            .store(self.cpu.retired(), Ordering::Relaxed);
+            .store(self.entry.cpu.retired(), Ordering::Relaxed);
         self.finish(exit)
+    }
+
+    /// Tells the guest of pages that have come. A step, if the vCPU stays in its artificial halt.
+    fn page_ready(&mut self) -> Option<Step> {
+        if self.apf.has_arrivals() && self.apf.poll(self.vm.clock.now(), &mut self.entry) > 0 {
+            self.publish();
+        }
+        if !self.apf.halted() {
+            return None;
+        }
+        if self.entry.cpu.has_interrupt() {
+            self.apf.break_halt();
+            return None;
+        }
+        self.stalled_since = Some(self.vm.clock.now());
+        Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
+    }
+
+    /// A page is on its way. The ticket comes back if the vCPU has to wait for it.
+    fn page_not_present(&mut self, fault: PageFault) -> Option<Ticket> {
+        let PageFault {
+            gfn,
+            access,
+            ticket,
+        } = fault;
+        if self.vm.apf() == Apf::Off {
+            return Some(ticket);
+        }
+        let now = self.vm.clock.now();
+        let answer = self.apf.not_present(gfn, access, now, &mut self.entry);
+        self.publish();
+        match answer {
+            NotPresent::Wait => return Some(ticket),
+            NotPresent::Halt(None) => {}
+            NotPresent::Injected(claim) | NotPresent::Halt(Some(claim)) => {
+                ticket.on_done(move || claim.complete());
+            }
+        }
+        // Not before the guest was told: else ready might overtake not-present. And in any case:
+        // a ticket that nobody starts keeps its frame for ever.
+        self.vm.host.start(&ticket);
+        None
+    }
+
+    fn read_msr(&mut self, index: u32) -> Step {
+        let value = Msr::of(index).and_then(|msr| self.apf.read_msr(msr));
+        self.entry.cpu.complete_msr(value);
+        Step::Ran
+    }
+
+    fn write_msr(&mut self, index: u32, value: u64) -> Step {
+        let now = self.vm.clock.now();
+        let written = Msr::of(index)
+            .is_some_and(|msr| self.apf.write_msr(msr, value, now, &mut self.entry).is_ok());
+        self.entry.cpu.complete_msr(written.then_some(0));
+        self.publish();
+        Step::Ran
+    }
+
+    /// Lets others see its counters.
+    fn publish(&self) {
+        *self.meter().apf.lock().expect("no panic under this lock") = self.apf.stats();
     }
 
     fn meter(&self) -> &Meter {
         &self.vm.meters[self.index]
     }
 
-    /// Runs `body` between two quiescent points.
-    fn online<R>(&mut self, body: impl FnOnce(&mut Self) -> R) -> R {
-        if self.vm.quiescence().vcpu(self.index).take() & VcpuSlot::CODE != 0 {
-            self.drop_code();
-        }
-        let vm = Arc::clone(&self.vm);
-        let epoch = vm.exclusive.online(vm.quiescence(), self.index);
-        let _online = Online {
-            quiescence: vm.quiescence(),
-            index: self.index,
-        };
-        self.flush_since(epoch);
-        body(self)
-    }
-
-    fn flush_since(&mut self, epoch: Epoch) {
-        if epoch > self.flushed {
-            self.cpu.flush_tlb();
-            self.flushed = epoch;
-        }
-    }
-
-    fn drop_code(&mut self) {
-        match self.vm.code.take(self.index) {
-            Stale::All => self.cpu.drop_all_code(),
-            Stale::Pages(pages) => pages.into_iter().for_each(|gfn| self.cpu.drop_code(gfn)),
-        }
-    }
-
     fn finish(&mut self, exit: lacuna_x86::Exit) -> Step {
         use lacuna_x86::Exit as X;
         match exit {
             X::Fuel | X::Poked | X::Stop(Stop::Again) => Step::Ran,
-            X::Halt => Step::Wait(Wait::Halt(self.cpu.next_deadline())),
+            X::Halt => Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())),
             X::Stop(Stop::Wait | Stop::Lost) => self.blocked(),
             X::Stop(Stop::Mmio(gpa)) => self.unbacked(gpa),
             X::IoOut { port, size, value } => Step::Exit(Exit::IoOut {
@@ -182,8 +220,10 @@ impl Vcpu {
                 width: width(size),
                 value,
             }),
+            X::MsrRead { index } => self.read_msr(index),
+            X::MsrWrite { index, value } => self.write_msr(index, value),
             X::Exclusive => {
-                let exit = self.run_alone();
+                let exit = self.entry.run_alone();
                 self.finish(exit)
             }
             X::Shutdown(shutdown) => {
@@ -196,26 +236,13 @@ impl Vcpu {
         }
     }
 
-    /// One instruction with the world to itself.
-    fn run_alone(&mut self) -> lacuna_x86::Exit {
-        let vm = Arc::clone(&self.vm);
-        let quiescence = vm.quiescence();
-        vm.exclusive.alone(quiescence, self.index, || {
-            let epoch = quiescence.online(self.index);
-            let _online = Online {
-                quiescence,
-                index: self.index,
-            };
-            self.flush_since(epoch);
-            self.cpu
-                .run_exclusive(&mut self.bus, quiescence.vcpu(self.index))
-        })
-    }
-
     fn blocked(&mut self) -> Step {
         let vcpu = self.index;
-        let wait = match self.bus.blocked.take() {
-            Some(Blocked::Page(ticket)) => Wait::Page(ticket),
+        let wait = match self.entry.bus.blocked.take() {
+            Some(Blocked::Page(fault)) => match self.page_not_present(fault) {
+                Some(ticket) => Wait::Page(ticket),
+                None => return Step::Ran,
+            },
             Some(Blocked::Memory) => Wait::Memory,
             Some(Blocked::Busy) | None => return Step::Wait(Wait::Busy),
             Some(Blocked::Lost(gpa, cause)) => {
@@ -236,7 +263,7 @@ impl Vcpu {
             "vCPU {}: code, page table or system structure at {gpa}, where there is no memory \
              (rip {:#x})",
             self.index,
-            self.cpu.regs().rip
+            self.entry.cpu.regs().rip
         );
         Step::Exit(Exit::Shutdown(text))
     }
@@ -287,7 +314,7 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn complete_read(&mut self, value: u64) {
-        self.cpu.complete_read(value);
+        self.entry.cpu.complete_read(value);
     }
 }
 

@@ -6,9 +6,10 @@ use crate::park::Parker;
 use crate::stall::Stalls;
 use crate::vcpu::Vcpu;
 use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
+use lacuna_apf::{Features, Stats as ApfStats};
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
-use lacuna_machine::{Boot, BootError, Image, Kick, Layout};
+use lacuna_machine::{Apf, Boot, BootError, Image, Kick, Layout};
 use lacuna_mmu::{Mmu, MmuError};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_sync::{Clock, Quiescence, VcpuSlot};
@@ -23,6 +24,8 @@ pub struct VmConfig {
     pub memory: PageCount,
     /// Its processors, 1 to 64.
     pub vcpus: usize,
+    /// Asynchronous page faults.
+    pub apf: Apf,
 }
 
 /// Why a VM cannot be made.
@@ -69,6 +72,7 @@ impl Wake for Bells {
 pub(crate) struct Meter {
     pub(crate) retired: AtomicU64,
     pub(crate) stalls: Mutex<Stalls>,
+    pub(crate) apf: Mutex<ApfStats>,
 }
 
 /// One virtual machine.
@@ -84,6 +88,7 @@ pub struct Vm {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) stopping: AtomicBool,
     pub(crate) meters: Box<[Meter]>,
+    apf_paused: AtomicBool,
     backing: Mutex<Vec<HvaRange>>,
 }
 
@@ -94,7 +99,7 @@ impl Vm {
         clock: Arc<dyn Clock>,
         config: VmConfig,
     ) -> Result<Arc<Self>, SoftError> {
-        let VmConfig { memory, vcpus } = config;
+        let VmConfig { memory, vcpus, apf } = config;
         if !(1..=64).contains(&vcpus) {
             return Err(SoftError::Vcpus(vcpus));
         }
@@ -119,6 +124,7 @@ impl Vm {
             exclusive: Exclusive::default(),
             stopping: AtomicBool::new(false),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
+            apf_paused: AtomicBool::new(apf == Apf::Off),
             backing: Mutex::new(Vec::new()),
             config,
             layout,
@@ -187,6 +193,35 @@ impl Vm {
                 .expect("no panic under this lock")
                 .clone()
         };
+        self.meters.iter().map(read).collect()
+    }
+
+    /// From now on, whether a page that is on its way is reported to a guest that has asked for it.
+    /// The guest sees no other difference. Without effect on a VM that never offered it.
+    pub fn set_apf(&self, apf: Apf) {
+        let off = apf == Apf::Off || self.config.apf == Apf::Off;
+        self.apf_paused.store(off, Ordering::Relaxed);
+    }
+
+    /// What CPUID offers.
+    pub(crate) fn features(&self) -> Features {
+        match self.config.apf {
+            Apf::Off => Features::empty(),
+            Apf::On => Features::ASYNC_PF | Features::ASYNC_PF_INT,
+        }
+    }
+
+    pub(crate) fn apf(&self) -> Apf {
+        if self.apf_paused.load(Ordering::Relaxed) {
+            Apf::Off
+        } else {
+            Apf::On
+        }
+    }
+
+    /// Each vCPU's asynchronous page faults so far.
+    pub fn apf_stats(&self) -> Vec<ApfStats> {
+        let read = |meter: &Meter| *meter.apf.lock().expect("no panic under this lock");
         self.meters.iter().map(read).collect()
     }
 

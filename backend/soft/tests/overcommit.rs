@@ -5,7 +5,7 @@ mod common;
 
 use common::{boot, launch, pass};
 use lacuna_machine::Ending;
-use lacuna_soft::{Guest, Launch, Swap, Trace, World, WorldConfig};
+use lacuna_soft::{Dial, Guest, Launch, Swap, Trace, World, WorldConfig};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn verify_with_added_latency() {
     for vcpus in [1, 2, 4] {
         let latency = Duration::from_micros(200);
         let launch = Launch {
-            latency,
+            latency: Dial::new(latency),
             ..launch(24, 6, vcpus, ARGUMENTS)
         };
         assert_swapped(&pass(&launch, "verify").0);

@@ -4,6 +4,7 @@
 //!   that every lock-free protocol can be model-checked as it is written.
 //! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses
 //!   [`VirtualClock`].
+//! * [`Dial`]: a latency that a run's user turns while it runs.
 //! * [`Quiescence`]: which vCPUs may still hold a translation (the shoot-down protocol).
 //! * [`Stripes`]: the range lock of the stage-2 cursor with its invalidation sequence.
 //!
@@ -11,10 +12,12 @@
 #![forbid(unsafe_code)]
 
 mod clock;
+mod dial;
 mod quiescence;
 pub mod shim;
 mod stripes;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
+pub use dial::Dial;
 pub use quiescence::{Epoch, Quiescence, VcpuSlot};
 pub use stripes::{Snapshot, StripeGuard, Stripes};

@@ -8,6 +8,7 @@ use crate::finding::Finding;
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-addr", &[]),
     ("lacuna-sync", &[]),
+    ("lacuna-sys", &["lacuna-addr"]),
     ("lacuna-tables", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-slots", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-host", &["lacuna-addr", "lacuna-sync"]),
@@ -29,6 +30,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna-machine",
         &["lacuna-addr", "lacuna-sync", "lacuna-slots", "lacuna-host"],
     ),
+    ("lacuna-apf", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-cpu", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-x86", &["lacuna-addr", "lacuna-sync", "lacuna-cpu"]),
     (
@@ -40,10 +42,15 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-host",
             "lacuna-stage2",
             "lacuna-mmu",
+            "lacuna-apf",
             "lacuna-machine",
             "lacuna-cpu",
             "lacuna-x86",
         ],
+    ),
+    (
+        "lacuna-kvm",
+        &["lacuna-addr", "lacuna-sync", "lacuna-sys", "lacuna-machine"],
     ),
     ("lacuna-guest", &[]),
     (
@@ -53,6 +60,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-sync",
             "lacuna-machine",
             "lacuna-soft",
+            "lacuna-kvm",
             "lacuna-guest",
         ],
     ),
@@ -62,6 +70,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-addr",
             "lacuna-machine",
             "lacuna-soft",
+            "lacuna-kvm",
             "lacuna-guest",
             "lacuna-lab",
         ],
@@ -86,6 +95,8 @@ const ROOMS: &[(&str, Unsafe)] = &[
     ("lacuna-host", Unsafe::Room),
     ("lacuna-cpu", Unsafe::Room),
     ("lacuna-soft", Unsafe::Exceptional),
+    ("lacuna-sys", Unsafe::Room),
+    ("lacuna-kvm", Unsafe::Room),
 ];
 
 /// What `package` may do about `unsafe`.

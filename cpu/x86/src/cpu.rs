@@ -1,6 +1,7 @@
 //! The processor: its run loop.
 //!
 //! ```text
+//! slice: the timer ticks; what events.rs still holds is delivered, before anything else
 //!        +--------------------------- turn --------------------------------+
 //! run -> | poked? -> interrupt? -> halted? -> block_at(rip) -> dispatch     | -> Exit
 //!        |    ^                         or, for one instruction, step       |
@@ -10,25 +11,32 @@
 //! ```
 //! *Stepping* executes one instruction alone, decoded afresh: when it writes decoded code, repeats
 //! a device access, is being single-stepped, follows STI, or lies across two pages.
+//!
+//! Events are entered in events.rs. What the machine around asks of the processor between two runs,
+//! registers and answers and injected exceptions, is in outside.rs.
+
+mod events;
+mod outside;
 
 use crate::apic::{ApicBus, Lapic};
 use crate::cache::{CodeCache, Key, NEVER};
 use crate::control::Flush;
 use crate::decode::{self, Found, Window};
-use crate::deliver::{self, Event, Outcome};
+use crate::deliver::Event;
 use crate::dispatch::{Decoded, Leave, dispatch};
-use crate::exit::{Exit, Shutdown};
-use crate::flags::{IF, TF};
+use crate::exit::Exit;
+use crate::flags::TF;
 use crate::mem::{Touch, View};
 use crate::op::{Code, Op, System as SystemOp};
 use crate::processor::{Core, Why};
 use crate::stack;
-use crate::state::{Exception, System, Trap};
+use crate::state::{Exception, Trap};
 use crate::system::{self, Done};
 use crate::walk::User;
-use lacuna_addr::{Gfn, PAGE_SIZE};
+use events::Pending;
+use lacuna_addr::PAGE_SIZE;
 use lacuna_cpu::{Bus, HostPage};
-use lacuna_sync::{Clock, Nanos, VcpuSlot};
+use lacuna_sync::{Clock, VcpuSlot};
 use std::sync::Arc;
 
 /// Instructions between two looks at the clock, for the timer's sake: some 50 us.
@@ -57,6 +65,7 @@ pub struct Cpu {
     unlinked: Option<Unlinked>,
     /// The last step went to a handler instead of completing.
     interrupted: bool,
+    pending: Pending,
     retired: u64,
 }
 
@@ -79,76 +88,13 @@ impl Cpu {
             fresh: Vec::new(),
             unlinked: None,
             interrupted: false,
+            pending: Pending::Nothing,
             retired: 0,
         }
     }
 
-    /// General registers, RIP and RFLAGS.
-    pub fn regs(&self) -> Regs {
-        let mut gpr = [0; 16];
-        gpr.copy_from_slice(&self.core.r[..16]);
-        Regs {
-            gpr,
-            rip: self.core.rip,
-            rflags: self.core.rflags(),
-        }
-    }
-
-    /// Sets general registers, RIP and RFLAGS.
-    pub fn set_regs(&mut self, regs: &Regs) {
-        self.core.r[..16].copy_from_slice(&regs.gpr);
-        self.core.rip = regs.rip;
-        self.core.set_rflags(regs.rflags);
-        self.unlinked = None;
-    }
-
-    /// System registers.
-    pub fn system(&self) -> &System {
-        &self.core.sys
-    }
-
-    /// Replaces the system registers; forgets every translation.
-    pub fn set_system(&mut self, system: System) {
-        self.core.sys = system;
-        self.core.sync_privilege();
-        self.flush_tlb();
-    }
-
-    /// The value for the last [`Exit::IoIn`] or [`Exit::MmioRead`].
-    pub fn complete_read(&mut self, value: u64) {
-        self.core.replay.push(value);
-    }
-
-    /// Forgets every translation: pages were taken back.
-    pub fn flush_tlb(&mut self) {
-        self.core.flush_tlb();
-        self.code.new_epoch();
-    }
-
-    /// Drops the decoded instructions of a page: another processor wrote it.
-    pub fn drop_code(&mut self, gfn: Gfn) {
-        self.code.drop_page(gfn);
-    }
-
-    /// Drops all decoded instructions.
-    pub fn drop_all_code(&mut self) {
-        self.code.clear();
-    }
-
-    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as
-    /// one.
-    pub fn retired(&self) -> u64 {
-        self.retired
-    }
-
-    /// When the APIC timer will raise an interrupt: how long a halted processor may be left alone.
-    pub fn next_deadline(&self) -> Option<Nanos> {
-        self.core.apic.next_deadline()
-    }
-
     /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
-    /// block in which
-    /// `fuel` instructions are done. The poke word is looked at between blocks.
+    /// block in which `fuel` instructions are done. The poke word is looked at between blocks.
     pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
         let end = self.retired.saturating_add(fuel);
         loop {
@@ -172,7 +118,10 @@ impl Cpu {
     pub fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
         self.core.sys.exclusive = true;
         self.core.budget = 1;
-        let exit = self.step(bus, slot);
+        let exit = match std::mem::take(&mut self.pending) {
+            Pending::Exception(exception) => self.raise_once(bus, exception),
+            _ => self.step(bus, slot),
+        };
         self.core.sys.exclusive = false;
         self.retired = self.retired.saturating_add_signed(1 - self.core.budget);
         exit.unwrap_or(Exit::Fuel)
@@ -181,6 +130,13 @@ impl Cpu {
     /// Executes until the budget is gone.
     fn slice<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
         self.core.apic.tick(self.core.clock.now());
+        // Once is enough: whatever leaves something pending leaves the run.
+        if self.pending != Pending::Nothing
+            && !slot.poked()
+            && let Some(exit) = self.settle(bus)
+        {
+            return Some(exit);
+        }
         while self.core.budget > 0 {
             if slot.poked() {
                 return Some(Exit::Poked);
@@ -197,8 +153,7 @@ impl Cpu {
         if self.core.replay.is_active() {
             return self.step(bus, slot);
         }
-        if self.core.rflags & IF != 0
-            && !self.core.sys.interrupt_shadow
+        if self.core.is_open()
             && let Some(vector) = self.core.apic.pending()
         {
             return self.interrupt(bus, vector);
@@ -324,15 +279,20 @@ impl Cpu {
         };
         match exit {
             // Not executed, and will be again.
-            Some(Exit::Stop(_) | Exit::Exclusive | Exit::MmioRead { .. } | Exit::IoIn { .. }) => {
-                self.core.sys.interrupt_shadow = shadow;
-            }
-            Some(Exit::MmioWrite { .. }) => self.core.sys.interrupt_shadow = shadow,
+            Some(
+                Exit::Stop(_)
+                | Exit::Exclusive
+                | Exit::MmioRead { .. }
+                | Exit::MmioWrite { .. }
+                | Exit::IoIn { .. }
+                | Exit::MsrRead { .. }
+                | Exit::MsrWrite { .. },
+            ) => self.core.sys.interrupt_shadow = shadow,
             _ => {
                 self.core.replay.clear();
                 if trace && !self.interrupted && exit.is_none() && self.core.rip != rip {
                     self.core.sys.dr6 |= DR6_BS;
-                    return self.raise(bus, Exception::DB);
+                    return self.raise_once(bus, Exception::DB);
                 }
             }
         }
@@ -397,51 +357,6 @@ impl Cpu {
             }
             Why::Again => None,
             Why::Step => self.step(bus, slot),
-        }
-    }
-
-    /// Delivers an exception at RIP.
-    pub(crate) fn raise<B: Bus>(&mut self, bus: &mut B, exception: Exception) -> Option<Exit> {
-        self.event(bus, Event::Exception(exception)).err()
-    }
-
-    fn interrupt<B: Bus>(&mut self, bus: &mut B, vector: u8) -> Option<Exit> {
-        let delivered = self.event(bus, Event::Interrupt(vector));
-        if delivered == Ok(vector) {
-            self.core.apic.accept(vector);
-        }
-        delivered.err()
-    }
-
-    /// Delivers an event at RIP; returns the vector of the handler entered.
-    fn event<B: Bus>(&mut self, bus: &mut B, event: Event) -> Result<u8, Exit> {
-        let mut flow = self.core.flow(self.core.rip);
-        let outcome = deliver::deliver(&mut View::new(&mut self.core, bus), &mut flow, event);
-        self.drop_written(bus);
-        match outcome {
-            Ok(Outcome::Entered(vector)) => {
-                self.interrupted = true;
-                self.core.replay.clear();
-                self.core.follow(flow);
-                // A handler that faults at once must not keep the run loop for ever.
-                self.core.budget -= 1;
-                Ok(vector)
-            }
-            Ok(Outcome::Shutdown) => {
-                let first = match event {
-                    Event::Exception(exception) => exception,
-                    Event::Software { vector, .. } | Event::Interrupt(vector) => {
-                        Exception::plain(vector)
-                    }
-                };
-                Err(Exit::Shutdown(Shutdown {
-                    rip: self.core.rip,
-                    first,
-                }))
-            }
-            Err(Trap::Stop(stop)) => Err(Exit::Stop(stop)),
-            Err(Trap::Exclusive) => Err(Exit::Exclusive),
-            Err(Trap::Exception(_)) => unreachable!("deliver handles exceptions itself"),
         }
     }
 

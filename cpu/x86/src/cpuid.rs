@@ -61,12 +61,13 @@ const EXTENDED_ECX: u32 = 1 << 0 | 1 << 5;
 /// Leaf 0x80000007: the TSC runs at one rate and never stops.
 const INVARIANT_TSC: u32 = 1 << 8;
 
-/// KVM features (facts section 1.1): port 0x80 need not be waited for. No clock (bits 0, 3), no
-/// async page faults (bits 4, 10, 14), no PV EOI, steal time or hypercalls.
+/// KVM features (facts section 1.1): port 0x80 need not be waited for. No clock (bits 0, 3), no PV
+/// EOI, steal time or hypercalls. Async page faults (bits 4, 10, 14) are the hypervisor's to offer:
+/// [`crate::Cpu::set_kvm_features`].
 const KVM_FEATURES: u32 = 1 << 1;
 
-/// CPUID for `leaf` and `subleaf` on the vCPU of `apic`.
-pub(crate) fn cpuid(apic: &Lapic, leaf: u32, subleaf: u32) -> Leaf {
+/// CPUID for `leaf` and `subleaf` on the vCPU of `apic`, with `more` KVM features.
+pub(crate) fn cpuid(apic: &Lapic, more: u32, leaf: u32, subleaf: u32) -> Leaf {
     match leaf {
         0 => vendor(MAX_BASIC, INTEL),
         1 => features(apic),
@@ -84,7 +85,7 @@ pub(crate) fn cpuid(apic: &Lapic, leaf: u32, subleaf: u32) -> Leaf {
         },
         0x4000_0000 => vendor(MAX_HYPERVISOR, b"KVMKVMKVM\0\0\0"),
         0x4000_0001 => Leaf {
-            eax: KVM_FEATURES,
+            eax: KVM_FEATURES | more,
             ..Leaf::default()
         },
         0x4000_0010 => Leaf {

@@ -48,6 +48,19 @@ pub enum Exit {
         /// What was written, zero-extended.
         value: u64,
     },
+    /// RDMSR of one of KVM's MSRs, at CPL 0: answer with [`crate::Cpu::complete_msr`] before the
+    /// next run.
+    MsrRead {
+        /// 0x4b564d00 to 0x4b564dff.
+        index: u32,
+    },
+    /// WRMSR to one of KVM's MSRs: as `MsrRead`.
+    MsrWrite {
+        /// 0x4b564d00 to 0x4b564dff.
+        index: u32,
+        /// EDX:EAX.
+        value: u64,
+    },
     /// A locked access that is not aligned: stop every other vCPU, then
     /// [`crate::Cpu::run_exclusive`].
     Exclusive,

@@ -9,9 +9,9 @@
 //! cache.rs    blocks by page, direct links, jump cache; dropped when their page is written
 //! dispatch.rs the hot loop over Ops      general.rs, string.rs  the rarer instructions
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
-//! cpu.rs      the run loop: interrupts, traps, exits          system.rs  instructions that end a
-//! block walk.rs     stage-1 paging     deliver.rs  events through the IDT     msr.rs cpuid.rs
-//! apic.rs
+//! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
+//! system.rs   instructions that end a block                           msr.rs cpuid.rs apic.rs
+//! walk.rs     stage-1 paging               deliver.rs  events through the IDT
 //! ```
 #![forbid(unsafe_code)]
 

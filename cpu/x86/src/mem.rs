@@ -31,16 +31,18 @@ const fn offset(va: u64) -> usize {
     (va & LAST) as usize
 }
 
-/// Device accesses that the current instruction has already been through.
+/// Device and MSR accesses that the current instruction has already been through.
 ///
-/// An instruction that touches a device leaves the processor, and is executed again from its start
-/// when the answer is there. It may make several such accesses, so the answers are kept in order
-/// until it completes.
+/// An instruction that touches a device, or an MSR that is answered outside, leaves the processor,
+/// and is executed again from its start when the answer is there. It may make several such
+/// accesses, so the answers are kept in order until it completes.
 #[derive(Clone, Debug)]
 pub(crate) struct Replay {
     replies: [u64; Replay::MAX],
     known: usize,
     next: usize,
+    /// An answer was missing, and has not come since.
+    asked: bool,
 }
 
 impl Default for Replay {
@@ -49,6 +51,7 @@ impl Default for Replay {
             replies: [0; Self::MAX],
             known: 0,
             next: 0,
+            asked: false,
         }
     }
 }
@@ -63,6 +66,11 @@ impl Replay {
         self.known > 0
     }
 
+    /// Whether no instruction waits for answers or has any.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.known == 0 && !self.asked
+    }
+
     /// The instruction starts again.
     pub(crate) fn rewind(&mut self) {
         self.next = 0;
@@ -70,7 +78,7 @@ impl Replay {
 
     /// The instruction is over.
     pub(crate) fn clear(&mut self) {
-        (self.known, self.next) = (0, 0);
+        (self.known, self.next, self.asked) = (0, 0, false);
     }
 
     /// The answer to the exit that was just taken.
@@ -81,10 +89,12 @@ impl Replay {
         }
     }
 
-    /// The next answer, in the order of the accesses.
+    /// The next answer, in the order of the accesses; without one, the instruction has to leave and
+    /// ask.
     pub(crate) fn take(&mut self) -> Option<u64> {
         let reply = (self.next < self.known).then(|| self.replies[self.next]);
         self.next += usize::from(reply.is_some());
+        self.asked = reply.is_none();
         reply
     }
 }

@@ -8,12 +8,18 @@
 //! | 0x1a0 MISC_ENABLE, 0x277 PAT | kept; memory is write-back whatever they say |
 //! | 0xc0000080-84 EFER STAR LSTAR CSTAR FMASK, 0xc0000100-102 FS, GS, kernel GS base | |
 //!
-//! KVM's MSRs: their CPUID bits are clear, so all are #GP(0), kvmclock's too.
+//! KVM's MSRs, [`KVM`] (0x4b564d00-ff), are not here: they mean what the hypervisor says, so at CPL
+//! 0 the processor leaves for an answer ([`Exit::MsrRead`](crate::Exit::MsrRead), `MsrWrite`), and
+//! #GP(0) is one. kvmclock's old two, 0x11 and 0x12, do not exist.
 
 use crate::apic::Lapic;
 use crate::control::{Flush, privileged, set_canonical, write_efer};
 use crate::state::{Exception, System, Trap};
 use lacuna_sync::Nanos;
+use std::ops::RangeInclusive;
+
+/// The indices that are answered outside (facts section 1.1).
+pub(crate) const KVM: RangeInclusive<u32> = 0x4b56_4d00..=0x4b56_4dff;
 
 const TSC: u32 = 0x10;
 const APIC_BASE: u32 = 0x1b;

@@ -3,7 +3,7 @@
 use crate::apic::Lapic;
 use crate::deliver::Flow;
 use crate::dispatch::RSP;
-use crate::flags::{ALWAYS, Flags};
+use crate::flags::{ALWAYS, Flags, IF};
 use crate::mem::Replay;
 use crate::state::{Exception, System, Trap};
 use crate::walk::{User, WalkCache};
@@ -69,6 +69,8 @@ pub(crate) struct Core {
     pub(crate) code_written: Vec<Gfn>,
     pub(crate) replay: Replay,
     pub(crate) apic: Lapic,
+    /// What CPUID adds to the KVM features for the machine around.
+    pub(crate) kvm_features: u32,
     pub(crate) clock: Arc<dyn Clock>,
 }
 
@@ -91,6 +93,7 @@ impl Core {
             code_written: Vec::with_capacity(8),
             replay: Replay::default(),
             apic,
+            kvm_features: 0,
             clock,
         }
     }
@@ -109,6 +112,11 @@ impl Core {
         self.tlb.flush();
         self.other_tlb.flush();
         self.walk.flush();
+    }
+
+    /// Whether interrupts are taken before the next instruction.
+    pub(crate) fn is_open(&self) -> bool {
+        self.rflags & IF != 0 && !self.sys.interrupt_shadow
     }
 
     /// RFLAGS as the guest sees them.

@@ -77,7 +77,8 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
             Ok(Done::Next)
         }
         Sys::Cpuid => {
-            let leaf = cpuid::cpuid(&m.core.apic, m.core.r[RAX] as u32, m.core.r[RCX] as u32);
+            let (leaf, subleaf) = (m.core.r[RAX] as u32, m.core.r[RCX] as u32);
+            let leaf = cpuid::cpuid(&m.core.apic, m.core.kvm_features, leaf, subleaf);
             m.core.r[RAX] = leaf.eax.into();
             m.core.r[RBX] = leaf.ebx.into();
             m.core.r[RCX] = leaf.ecx.into();
@@ -209,6 +210,9 @@ fn system_call<B: Bus>(m: &mut View<'_, B>, kind: Sys, next: u64) -> Outcome {
 
 fn model_specific<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
     let (now, index) = (m.core.clock.now(), m.core.r[RCX] as u32);
+    if msr::KVM.contains(&index) {
+        return model_specific_outside(m, kind, index);
+    }
     if kind == Sys::Rdmsr {
         let value = msr::rdmsr(&m.core.sys, &mut m.core.apic, now, index)?;
         set_pair(m, value);
@@ -216,6 +220,21 @@ fn model_specific<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
     }
     let value = pair(m);
     msr::wrmsr(&mut m.core.sys, &mut m.core.apic, now, index, value).map(Done::Flush)
+}
+
+/// RDMSR and WRMSR of an MSR that the machine around answers for.
+fn model_specific_outside<B: Bus>(m: &mut View<'_, B>, kind: Sys, index: u32) -> Outcome {
+    control::privileged(&m.core.sys)?;
+    match (m.core.replay.take(), kind) {
+        (Some(value), Sys::Rdmsr) => set_pair(m, value),
+        (Some(_), _) => {}
+        (None, Sys::Rdmsr) => return Ok(Done::Wait(Exit::MsrRead { index })),
+        (None, _) => {
+            let value = pair(m);
+            return Ok(Done::Wait(Exit::MsrWrite { index, value }));
+        }
+    }
+    Ok(Done::Next)
 }
 
 fn port<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {

@@ -25,9 +25,16 @@ fn survive(code: &[u8], regs: [u64; 16], cpl: u8, absent: &[usize]) {
     for _ in 0..64 {
         match m.run(2000) {
             Exit::IoIn { .. } | Exit::MmioRead { .. } => m.cpu.complete_read(u64::MAX),
+            Exit::MsrRead { index } | Exit::MsrWrite { index, .. } => {
+                m.cpu.complete_msr((index % 2 == 0).then_some(u64::MAX));
+            }
             Exit::Exclusive => drop(m.run_exclusive()),
             Exit::Fuel | Exit::IoOut { .. } | Exit::MmioWrite { .. } => {}
-            Exit::Stop(Stop::Wait | Stop::Again) | Exit::Poked => {}
+            Exit::Stop(Stop::Wait | Stop::Again) | Exit::Poked => {
+                if m.cpu.interruptible() {
+                    m.cpu.inject_page_fault(regs[0]);
+                }
+            }
             Exit::Halt | Exit::Shutdown(_) | Exit::Stop(_) => break,
         }
     }

@@ -4,67 +4,10 @@ mod support;
 
 use iced_x86::code_asm::*;
 use lacuna_cpu::Wake;
-use lacuna_x86::{ApicBus, Cpu, Exit, Regs, Table};
+use lacuna_x86::{ApicBus, Cpu, Exit, Regs};
 use std::sync::Arc;
-use support::{CODE, DATA, Machine, STACK, assemble};
-
-const GDT: u64 = DATA + 0x10_0000;
-const IDT: u64 = GDT + 0x1000;
-const TSS: u64 = GDT + 0x2000;
-const HANDLERS: u64 = CODE + 0x10_0000;
-const USER: u64 = CODE + 0x20_0000;
-const USER_STACK: u64 = DATA + 0x20_0000;
-
-/// A machine with flat segments (kernel 8/0x10, user 0x1b/0x23), a TSS and an empty IDT.
-fn kernel(program: impl FnOnce(&mut CodeAssembler)) -> Machine {
-    let mut m = Machine::with(32 << 20, program);
-    for (i, descriptor) in [
-        0,
-        0x00af_9a00_0000_ffff,
-        0x00cf_9200_0000_ffff,
-        0x00cf_f200_0000_ffff,
-        0x00af_fa00_0000_ffff,
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        m.memory.write_u64(GDT + 8 * i as u64, descriptor);
-    }
-    m.memory.write_u64(TSS + 4, STACK + 0x4000);
-    let mut system = m.cpu.system().clone();
-    system.gdtr = Table {
-        base: GDT,
-        limit: 0x27,
-        selector: 0,
-    };
-    system.idtr = Table {
-        base: IDT,
-        limit: 0xfff,
-        selector: 0,
-    };
-    system.tr = Table {
-        base: TSS,
-        limit: 0x67,
-        selector: 0x28,
-    };
-    system.selectors = [0, 8, 0x10, 0, 0, 0];
-    system.efer |= 1;
-    system.star = (0x10 << 48) | (8 << 32);
-    system.lstar = HANDLERS;
-    system.fmask = 0x200;
-    m.cpu.set_system(system);
-    m
-}
-
-/// Installs a handler, reachable from user level.
-fn handle(m: &mut Machine, vector: u64, program: impl FnOnce(&mut CodeAssembler)) {
-    let at = HANDLERS + vector * 0x100;
-    let code = assemble(at, program);
-    m.memory.write(at, &code);
-    let low = (at & 0xffff) | (8 << 16) | (0xee00 << 32) | ((at >> 16 & 0xffff) << 48);
-    m.memory.write_u64(IDT + vector * 16, low);
-    m.memory.write_u64(IDT + vector * 16 + 8, at >> 32);
-}
+use support::kernel::{HANDLERS, IDT, TSS, USER, enter_user, handle, kernel};
+use support::{CODE, DATA, STACK, assemble};
 
 #[test]
 fn a_page_fault_is_repaired_and_the_access_done_again() {
@@ -87,12 +30,7 @@ fn a_page_fault_is_repaired_and_the_access_done_again() {
 
 #[test]
 fn user_level_calls_the_kernel_and_comes_back() {
-    let mut m = kernel(|a| {
-        for value in [0x1b, USER_STACK as i32, 0x202, 0x23, USER as i32] {
-            a.push(value).unwrap();
-        }
-        a.iretq().unwrap();
-    });
+    let mut m = kernel(enter_user);
     let code = assemble(USER, |a| {
         a.mov(eax, 1).unwrap();
         a.syscall().unwrap();

@@ -89,6 +89,14 @@ pub enum VcpuError {
         /// What the host's memory manager says.
         cause: String,
     },
+    /// The host's hypervisor refused to run it.
+    #[error("vCPU {vcpu}: {cause}")]
+    Host {
+        /// Which vCPU.
+        vcpu: usize,
+        /// What it says.
+        cause: String,
+    },
     /// Nothing can ever wake any vCPU.
     #[error("every vCPU is halted with interrupts off or no timer armed: the guest hangs")]
     Hang,

@@ -11,6 +11,7 @@
 //! strangers.
 #![forbid(unsafe_code)]
 
+mod apf;
 mod board;
 mod boot;
 mod exit;
@@ -18,6 +19,7 @@ mod image;
 mod memory;
 mod run;
 
+pub use apf::Apf;
 pub use board::{Board, Console, Ending, port};
 pub use boot::{Boot, BootError, Layout};
 pub use exit::{Exit, Vcpu, VcpuError, Width};

@@ -29,7 +29,7 @@
 
 /* ---- status page: progress that the host reads while the guest runs ---- */
 #define LACUNA_STATUS_MAGIC 0x5453414e5543414c /* "LACUNAST" in memory order */
-#define LACUNA_STATUS_VERSION 1
+#define LACUNA_STATUS_VERSION 2
 #define LACUNA_MAX_THREADS 60
 
 #define LACUNA_STATE_BOOTING 0
@@ -62,6 +62,9 @@
 #define LACUNA_SYS_RDMSR 12  /* (index, u64 *value) -> 0, or -1 on #GP */
 #define LACUNA_SYS_WRMSR 13  /* (index, value) -> 0, or -1 on #GP */
 #define LACUNA_SYS_KCALL 14  /* (function): call it at CPL0, interrupts off. Anything may follow */
+#define LACUNA_SYS_APF_ENABLE 15  /* () -> 0, or -1 if there are none: here, async page faults */
+#define LACUNA_SYS_APF_DISABLE 16 /* () -> 0; who waits for a page here tries again */
+#define LACUNA_SYS_CPU_OFFLINE 17 /* () -> 0, its threads go to CPU 0; or -1 on CPU 0 itself */
 
 /* Exit statuses that the kernel itself gives. */
 #define LACUNA_EXIT_TIMEOUT 124 /* a confined thread outlived its time */
@@ -85,7 +88,15 @@ struct lacuna_status {
     uint32_t nthreads; /* entries in use: indexes below this one */
     uint32_t state;
     uint32_t exit_code; /* valid when state is LACUNA_STATE_DONE */
-    uint64_t pad[5];
+    /* Async page faults, summed over all processors; they wrap around. */
+    uint32_t apf_not_present; /* page-not-present events */
+    uint32_t apf_ready;       /* page-ready events for one token */
+    uint32_t apf_wake_all;    /* page-ready events for everybody */
+    uint32_t apf_dummy;       /* of apf_ready: nobody waited yet */
+    uint32_t apf_idle;        /* of apf_not_present: hit the idle loop, which halts */
+    uint32_t apf_lost;        /* events that nothing could be done with: a bug of the host's */
+    volatile uint32_t paused; /* written by the host: bit 1 << KIND holds threads of that kind */
+    uint32_t pad[3];
     struct lacuna_status_entry entry[LACUNA_MAX_THREADS];
 };
 

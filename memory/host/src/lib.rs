@@ -26,7 +26,8 @@
 //!
 //! # Unsafe
 //! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool`
-//! only; the two other blocks, in `resolve` and `swapin`, state why they own the frame they fill.
+//! only; the other blocks, in `resolve`, `swapin` and `io::ring`, state why they own the frame that
+//! they, or the kernel for them, fill.
 //!
 //! Neighbours: imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` turns a
 //! [`FramePtr`] into what its processors touch.
@@ -56,11 +57,12 @@ pub use balance::{Background, Progress};
 pub use cache::{FrameCache, MAX_HOLDS};
 pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
-pub use host::{Host, HostConfig};
+pub use host::{Host, HostConfig, Polling};
 pub use io::Io;
+pub use lacuna_sync::Dial;
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::Resolution;
 pub use stats::HostStats;
-pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Slot, SwapStore};
+pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, Slot, SwapStore};
 pub use ticket::Ticket;

@@ -88,7 +88,7 @@ impl Host {
 struct Sorted {
     freed: Vec<Victim>,
     dirty: Vec<Victim>,
-    /// The bytes of `dirty`.
+    /// The bytes of `dirty`, in order, in a buffer that may be longer.
     pages: Vec<Page>,
 }
 
@@ -189,8 +189,10 @@ impl Core {
 
     /// Drops what need not be written and copies what must.
     fn sort_out(&self, victims: Vec<Victim>) -> Sorted {
-        let mut out = Sorted::default();
-        let mut copy = Page::ZERO;
+        let mut out = Sorted {
+            pages: self.take_buffer(),
+            ..Sorted::default()
+        };
         for victim in victims {
             let desc = self.frames.desc(victim.frame);
             if desc.take_dirty() == Dirt::Clean {
@@ -203,9 +205,12 @@ impl Core {
                 }
                 continue;
             }
-            if self.frames.pool.frame(victim.frame).snapshot(&mut copy) == Content::Data {
+            if out.pages.len() == out.dirty.len() {
+                out.pages.push(Page::ZERO);
+            }
+            let copy = &mut out.pages[out.dirty.len()];
+            if self.frames.pool.frame(victim.frame).snapshot(copy) == Content::Data {
                 out.dirty.push(victim);
-                out.pages.push(copy.clone());
                 continue;
             }
             match victim.word().advance(PageState::zero_dropped) {

@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) struct Counters {
     pub faults: FaultCounters,
     pub swapped_in: AtomicU64,
+    pub reads_started: AtomicU64,
+    pub polled: AtomicU64,
     pub swapped_out: AtomicU64,
     pub write_clusters: AtomicU64,
     pub write_failures: AtomicU64,
@@ -63,6 +65,10 @@ pub struct HostStats {
     pub faults_shared_ticket: u64,
     /// Pages read from the swap device.
     pub swapped_in: u64,
+    /// Reads begun for somebody who does not wait, in real time.
+    pub reads_started: u64,
+    /// Arrivals that [`Host::poll`] took in and due completions that it delivered, in real time.
+    pub polled: u64,
     /// Pages written to it.
     pub swapped_out: u64,
     /// Write operations that took.
@@ -131,6 +137,8 @@ impl Core {
             faults_swap_in: swap_in,
             faults_shared_ticket: shared_ticket,
             swapped_in: get(&counters.swapped_in),
+            reads_started: get(&counters.reads_started),
+            polled: get(&counters.polled),
             swapped_out: get(&counters.swapped_out),
             write_clusters: get(&counters.write_clusters),
             write_failures: get(&counters.write_failures),

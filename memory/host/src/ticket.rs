@@ -14,6 +14,7 @@ use crate::swap::Slot;
 use lacuna_addr::{Hva, Pfn};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 const IDLE: u32 = 0;
 const STARTED: u32 = 1;
@@ -128,19 +129,14 @@ impl Ticket {
         self.lock().result.clone()
     }
 
-    /// Sleeps until somebody completes it.
-    pub(crate) fn sleep(&self) -> Result<(), LostPage> {
-        let mut done = self.lock();
-        loop {
-            if let Some(result) = &done.result {
-                return result.clone();
-            }
-            done = self
-                .0
-                .wake
-                .wait(done)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+    /// Sleeps until somebody completes it, but not longer than `patience`.
+    pub(crate) fn sleep(&self, patience: Duration) -> Option<Result<(), LostPage>> {
+        let waited = self
+            .0
+            .wake
+            .wait_timeout_while(self.lock(), patience, |done| done.result.is_none());
+        let (done, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        done.result.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, Outcome> {

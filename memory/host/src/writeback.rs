@@ -15,6 +15,7 @@ use crate::residency::PageState;
 use crate::stats::Counters;
 use crate::swap::{Run, Slot};
 use lacuna_addr::Pfn;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Most pages of one write: 128 KiB.
@@ -31,8 +32,13 @@ pub(crate) struct WriteBatch {
     first: Slot,
     /// In slot order; `None` where the page was taken back before the write began.
     victims: Vec<Option<Victim>>,
-    pages: Vec<Page>,
+    /// Where the copies of all of a reclaim batch's pages are, and where those of this write begin.
+    pages: Arc<Vec<Page>>,
+    from: usize,
 }
+
+/// Buffers kept for the next batches: fresh memory would have to be faulted in by the kernel.
+const SPARE: usize = 2;
 
 impl Core {
     /// Gives the dirty `victims`, whose bytes are `pages`, slots in a row. What does not fit is
@@ -40,8 +46,10 @@ impl Core {
     pub fn prepare_write(
         &self,
         mut victims: Vec<Victim>,
-        mut pages: Vec<Page>,
+        pages: Vec<Page>,
     ) -> (Vec<WriteBatch>, Result<(), HostError>) {
+        let pages = Arc::new(pages);
+        let mut from = 0;
         let mut batches = Vec::new();
         while !victims.is_empty() {
             let Some(run) = self.take_slots(victims.len().min(CLUSTER) as u32) else {
@@ -50,7 +58,6 @@ impl Core {
                 return (batches, Err(full));
             };
             let rest = victims.split_off(run.count as usize);
-            let rest_pages = pages.split_off(run.count as usize);
             let slots = (0..run.count).map(|i| run.first.plus(i));
             let started = victims
                 .into_iter()
@@ -62,11 +69,30 @@ impl Core {
             batches.push(WriteBatch {
                 first: run.first,
                 victims: victims_now,
-                pages,
+                pages: pages.clone(),
+                from,
             });
-            (victims, pages) = (rest, rest_pages);
+            from += run.count as usize;
+            victims = rest;
         }
+        self.keep_buffer(pages);
         (batches, Ok(()))
+    }
+
+    /// Room for the copies of a reclaim batch; it grows as needed.
+    pub fn take_buffer(&self) -> Vec<Page> {
+        lock(&self.buffers).pop().unwrap_or_default()
+    }
+
+    /// Keeps a buffer for the next batch, once the last write from it is over.
+    fn keep_buffer(&self, pages: Arc<Vec<Page>>) {
+        let Some(buffer) = Arc::into_inner(pages) else {
+            return;
+        };
+        let mut buffers = lock(&self.buffers);
+        if buffers.len() < SPARE && !buffer.is_empty() {
+            buffers.push(buffer);
+        }
     }
 
     /// Slots in a row; those of resident pages give way if there are no others.
@@ -128,7 +154,8 @@ impl Core {
 
     /// The device's part, on whatever thread the executor likes.
     pub fn write(&self, batch: &WriteBatch) -> Result<(), WriteFailed> {
-        self.store.write(batch.first, &batch.pages)
+        let pages = &batch.pages[batch.from..batch.from + batch.victims.len()];
+        self.store.write(batch.first, pages)
     }
 
     /// The write is over: each page leaves its frame, unless its owner took it back.
@@ -137,6 +164,7 @@ impl Core {
             Ok(()) => batch.victims.len(),
             Err(failed) => failed.done,
         };
+        self.keep_buffer(batch.pages);
         self.note_write(batch.first, &result);
         let mut freed = Vec::with_capacity(batch.victims.len());
         let mut finished = 0;

@@ -9,6 +9,8 @@
 mod desc;
 #[path = "../src/residency.rs"]
 mod residency;
+#[path = "../src/io/watch.rs"]
+mod watch;
 mod swap {
     pub use lacuna_host::Slot;
 }
@@ -16,7 +18,7 @@ mod swap {
 use desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
 use loom::sync::Arc;
-use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use loom::thread;
 use residency::{PageNo, PageState, PageWord};
 use swap::Slot;
@@ -264,5 +266,37 @@ fn two_first_touches_share_one_frame() {
             .iter()
             .filter(|desc| desc.state() == FrameState::Used);
         assert_eq!(used.count(), 1);
+    });
+}
+
+/// What is started while the last poller stops polling does not wait for ever: a device's thread
+/// that parks is woken by one of the two.
+#[test]
+fn nothing_in_flight_is_left_unwatched() {
+    loom::model(|| {
+        let watched = Arc::new((watch::Watch::default(), AtomicUsize::new(0)));
+        watched.0.join();
+        let seen = watched.clone();
+        let device = thread::spawn(move || {
+            let (watch, pending) = &*seen;
+            while pending.load(Ordering::Acquire) == 0 || watch.is_polled() {
+                thread::park();
+            }
+        });
+        let woken = device.thread().clone();
+        let leaving = watched.clone();
+        let poller = thread::spawn(move || {
+            let (watch, pending) = &*leaving;
+            if watch.leave() && pending.load(Ordering::Relaxed) > 0 {
+                woken.unpark();
+            }
+        });
+        let (watch, pending) = &*watched;
+        pending.fetch_add(1, Ordering::Relaxed);
+        if !watch.is_polled() {
+            device.thread().unpark();
+        }
+        poller.join().unwrap();
+        device.join().unwrap();
     });
 }

@@ -2,14 +2,16 @@
 
 mod common;
 
-use common::{Use, Vm, virtual_host};
+use common::{Use, Vm, ring_host, virtual_host};
 use lacuna_addr::{Access, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, Host, HostError, Latency, MemoryStore, Resolution, SwapStore, Ticket,
+    Dial, Fault, FaultyStore, FileStore, Host, HostError, Latency, MemoryStore, Resolution,
+    SwapStore, Ticket,
 };
-use lacuna_sync::VirtualClock;
+use lacuna_sync::{Clock, VirtualClock};
 use proptest::prelude::*;
 use std::sync::Arc;
+use std::time::Duration;
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -90,7 +92,10 @@ struct World {
 
 impl World {
     fn new(swap: Box<dyn SwapStore>, store: Option<FaultyStore>) -> Self {
-        let (host, clock) = virtual_host(BUDGET, swap);
+        Self::on(virtual_host(BUDGET, swap), store)
+    }
+
+    fn on((host, clock): (Arc<Host>, Arc<VirtualClock>), store: Option<FaultyStore>) -> Self {
         let vms = PAGES
             .iter()
             .map(|&pages| Vm::new(&host, &clock, pages))
@@ -132,7 +137,7 @@ impl World {
                 vm.cache.release_holds();
             }
             Op::Balance => _ = self.host.balance(),
-            Op::Time => _ = self.vms[0].step_time(),
+            Op::Time => _ = self.vms[0].step_time() || self.host.poll(self.clock.now()) > 0,
             Op::Break(fault) => self.store.iter().for_each(|store| store.set_fault(fault)),
             Op::Replace { vm } => {
                 self.host.remove_region(self.vms[vm].range).unwrap();
@@ -174,10 +179,10 @@ impl World {
         if let Some(store) = &self.store {
             store.set_fault(None);
         }
-        for ticket in std::mem::take(&mut self.tickets) {
+        for ticket in &self.tickets {
             if !ticket.is_started() {
                 // The region may be gone: then the ticket says so.
-                let _ = self.host.wait(&ticket);
+                let _ = self.host.wait(ticket);
             }
         }
         if self.store.is_none() {
@@ -186,6 +191,9 @@ impl World {
             self.check_in_place();
         }
         while self.vms[0].step_time() {}
+        while self.tickets.iter().any(|ticket| !ticket.is_done()) {
+            self.host.poll(self.clock.now());
+        }
         self.host.verify();
         for vm in &self.vms {
             self.host.remove_region(vm.range).unwrap();
@@ -237,7 +245,18 @@ proptest! {
     fn pages_keep_their_contents_in_compressed_memory(
         ops in prop::collection::vec(op(), 1..120)
     ) {
-        run(World::new(Box::new(Latency::new(MemoryStore::new(), 50_000)), None), &ops);
+        run(World::new(Box::new(Latency::new(MemoryStore::new(), Dial::new(Duration::from_micros(50)))), None), &ops);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..config() })]
+
+    #[test]
+    fn pages_keep_their_contents_in_a_file(ops in prop::collection::vec(op(), 1..60)) {
+        let dir = tempfile::tempdir().unwrap();
+        let store = FileStore::create(dir.path(), PageCount::new(2000)).unwrap();
+        run(World::on(ring_host(BUDGET, Box::new(store)), None), &ops);
     }
 }
 

@@ -6,12 +6,13 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    FileStore, Host, HostConfig, Io, Latency, MemoryStore, MmuNotifier, Resolution, SwapStore,
+    Dial, FileStore, Host, HostConfig, Io, Latency, MemoryStore, MmuNotifier, Resolution, SwapStore,
 };
-use lacuna_sync::HostClock;
+use lacuna_sync::{Clock, HostClock};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
 
 struct Leaf {
     pfn: Pfn,
@@ -70,8 +71,17 @@ impl MmuNotifier for Stage2 {
     fn end_of_aging(&self) {}
 }
 
+/// Whether vCPUs look for arrivals themselves.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Polls {
+    Never,
+    Sometimes,
+}
+
 struct Vcpu {
     host: Arc<Host>,
+    clock: Arc<HostClock>,
+    polls: Polls,
     stage2: Arc<Stage2>,
     range: HvaRange,
     rng: fastrand::Rng,
@@ -83,6 +93,8 @@ struct Vcpu {
 impl Vcpu {
     fn run(mut self, accesses: usize) {
         let mut cache = self.host.frame_cache().unwrap();
+        let host = self.host.clone();
+        let mut polling = None;
         for _ in 0..accesses {
             let page = self.first + self.step * self.rng.u64(0..self.range.pages() / self.step);
             let hva = self.range.start().checked_add_pages(page).unwrap();
@@ -100,6 +112,15 @@ impl Vcpu {
                 Resolution::Lost(lost) => panic!("{lost}"),
             }
             cache.release_holds();
+            if polling.is_some() {
+                self.host.poll(self.clock.now());
+            }
+            if self.rng.u8(..) == 0 {
+                polling = match polling {
+                    None if self.polls == Polls::Sometimes => Some(host.polling()),
+                    _ => None,
+                };
+            }
         }
     }
 
@@ -133,12 +154,13 @@ impl Vcpu {
     }
 }
 
-fn stress(swap: Box<dyn SwapStore>, accesses: usize) {
+fn stress(swap: Box<dyn SwapStore>, io: Io, polls: Polls, accesses: usize) {
+    let clock = Arc::new(HostClock::default());
     let host = Host::new(HostConfig {
         budget: PageCount::new(512),
         swap,
-        io: Io::Threads { readers: 2 },
-        clock: Arc::new(HostClock::default()),
+        io,
+        clock: clock.clone(),
     })
     .unwrap();
     let stage2 = Arc::new(Stage2::new());
@@ -151,6 +173,8 @@ fn stress(swap: Box<dyn SwapStore>, accesses: usize) {
         for first in 0..3 {
             let vcpu = Vcpu {
                 host: host.clone(),
+                clock: clock.clone(),
+                polls,
                 stage2: stage2.clone(),
                 range,
                 rng: fastrand::Rng::with_seed(first),
@@ -169,21 +193,52 @@ fn stress(swap: Box<dyn SwapStore>, accesses: usize) {
     assert_eq!((host.stats().resident, host.stats().slots), (0, 0));
 }
 
+const THREADS: Io = Io::Threads { readers: 2 };
+const RING: Io = Io::Ring { readers: 2 };
+
+fn file(dir: &tempfile::TempDir) -> FileStore {
+    FileStore::create(dir.path(), PageCount::new(4096)).unwrap()
+}
+
+fn slow<S: SwapStore>(store: S) -> Latency<S> {
+    Latency::new(store, Dial::new(Duration::from_micros(300)))
+}
+
 #[test]
 fn three_vcpus_on_a_file() {
     let dir = tempfile::tempdir().unwrap();
-    stress(
-        Box::new(FileStore::create(dir.path(), PageCount::new(4096)).unwrap()),
-        8_000,
-    );
+    stress(Box::new(file(&dir)), THREADS, Polls::Never, 8_000);
+}
+
+#[test]
+fn three_vcpus_on_a_ring() {
+    let dir = tempfile::tempdir().unwrap();
+    stress(Box::new(file(&dir)), RING, Polls::Never, 8_000);
+}
+
+#[test]
+fn three_vcpus_that_poll_a_ring_at_times() {
+    let dir = tempfile::tempdir().unwrap();
+    stress(Box::new(file(&dir)), RING, Polls::Sometimes, 8_000);
+}
+
+#[test]
+fn three_vcpus_that_poll_a_slow_ring_at_times() {
+    let dir = tempfile::tempdir().unwrap();
+    stress(Box::new(slow(file(&dir))), RING, Polls::Sometimes, 8_000);
 }
 
 #[test]
 fn three_vcpus_on_compressed_memory() {
-    stress(Box::new(MemoryStore::new()), 60_000);
+    stress(Box::new(MemoryStore::new()), THREADS, Polls::Never, 60_000);
 }
 
 #[test]
 fn three_vcpus_on_a_slow_device() {
-    stress(Box::new(Latency::new(MemoryStore::new(), 300_000)), 10_000);
+    stress(
+        Box::new(slow(MemoryStore::new())),
+        THREADS,
+        Polls::Never,
+        10_000,
+    );
 }

@@ -1,9 +1,9 @@
 //! The command line.
 //!
 //! ```text
-//! lacuna                      a short demonstration
+//! lacuna                      the lab
 //! lacuna run IMAGE [...]      one guest, live
-//! lacuna lab [base ...]       experiments
+//! lacuna lab [apf base]       experiments
 //! lacuna doctor               what this host can do
 //! ```
 
@@ -20,7 +20,7 @@ use crate::size::{Size, parse_duration};
 #[derive(Clone, PartialEq, Eq, Debug, Parser)]
 #[command(name = "lacuna", version, after_help = EXIT_CODES)]
 pub struct Cli {
-    /// What to do; without it, a short demonstration.
+    /// What to do; without it, `lacuna lab`
     #[command(subcommand)]
     pub command: Option<Command>,
 }
@@ -33,7 +33,7 @@ const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong argume
 pub enum Command {
     /// Run a guest image and show its progress
     Run(RunArgs),
-    /// Run experiments and print their results
+    /// Measure what the systems do, each with and without, and print a table (minutes)
     Lab(LabArgs),
     /// Say what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
@@ -58,6 +58,9 @@ pub struct RunArgs {
     /// Where pages go: file or mem, with ,latency=1ms and ,dir=PATH if wanted
     #[arg(long, value_name = "DEVICE", default_value = "file")]
     pub swap: SwapSpec,
+    /// Whether the guest is told of pages that are on their way (asynchronous page faults)
+    #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
+    pub apf: Apf,
     /// Run all vCPUs on one thread under the virtual clock: the same seed, the same run
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
@@ -74,10 +77,19 @@ pub struct RunArgs {
     pub output: Output,
 }
 
+/// `--apf`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Apf {
+    /// The guest is told, and runs another process
+    On,
+    /// Its vCPUs wait
+    Off,
+}
+
 /// `lacuna lab`.
-#[derive(Clone, PartialEq, Eq, Debug, Args)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 pub struct LabArgs {
-    /// Which experiments; all of them without a name
+    /// Which experiments; without a name those that compare a system with its absence: apf
     pub experiments: Vec<Experiment>,
     /// Fewer and shorter runs: for CI, not for figures to quote
     #[arg(long)]
@@ -90,16 +102,21 @@ pub struct LabArgs {
 impl LabArgs {
     /// The chosen experiments, each once.
     pub fn chosen(&self) -> Vec<Experiment> {
-        let all = Experiment::value_variants();
-        let wanted = |e: &&Experiment| self.experiments.is_empty() || self.experiments.contains(e);
-        all.iter().filter(wanted).copied().collect()
+        if self.experiments.is_empty() {
+            return vec![Experiment::Apf];
+        }
+        let all = Experiment::value_variants().iter();
+        let chosen = all.filter(|experiment| self.experiments.contains(experiment));
+        chosen.copied().collect()
     }
 }
 
 /// An experiment of the lab.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Experiment {
-    /// Overcommit: what it costs in memory, a fault, an instruction
+    /// Asynchronous page faults, on and off: who works, who faults, from which latency it pays
+    Apf,
+    /// Overcommit: what it costs in memory, a fault, an instruction. Only by name
     Base,
 }
 
@@ -229,8 +246,9 @@ mod tests {
     }
 
     #[test]
-    fn no_command_is_the_demonstration() {
+    fn no_command_is_the_lab() {
         assert_eq!(parse("lacuna").unwrap().command, None);
+        assert_eq!(LabArgs::default().chosen(), [Experiment::Apf]);
     }
 
     #[test]
@@ -241,6 +259,7 @@ mod tests {
             (Size(2 << 30), Size(512 << 20), 2)
         );
         assert_eq!((args.seed, args.append.as_str()), (None, ""));
+        assert_eq!(args.apf, Apf::On);
         assert!(matches!(args.swap.medium, SwapMedium::File { .. }));
     }
 
@@ -248,13 +267,14 @@ mod tests {
     fn run_reads_everything() {
         let args = run(
             "lacuna run x.elf --memory 64M --resident 16M --vcpus 4 --seed 7 --quiet \
-                        --swap mem,latency=1ms --append -v --json -",
+                        --swap mem,latency=1ms --apf off --append -v --json -",
         );
         assert_eq!(
             (args.image.as_str(), args.memory, args.vcpus),
             ("x.elf", Size(64 << 20), 4)
         );
         assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
+        assert_eq!(args.apf, Apf::Off);
         let swap = SwapSpec {
             medium: SwapMedium::Memory,
             latency: Duration::from_millis(1),
@@ -302,6 +322,7 @@ mod tests {
                 "does not begin with a whole number",
             ),
             ("lacuna lab everything", "invalid value 'everything'"),
+            ("lacuna run bm --apf maybe", "[possible values: on, off]"),
             ("lacuna walk", "unrecognized subcommand"),
         ] {
             let error = parse(line).unwrap_err();
@@ -311,12 +332,14 @@ mod tests {
     }
 
     #[test]
-    fn the_lab_runs_everything_unless_told() {
+    fn the_lab_runs_the_systems_unless_told() {
         let chosen = |line| match parse(line).unwrap().command {
             Some(Command::Lab(args)) => args.chosen(),
             other => panic!("{other:?}"),
         };
-        assert_eq!(chosen("lacuna lab"), Experiment::value_variants());
+        assert_eq!(chosen("lacuna lab"), [Experiment::Apf]);
+        let both = [Experiment::Apf, Experiment::Base];
+        assert_eq!(chosen("lacuna lab base apf"), both);
         assert_eq!(chosen("lacuna lab base base --quick"), [Experiment::Base]);
     }
 }

@@ -3,19 +3,21 @@
 use crate::args::{Experiment, LabArgs};
 use crate::exit::Exit;
 use crate::output::tell;
-use lacuna_lab::base::{self, LabError};
+use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
+use lacuna_lab::{apf, base};
 
 /// Runs the chosen experiments and tells their results.
 pub fn lab(args: &LabArgs) -> Exit {
     let mut report = Report::new(std::env::args().collect::<Vec<_>>().join(" "));
-    let done = args
-        .chosen()
-        .into_iter()
-        .try_for_each(|experiment| match experiment {
-            Experiment::Base => run_base(args, &mut report),
-        });
+    let done = options(args).and_then(|options| {
+        let run = |experiment| match experiment {
+            Experiment::Apf => apf::run(&options, &mut report),
+            Experiment::Base => base::run(&options, &mut report),
+        };
+        args.chosen().into_iter().try_for_each(run)
+    });
     // What was measured before something failed is told all the same.
     let told = tell(&args.output, &table(&report), &report.to_json());
     match (done, told) {
@@ -25,12 +27,12 @@ pub fn lab(args: &LabArgs) -> Exit {
     }
 }
 
-fn run_base(args: &LabArgs, report: &mut Report) -> Result<(), LabError> {
+fn options(args: &LabArgs) -> Result<Options, LabError> {
     let lacuna = std::env::current_exe().map_err(|source| LabError::Io {
         what: "find this program".into(),
         source,
     })?;
-    let options = base::Options {
+    Ok(Options {
         quick: args.quick,
         lacuna,
         swap_dir: std::env::temp_dir(),
@@ -39,8 +41,7 @@ fn run_base(args: &LabArgs, report: &mut Report) -> Result<(), LabError> {
         } else {
             Verbosity::Normal
         },
-    };
-    base::run(&options, report)
+    })
 }
 
 fn refuse(error: &dyn std::error::Error) -> Exit {

@@ -11,15 +11,14 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`snapshot`], [`live`]: a run at one moment, and what it looks like.
-//! * [`run`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`. [`demo`]: `lacuna` alone.
+//! * [`run`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`]: exit codes; where text and JSON go.
 //!
-//! May import `lab`, `machine`, `soft`, `guest` and `addr`. No `unsafe`.
+//! May import `lab`, `machine`, `soft`, `kvm`, `guest` and `addr`. No `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
-pub mod demo;
 pub mod doctor;
 pub mod exit;
 pub mod lab;

@@ -12,8 +12,10 @@ use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use lacuna_lab::report::{short, time};
+
 use crate::size::Size;
-use crate::snapshot::{Snapshot, Stalls, Thread};
+use crate::snapshot::{Apf, Snapshot, Stalls, Thread};
 
 /// How often a live view is worth redrawing.
 pub const REDRAW: Duration = Duration::from_millis(200);
@@ -162,8 +164,31 @@ pub fn summary(last: &Snapshot) -> String {
     for stalls in &last.stalls {
         let _ = writeln!(text, "{}", stall_line(stalls));
     }
+    if let Some(apf) = &last.apf {
+        text.push_str(&apf_lines(apf));
+    }
     let _ = writeln!(text, "time      {seconds:.1} s");
     text
+}
+
+/// Asynchronous page faults: the host's side, then the guest's.
+fn apf_lines(apf: &Apf) -> String {
+    let Apf {
+        taken,
+        halted,
+        repeated,
+        swap_in_min_ns,
+        swap_in_mean_ns,
+        swap_in_max_ns,
+        guest,
+    } = apf;
+    let [min, mean, max] = [swap_in_min_ns, swap_in_mean_ns, swap_in_max_ns].map(|ns| time(*ns));
+    format!(
+        "apf       {taken} taken, {halted} halted, {repeated} repeated; swap-in min {min}, mean \
+         {mean}, max {max}\n\
+         apf guest {} not present, {} ready ({} before the wait), {} wake-all, {} lost\n",
+        guest.not_present, guest.ready, guest.ready_before_wait, guest.wake_all, guest.lost,
+    )
 }
 
 fn stall_line(stalls: &Stalls) -> String {
@@ -178,32 +203,10 @@ fn stall_line(stalls: &Stalls) -> String {
     format!("vcpu {vcpu:<4} {count} stalls, p50 {p50}, p99 {p99}, p99.9 {p999}")
 }
 
-/// `1234567` as `1.23M`: a rate is read, not computed with.
-fn short(value: f64) -> String {
-    let (value, unit) = match value {
-        v if v >= 1e9 => (v / 1e9, "G"),
-        v if v >= 1e6 => (v / 1e6, "M"),
-        v if v >= 1e4 => (v / 1e3, "k"),
-        v => return format!("{v:.0}"),
-    };
-    let decimals = if value >= 100.0 { 0 } else { 1 };
-    format!("{value:.decimals$}{unit}")
-}
-
-/// `1500` ns as `1.5 us`.
-fn time(ns: u64) -> String {
-    match ns {
-        0..1_000 => format!("{ns} ns"),
-        1_000..1_000_000 => format!("{:.1} us", ns as f64 / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} ms", ns as f64 / 1e6),
-        _ => format!("{:.1} s", ns as f64 / 1e9),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::snapshot::Faults;
+    use crate::snapshot::{Faults, GuestApf};
     use indicatif::InMemoryTerm;
 
     fn snapshot() -> Snapshot {
@@ -238,6 +241,21 @@ mod tests {
                 p99_ns: 61_500,
                 p999_ns: 2_500_000,
             }],
+            apf: Some(Apf {
+                taken: 640,
+                halted: 3,
+                repeated: 1,
+                swap_in_min_ns: 52_000,
+                swap_in_mean_ns: 1_100_000,
+                swap_in_max_ns: 3_200_000,
+                guest: GuestApf {
+                    not_present: 640,
+                    ready: 639,
+                    ready_before_wait: 2,
+                    wake_all: 1,
+                    lost: 0,
+                },
+            }),
         }
     }
 
@@ -252,6 +270,8 @@ memory    guest 2G, budget 512M, highest 520M
 swap      81000 pages in, 640 out
 faults    131072 zero, 81000 major
 vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
+apf       640 taken, 3 halted, 1 repeated; swap-in min 52.0 us, mean 1.1 ms, max 3.2 ms
+apf guest 640 not present, 639 ready (2 before the wait), 1 wake-all, 0 lost
 time      4.0 s
 ";
         assert_eq!(summary(&snapshot()), expected);

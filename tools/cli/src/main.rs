@@ -4,8 +4,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use lacuna_cli::args::{Cli, Command, DoctorArgs};
-use lacuna_cli::demo::demo;
+use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs};
 use lacuna_cli::doctor;
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
@@ -17,7 +16,7 @@ fn main() -> ExitCode {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
         Some(Command::Lab(args)) => lab(&args),
-        None => demo(),
+        None => lab(&LabArgs::default()),
     }
     .into()
 }

@@ -1,10 +1,10 @@
 //! From a running VM to a [`Snapshot`].
 
-use crate::snapshot::{Faults, Snapshot, Stalls, Thread};
+use crate::snapshot::{Apf, Faults, GuestApf, Snapshot, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::GuestMemory;
-use lacuna_soft::{HostStats, Launch, Observed, Outcome};
+use lacuna_soft::{ApfStats, HostStats, Launch, Observed, Outcome};
 use std::time::Duration;
 
 /// Looks at a run now and then.
@@ -18,6 +18,7 @@ impl Observer {
         let last = Snapshot {
             memory_bytes: launch.memory.bytes(),
             budget_bytes: launch.resident.bytes(),
+            apf: (launch.apf == lacuna_soft::Apf::On).then(Apf::default),
             ..Snapshot::default()
         };
         Self { last }
@@ -27,10 +28,11 @@ impl Observer {
     pub fn look(&mut self, now: &Observed<'_>) -> &Snapshot {
         let elapsed = Duration::from_nanos(now.now.0);
         if let Some(status) = read_status(now) {
-            self.last.threads = threads(&status, &self.last, elapsed);
+            self.read(&status, elapsed);
         }
         self.last.elapsed = elapsed;
         self.count(&now.vm.host().stats(), &now.vm.stalls());
+        self.count_apf(&now.vm.apf_stats());
         &self.last
     }
 
@@ -39,16 +41,45 @@ impl Observer {
         let mut last = Self {
             last: self.last.clone(),
         };
-        last.last.elapsed = Duration::from_nanos(outcome.end.0);
-        last.count(&outcome.host, &outcome.stalls);
-        if let Some(status) = outcome
-            .status
-            .as_ref()
-            .and_then(|page| Status::parse(page).ok())
-        {
-            last.last.threads = threads(&status, &self.last, last.last.elapsed);
+        let elapsed = Duration::from_nanos(outcome.end.0);
+        let status = outcome.status.as_ref();
+        if let Some(status) = status.and_then(|page| Status::parse(page).ok()) {
+            last.read(&status, elapsed);
         }
+        last.last.elapsed = elapsed;
+        last.count(&outcome.host, &outcome.stalls);
+        last.count_apf(&outcome.apf);
         last.last
+    }
+
+    fn read(&mut self, status: &Status, elapsed: Duration) {
+        self.last.threads = threads(status, &self.last, elapsed);
+        if let Some(apf) = &mut self.last.apf {
+            apf.guest = GuestApf {
+                not_present: status.apf.not_present,
+                ready: status.apf.ready,
+                ready_before_wait: status.apf.dummies,
+                wake_all: status.apf.wake_all,
+                lost: status.apf.lost,
+            };
+        }
+    }
+
+    fn count_apf(&mut self, vcpus: &[ApfStats]) {
+        let Some(apf) = &mut self.last.apf else {
+            return;
+        };
+        let mut all = ApfStats::default();
+        vcpus.iter().for_each(|one| all.merge(one));
+        *apf = Apf {
+            taken: all.taken,
+            halted: all.halted,
+            repeated: all.repeated,
+            swap_in_min_ns: all.swap_in.min_ns,
+            swap_in_mean_ns: all.swap_in.mean_ns(),
+            swap_in_max_ns: all.swap_in.max_ns,
+            guest: apf.guest,
+        };
     }
 
     fn count(&mut self, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {

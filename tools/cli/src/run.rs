@@ -1,6 +1,6 @@
 //! `lacuna run`: one guest, live.
 
-use crate::args::{RunArgs, SwapMedium};
+use crate::args::{self, RunArgs, SwapMedium};
 use crate::exit::Exit;
 use crate::live::{Live, summary};
 use crate::observe::Observer;
@@ -8,7 +8,7 @@ use crate::output::tell;
 use crate::snapshot::{RunOptions, RunReport};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{HostError, Launch, Outcome, SoftError, Swap};
+use lacuna_soft::{Apf, Dial, HostError, Launch, Outcome, SoftError, Swap};
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -151,7 +151,11 @@ fn launch(args: &RunArgs) -> Launch {
             SwapMedium::File { dir } => Swap::File(dir.clone()),
             SwapMedium::Memory => Swap::Memory,
         },
-        latency: args.swap.latency,
+        latency: Dial::new(args.swap.latency),
+        apf: match args.apf {
+            args::Apf::On => Apf::On,
+            args::Apf::Off => Apf::Off,
+        },
         seed: args.seed,
         command_line: args.append.clone(),
     }
@@ -164,6 +168,7 @@ fn options(args: &RunArgs, launch: &Launch) -> RunOptions {
         resident_bytes: launch.resident.bytes(),
         vcpus: args.vcpus,
         swap: args.swap.to_string(),
+        apf: args.apf == args::Apf::On,
         seed: args.seed,
         append: launch.full_command_line(),
     }

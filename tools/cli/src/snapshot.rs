@@ -31,6 +31,42 @@ pub struct Snapshot {
     pub faults: Vec<Faults>,
     /// How long each vCPU was stopped by missing pages.
     pub stalls: Vec<Stalls>,
+    /// Asynchronous page faults; none where the guest is not offered them.
+    pub apf: Option<Apf>,
+}
+
+/// Asynchronous page faults of all vCPUs, as the host and as the guest counted them.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Apf {
+    /// Faults of which the guest was told.
+    pub taken: u64,
+    /// Faults of which it could not be told: the vCPU halted, with the page on its way.
+    pub halted: u64,
+    /// Faults on a page that was already on its way: the vCPU halted for it.
+    pub repeated: u64,
+    /// The shortest time from a fault to its page, in nanoseconds.
+    pub swap_in_min_ns: u64,
+    /// Their mean.
+    pub swap_in_mean_ns: u64,
+    /// The longest.
+    pub swap_in_max_ns: u64,
+    /// What the guest counted.
+    pub guest: GuestApf,
+}
+
+/// Asynchronous page faults as the guest counted them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct GuestApf {
+    /// Page-not-present events.
+    pub not_present: u32,
+    /// Page-ready events, each for one page.
+    pub ready: u32,
+    /// Of these, those that came before anybody waited.
+    pub ready_before_wait: u32,
+    /// Page-ready events for everybody who waits.
+    pub wake_all: u32,
+    /// Events that the guest could do nothing with.
+    pub lost: u32,
 }
 
 /// A thread of the guest.
@@ -106,6 +142,8 @@ pub struct RunOptions {
     pub vcpus: u32,
     /// The swap device in `--swap`'s own words.
     pub swap: String,
+    /// Whether the guest is offered asynchronous page faults.
+    pub apf: bool,
     /// The seed of a deterministic run.
     pub seed: Option<u64>,
     /// The guest's command line.

@@ -49,7 +49,15 @@ fn json_of(assert: &assert_cmd::assert::Assert) -> serde_json::Value {
 fn a_run_tells_its_result() {
     let line = "run verify --memory 32M --resident 8M --append rounds=1";
     let text = stdout(&lacuna(line).success());
-    for word in ["swap ", "faults ", "vcpu 0 ", "vcpu 1 ", "outcome   done"] {
+    for word in [
+        "swap ",
+        "faults ",
+        "vcpu 0 ",
+        "vcpu 1 ",
+        "apf ",
+        "apf guest ",
+        "outcome   done",
+    ] {
         assert!(text.contains(word), "{word} is missing in {text}");
     }
     let json = json_of(&lacuna(&format!("{line} --quiet --json -")).success());
@@ -68,7 +76,21 @@ fn a_run_tells_its_result() {
             .as_array()
             .is_some_and(|threads| threads.len() >= 2)
     );
+    let apf = &json["last"]["apf"];
+    assert!(
+        apf["taken"].as_u64().is_some_and(|taken| taken > 0),
+        "{json}"
+    );
+    assert_eq!(apf["guest"]["lost"], 0, "{json}");
     assert_eq!(json["options"]["append"], "smp=2 ap=direct rounds=1");
+}
+
+#[test]
+fn without_asynchronous_faults_none_are_told() {
+    let line = "run verify --memory 32M --resident 8M --append rounds=1 --apf off --quiet --json -";
+    let json = json_of(&lacuna(line).success());
+    assert_eq!(json["options"]["apf"], false);
+    assert!(json["last"]["apf"].is_null(), "{json}");
 }
 
 #[test]

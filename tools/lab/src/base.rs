@@ -17,58 +17,11 @@ mod fault;
 mod memory;
 mod micro;
 
-use crate::report::{Progress, Verbosity};
+use crate::experiment::{LabError, Options};
+use crate::report::Progress;
 use crate::result::Report;
-use std::path::PathBuf;
 
 pub use micro::{Playground, Touch, touch_together};
-
-/// Why an experiment could not be carried out.
-#[derive(Debug, thiserror::Error)]
-pub enum LabError {
-    /// A VM could not be started.
-    #[error(transparent)]
-    Soft(#[from] lacuna_soft::SoftError),
-    /// The host's memory manager refused.
-    #[error(transparent)]
-    Host(#[from] lacuna_soft::HostError),
-    /// A slot could not be had.
-    #[error(transparent)]
-    Slot(#[from] lacuna_soft::SlotError),
-    /// A program beside us failed.
-    #[error(transparent)]
-    External(#[from] crate::external::ExternalError),
-    /// The system refused something.
-    #[error("{what}: {source}")]
-    Io {
-        /// What was tried.
-        what: String,
-        /// The system's words.
-        source: std::io::Error,
-    },
-    /// A guest did not do what the experiment needs.
-    #[error("{0}")]
-    Guest(String),
-}
-
-/// How much of it.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Fewer and shorter runs: for CI, not for figures to quote.
-    pub quick: bool,
-    /// The `lacuna` program itself, for what must be measured in a process of its own.
-    pub lacuna: PathBuf,
-    /// Where swap files go.
-    pub swap_dir: PathBuf,
-    /// Whether to show progress.
-    pub verbosity: Verbosity,
-}
-
-impl Options {
-    const fn rounds(&self) -> usize {
-        if self.quick { 2 } else { 10 }
-    }
-}
 
 /// Measures everything, in the order of the table above.
 ///
@@ -85,4 +38,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     progress.step("fault, 1 and 2 vCPUs");
     fault::scaling(options, report)?;
     cpu::rates(options, report, &progress)
+}
+
+/// How often each experiment is repeated.
+const fn rounds(options: &Options) -> usize {
+    if options.quick { 2 } else { 10 }
 }

@@ -13,10 +13,13 @@
 //! * [`report`]: the table for people, and progress on stderr.
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: what the host kernel's own page fault costs (the denominator of ours).
+//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`]: the experiments.
 //! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
 #![forbid(unsafe_code)]
 
+pub mod apf;
 pub mod base;
+pub mod experiment;
 pub mod external;
 pub mod host_info;
 pub mod native;

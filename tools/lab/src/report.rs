@@ -9,7 +9,11 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::result::{Better, Measurement, Report};
 
-/// The report as an aligned table: one line a result, the skipped ones below.
+/// Columns of a paragraph.
+const WIDTH: usize = 100;
+
+/// The report for people: what was measured in words, an aligned table with one line a result, the
+/// skipped ones below it, then the details and the machine.
 pub fn table(report: &Report) -> String {
     let header = [
         "result",
@@ -22,9 +26,16 @@ pub fn table(report: &Report) -> String {
     ];
     let mut rows = vec![header.map(str::to_owned)];
     rows.extend(report.results.iter().map(row));
-    let mut text = align(&rows);
+    let mut text = String::new();
+    for paragraph in &report.about {
+        let _ = writeln!(text, "{}\n", wrap(paragraph));
+    }
+    text.push_str(&align(&rows));
     for skipped in &report.skipped {
         let _ = writeln!(text, "{}  skipped: {}", skipped.id, skipped.why);
+    }
+    for detail in &report.details {
+        let _ = write!(text, "\n{detail}");
     }
     let host = &report.host;
     let gib = host.memory_bytes as f64 / (1_u64 << 30) as f64;
@@ -60,8 +71,49 @@ fn row(result: &Measurement) -> [String; 7] {
     ]
 }
 
+/// `paragraph` in lines of at most [`WIDTH`] columns.
+fn wrap(paragraph: &str) -> String {
+    let mut text = String::new();
+    let mut column = 0;
+    for word in paragraph.split_whitespace() {
+        let width = word.chars().count();
+        if column > 0 && column + 1 + width > WIDTH {
+            text.push('\n');
+            column = 0;
+        } else if column > 0 {
+            text.push(' ');
+            column += 1;
+        }
+        text.push_str(word);
+        column += width;
+    }
+    text
+}
+
+/// `1234567` as `1.2M`: a rate is read, not computed with.
+pub fn short(value: f64) -> String {
+    let (value, unit) = match value {
+        v if v >= 1e9 => (v / 1e9, "G"),
+        v if v >= 1e6 => (v / 1e6, "M"),
+        v if v >= 1e4 => (v / 1e3, "k"),
+        v => return format!("{v:.0}"),
+    };
+    let decimals = if value >= 100.0 { 0 } else { 1 };
+    format!("{value:.decimals$}{unit}")
+}
+
+/// `1500` ns as `1.5 us`.
+pub fn time(ns: u64) -> String {
+    match ns {
+        0..1_000 => format!("{ns} ns"),
+        1_000..1_000_000 => format!("{:.1} us", ns as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", ns as f64 / 1e6),
+        _ => format!("{:.1} s", ns as f64 / 1e9),
+    }
+}
+
 /// Three significant digits, and never an exponent: figures are compared by eye.
-fn figure(value: f64) -> String {
+pub(crate) fn figure(value: f64) -> String {
     let decimals = match value.abs() {
         size if size >= 100.0 => 0,
         size if size >= 10.0 => 1,
@@ -73,7 +125,7 @@ fn figure(value: f64) -> String {
 
 /// `rows` in columns, two spaces apart: the first column flush left, figures flush right, the
 /// verdict at the end flush left again.
-fn align<const N: usize>(rows: &[[String; N]]) -> String {
+pub(crate) fn align<const N: usize>(rows: &[[String; N]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: [usize; N] = std::array::from_fn(|column| width(column).unwrap_or(0));
     let mut text = String::new();
@@ -151,6 +203,32 @@ mod tests {
         ] {
             assert_eq!(figure(value), text);
         }
+    }
+
+    #[test]
+    fn words_come_before_the_table_and_details_after_it() {
+        let mut report = Report::new("lacuna lab");
+        report.say("word ".repeat(30));
+        report.detail("more\n");
+        let text = table(&report);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], ["word"; 20].join(" "));
+        assert_eq!(lines[1], ["word"; 10].join(" "));
+        assert!(lines[3].starts_with("result"), "{text}");
+        assert_eq!(lines[5], "more");
+    }
+
+    #[test]
+    fn rates_and_times_are_short() {
+        let rates = [
+            (640.0, "640"),
+            (12_500.0, "12.5k"),
+            (2e6, "2.0M"),
+            (3.2e11, "320G"),
+        ];
+        rates.map(|(rate, text)| assert_eq!(short(rate), text));
+        let times = [(900, "900 ns"), (61_500, "61.5 us"), (2_500_000, "2.5 ms")];
+        times.map(|(ns, text)| assert_eq!(time(ns), text));
     }
 
     #[test]

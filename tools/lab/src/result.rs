@@ -32,11 +32,17 @@ pub struct Report {
     pub host: HostInfo,
     /// The command line that reproduces it.
     pub command: String,
+    /// What was measured and what came out, in words, a paragraph each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub about: Vec<String>,
     /// What was measured, in the order of measuring.
     pub results: Vec<Measurement>,
     /// What was not, and why.
     #[serde(default)]
     pub skipped: Vec<Skipped>,
+    /// Tables for people; JSON has the same figures in the arms.
+    #[serde(skip)]
+    pub details: Vec<String>,
 }
 
 impl Report {
@@ -46,9 +52,21 @@ impl Report {
             schema: SCHEMA,
             host: HostInfo::detect(),
             command: command.into(),
+            about: Vec::new(),
             results: Vec::new(),
             skipped: Vec::new(),
+            details: Vec::new(),
         }
+    }
+
+    /// Says something in words.
+    pub fn say(&mut self, paragraph: impl Into<String>) {
+        self.about.push(paragraph.into());
+    }
+
+    /// Adds a table for people.
+    pub fn detail(&mut self, table: impl Into<String>) {
+        self.details.push(table.into());
     }
 
     /// Adds a measurement.

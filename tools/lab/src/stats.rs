@@ -18,8 +18,6 @@
 //! same interval. Below six runs even the full range covers less than 95 %; [`Summary::coverage`]
 //! says what it does cover.
 
-use std::ops::AddAssign;
-
 /// Probability that an interval should cover the true median.
 const CONFIDENCE: f64 = 0.95;
 
@@ -127,8 +125,7 @@ pub fn compare<E>(
     mut a: impl FnMut() -> Result<f64, E>,
     mut b: impl FnMut() -> Result<f64, E>,
 ) -> Result<Comparison, E> {
-    let mut runs: [Vec<f64>; 3] = Default::default();
-    interleave(rounds, &mut runs, |arm| if arm == B { b() } else { a() })?;
+    let runs = self::rounds(3, rounds, |arm| if arm == B { b() } else { a() })?;
     Ok(Comparison {
         a: Summary::of(&runs[A]),
         b: Summary::of(&runs[B]),
@@ -149,10 +146,36 @@ const B: usize = 2;
 pub fn rounds<E>(
     arms: usize,
     rounds: usize,
-    slice: impl FnMut(usize) -> Result<f64, E>,
+    mut slice: impl FnMut(usize) -> Result<f64, E>,
 ) -> Result<Vec<Vec<f64>>, E> {
-    let mut runs = vec![Vec::with_capacity(rounds); arms];
-    interleave(rounds, &mut runs, slice)?;
+    let runs = measures(arms, rounds, |arm| slice(arm).map(|figure| [figure]))?;
+    Ok(runs.into_iter().map(|[run]| run).collect())
+}
+
+/// [`rounds`] where one slice has several measures: the rates of those who work and of those who
+/// fault, say. Returns each arm's runs, a list for each measure.
+///
+/// # Errors
+/// The first error of a slice ends the experiment.
+pub fn measures<const M: usize, E>(
+    arms: usize,
+    rounds: usize,
+    mut slice: impl FnMut(usize) -> Result<[f64; M], E>,
+) -> Result<Vec<[Vec<f64>; M]>, E> {
+    let mut runs = vec![[const { Vec::new() }; M]; arms];
+    for round in 0..=rounds {
+        let mut sums = vec![[0.0; M]; arms];
+        for arm in (0..arms).chain((0..arms).rev()) {
+            for (sum, figure) in sums[arm].iter_mut().zip(slice(arm)?) {
+                *sum += figure;
+            }
+        }
+        if round > 0 {
+            for (run, sum) in runs.iter_mut().flatten().zip(sums.iter().flatten()) {
+                run.push(sum / 2.0);
+            }
+        }
+    }
     Ok(runs)
 }
 
@@ -168,26 +191,6 @@ pub fn paired(a: &[f64], b: &[f64]) -> Summary {
     );
     let ratios: Vec<f64> = a.iter().zip(b).map(|(a, b)| b / a).collect();
     Summary::of(&ratios)
-}
-
-fn interleave<E>(
-    rounds: usize,
-    runs: &mut [Vec<f64>],
-    mut slice: impl FnMut(usize) -> Result<f64, E>,
-) -> Result<(), E> {
-    let arms = runs.len();
-    for round in 0..=rounds {
-        let mut sums = vec![0.0; arms];
-        for arm in (0..arms).chain((0..arms).rev()) {
-            sums[arm].add_assign(slice(arm)?);
-        }
-        if round > 0 {
-            for (run, sum) in runs.iter_mut().zip(sums) {
-                run.push(sum / 2.0);
-            }
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -291,6 +294,16 @@ mod tests {
         };
         assert_eq!(compare(3, failing, || Ok(1.0)).unwrap_err(), "no memory");
         assert_eq!(calls.get(), 1);
+    }
+
+    #[test]
+    fn measures_of_a_slice_stay_apart() {
+        let found = measures(2, 3, |arm| {
+            Ok::<_, Infallible>([arm as f64, 10.0 + arm as f64])
+        });
+        let found = found.unwrap();
+        assert_eq!(found[1], [vec![1.0; 3], vec![11.0; 3]]);
+        assert_eq!(found[0], [vec![0.0; 3], vec![10.0; 3]]);
     }
 
     #[test]

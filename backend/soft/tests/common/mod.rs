@@ -3,9 +3,8 @@
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{Board, Ending, Image};
-use lacuna_soft::{Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
+use lacuna_soft::{Apf, Dial, Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 pub const MIB: u64 = 1 << 20;
 
@@ -36,7 +35,8 @@ pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> L
         resident: PageCount::from_bytes(resident * MIB),
         vcpus,
         swap: Swap::File(std::env::temp_dir()),
-        latency: Duration::ZERO,
+        latency: Dial::default(),
+        apf: Apf::Off,
         seed: None,
         command_line: command_line.to_owned(),
     }
@@ -69,6 +69,7 @@ pub fn boot(
     let config = VmConfig {
         memory: launch.memory,
         vcpus: launch.vcpus,
+        apf: launch.apf,
     };
     let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
     let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();

@@ -81,6 +81,13 @@ impl Lapic {
         apic
     }
 
+    /// This APIC as after reset, and nothing requested of it any more.
+    pub(crate) fn reset(&self) -> Self {
+        let apic = Self::new(self.index, self.bus.clone());
+        self.bus.clear(self.index);
+        apic
+    }
+
     /// The vCPU's number, which is its APIC ID.
     pub(crate) fn index(&self) -> usize {
         self.index
@@ -94,6 +101,24 @@ impl Lapic {
     /// Whether `IA32_APIC_BASE` has it enabled: CPUID's APIC bit.
     pub(crate) fn is_enabled(&self) -> bool {
         self.mode != Mode::Disabled
+    }
+
+    /// Whether it takes interrupts: enabled there, and by software in SVR.
+    pub(crate) fn is_open(&self) -> bool {
+        self.is_enabled() && self.svr & SVR_ENABLE != 0
+    }
+
+    /// A fixed interrupt arrives, on the vCPU's own thread: nobody has to be woken.
+    pub(crate) fn receive(&mut self, vector: u8) {
+        if !self.is_open() {
+            return;
+        }
+        match vector {
+            0..16 => self.error(ESR_RECEIVED_ILLEGAL),
+            vector => {
+                self.bus.raise(self.index, vector);
+            }
+        }
     }
 
     /// The vector to deliver next, when interrupts are enabled: the highest requested one, if it is
@@ -170,10 +195,7 @@ impl Lapic {
                 return Err(Exception::GP0.into());
             }
             (old, new) if old == new => return Ok(()),
-            (_, Mode::Disabled) => {
-                self.bus.clear(self.index);
-                *self = Self::new(self.index, self.bus.clone());
-            }
+            (_, Mode::Disabled) => *self = self.reset(),
             (_, Mode::X2Apic) => {
                 let id = self.index as u32;
                 self.ldr = (id >> 4) << 16 | 1 << (id & 15);
@@ -216,7 +238,7 @@ impl Lapic {
                 ldr: self.ldr,
                 x2: self.mode == Mode::X2Apic,
                 flat: self.dfr >> 28 == 0xf,
-                open: self.mode != Mode::Disabled && self.svr & SVR_ENABLE != 0,
+                open: self.is_open(),
             },
         );
     }

@@ -12,6 +12,11 @@ fn apic(index: usize, vcpus: usize) -> Lapic {
     )
 }
 
+/// CPUID with no features but the processor's own.
+fn cpuid(apic: &Lapic, leaf: u32, subleaf: u32) -> Leaf {
+    super::cpuid(apic, 0, leaf, subleaf)
+}
+
 /// EBX, EDX, ECX or EBX, ECX, EDX as text.
 fn text(words: &[u32]) -> String {
     words
@@ -53,10 +58,14 @@ fn features_follow_the_machine() {
 }
 
 #[test]
-fn kvm_offers_no_clock_and_no_async_page_faults_yet() {
+fn kvm_offers_no_clock_and_what_the_hypervisor_adds() {
     let features = cpuid(&apic(0, 1), 0x4000_0001, 0).eax;
     let absent = 1 << 0 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 10 | 1 << 14;
     assert_eq!(features & absent, 0);
+    let more = 1 << 4 | 1 << 14;
+    let with = |leaf| super::cpuid(&apic(0, 1), more, leaf, 0);
+    assert_eq!(with(0x4000_0001).eax, features | more);
+    assert_eq!(with(1), cpuid(&apic(0, 1), 1, 0));
     let timing = cpuid(&apic(0, 1), 0x4000_0010, 0);
     assert_eq!((timing.eax, timing.ebx), (1_000_000, 1_000_000));
 }

@@ -76,7 +76,8 @@ fn values_that_are_refused() {
         (EFER, EFER_LME | 1 << 1),
         (EFER, EFER_LME | 1 << 12),
         (EFER, EFER_LME | 1 << 63),
-        // KVM's: wall clock and system time old and new, async page faults, steal time, PV EOI.
+        // KVM's, when they come as far as here: wall clock and system time old and new, async page
+        // faults, steal time, PV EOI.
         (0x11, 0),
         (0x12, 0),
         (0x4b56_4d00, 0),

@@ -8,6 +8,8 @@
 //! ```
 #![allow(dead_code)] // Each test file uses a part.
 
+pub mod kernel;
+
 use iced_x86::code_asm::CodeAssembler;
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_cpu::{Bus, HostPage, Stop, Wake};

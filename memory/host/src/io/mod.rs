@@ -1,24 +1,34 @@
 //! Executors: which thread runs a swap device, and when its completions are delivered.
 //!
-//! | | reads | writes | completions |
+//! | | reads that are waited for | reads that are started | writes |
 //! |---|---|---|---|
-//! | [`Io::Threads`] | readers, or the waiter | the reclaimer | at once, or by a timer thread |
-//! | [`Io::Virtual`] | at submission | at submission | by [`crate::Host::poll`], time from a seed |
+//! | [`Io::Threads`] | the waiter | reader threads | the reclaimer |
+//! | [`Io::Ring`] | the waiter | one io_uring; threads where that cannot be | the reclaimer |
+//! | [`Io::Virtual`] | at submission | at submission | at submission |
+//!
+//! In real time a completion that is not due yet waits in a timer; a store that never waits is read
+//! by whoever starts. Threads take in what arrives, or vCPUs in passing: see
+//! [`crate::Host::polling`]. In virtual time everything is delivered by [`crate::Host::poll`], at
+//! times drawn from a seed.
 //!
 //! A write never wakes a thread: whoever reclaims has nothing better to do, and waking an idle core
 //! takes longer than the write.
 
-mod threads;
+mod readers;
+mod real;
+mod ring;
+mod timer;
 mod virt;
+mod watch;
 
 use crate::error::{LostPage, SwapError, WriteFailed};
 use crate::host::Core;
 use crate::ticket::Ticket;
 use crate::writeback::WriteBatch;
 use lacuna_sync::Nanos;
+use real::Real;
 use std::ops::Range;
 use std::sync::Arc;
-use threads::Threads;
 use virt::Virtual;
 
 /// Who carries out I/O.
@@ -27,6 +37,13 @@ pub enum Io {
     /// Real threads in real time.
     Threads {
         /// Most threads that read for those who do not wait, started when first needed.
+        readers: usize,
+    },
+    /// As `Threads`, but reads of a file that goes past the page cache need no thread: io_uring
+    /// carries them out. Where the kernel refuses it (EPERM, ENOSYS), threads do:
+    /// [`crate::Host::describe_io`] says which.
+    Ring {
+        /// Most threads for what the ring does not take.
         readers: usize,
     },
     /// Nobody but the caller, under a virtual clock: bit-exact from a seed.
@@ -38,8 +55,15 @@ pub enum Io {
     },
 }
 
+/// Who reads for those who do not wait.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Reading {
+    Threads,
+    Ring,
+}
+
 pub(crate) enum Executor {
-    Threads(Threads),
+    Real(Real),
     Virtual(Virtual),
 }
 
@@ -52,15 +76,23 @@ pub(crate) enum Completion {
 impl Executor {
     pub fn new(io: Io, core: Arc<Core>) -> Self {
         match io {
-            Io::Threads { readers } => Self::Threads(Threads::new(core, readers)),
+            Io::Threads { readers } => Self::Real(Real::new(core, Reading::Threads, readers)),
+            Io::Ring { readers } => Self::Real(Real::new(core, Reading::Ring, readers)),
             Io::Virtual { seed, latency_ns } => Self::Virtual(Virtual::new(seed, latency_ns)),
+        }
+    }
+
+    pub fn describe(&self) -> &str {
+        match self {
+            Self::Real(real) => real.describe(),
+            Self::Virtual(_) => "virtual time",
         }
     }
 
     /// Carries out a claimed read without the caller.
     pub fn read(&self, core: &Core, ticket: Ticket) {
         match self {
-            Self::Threads(threads) => threads.read(ticket),
+            Self::Real(real) => real.read(ticket),
             Self::Virtual(world) => {
                 let result = core.read(&ticket);
                 world.submit(core, Completion::Read(ticket, result));
@@ -71,29 +103,22 @@ impl Executor {
     /// Carries out a claimed read on the caller's thread, for [`Executor::wait`] to follow.
     pub fn read_here(&self, core: &Core, ticket: &Ticket) {
         match self {
-            Self::Threads(_) => {
-                let due = core.deadline();
-                let result = core.read(ticket);
-                threads::sleep_until(core, due);
-                core.complete_read(ticket, result);
-            }
+            Self::Real(real) => real.read_here(ticket),
             Self::Virtual(_) => self.read(core, ticket.clone()),
         }
     }
 
     /// Waits for a claimed read.
     pub fn wait(&self, core: &Core, ticket: &Ticket) -> Result<(), LostPage> {
-        let Self::Virtual(world) = self else {
-            return ticket.sleep();
-        };
-        loop {
-            if let Some(result) = ticket.result() {
-                return result;
-            }
-            assert!(
-                world.deliver_next(core),
-                "a claimed read is always in flight"
-            );
+        match self {
+            Self::Real(real) => real.wait(ticket),
+            Self::Virtual(world) => loop {
+                if let Some(result) = ticket.result() {
+                    return result;
+                }
+                let delivered = world.deliver_next(core);
+                assert!(delivered, "a claimed read is always in flight");
+            },
         }
     }
 
@@ -103,7 +128,7 @@ impl Executor {
         let result = core.write(&batch);
         let completion = Completion::Write(batch, result);
         match self {
-            Self::Threads(threads) => threads.complete_at(due, completion),
+            Self::Real(real) => real.complete_at(due, completion),
             Self::Virtual(world) => world.submit(core, completion),
         }
     }
@@ -111,7 +136,7 @@ impl Executor {
     /// Something in flight must come to rest before the caller can go on.
     pub fn help(&self, core: &Core, seen: u64) {
         match self {
-            Self::Threads(_) => core.settled.wait_past(seen),
+            Self::Real(real) => real.help(seen),
             Self::Virtual(world) => _ = world.deliver_next(core),
         }
     }
@@ -119,26 +144,40 @@ impl Executor {
     /// Whether a caller may wait for completions here: a seeded run may not, because time moves
     /// only when its scheduler says so.
     pub fn may_wait(&self) -> bool {
-        matches!(self, Self::Threads(_))
+        matches!(self, Self::Real(_))
     }
 
     pub fn next_completion(&self) -> Option<Nanos> {
         match self {
-            Self::Threads(_) => None,
+            Self::Real(_) => None,
             Self::Virtual(world) => world.next_due(),
         }
     }
 
     pub fn poll(&self, core: &Core, now: Nanos) -> usize {
         match self {
-            Self::Threads(_) => 0,
+            Self::Real(real) => real.poll(now),
             Self::Virtual(world) => world.deliver_until(core, now),
         }
     }
 
-    pub fn shut_down(&self) {
-        if let Self::Threads(threads) = self {
-            threads.shut_down();
+    /// The caller polls from now on.
+    pub fn join(&self) {
+        if let Self::Real(real) = self {
+            real.join();
+        }
+    }
+
+    /// The caller polls no more.
+    pub fn leave(&self) {
+        if let Self::Real(real) = self {
+            real.leave();
+        }
+    }
+
+    pub fn shut_down(&mut self) {
+        if let Self::Real(real) = self {
+            real.shut_down();
         }
     }
 }

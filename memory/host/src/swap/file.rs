@@ -1,14 +1,17 @@
 //! Swap on a file that has no name.
 
-use super::{Slot, SwapStore};
+use super::{Reads, Slot, SwapStore};
 use crate::error::{HostError, SwapError, WriteFailed};
 use crate::pool::Page;
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use rustix::fs::{Advice, CWD, Mode, OFlags, fadvise, open, openat, unlink};
+use rustix::fs::{
+    Advice, CWD, FallocateFlags, Mode, OFlags, fadvise, fallocate, open, openat, unlink,
+};
 use rustix::io::{Errno, pread, pwrite};
 use std::num::NonZeroU64;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A file in a directory, unlinked from its first moment: after a crash nothing is left of it. It
 /// grows as slots are used. Opened with O_DIRECT where the file system allows it; elsewhere every
@@ -19,7 +22,13 @@ pub struct FileStore {
     dir: PathBuf,
     capacity: PageCount,
     caching: Caching,
+    /// Bytes that have blocks, about.
+    reserved: AtomicU64,
 }
+
+/// Bytes by which the file grows. A write that adds blocks to a file, or moves its end, excludes
+/// its readers; io_uring then hands their reads to threads of its own, at twice the cost of a read.
+const GROWTH: u64 = 16 << 20;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Caching {
@@ -47,12 +56,27 @@ impl FileStore {
             dir: dir.to_owned(),
             capacity,
             caching,
+            reserved: AtomicU64::new(0),
         })
     }
 
     /// Whether the host's page cache is bypassed.
     pub fn is_direct(&self) -> bool {
         self.caching == Caching::Direct
+    }
+
+    /// Sees to it that the bytes before `end` have blocks.
+    fn reserve(&self, end: u64) {
+        let reserved = self.reserved.load(Ordering::Relaxed);
+        if end <= reserved || self.caching == Caching::Buffered {
+            return;
+        }
+        let target = end.next_multiple_of(GROWTH).min(self.capacity.bytes());
+        let len = target.saturating_sub(reserved);
+        // Advice: where there is no room for as much, or no such call, the write itself will tell.
+        if fallocate(&self.file, FallocateFlags::empty(), reserved, len).is_ok() {
+            self.reserved.fetch_max(target, Ordering::Relaxed);
+        }
     }
 
     fn forget(&self, slot: Slot, pages: usize) {
@@ -110,8 +134,16 @@ impl SwapStore for FileStore {
         Ok(())
     }
 
+    fn reads(&self) -> Reads<'_> {
+        match self.caching {
+            Caching::Direct => Reads::File(self.file.as_fd()),
+            Caching::Buffered => Reads::Blocking,
+        }
+    }
+
     fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
         let bytes = Page::bytes(pages);
+        self.reserve(first.offset() + bytes.len() as u64);
         let mut done = 0;
         while done < bytes.len() {
             match pwrite(&self.file, &bytes[done..], first.offset() + done as u64) {

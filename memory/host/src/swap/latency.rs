@@ -1,33 +1,34 @@
 //! A device made slow on purpose.
 
-use super::{Slot, SwapStore};
+use super::{Reads, Slot, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
 use lacuna_addr::PageCount;
+use lacuna_sync::Dial;
 
 /// Adds a latency to every operation of another device: an absolute deadline from submission, any
 /// number of operations in parallel. It only states the time; the executor keeps it, without a
 /// thread waiting for each.
 pub struct Latency<S> {
     inner: S,
-    ns: u64,
+    dial: Dial,
 }
 
 impl<S: SwapStore> Latency<S> {
-    /// `inner`, `ns` nanoseconds away.
-    pub const fn new(inner: S, ns: u64) -> Self {
-        Self { inner, ns }
+    /// `inner`, as far away as `dial` says.
+    pub const fn new(inner: S, dial: Dial) -> Self {
+        Self { inner, dial }
     }
 }
 
 impl<S: SwapStore> SwapStore for Latency<S> {
     fn describe(&self) -> String {
-        format!(
-            "{} with {} us latency",
-            self.inner.describe(),
-            self.ns / 1000
-        )
+        let inner = self.inner.describe();
+        match self.dial.ns() / 1000 {
+            0 => inner,
+            us => format!("{inner} with {us} us latency"),
+        }
     }
 
     fn capacity(&self) -> PageCount {
@@ -40,6 +41,10 @@ impl<S: SwapStore> SwapStore for Latency<S> {
 
     fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
         self.inner.read(slot, page)
+    }
+
+    fn reads(&self) -> Reads<'_> {
+        self.inner.reads()
     }
 
     fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
@@ -55,6 +60,6 @@ impl<S: SwapStore> SwapStore for Latency<S> {
     }
 
     fn latency_ns(&self) -> u64 {
-        self.inner.latency_ns().saturating_add(self.ns)
+        self.inner.latency_ns().saturating_add(self.dial.ns())
     }
 }

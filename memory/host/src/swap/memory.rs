@@ -9,7 +9,7 @@
 //! this device may take, so that one more page can be compressed when no other frame is free. The
 //! device never takes the last part of the budget: pages must have somewhere to be used.
 
-use super::{Slot, SwapStore};
+use super::{Reads, Slot, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
@@ -206,6 +206,10 @@ impl SwapStore for MemoryStore {
             Ok(len) => Err(SwapError::Io(format!("decompressed to {len} bytes"))),
             Err(error) => Err(SwapError::Io(error.to_string())),
         }
+    }
+
+    fn reads(&self) -> Reads<'_> {
+        Reads::Immediate
     }
 
     fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {

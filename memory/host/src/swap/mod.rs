@@ -19,6 +19,7 @@ use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
 use lacuna_addr::{PAGE_SIZE, PageCount};
+use std::os::fd::BorrowedFd;
 
 /// A place for one page on a swap device.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
@@ -47,6 +48,18 @@ impl Slot {
     }
 }
 
+/// How the slots of a swap device are read.
+#[derive(Clone, Copy, Debug)]
+pub enum Reads<'a> {
+    /// [`SwapStore::read`] waits for something.
+    Blocking,
+    /// [`SwapStore::read`] does not wait: handing it to another thread would cost more.
+    Immediate,
+    /// As `Blocking`; or, without the device's help, from this file: a slot is the page at
+    /// [`Slot::offset`], and reading it leaves nothing in the page cache.
+    File(BorrowedFd<'a>),
+}
+
 /// A swap device. Called by several threads at once; never twice at once for one slot.
 pub trait SwapStore: Send + Sync {
     /// Its name in error messages, such as `swap file in /tmp`.
@@ -63,6 +76,11 @@ pub trait SwapStore: Send + Sync {
 
     /// Reads `slot`, which was written before, over the whole of `page`.
     fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError>;
+
+    /// How its slots are read; always the same.
+    fn reads(&self) -> Reads<'_> {
+        Reads::Blocking
+    }
 
     /// Writes `pages` to `first` and the slots after it.
     fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed>;
@@ -96,6 +114,10 @@ impl<S: SwapStore + ?Sized> SwapStore for Box<S> {
 
     fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
         (**self).read(slot, page)
+    }
+
+    fn reads(&self) -> Reads<'_> {
+        (**self).reads()
     }
 
     fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {

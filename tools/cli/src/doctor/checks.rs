@@ -5,6 +5,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use lacuna_addr::PageCount;
+use lacuna_kvm::{Apf, Dial, FirstTouch, KvmError, SourceConfig, Vm, VmConfig};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -184,19 +186,30 @@ pub(super) fn userfaultfd() -> Check {
     }
 }
 
+/// By making a VM: what a kernel was built with does not tell what it allows.
 pub(super) fn kvm() -> Check {
-    let path = "/dev/kvm";
     let nested = "in a virtual machine, turn on nested virtualisation; the soft backend needs none";
-    match OpenOptions::new().read(true).write(true).open(path) {
-        Ok(_) => Check::ok("kvm", "/dev/kvm opens"),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            Check::missing("kvm", "/dev/kvm is not there", nested)
-        }
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            let advice = "join its group: sudo usermod -aG kvm $USER, and log in again";
-            Check::missing("kvm", "/dev/kvm may not be opened", advice)
-        }
-        Err(error) => Check::missing("kvm", format!("/dev/kvm: {error}"), nested),
+    if let Err(why) = lacuna_kvm::available() {
+        return Check::missing("kvm", why.to_string(), nested);
+    }
+    let config = VmConfig {
+        memory: PageCount::from_bytes(4 << 20),
+        vcpus: 1,
+        apf: Apf::On,
+        source: SourceConfig {
+            resident: 1024,
+            latency: Dial::default(),
+            first_touch: FirstTouch::Immediate,
+        },
+    };
+    match Vm::new(config) {
+        Ok(_) => Check::ok("kvm", "/dev/kvm runs guests, with asynchronous page faults"),
+        Err(KvmError::NoApf) => Check::limited(
+            "kvm",
+            "/dev/kvm runs guests, without asynchronous page faults",
+            "CPUID 0x40000001 lacks bits 4 and 14; the soft backend has them anyway",
+        ),
+        Err(why) => Check::limited("kvm", why.to_string(), nested),
     }
 }
 

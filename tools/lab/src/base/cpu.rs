@@ -1,6 +1,6 @@
 //! Guest instructions a second: ours, native, QEMU's. The same program, the same run.
 
-use crate::base::{LabError, Options};
+use crate::experiment::{LabError, Options};
 use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -8,7 +8,7 @@ use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::PageCount;
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Launch, Swap};
+use lacuna_soft::{Apf, Dial, Launch, Swap};
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -73,7 +73,7 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
     for test in &TESTS {
         progress.step(format!("instructions a second: {}", test.name));
         let divisor = if options.quick { 10 } else { 1 };
-        let arms = rounds(machines, options.rounds(), |machine| {
+        let arms = rounds(machines, super::rounds(options), |machine| {
             let iterations = test.iterations[machine] / divisor;
             match machine {
                 OURS => run_ours(guest, test, iterations),
@@ -133,7 +133,8 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         resident: PageCount::new(memory.get() + 4096),
         vcpus: 1,
         swap: Swap::Memory,
-        latency: Duration::ZERO,
+        latency: Dial::default(),
+        apf: Apf::Off,
         seed: None,
         command_line: arguments(test, iterations).join(" "),
     };

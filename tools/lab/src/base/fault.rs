@@ -1,6 +1,7 @@
 //! What a resident stage-2 fault costs, and whether two vCPUs' faults get in each other's way.
 
-use crate::base::{LabError, Options, Playground, Touch, touch_together};
+use crate::base::{Playground, Touch, touch_together};
+use crate::experiment::{LabError, Options};
 use crate::native::{CacheFlush, HOT_PAGES, cold_fault_ns, hot_fault_ns};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, compare, paired, rounds};
@@ -43,7 +44,7 @@ pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mut place = Playground::new(1, HOT)?;
     let host = || hot_fault_ns(SLICE as usize).map_err(host_error);
     let soft = || soft_ns(&mut place, SLICE / HOT, || ());
-    let found = compare(options.rounds(), host, soft)?;
+    let found = compare(super::rounds(options), host, soft)?;
     let result = Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio);
     report.push(
         result
@@ -64,7 +65,7 @@ pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let touches = 16;
     let host = || cold_fault_ns((touches * COLD_PAGES) as usize, &flush).map_err(host_error);
     let soft = || soft_ns(&mut place, touches, || flush.run());
-    let found = compare(options.rounds(), host, soft)?;
+    let found = compare(super::rounds(options), host, soft)?;
     let result = Measurement::new("fault.soft_vs_host.cold", "x", Better::Lower, found.ratio);
     report.push(
         result
@@ -91,7 +92,7 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
         vec![Playground::new(1, half)?, Playground::new(1, half)?],
     ];
     // Pages a second of all vCPUs; the second arm again is the null.
-    let rates = rounds(4, options.rounds(), |index| {
+    let rates = rounds(4, super::rounds(options), |index| {
         let places = &mut arms[if index == 3 { 1 } else { index }];
         let mut touches = (0..SCALING_TOUCHES)
             .map(|_| Ok(touch_together(places, || ())?.wall_ns))

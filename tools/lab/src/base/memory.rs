@@ -1,6 +1,6 @@
 //! Whether the resident budget is one: everything the process has, against it.
 
-use crate::base::{LabError, Options};
+use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::Summary;
 use serde_json::Value;

@@ -6,12 +6,12 @@
 //! [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the frame and its zeroing,
 //! the install, the TLB fill and the retry, and the three instructions of the loop around it.
 
-use crate::base::LabError;
+use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
 use lacuna_soft::{
-    Host, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmConfig,
+    Apf, Dial, Host, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -62,7 +62,8 @@ impl Playground {
             resident: frames,
             vcpus,
             swap: Swap::Memory,
-            latency: std::time::Duration::ZERO,
+            latency: Dial::default(),
+            apf: Apf::Off,
             seed: None,
             command_line: String::new(),
         };
@@ -70,6 +71,7 @@ impl Playground {
         let config = VmConfig {
             memory: PageCount::new(boot),
             vcpus,
+            apf: Apf::Off,
         };
         let vm = Vm::new(Arc::clone(&host), clock, config)?;
         let code = program(pages * PAGE_SIZE as u64);

@@ -1,122 +1,13 @@
 //! The images boot and do their work on a machine that is not ours: QEMU.
 
+mod apf;
+mod machine;
+mod pause;
+
 use lacuna_guest::status::{self, Kind, State, Status};
+use machine::{assert_ended, boot, boot_file, boot_with, build, qemu_missing, temp};
 use std::fs;
-use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
-
-const TIMEOUT: Duration = Duration::from_secs(60);
-
-struct Outcome {
-    console: String,
-    /// What the guest wrote to the exit port, seven bits of it; None if it ended otherwise.
-    code: Option<i32>,
-}
-
-fn qemu_missing() -> bool {
-    let found = Command::new("qemu-system-x86_64")
-        .arg("--version")
-        .output()
-        .is_ok();
-    if !found {
-        println!("skipped: qemu-system-x86_64 is not installed (apt install qemu-system-x86)");
-    }
-    !found
-}
-
-fn temp(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).join(name)
-}
-
-fn boot_file(image: &Path, smp: u32, params: &str) -> Outcome {
-    boot_with(image, smp, params, &[])
-}
-
-fn boot_with(image: &Path, smp: u32, params: &str, extra: &[&str]) -> Outcome {
-    let cpus = smp.to_string();
-    let mut child = Command::new("qemu-system-x86_64")
-        .args([
-            "-M", "q35", "-m", "64M", "-smp", &cpus, "-display", "none", "-serial", "stdio",
-        ])
-        .args([
-            "-monitor",
-            "none",
-            "-no-reboot",
-            "-device",
-            "isa-debug-exit,iobase=0xf4,iosize=4",
-        ])
-        .args(["-append", &format!("smp={smp} {params}"), "-kernel"])
-        .arg(image)
-        .args(extra)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("QEMU starts");
-    let mut stdout = child.stdout.take().expect("piped");
-    let reader = thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let _ = stdout.read_to_end(&mut bytes);
-        String::from_utf8_lossy(&bytes).replace('\r', "")
-    });
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().expect("QEMU can be waited for") {
-            break Some(status);
-        }
-        if start.elapsed() > TIMEOUT {
-            child.kill().expect("QEMU can be ended");
-            child.wait().expect("QEMU can be waited for");
-            break None;
-        }
-        thread::sleep(Duration::from_millis(20));
-    };
-    let console = reader.join().expect("the reader ends");
-    let status = status.unwrap_or_else(|| panic!("no end within {TIMEOUT:?}:\n{console}"));
-    Outcome {
-        console,
-        code: status.code().filter(|c| c & 1 == 1).map(|c| c >> 1),
-    }
-}
-
-/// Boots an embedded image; the file's name is the test's, since tests run side by side.
-fn boot(test: &str, name: &str, smp: u32, params: &str) -> Outcome {
-    let path = temp(&format!("{test}.elf"));
-    fs::write(
-        &path,
-        lacuna_guest::image(name).expect("in the catalog").elf,
-    )
-    .unwrap();
-    boot_file(&path, smp, params)
-}
-
-fn build(source: &Path, image: &Path) {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("build-guest.sh");
-    let built = Command::new("sh")
-        .arg(script)
-        .arg(source)
-        .arg("-o")
-        .arg(image)
-        .output()
-        .unwrap();
-    assert!(
-        built.status.success(),
-        "{}",
-        String::from_utf8_lossy(&built.stderr)
-    );
-}
-
-#[track_caller]
-fn assert_ended(outcome: &Outcome, code: i32, says: &str) {
-    assert_eq!(outcome.code, Some(code), "{}", outcome.console);
-    assert!(
-        outcome.console.contains(says),
-        "{says:?} in {}",
-        outcome.console
-    );
-}
+use std::path::Path;
 
 #[test]
 fn hello() {
@@ -314,7 +205,7 @@ fn the_readme_example_builds_and_runs() {
     if qemu_missing() {
         return;
     }
-    let readme = include_str!("../README.md");
+    let readme = include_str!("../../README.md");
     let code = readme
         .split("```c\n")
         .nth(1)

@@ -1,0 +1,65 @@
+//! Why a run cannot start.
+
+use crate::available::Unavailable;
+use crate::memory::MapError;
+use lacuna_machine::BootError;
+use lacuna_sys::Errno;
+
+/// Why a run cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmError {
+    /// Not on this machine.
+    #[error(transparent)]
+    Unavailable(#[from] Unavailable),
+    /// Nonsense, or more than KVM has.
+    #[error("{asked} vCPUs: give 1 to {most}")]
+    Vcpus {
+        /// How many were asked for.
+        asked: usize,
+        /// How many there can be.
+        most: usize,
+    },
+    /// Too small a budget.
+    #[error("a resident budget of {pages} pages: the kvm backend needs at least {least} (2M)")]
+    Resident {
+        /// What was asked for, or all of the guest's memory if that is less.
+        pages: usize,
+        /// The minimum.
+        least: usize,
+    },
+    /// No asynchronous page faults.
+    #[error("this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14)")]
+    NoApf,
+    /// No memory for the guest.
+    #[error(transparent)]
+    Memory(#[from] MapError),
+    /// The image does not fit.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// The page source cannot start.
+    #[error("userfaultfd: cannot {step}: {errno}")]
+    Userfaultfd {
+        /// What it was doing.
+        step: &'static str,
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// KVM refused.
+    #[error("KVM: cannot {step}: {errno}")]
+    Kvm {
+        /// What we were doing.
+        step: &'static str,
+        /// What the kernel said.
+        errno: Errno,
+    },
+}
+
+impl KvmError {
+    /// For `map_err`: KVM refused to `step`.
+    pub(crate) fn step(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
+        move |e| Self::Kvm {
+            step,
+            errno: Errno::from_raw_os_error(e.errno()),
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! From a description of a run to its end: the counterpart of `lacuna_soft::Launch`.
+
+use crate::pages::{FirstTouch, Pages};
+use crate::source::{SourceConfig, SourceStats};
+use crate::{KvmError, Vm, VmConfig};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image};
+use lacuna_sync::{Clock, Dial, HostClock, Nanos};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+/// A run.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The memory that the guest believes it has.
+    pub memory: PageCount,
+    /// How much of it may be in place at a time, at least 2 MiB.
+    pub resident: PageCount,
+    /// Its processors.
+    pub vcpus: usize,
+    /// How long a page takes to come that was away.
+    pub latency: Dial,
+    /// Whether that goes for pages that were never touched, too.
+    pub first_touch: FirstTouch,
+    /// Whether the guest is offered asynchronous page faults.
+    pub apf: Apf,
+    /// For the guest kernel; `smp=` and `ap=` are added, and what the host's KVM makes necessary.
+    pub command_line: String,
+}
+
+/// A run that is under way or over.
+pub struct Observed<'a> {
+    /// The VM.
+    pub vm: &'a Vm,
+    /// Its devices.
+    pub board: &'a Board,
+    /// Time since the run began.
+    pub now: Nanos,
+}
+
+/// How a run went.
+pub struct Outcome {
+    /// Why it ended.
+    pub ending: Ending,
+    /// What the page source did.
+    pub stats: SourceStats,
+    /// Time from the beginning of the run to its end.
+    pub end: Nanos,
+    /// The guest's status page, if it announced one.
+    pub status: Option<Vec<u8>>,
+}
+
+/// How often the watcher of a run looks.
+const WATCH: Duration = Duration::from_millis(100);
+/// There where the host's KVM is the one without hardware support (PVM), which runs guest kernels
+/// in its instruction emulator and does not let guest programs make system calls of the usual kind.
+const PVM: &str = "/sys/module/kvm_pvm";
+
+impl Launch {
+    /// The guest kernel's whole command line.
+    pub fn full_command_line(&self) -> String {
+        let host = if Path::new(PVM).exists() {
+            "syscall=ud2 "
+        } else {
+            ""
+        };
+        format!("smp={} ap=direct {host}{}", self.vcpus, self.command_line)
+            .trim_end()
+            .to_owned()
+    }
+
+    /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
+    ///
+    /// # Errors
+    /// What keeps the run from starting. A run that started has an [`Ending`].
+    pub fn run(
+        &self,
+        image: &Image<'_>,
+        console: impl Console + 'static,
+        mut watch: impl FnMut(&Observed<'_>),
+    ) -> Result<Outcome, KvmError> {
+        let vm = Vm::new(self.config()?)?;
+        let vcpus = vm.boot(image, &self.full_command_line())?;
+        let board = Board::new(console);
+        let clock = HostClock::default();
+        let watcher = thread::current();
+        thread::scope(|scope| {
+            let runner = scope.spawn(|| {
+                drop(lacuna_machine::run(vcpus, &board, &*vm));
+                watcher.unpark();
+            });
+            while !runner.is_finished() && board.ending().is_none() {
+                watch(&Observed {
+                    vm: &vm,
+                    board: &board,
+                    now: clock.now(),
+                });
+                thread::park_timeout(WATCH);
+            }
+        });
+        let end = clock.now();
+        Ok(Outcome {
+            ending: board.ending().unwrap_or(Ending::Stopped),
+            stats: vm.source_stats(),
+            status: status_page(&vm, &board),
+            end,
+        })
+    }
+
+    fn config(&self) -> Result<VmConfig, KvmError> {
+        let resident = self.resident.get().min(self.memory.get()) as usize;
+        if resident < Pages::BUDGET_MIN {
+            return Err(KvmError::Resident {
+                pages: resident,
+                least: Pages::BUDGET_MIN,
+            });
+        }
+        Ok(VmConfig {
+            memory: self.memory,
+            vcpus: self.vcpus,
+            apf: self.apf,
+            source: SourceConfig {
+                resident,
+                latency: self.latency.clone(),
+                first_touch: self.first_touch,
+            },
+        })
+    }
+}
+
+/// A copy of the status page, from afar if need be.
+fn status_page(vm: &Vm, board: &Board) -> Option<Vec<u8>> {
+    let mut page = vec![0; PAGE_SIZE];
+    vm.read(board.status_page()?.gpa(), &mut page).ok()?;
+    Some(page)
+}

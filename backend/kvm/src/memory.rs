@@ -1,0 +1,241 @@
+//! The guest's memory: one anonymous mapping, and a second of the same size for pages that are
+//! elsewhere.
+//!
+//! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. No
+//! reference to guest memory other than to an atomic is ever formed, since vCPUs write it at the
+//! same time, and the mapping lives as long as the [`Memory`] that hands out the addresses.
+
+use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_machine::{BootError, GuestMemory, Layout, MemoryError};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use std::ptr;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+/// Anonymous memory of the process, in 4 KiB pages.
+pub struct Mapping {
+    range: HvaRange,
+}
+
+impl Mapping {
+    fn new(pages: PageCount) -> Result<Self, Errno> {
+        let bytes = usize::try_from(pages.bytes()).map_err(|_| Errno::NOMEM)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: 1. a new mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe {
+            mmap_anonymous(
+                ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+        }?;
+        let start = Hva::new(base.expose_provenance() as u64);
+        let range = HvaRange::new(start, pages.get()).ok_or(Errno::INVAL)?;
+        let this = Self { range };
+        // Huge pages could not be moved out one by one, and would come without a fault each; pages
+        // shared with a child could not be moved at all.
+        for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
+            // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
+            unsafe { madvise(base, bytes, advice) }?;
+        }
+        Ok(this)
+    }
+
+    /// Its addresses.
+    pub fn range(&self) -> HvaRange {
+        self.range
+    }
+
+    /// Address of the page at `index`.
+    pub fn page(&self, index: u32) -> Hva {
+        Hva::new(self.range.start().get() + u64::from(index) * PAGE_SIZE as u64)
+    }
+
+    /// Index of the page at `hva`, if it lies here.
+    pub fn index(&self, hva: Hva) -> Option<u32> {
+        let offset = hva.get().checked_sub(self.range.start().get())?;
+        let index = offset / PAGE_SIZE as u64;
+        (index < self.range.pages()).then_some(index as u32)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        let bytes = self.range.pages() as usize * PAGE_SIZE;
+        let base = ptr::with_exposed_provenance_mut(self.range.start().get() as usize);
+        // SAFETY: 1. the range is this mapping, whole, and unmapped only here. 2. Whoever was given
+        // its addresses (KVM's slots, the page source) ends before: see `Vm`'s field order.
+        let unmapped = unsafe { munmap(base, bytes) };
+        debug_assert!(unmapped.is_ok(), "the range is a mapping");
+    }
+}
+
+/// A guest's memory.
+pub struct Memory {
+    /// What the guest sees, its slots one after the other.
+    pub guest: Mapping,
+    /// Where a page is kept while it is elsewhere, at the same offset.
+    pub store: Mapping,
+    /// Where in the guest's address space it lies.
+    pub layout: Layout,
+}
+
+impl Memory {
+    /// Memory of that size, all zeros.
+    pub fn new(size: PageCount) -> Result<Self, MapError> {
+        let layout = Layout::new(size)?;
+        if u32::try_from(size.get()).is_err() {
+            return Err(MapError::Boot(BootError::BadSize(size.bytes())));
+        }
+        let map = || {
+            Mapping::new(size).map_err(|errno| MapError::Map {
+                bytes: size.bytes(),
+                errno,
+            })
+        };
+        Ok(Self {
+            guest: map()?,
+            store: map()?,
+            layout,
+        })
+    }
+
+    /// Each slot: where the guest sees it, where it lies, its size in bytes.
+    pub fn slots(&self) -> impl Iterator<Item = (Gpa, Hva, u64)> {
+        let mut at = self.guest.range().start().get();
+        self.layout.ranges().iter().map(move |range| {
+            let bytes = range.pages() * PAGE_SIZE as u64;
+            let hva = Hva::new(at);
+            at += bytes;
+            (range.start().gpa(), hva, bytes)
+        })
+    }
+
+    /// Where the guest sees `page`.
+    pub fn gpa(&self, page: u32) -> Option<Gpa> {
+        let hva = self.guest.page(page).get();
+        self.slots().find_map(|(gpa, start, bytes)| {
+            let offset = hva.checked_sub(start.get())?;
+            (offset < bytes).then(|| Gpa::truncate(gpa.get() + offset))
+        })
+    }
+
+    /// Address of `bytes` bytes at `gpa`, all in one slot.
+    fn hva(&self, gpa: Gpa, bytes: usize) -> Result<usize, MemoryError> {
+        let found = self.slots().find_map(|(start, hva, size)| {
+            let offset = gpa.get().checked_sub(start.get())?;
+            let end = offset.checked_add(bytes as u64)?;
+            (end <= size).then(|| hva.get() + offset)
+        });
+        found
+            .map(|hva| hva as usize)
+            .ok_or(MemoryError::NoSlot(gpa))
+    }
+}
+
+impl GuestMemory for Memory {
+    fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
+        let mut address = self.hva(gpa, bytes.len())?;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(piece(rest.len(), address));
+            if let Ok(word) = now.try_into() {
+                // SAFETY: 1. `hva` put all of `bytes` inside the guest's mapping. 2. A piece of
+                // eight bytes lies on a whole word.
+                unsafe { quad(address) }.store(u64::from_ne_bytes(word), Ordering::Relaxed);
+            } else {
+                // SAFETY: 1. as above.
+                unsafe { byte(address) }.store(now[0], Ordering::Relaxed);
+            }
+            address += now.len();
+            rest = later;
+        }
+        Ok(())
+    }
+
+    fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
+        let mut address = self.hva(gpa, into.len())?;
+        let mut rest = into;
+        while !rest.is_empty() {
+            let size = piece(rest.len(), address);
+            let (now, later) = rest.split_at_mut(size);
+            if size == 8 {
+                // SAFETY: 1. `hva` put all of `into` inside the guest's mapping. 2. A piece of
+                // eight bytes lies on a whole word.
+                let word = unsafe { quad(address) }.load(Ordering::Relaxed);
+                now.copy_from_slice(&word.to_ne_bytes());
+            } else {
+                // SAFETY: 1. as above.
+                now[0] = unsafe { byte(address) }.load(Ordering::Relaxed);
+            }
+            address += size;
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// A page that goes away between the look and the copy costs its latency once.
+    fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {
+        self.hva(gpa, into.len())
+            .is_ok_and(|address| is_mapped(address, into.len()))
+            && self.read(gpa, into).is_ok()
+    }
+}
+
+/// How many of `left` bytes at `address` are moved in one go: whole words of the guest's are never
+/// torn.
+fn piece(left: usize, address: usize) -> usize {
+    if left >= 8 && address.is_multiple_of(8) {
+        8
+    } else {
+        1
+    }
+}
+
+/// # Safety
+/// Eight bytes at `address`, a multiple of 8, lie in a mapping of guest memory that outlives `'a`.
+unsafe fn quad<'a>(address: usize) -> &'a AtomicU64 {
+    // SAFETY: 1. and 2. the contract. 3. All of this process touches guest memory by atomics.
+    unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) }
+}
+
+/// # Safety
+/// The byte at `address` lies in a mapping of guest memory that outlives `'a`.
+unsafe fn byte<'a>(address: usize) -> &'a AtomicU8 {
+    // SAFETY: 1. and 2. the contract. 3. All of this process touches guest memory by atomics.
+    unsafe { AtomicU8::from_ptr(ptr::with_exposed_provenance_mut(address)) }
+}
+
+/// Whether Linux has every page of these bytes in place, `mincore(2)`.
+fn is_mapped(address: usize, bytes: usize) -> bool {
+    let first = address / PAGE_SIZE * PAGE_SIZE;
+    let pages = (address + bytes).div_ceil(PAGE_SIZE) - first / PAGE_SIZE;
+    let mut present = vec![0; pages];
+    // SAFETY: 1. it writes one byte for each page, for which `present` has room. 2. It reads no
+    // memory at `first`.
+    let result = unsafe {
+        libc::mincore(
+            ptr::without_provenance_mut(first),
+            pages * PAGE_SIZE,
+            present.as_mut_ptr(),
+        )
+    };
+    result == 0 && present.iter().all(|page| page & 1 != 0)
+}
+
+/// Why there is no memory for a guest.
+#[derive(Debug, thiserror::Error)]
+pub enum MapError {
+    /// A size that no guest can have.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// The kernel refused the mapping.
+    #[error("cannot map {bytes} bytes for the guest's memory: {errno}")]
+    Map {
+        /// How much.
+        bytes: u64,
+        /// What the kernel said.
+        errno: Errno,
+    },
+}

@@ -1,0 +1,233 @@
+//! Which page of the guest is where: decisions only, no system calls.
+//!
+//! ```text
+//!              first touch                  too many mapped              too many in memory
+//!  Untouched --------------> Mapped ------------------------> Probation ------------------> Away
+//!                              ^                                  |                           |
+//!                              +--------- touched: at once -------+                           |
+//!                              +---------- its latency over ------ Coming <----- touched -----+
+//! ```
+//! Neither KVM nor Linux tells which pages a guest uses, so pages leave in the order in which they
+//! came. A page on probation is out of the guest's reach but still counted as resident: touched
+//! there, it comes back without latency and is the youngest again. So what is in constant use
+//! (the guest kernel, a worker's stack) costs a short fault now and then, and never a long one:
+//! segmented FIFO (Turner and Levy, 1981), which does without accessed bits.
+
+use std::collections::VecDeque;
+
+/// A page of the guest, by its place in the backing.
+pub type Page = u32;
+
+/// When a page that was never touched comes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum FirstTouch {
+    /// At once, as a page of zeros does on any host.
+    #[default]
+    Immediate,
+    /// After the latency, as in a migration after which every page is still elsewhere: every page
+    /// faults, whatever the budget.
+    Delayed,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Place {
+    Untouched,
+    Mapped,
+    Probation,
+    Away,
+    Coming,
+}
+
+/// What a touched page needs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Need {
+    /// A page of zeros; then [`Pages::arrived`].
+    Zeros,
+    /// To be moved back at once; then [`Pages::arrived`].
+    Return,
+    /// To be moved back after the latency; then [`Pages::arrived`].
+    Fetch,
+    /// Nothing: it is on its way.
+    Patience,
+    /// A wake-up: it came while this fault was being reported.
+    Wake,
+}
+
+/// Where all pages are, within a budget.
+#[derive(Debug)]
+pub struct Pages {
+    places: Vec<Place>,
+    /// Every mapped page once, oldest first.
+    mapped: VecDeque<Page>,
+    /// Every page on probation once, oldest first.
+    probation: VecDeque<Page>,
+    coming: usize,
+    budget: usize,
+}
+
+impl Pages {
+    /// The smallest budget: what the instructions of 64 vCPUs, and the faults that a guest may have
+    /// outstanding, need at a time is far below.
+    pub const BUDGET_MIN: usize = 512;
+
+    /// `count` untouched pages, of which `budget` may be in memory.
+    pub fn new(count: usize, budget: usize, first_touch: FirstTouch) -> Self {
+        let place = match first_touch {
+            FirstTouch::Immediate => Place::Untouched,
+            FirstTouch::Delayed => Place::Away,
+        };
+        Self {
+            places: vec![place; count],
+            mapped: VecDeque::new(),
+            probation: VecDeque::new(),
+            coming: 0,
+            budget: budget.max(Self::BUDGET_MIN),
+        }
+    }
+
+    /// Somebody touched `page` where it is missing.
+    pub fn touched(&mut self, page: Page) -> Need {
+        let place = &mut self.places[page as usize];
+        match *place {
+            Place::Untouched => Need::Zeros,
+            Place::Probation => Need::Return,
+            Place::Away => {
+                *place = Place::Coming;
+                self.coming += 1;
+                Need::Fetch
+            }
+            Place::Coming => Need::Patience,
+            Place::Mapped => Need::Wake,
+        }
+    }
+
+    /// `page` is mapped now.
+    pub fn arrived(&mut self, page: Page) {
+        match self.places[page as usize] {
+            Place::Mapped => return,
+            Place::Probation => self.probation.retain(|&p| p != page),
+            Place::Coming => self.coming -= 1,
+            Place::Untouched | Place::Away => {}
+        }
+        self.places[page as usize] = Place::Mapped;
+        self.mapped.push_back(page);
+    }
+
+    /// A page to take from the guest; then [`left`](Self::left) or [`refused`](Self::refused).
+    /// Those on their way have their room already, so that it is free when they come.
+    pub fn victim(&mut self) -> Option<Page> {
+        let most = (self.budget - self.budget / 8).min(self.budget.saturating_sub(self.coming));
+        (self.mapped.len() > most.max(Self::BUDGET_MIN / 2))
+            .then(|| self.mapped.pop_front())
+            .flatten()
+    }
+
+    /// The guest has lost `page`, and it is in the store.
+    pub fn left(&mut self, page: Page) {
+        self.places[page as usize] = Place::Probation;
+        self.probation.push_back(page);
+    }
+
+    /// The kernel would not part with `page` now: it is the youngest again.
+    pub fn refused(&mut self, page: Page) {
+        self.mapped.push_back(page);
+    }
+
+    /// Ends the probation of what is too much.
+    pub fn settle(&mut self) {
+        let excess = self.in_memory().saturating_sub(self.budget);
+        let gone = excess.min(self.probation.len());
+        for page in self.probation.drain(..gone) {
+            self.places[page as usize] = Place::Away;
+        }
+    }
+
+    /// Pages that count against the budget.
+    pub fn in_memory(&self) -> usize {
+        self.mapped.len() + self.probation.len() + self.coming
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Touches `page` as the source does, its latency over at once.
+    fn touch(pages: &mut Pages, page: Page) -> Need {
+        let need = pages.touched(page);
+        while let Some(victim) = pages.victim() {
+            pages.left(victim);
+        }
+        pages.settle();
+        pages.arrived(page);
+        need
+    }
+
+    #[test]
+    fn all_pages_fit_and_nothing_leaves() {
+        let mut pages = Pages::new(400, 1024, FirstTouch::Immediate);
+        for page in (0..400).chain(0..400) {
+            assert!(matches!(touch(&mut pages, page), Need::Zeros | Need::Wake));
+        }
+        assert_eq!(pages.in_memory(), 400);
+    }
+
+    #[test]
+    fn the_budget_holds_and_the_oldest_leave_first() {
+        let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
+        for page in 0..4096 {
+            assert_eq!(touch(&mut pages, page), Need::Zeros);
+            assert!(pages.in_memory() <= 1024 + 1, "{}", pages.in_memory());
+        }
+        assert_eq!(touch(&mut pages, 0), Need::Fetch);
+        assert_eq!(touch(&mut pages, 4095), Need::Wake);
+    }
+
+    #[test]
+    fn a_page_in_constant_use_never_goes_away() {
+        let mut pages = Pages::new(10_000, 1024, FirstTouch::Immediate);
+        let _ = touch(&mut pages, 0);
+        for page in 1..10_000 {
+            assert_eq!(touch(&mut pages, page), Need::Zeros);
+            assert_ne!(touch(&mut pages, 0), Need::Fetch);
+        }
+    }
+
+    #[test]
+    fn a_page_is_fetched_once_for_all_who_want_it() {
+        let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
+        for page in 0..4096 {
+            let _ = touch(&mut pages, page);
+        }
+        assert_eq!(pages.touched(7), Need::Fetch);
+        assert_eq!(pages.touched(7), Need::Patience);
+        pages.arrived(7);
+        assert_eq!(pages.touched(7), Need::Wake);
+    }
+
+    #[test]
+    fn what_is_coming_has_its_room_and_some_always_stays() {
+        let mut pages = Pages::new(8192, 1024, FirstTouch::Immediate);
+        for page in 0..8192 {
+            let _ = touch(&mut pages, page);
+        }
+        for page in 0..4096 {
+            let _ = pages.touched(page);
+            while let Some(victim) = pages.victim() {
+                pages.left(victim);
+            }
+            pages.settle();
+        }
+        assert_eq!(pages.mapped.len(), Pages::BUDGET_MIN / 2);
+    }
+
+    #[test]
+    fn a_refused_victim_stays() {
+        let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
+        (0..1024).for_each(|page| pages.arrived(page));
+        let victim = pages.victim().expect("more than seven eighths are mapped");
+        pages.refused(victim);
+        assert_eq!(pages.touched(victim), Need::Wake);
+    }
+}

@@ -1,0 +1,345 @@
+//! The page source: a thread that hears of missing pages and supplies them after a latency.
+//!
+//! ```text
+//! vCPU, KVM's worker, VMM ── touches a missing page ──► userfaultfd ──► source thread
+//!    waits                                                                │ asks `Pages`
+//!      ▲                                                                  ├ zeros, or back from
+//!      │                                                                  │ probation: at once
+//!      └────────────────────────── page in place ◄────────────────────────┴ away: at its deadline
+//! ```
+//! A deadline counts from when the thread hears of the fault, so no page comes early. Any number
+//! are on their way at a time. A page goes away by `UFFDIO_MOVE` into the store and comes back by
+//! another: whoever writes it meanwhile has either written before it left or waits, so nothing can
+//! be lost; KVM hears of it through its MMU notifier.
+
+use crate::kick::Bells;
+use crate::memory::Memory;
+use crate::pages::{FirstTouch, Need, Page, Pages};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_sync::Dial;
+use lacuna_sys::{Errno, Fault, Userfaultfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fd::OwnedFd;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How the source behaves.
+#[derive(Clone, Debug)]
+pub struct SourceConfig {
+    /// Pages that may be in memory.
+    pub resident: usize,
+    /// How long a page that is away takes to come.
+    pub latency: Dial,
+    /// And one that was never touched.
+    pub first_touch: FirstTouch,
+}
+
+/// What a source has done.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct SourceStats {
+    /// Faults heard of. Several waiters of one page may count as one or as several.
+    pub faults: u64,
+    /// Of all pages supplied, those that had never been touched.
+    pub first_touches: u64,
+    /// Pages supplied after the latency.
+    pub fetched: u64,
+    /// Pages given back at once, while on probation.
+    pub reprieved: u64,
+    /// Pages taken from the guest.
+    pub evicted: u64,
+    /// Pages that Linux would not part with when asked.
+    pub refused: u64,
+    /// Sum over the delayed pages of the time from hearing of the fault to the page's being in
+    /// place, nanoseconds.
+    pub delay_ns: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    faults: AtomicU64,
+    first_touches: AtomicU64,
+    fetched: AtomicU64,
+    reprieved: AtomicU64,
+    evicted: AtomicU64,
+    refused: AtomicU64,
+    delay_ns: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, by: u64) {
+    counter.fetch_add(by, Ordering::Relaxed);
+}
+
+#[derive(Default)]
+struct Shared {
+    counters: Counters,
+    failure: Mutex<Option<String>>,
+    quit: AtomicBool,
+}
+
+/// A running page source, until it is dropped.
+pub struct Source {
+    shared: Arc<Shared>,
+    doorbell: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Source {
+    /// Starts supplying `memory`. When a page cannot be supplied, `bells` end the run.
+    ///
+    /// # Errors
+    /// Of userfaultfd; the text says which step.
+    pub fn start(
+        memory: Arc<Memory>,
+        config: SourceConfig,
+        bells: Arc<Bells>,
+    ) -> Result<Self, (&'static str, Errno)> {
+        let uffd = Userfaultfd::open().map_err(|e| ("open", e))?;
+        for mapping in [&memory.guest, &memory.store] {
+            // SAFETY: 1. both are anonymous mappings of `memory`, which the thread below keeps
+            // alive together with the descriptor. 2. They are touched as atomics only.
+            unsafe { uffd.register(mapping.range()) }.map_err(|e| ("register memory", e))?;
+        }
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let doorbell = eventfd(0, flags).map_err(|e| ("make an eventfd", e))?;
+        let shared = Arc::new(Shared::default());
+        let count = memory.guest.range().pages() as usize;
+        let mut worker = Worker {
+            pages: Pages::new(count, config.resident, config.first_touch),
+            doorbell: doorbell
+                .try_clone()
+                .map_err(|_| ("copy an eventfd", Errno::MFILE))?,
+            shared: Arc::clone(&shared),
+            due: BinaryHeap::new(),
+            uffd,
+            memory,
+            config,
+            bells,
+        };
+        let thread = thread::Builder::new()
+            .name("page-source".into())
+            .spawn(move || worker.run())
+            .map_err(|_| ("start a thread", Errno::AGAIN))?;
+        Ok(Self {
+            shared,
+            doorbell,
+            thread: Some(thread),
+        })
+    }
+
+    /// What it has done so far.
+    pub fn stats(&self) -> SourceStats {
+        let c = &self.shared.counters;
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        SourceStats {
+            faults: read(&c.faults),
+            first_touches: read(&c.first_touches),
+            fetched: read(&c.fetched),
+            reprieved: read(&c.reprieved),
+            evicted: read(&c.evicted),
+            refused: read(&c.refused),
+            delay_ns: read(&c.delay_ns),
+        }
+    }
+
+    /// Why a page could not be supplied, once that happened.
+    pub fn failure(&self) -> Option<String> {
+        let failure = self.shared.failure.lock();
+        failure.expect("no panic under this lock").clone()
+    }
+
+    /// Has the thread look at the bells: once they have rung for the end of the run, pages come
+    /// without latency, so that nobody has to wait for KVM's workers that still wait for them.
+    pub fn ring(&self) {
+        let rung = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
+        debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        self.shared.quit.store(true, Ordering::Release);
+        self.ring();
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            debug_assert!(ended.is_ok(), "the source does not panic");
+        }
+    }
+}
+
+/// A page on its way: its deadline, the page, when its fault was heard of.
+type Due = Reverse<(Instant, Page, Instant)>;
+
+/// After Linux was short of memory, or busy with the page.
+const RETRY: Duration = Duration::from_millis(1);
+const TRIES_MAX: usize = 1000;
+/// How many pages that Linux would not part with are passed over at a time.
+const REFUSALS_MAX: usize = 8;
+
+static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+struct Worker {
+    uffd: Userfaultfd,
+    memory: Arc<Memory>,
+    config: SourceConfig,
+    bells: Arc<Bells>,
+    shared: Arc<Shared>,
+    doorbell: OwnedFd,
+    pages: Pages,
+    due: BinaryHeap<Due>,
+}
+
+impl Worker {
+    fn run(&mut self) {
+        stand_out();
+        let mut faults = Vec::new();
+        while !self.shared.quit.load(Ordering::Acquire) {
+            self.wait();
+            self.supply_due();
+            faults.clear();
+            if let Err(errno) = self.uffd.faults(&mut faults) {
+                self.fail(format!("cannot hear of page faults: {errno}"));
+                return;
+            }
+            let now = Instant::now();
+            for &fault in &faults {
+                self.touched(fault, now);
+                self.make_room();
+            }
+        }
+    }
+
+    /// Until there is something to do.
+    fn wait(&mut self) {
+        let now = Instant::now();
+        let timeout = self.due.peek().map(|Reverse((at, ..))| {
+            let left = at.saturating_duration_since(now);
+            Timespec {
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: i64::from(left.subsec_nanos()),
+            }
+        });
+        let mut fds = [
+            PollFd::new(&self.uffd, PollFlags::IN),
+            PollFd::new(&self.doorbell, PollFlags::IN),
+        ];
+        // Interrupted or not: the caller looks at everything there is to look at.
+        let _ = poll(&mut fds, timeout.as_ref());
+        // Nothing to read is no matter either.
+        let _ = rustix::io::read(&self.doorbell, &mut [0; 8]);
+    }
+
+    fn supply_due(&mut self) {
+        let (now, over) = (Instant::now(), self.bells.is_stopping());
+        while let Some(&Reverse((at, page, since))) = self.due.peek() {
+            if at > now && !over {
+                break;
+            }
+            self.due.pop();
+            self.supply(page);
+            count(&self.shared.counters.fetched, 1);
+            let delay = since.elapsed().as_nanos() as u64;
+            count(&self.shared.counters.delay_ns, delay);
+        }
+    }
+
+    fn touched(&mut self, fault: Fault, now: Instant) {
+        count(&self.shared.counters.faults, 1);
+        let Some(page) = self.memory.guest.index(fault.page) else {
+            // The store, which only this process could touch, and does not.
+            return self.fail(format!("page fault at {:?}", fault.page));
+        };
+        match self.pages.touched(page) {
+            Need::Zeros => self.supply(page),
+            Need::Return => {
+                self.supply(page);
+                count(&self.shared.counters.reprieved, 1);
+            }
+            Need::Fetch => {
+                let at = now + Duration::from_nanos(self.config.latency.ns());
+                self.due.push(Reverse((at, page, now)));
+            }
+            Need::Patience => {}
+            Need::Wake => drop(self.uffd.wake(fault.page)),
+        }
+    }
+
+    /// Puts `page` in place with its content: zeros if the store has none.
+    fn supply(&mut self, page: Page) {
+        let mut tries = 1;
+        while let Err(errno) = self.place(page) {
+            let passing = matches!(errno, Errno::AGAIN | Errno::BUSY | Errno::NOMEM);
+            if !passing || tries == TRIES_MAX {
+                let gpa = self.memory.gpa(page);
+                return self.fail(format!("cannot supply guest page {gpa:?}: {errno}"));
+            }
+            tries += 1;
+            thread::sleep(RETRY);
+        }
+        self.pages.arrived(page);
+    }
+
+    fn place(&self, page: Page) -> Result<(), Errno> {
+        let (here, away) = (self.memory.guest.page(page), self.memory.store.page(page));
+        // SAFETY: 1. the store is registered with this descriptor.
+        match unsafe { self.uffd.shift(away, here) } {
+            Err(Errno::NOENT) => {
+                self.uffd.copy(&ZEROS, here)?;
+                count(&self.shared.counters.first_touches, 1);
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Takes pages from the guest until it is within its budget, those on their way included.
+    fn make_room(&mut self) {
+        let mut refusals = 0;
+        while let Some(page) = self.pages.victim() {
+            let (here, away) = (self.memory.guest.page(page), self.memory.store.page(page));
+            // SAFETY: 1. the guest's memory is registered with this descriptor.
+            match unsafe { self.uffd.shift(here, away) } {
+                Ok(()) => {
+                    self.pages.left(page);
+                    count(&self.shared.counters.evicted, 1);
+                }
+                // Somebody has it pinned, or is about to change it.
+                Err(Errno::BUSY | Errno::AGAIN | Errno::NOMEM) => {
+                    self.pages.refused(page);
+                    count(&self.shared.counters.refused, 1);
+                    refusals += 1;
+                    if refusals == REFUSALS_MAX {
+                        break;
+                    }
+                }
+                Err(errno) => {
+                    self.pages.refused(page);
+                    return self.fail(format!("cannot take page {page} from the guest: {errno}"));
+                }
+            }
+        }
+        self.pages.settle();
+    }
+
+    /// The guest cannot go on without a page. The vCPUs come back, and say why.
+    fn fail(&self, cause: String) {
+        let failure = self.shared.failure.lock();
+        failure
+            .expect("no panic under this lock")
+            .get_or_insert(cause);
+        self.bells.stop();
+    }
+}
+
+/// The calling thread plays a device or another host, which do not wait for a turn on this host's
+/// processors: it runs as soon as it can, where that is allowed, and its timers are exact.
+fn stand_out() {
+    let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
+    let parameters = libc::sched_param { sched_priority: 1 };
+    // SAFETY: 1. it reads one `sched_param`. 2. The thread sleeps whenever it has nothing to do.
+    let _ = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &parameters) };
+}

@@ -1,0 +1,220 @@
+//! One vCPU: `KVM_RUN` and what its exits mean.
+//!
+//! UNSAFETY: data of a port or device access is in the vCPU's shared page, and is answered there
+//! after the borrow of that page has ended. The page is mapped as long as the vCPU exists, and KVM
+//! looks at it only inside `KVM_RUN`, which is entered when nothing is left to answer.
+
+use crate::Vm;
+use kvm_bindings::{KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION};
+use kvm_ioctls::{VcpuExit, VcpuFd};
+use lacuna_addr::Gpa;
+use lacuna_machine::{Exit, VcpuError, Width};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// One virtual processor of the KVM backend.
+pub struct Vcpu {
+    /// Before `vm`: KVM is done with the guest's memory when the last of its descriptors closes.
+    fd: VcpuFd,
+    vm: Arc<Vm>,
+    index: usize,
+    io: Option<Io>,
+}
+
+// SAFETY: 1. the one field that is not `Send` is the pointer in `io`, into a mapping that moves
+// with `fd` and belongs to no thread.
+unsafe impl Send for Vcpu {}
+
+/// Accesses that KVM has handed over at once: a string instruction makes many.
+struct Io {
+    direction: Direction,
+    width: Width,
+    /// The next access's data.
+    data: NonNull<u8>,
+    /// Accesses left.
+    left: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    In(Place),
+    Out(Place),
+}
+
+#[derive(Clone, Copy)]
+enum Place {
+    Port(u16),
+    Memory(Gpa),
+}
+
+impl Vcpu {
+    pub(crate) fn new(vm: Arc<Vm>, fd: VcpuFd, index: usize) -> Self {
+        Self {
+            fd,
+            vm,
+            index,
+            io: None,
+        }
+    }
+
+    /// The next access of those that KVM handed over. One that reads is answered by
+    /// `complete_read`; one that writes is done.
+    fn next_access(&mut self) -> Option<Exit> {
+        let io = self.io.as_mut().filter(|io| io.left > 0)?;
+        let width = io.width;
+        Some(match io.direction {
+            Direction::In(Place::Port(port)) => Exit::IoIn { port, width },
+            Direction::In(Place::Memory(gpa)) => Exit::MmioRead { gpa, width },
+            Direction::Out(place) => {
+                let mut value = [0; 8];
+                let size = width as usize;
+                // SAFETY: 1. `left` accesses of `width` bytes lie at `data`, in the shared page.
+                // 2. The vCPU is not in `KVM_RUN`, so nobody writes it.
+                unsafe { io.data.copy_to(NonNull::from(&mut value).cast(), size) };
+                io.advance();
+                let value = u64::from_le_bytes(value);
+                match place {
+                    Place::Port(port) => Exit::IoOut {
+                        port,
+                        width,
+                        value: value as u32,
+                    },
+                    Place::Memory(gpa) => Exit::MmioWrite { gpa, width, value },
+                }
+            }
+        })
+    }
+
+    /// Enters the guest once. `None`: enter it again.
+    fn enter(&mut self) -> Result<Option<Exit>, VcpuError> {
+        let vm = Arc::clone(&self.vm);
+        let exit = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
+        // SAFETY: 1. the field is in the shared page, which is mapped as long as `self.fd` lives.
+        let _entry = unsafe { vm.bells.enter(self.index, exit) };
+        if vm.bells.is_stopping() {
+            return Ok(Some(Exit::Interrupted));
+        }
+        let (direction, data) = match self.fd.run() {
+            Ok(VcpuExit::IoOut(port, data)) => (Direction::Out(Place::Port(port)), data),
+            Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), &*data),
+            Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), &*data),
+            Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data),
+            Ok(VcpuExit::Intr) => return Ok(None),
+            Ok(VcpuExit::Shutdown) => {
+                let text = format!("vCPU {}: {}", self.index, self.describe("triple fault"));
+                return Ok(Some(Exit::Shutdown(text)));
+            }
+            Ok(VcpuExit::InternalError) => {
+                let what = format!("KVM gave up: {}", self.internal_error());
+                return Err(self.failed(&what));
+            }
+            Ok(other) => {
+                let what = format!("KVM stopped it: {other:?}");
+                return Err(self.failed(&what));
+            }
+            Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => return Ok(None),
+            Err(e) => return Err(self.failed(&format!("KVM_RUN: {e}"))),
+        };
+        let (data, bytes) = (NonNull::from(data).cast(), data.len());
+        self.io = Some(self.accesses(direction, data, bytes));
+        Ok(None)
+    }
+
+    fn accesses(&mut self, direction: Direction, data: NonNull<u8>, bytes: usize) -> Io {
+        let size = match direction {
+            Direction::In(Place::Port(_)) | Direction::Out(Place::Port(_)) => {
+                // SAFETY: 1. the exit was KVM_EXIT_IO, so that is the member in use.
+                usize::from(unsafe { self.fd.get_kvm_run().__bindgen_anon_1.io.size })
+            }
+            Direction::In(Place::Memory(_)) | Direction::Out(Place::Memory(_)) => bytes,
+        };
+        Io {
+            direction,
+            width: width(size),
+            data,
+            left: bytes.checked_div(size).unwrap_or(0),
+        }
+    }
+
+    fn internal_error(&mut self) -> String {
+        // SAFETY: 1. the exit was KVM_EXIT_INTERNAL_ERROR, so that is the member in use.
+        let code = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror };
+        match code {
+            KVM_INTERNAL_ERROR_EMULATION => "an instruction that it cannot emulate".into(),
+            KVM_INTERNAL_ERROR_DELIVERY_EV => "an event that it cannot deliver".into(),
+            other => format!("internal error {other}"),
+        }
+    }
+
+    fn failed(&self, what: &str) -> VcpuError {
+        VcpuError::Host {
+            vcpu: self.index,
+            cause: self.describe(what),
+        }
+    }
+
+    fn describe(&self, what: &str) -> String {
+        match self.fd.get_regs() {
+            Ok(regs) => format!("{what} at rip {:#x}", regs.rip),
+            Err(e) => format!("{what}; its registers: {e}"),
+        }
+    }
+}
+
+impl Io {
+    fn advance(&mut self) {
+        self.left -= 1;
+        if self.left > 0 {
+            // SAFETY: 1. another access's data follows.
+            self.data = unsafe { self.data.add(self.width as usize) };
+        }
+    }
+}
+
+impl lacuna_machine::Vcpu for Vcpu {
+    fn index(&self) -> usize {
+        self.index
+    }
+
+    fn run(&mut self) -> Result<Exit, VcpuError> {
+        loop {
+            if let Some(cause) = self.vm.source_failure() {
+                let vcpu = self.index;
+                return Err(VcpuError::Host { vcpu, cause });
+            }
+            if let Some(exit) = self.next_access() {
+                return Ok(exit);
+            }
+            if let Some(exit) = self.enter()? {
+                return Ok(exit);
+            }
+        }
+    }
+
+    fn complete_read(&mut self, value: u64) {
+        let Some(io) = self.io.as_mut().filter(|io| io.left > 0) else {
+            return;
+        };
+        let bytes = value.to_le_bytes();
+        // SAFETY: 1. `left` accesses of `width` bytes lie at `data`, in the shared page. 2. The
+        // vCPU is not in `KVM_RUN`, so nobody reads it.
+        unsafe {
+            io.data
+                .copy_from(NonNull::from(&bytes).cast(), io.width as usize)
+        };
+        io.advance();
+    }
+}
+
+fn memory(address: u64) -> Place {
+    Place::Memory(Gpa::truncate(address))
+}
+
+fn width(size: usize) -> Width {
+    match size {
+        1 => Width::Byte,
+        2 => Width::Word,
+        4 => Width::Long,
+        _ => Width::Quad,
+    }
+}

@@ -1,0 +1,78 @@
+//! What the tests share.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use lacuna_addr::PageCount;
+use lacuna_kvm::{Apf, Dial, FirstTouch, Launch, Outcome, available};
+use lacuna_machine::{Ending, Image};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+/// Whether to go on; says why not.
+pub fn can_run() -> bool {
+    match available() {
+        Ok(()) => true,
+        Err(reason) => {
+            println!("skipped: {reason}");
+            false
+        }
+    }
+}
+
+/// A vCPU that hangs in the kernel must not hang the test: the thread is left behind.
+pub fn within<T: Send + 'static>(seconds: u64, body: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, result) = channel();
+    let thread = thread::spawn(move || done.send(body()));
+    match result.recv_timeout(Duration::from_secs(seconds)) {
+        Ok(value) => value,
+        Err(_) if thread.is_finished() => match thread.join() {
+            Err(panic) => std::panic::resume_unwind(panic),
+            Ok(_) => unreachable!("it would have sent its result"),
+        },
+        Err(_) => panic!("no end after {seconds} s"),
+    }
+}
+
+pub fn image(name: &str) -> Image<'static> {
+    let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
+    Image::parse(image.elf).unwrap()
+}
+
+/// `memory` and `resident` in MiB, no latency, no asynchronous page faults.
+pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> Launch {
+    Launch {
+        memory: PageCount::from_bytes(memory << 20),
+        resident: PageCount::from_bytes(resident << 20),
+        vcpus,
+        latency: Dial::default(),
+        first_touch: FirstTouch::Immediate,
+        apf: Apf::Off,
+        command_line: command_line.to_owned(),
+    }
+}
+
+/// Runs `name` to its end, however it ends.
+pub fn run(launch: &Launch, name: &'static str) -> (Outcome, String) {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&lines);
+    let launch = launch.clone();
+    let outcome = within(120, move || {
+        let console = move |line: &str| sink.lock().unwrap().push(line.to_owned());
+        launch.run(&image(name), console, |_| ()).unwrap()
+    });
+    let text = lines.lock().unwrap().join("\n");
+    (outcome, text)
+}
+
+/// Runs to success.
+pub fn pass(launch: &Launch, name: &'static str) -> (Outcome, String) {
+    let (outcome, text) = run(launch, name);
+    let ending = &outcome.ending;
+    assert!(
+        matches!(ending, Ending::Exited(0)),
+        "{launch:?}: {ending:?} {:?}\n{text}",
+        outcome.stats
+    );
+    (outcome, text)
+}

@@ -1,0 +1,155 @@
+//! Whole guests on `/dev/kvm`.
+
+mod common;
+
+use common::{can_run, image, launch, pass, run, within};
+use lacuna_kvm::{Apf, FirstTouch, KvmError, Launch};
+use lacuna_machine::{Ending, GuestMemory};
+use std::time::Duration;
+
+#[test]
+fn hello_prints_its_line() {
+    if !can_run() {
+        return;
+    }
+    let (outcome, text) = pass(&launch(32, 32, 1, ""), "hello");
+    assert!(text.to_lowercase().contains("hello"), "{text}");
+    assert!(outcome.status.is_some(), "it announced its status page");
+    assert_eq!(outcome.stats.evicted, 0, "everything fits");
+}
+
+#[test]
+fn every_page_is_as_the_guest_left_it_at_4x_overcommit() {
+    if !can_run() {
+        return;
+    }
+    for (vcpus, latency) in [(1, Duration::ZERO), (2, Duration::from_micros(200))] {
+        let launch = launch(16, 4, vcpus, "rounds=1");
+        launch.latency.set(latency);
+        let (outcome, _) = pass(&launch, "verify");
+        let stats = outcome.stats;
+        assert!(stats.fetched > 1000, "{stats:?}");
+        let least = u128::from(stats.fetched) * latency.as_nanos();
+        assert!(u128::from(stats.delay_ns) >= least, "early: {stats:?}");
+    }
+}
+
+#[test]
+fn every_page_is_as_the_guest_left_it_with_async_faults() {
+    if !can_run() {
+        return;
+    }
+    let launch = Launch {
+        apf: Apf::On,
+        ..launch(16, 4, 2, "rounds=1 threads=6")
+    };
+    launch.latency.set(Duration::from_millis(1));
+    let (outcome, _) = pass(&launch, "verify");
+    assert!(outcome.stats.fetched > 1000, "{:?}", outcome.stats);
+}
+
+/// With `Delayed` the boot data come late already: nothing may depend on when.
+#[test]
+fn pages_may_all_be_elsewhere_at_first() {
+    if !can_run() {
+        return;
+    }
+    let launch = Launch {
+        first_touch: FirstTouch::Delayed,
+        ..launch(16, 16, 1, "")
+    };
+    launch.latency.set(Duration::from_millis(1));
+    let (outcome, _) = pass(&launch, "hello");
+    let stats = outcome.stats;
+    assert_eq!(stats.fetched, stats.first_touches, "{stats:?}");
+    assert!(stats.delay_ns >= stats.fetched * 1_000_000, "{stats:?}");
+}
+
+#[test]
+fn a_triple_fault_ends_the_run() {
+    if !can_run() {
+        return;
+    }
+    let (outcome, text) = run(&launch(16, 16, 1, ""), "triple");
+    let ending = format!("{:?}", outcome.ending);
+    // Where KVM runs the guest's kernel in its emulator (kvm_pvm), that is what gives up.
+    let expected = ["triple fault", "KVM gave up"];
+    assert!(
+        expected.iter().any(|what| ending.contains(what)),
+        "{ending}\n{text}"
+    );
+    assert!(ending.contains("rip 0x"), "it says where: {ending}");
+}
+
+/// Its vCPUs compute, halt, or wait for pages that are an hour away.
+#[test]
+fn a_kick_ends_an_endless_guest() {
+    if !can_run() {
+        return;
+    }
+    let launch = launch(16, 4, 2, "seconds=3600 workers=1");
+    let latency = launch.latency.clone();
+    let outcome = within(60, move || {
+        let mut far_since = None;
+        let watch = |observed: &lacuna_kvm::Observed<'_>| {
+            if observed.vm.source_stats().evicted > 100 {
+                latency.set(Duration::from_secs(3600));
+                let since = *far_since.get_or_insert(observed.now);
+                if observed.now.since(since) > 2_000_000_000 {
+                    observed.board.end(Ending::Stopped, observed.vm);
+                }
+            }
+        };
+        launch.run(&image("bm"), |_: &str| (), watch).unwrap()
+    });
+    assert!(matches!(outcome.ending, Ending::Stopped));
+}
+
+#[test]
+fn the_watcher_reads_and_writes_guest_memory() {
+    if !can_run() {
+        return;
+    }
+    let launch = launch(16, 4, 1, "seconds=2");
+    let seen = within(60, move || {
+        let mut seen = 0;
+        let watch = |observed: &lacuna_kvm::Observed<'_>| {
+            let mut magic = [0; 8];
+            let Some(gfn) = observed.board.status_page() else {
+                return;
+            };
+            observed.vm.read(gfn.gpa(), &mut magic).unwrap();
+            seen += usize::from(u64::from_le_bytes(magic) == lacuna_guest::status::MAGIC);
+            // The last bytes of the page are nobody's.
+            let at = gfn.gpa().checked_add(4080).unwrap();
+            observed.vm.write(at, &[seen as u8; 16]).unwrap();
+            let mut back = [0; 16];
+            observed.vm.read(at, &mut back).unwrap();
+            assert_eq!(back, [seen as u8; 16]);
+        };
+        launch.run(&image("bm"), |_: &str| (), watch).unwrap();
+        seen
+    });
+    assert!(seen > 0);
+}
+
+#[test]
+fn bad_input_is_told_in_words() {
+    if !can_run() {
+        return;
+    }
+    let fails = |launch: Launch| {
+        let run = launch.run(&image("hello"), |_: &str| (), |_| ());
+        run.map(drop).unwrap_err()
+    };
+    let few = fails(launch(16, 16, 0, ""));
+    assert!(matches!(few, KvmError::Vcpus { asked: 0, .. }), "{few}");
+    let many = fails(launch(16, 16, 5000, ""));
+    assert!(many.to_string().contains("5000 vCPUs: give 1 to"), "{many}");
+    let resident = fails(launch(16, 1, 1, ""));
+    assert!(matches!(resident, KvmError::Resident { .. }), "{resident}");
+    let size = fails(launch(0, 16, 1, ""));
+    assert!(matches!(size, KvmError::Resident { .. }), "{size}");
+    let line = fails(launch(16, 16, 1, &"x".repeat(5000)));
+    assert!(matches!(line, KvmError::Boot(_)), "{line}");
+}

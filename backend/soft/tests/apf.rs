@@ -1,0 +1,254 @@
+//! Asynchronous page faults end to end: our guest kernel on our host, both deliveries.
+
+mod common;
+
+use common::{Lines, boot, image, launch, pass, run};
+use lacuna_addr::PageCount;
+use lacuna_host::{Fault, FaultyStore, HostConfig, Io};
+use lacuna_machine::{Board, Ending, Next, VcpuError, dispatch};
+use lacuna_soft::{
+    Apf, ApfStats, Dial, Guest, Host, Launch, Outcome, Step, Trace, Vcpu, Vm, Wait, World,
+    WorldConfig,
+};
+use lacuna_sync::{Clock, VirtualClock};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a guest asks for: today's delivery (page-ready by interrupt), and the one of 2010.
+const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
+
+fn offered(launch: Launch) -> Launch {
+    Launch {
+        apf: Apf::On,
+        latency: Dial::new(Duration::from_micros(100)),
+        ..launch
+    }
+}
+
+fn total(stats: &[ApfStats]) -> ApfStats {
+    let mut sum = ApfStats::default();
+    stats.iter().for_each(|one| sum.merge(one));
+    sum
+}
+
+fn assert_told(outcome: &Outcome, text: &str) {
+    let stats = total(&outcome.apf);
+    assert!(stats.taken > 200, "few faults were told: {stats:?}\n{text}");
+}
+
+#[test]
+fn verify_loses_nothing() {
+    for delivery in DELIVERIES {
+        for vcpus in [1, 2, 4] {
+            let launch = offered(launch(32, 8, vcpus, &format!("rounds=2 {delivery}")));
+            let (outcome, text) = pass(&launch, "verify");
+            assert_told(&outcome, &text);
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_does_not_ask_is_told_nothing() {
+    let (outcome, _) = pass(&offered(launch(24, 6, 2, "rounds=1 apf=off")), "verify");
+    let stats = total(&outcome.apf);
+    assert_eq!((stats.taken, stats.halted), (0, 0), "{stats:?}");
+}
+
+#[test]
+fn a_guest_that_is_offered_nothing_is_told_nothing() {
+    let (outcome, _) = pass(&launch(24, 6, 2, "rounds=1 apf=int"), "verify");
+    assert_eq!(total(&outcome.apf), ApfStats::default());
+}
+
+/// All in one thread; what the host's counters are at the end too.
+fn seeded(seed: u64, name: &str, arguments: &str) -> (Trace, ApfStats) {
+    let launch = Launch {
+        seed: Some(seed),
+        ..offered(launch(16, 4, 2, arguments))
+    };
+    let clock = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let mut world = World::new(WorldConfig {
+        seed,
+        clock: Arc::clone(&clock),
+        host: Arc::clone(&host),
+    });
+    let time = Arc::clone(&clock) as Arc<dyn Clock>;
+    let (vm, vcpus, board, lines) = boot(&launch, &host, time, name);
+    world.add(Guest {
+        vm: Arc::clone(&vm),
+        vcpus,
+        board: Arc::clone(&board),
+    });
+    let mut looks = 0u64;
+    let trace = world.run(|| {
+        looks += 1;
+        // The knob turns while pages are on their way.
+        let latency = [0, 10, 100, 1000][(looks ^ seed) as usize % 4];
+        launch.latency.set(Duration::from_micros(latency));
+        if looks.is_multiple_of(16) {
+            vm.mmu().verify();
+            host.verify();
+        }
+    });
+    let (ending, text) = (board.ending(), lines.text());
+    assert!(
+        matches!(ending, Some(Ending::Exited(0))),
+        "seed {seed}, {name} {arguments}: {ending:?}\n{text}"
+    );
+    vm.mmu().verify();
+    host.verify();
+    (trace, total(&vm.apf_stats()))
+}
+
+#[test]
+fn a_seed_gives_one_trace() {
+    for delivery in DELIVERIES {
+        let arguments = format!("rounds=2 {delivery}");
+        let (first, stats) = seeded(7, "verify", &arguments);
+        assert!(stats.taken > 100, "{stats:?}");
+        assert_eq!((first, stats), seeded(7, "verify", &arguments));
+    }
+}
+
+#[test]
+fn storms_of_enabling_and_disabling() {
+    for delivery in DELIVERIES {
+        for seed in 1..4 {
+            let arguments = format!("accesses=3000 switches=40 every_us=500 {delivery}");
+            let (_, stats) = seeded(seed, "apfstorm", &arguments);
+            assert!(stats.taken > 0 && stats.cancelled > 0, "{stats:?}");
+        }
+    }
+}
+
+#[test]
+fn hostile_guests_harm_nobody() {
+    for delivery in DELIVERIES {
+        for case in 0..8 {
+            let launch = offered(launch(16, 4, 2, &format!("case={case} {delivery}")));
+            let (outcome, text) = run(&launch, "apfhostile");
+            assert!(
+                !matches!(outcome.ending, Ending::Failed(_)),
+                "case {case}: {:?}\n{text}",
+                outcome.ending
+            );
+        }
+    }
+}
+
+/// Steps the vCPUs of one VM in turn, under a virtual clock.
+struct Bench {
+    vm: Arc<Vm>,
+    vcpus: Vec<Vcpu>,
+    board: Arc<Board>,
+    lines: Lines,
+    host: Arc<Host>,
+    clock: Arc<VirtualClock>,
+}
+
+impl Bench {
+    fn new(launch: &Launch, host: Arc<Host>, clock: Arc<VirtualClock>, name: &str) -> Self {
+        let time = Arc::clone(&clock) as Arc<dyn Clock>;
+        let (vm, vcpus, board, lines) = boot(launch, &host, time, name);
+        Self {
+            vm,
+            vcpus,
+            board,
+            lines,
+            host,
+            clock,
+        }
+    }
+
+    /// One slice of one vCPU; what it waits for, it gets.
+    fn step(&mut self, index: usize) -> Option<VcpuError> {
+        let vcpu = &mut self.vcpus[index];
+        match vcpu.step(1000) {
+            Step::Ran | Step::Wait(Wait::Busy | Wait::Halt(_)) => {}
+            Step::Wait(Wait::Page(ticket)) => drop(self.host.wait(&ticket)),
+            Step::Wait(Wait::Memory) => drop(self.host.reclaim_direct()),
+            Step::Exit(exit) => {
+                let next = dispatch(vcpu, Ok(exit), &self.board, &*self.vm);
+                assert_eq!(next, Next::Enter, "{}", self.lines.text());
+            }
+            Step::Failed(error) => return Some(error),
+        }
+        self.clock.advance(1000);
+        self.host.poll(self.clock.now());
+        None
+    }
+
+    fn run_until(&mut self, mut enough: impl FnMut(&ApfStats) -> bool) {
+        for turn in 0..4_000_000 {
+            let failed = self.step(turn % self.vcpus.len());
+            assert!(failed.is_none(), "{failed:?}");
+            if enough(&total(&self.vm.apf_stats())) {
+                return;
+            }
+        }
+        panic!("not in 4 million slices: {:?}", self.vm.apf_stats());
+    }
+}
+
+#[test]
+fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
+    let launch = Launch {
+        seed: Some(1),
+        ..offered(launch(16, 4, 2, "apf=int faulters=8 workers=2"))
+    };
+    let clock = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let mut bench = Bench::new(&launch, host, clock, "bm");
+    bench.run_until(|stats| stats.taken > 100);
+    let start = bench
+        .vm
+        .boot(&image("bm"), &launch.full_command_line())
+        .unwrap();
+    for (vcpu, fresh) in bench.vcpus.iter_mut().zip(&start) {
+        vcpu.reset();
+        assert_eq!(vcpu.regs(), fresh.regs());
+    }
+    drop(start);
+    // What was on its way comes, to nobody.
+    while let Some(at) = bench.host.next_completion() {
+        bench.clock.advance_to(at);
+        bench.host.poll(at);
+    }
+    let before = total(&bench.vm.apf_stats());
+    for _ in 0..100 {
+        (0..2).for_each(|index| assert!(bench.step(index).is_none()));
+    }
+    let after = total(&bench.vm.apf_stats());
+    assert_eq!(after.ready, before.ready, "{after:?}");
+    // And the machine, loaded anew, works as before.
+    bench.run_until(|stats| stats.taken > before.taken + 100);
+    bench.host.verify();
+    bench.vm.mmu().verify();
+}
+
+#[test]
+fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
+    let launch = Launch {
+        seed: Some(1),
+        ..offered(launch(16, 4, 2, "apf=int faulters=8 workers=2"))
+    };
+    let clock = Arc::new(VirtualClock::default());
+    let store = FaultyStore::new(PageCount::new(1 << 14));
+    let host = Host::new(HostConfig {
+        budget: launch.resident,
+        swap: Box::new(store.clone()),
+        io: Io::Virtual {
+            seed: 1,
+            latency_ns: 50_000..100_000,
+        },
+        clock: Arc::clone(&clock) as Arc<dyn Clock>,
+    });
+    let mut bench = Bench::new(&launch, host.unwrap(), clock, "bm");
+    bench.run_until(|stats| stats.taken > 100);
+    store.set_fault(Some(Fault::Read));
+    let error = (0..1_000_000).find_map(|turn| bench.step(turn % 2));
+    let Some(VcpuError::PageLost { .. }) = error else {
+        panic!("{error:?}")
+    };
+}

@@ -1,0 +1,233 @@
+//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory and missing
+//! pages.
+//!
+//! UNSAFETY: the ioctls fill pages, and `MOVE` also empties them. [`Userfaultfd::register`] is
+//! unsafe and takes the promise that what changes in the range may change at any time; the other
+//! calls act on ranges for which the kernel checks that it was given, all but the source of a move
+//! and the page to copy from, which have the same promise in their own contracts.
+
+use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::io;
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
+
+/// What the kernel says when it refuses.
+pub type Errno = io::Errno;
+
+const UFFD_API: u64 = 0xaa;
+const TYPE: u8 = 0xaa;
+const API: Opcode = opcode::read_write::<Api>(TYPE, 0x3f);
+const REGISTER: Opcode = opcode::read_write::<Register>(TYPE, 0x00);
+/// `_IOR`, although it only reads its argument.
+const WAKE: Opcode = opcode::read::<Range>(TYPE, 0x02);
+const COPY: Opcode = opcode::read_write::<Copy>(TYPE, 0x03);
+const MOVE: Opcode = opcode::read_write::<Move>(TYPE, 0x05);
+/// `UFFD_FEATURE_MOVE`, since Linux 6.8.
+const FEATURE_MOVE: u64 = 1 << 16;
+/// `UFFDIO_REGISTER_MODE_MISSING`.
+const MODE_MISSING: u64 = 1;
+/// `UFFD_EVENT_PAGEFAULT`.
+const EVENT_PAGEFAULT: u8 = 0x12;
+
+/// `struct uffdio_api`.
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_range`.
+#[repr(C)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+/// `struct uffdio_register`.
+#[repr(C)]
+struct Register {
+    range: Range,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_copy`.
+#[repr(C)]
+struct Copy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    done: i64,
+}
+
+/// `struct uffdio_move`.
+#[repr(C)]
+struct Move {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    done: i64,
+}
+
+// The sizes are part of the ioctls' numbers (linux/userfaultfd.h).
+const _: () = assert!(size_of::<Api>() == 24 && size_of::<Range>() == 16);
+const _: () = assert!(size_of::<Register>() == 32);
+const _: () = assert!(size_of::<Copy>() == 40 && size_of::<Move>() == 40);
+
+/// Bytes of a `struct uffd_msg`; its first byte is the event.
+const MESSAGE: usize = 32;
+/// Where a page-fault message has its address, a u64.
+const ADDRESS_AT: usize = 16;
+
+/// Somebody waits for a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fault {
+    /// The page.
+    pub page: Hva,
+}
+
+/// A userfaultfd. Closing it lets every waiter go on with zero-filled pages.
+#[derive(Debug)]
+pub struct Userfaultfd(OwnedFd);
+
+impl Userfaultfd {
+    /// A descriptor that does not block, for faults of user space and of the kernel, KVM included,
+    /// with [`shift`](Self::shift).
+    ///
+    /// # Errors
+    /// `PERM` without `CAP_SYS_PTRACE` (and `vm.unprivileged_userfaultfd` off); `NOSYS` where the
+    /// kernel was built without it; `INVAL` before Linux 6.8, which cannot move pages.
+    pub fn open() -> io::Result<Self> {
+        // SAFETY: 1. it acts on no memory before `register`, whose caller takes the promise.
+        let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
+        let this = Self(fd);
+        let mut api = Api {
+            api: UFFD_API,
+            features: FEATURE_MOVE,
+            ioctls: 0,
+        };
+        // SAFETY: 1. UFFDIO_API reads and writes one `struct uffdio_api`, which `Api` is.
+        unsafe { this.update::<{ API }, _>(&mut api) }?;
+        Ok(this)
+    }
+
+    /// From now on whoever touches a missing page of `range` waits for it here.
+    ///
+    /// # Safety
+    /// `range` is private anonymous memory of the caller's, stays mapped while `self` lives, and
+    /// nothing relies on what its bytes are except through atomics: pages come and go.
+    ///
+    /// # Errors
+    /// `INVAL`: not anonymous memory; `BUSY`: registered with another descriptor.
+    pub unsafe fn register(&self, range: HvaRange) -> io::Result<()> {
+        let mut register = Register {
+            range: Range {
+                start: range.start().get(),
+                len: range.pages() * PAGE_SIZE as u64,
+            },
+            mode: MODE_MISSING,
+            ioctls: 0,
+        };
+        // SAFETY: 1. UFFDIO_REGISTER takes a `struct uffdio_register`. 2. What it does to the
+        // range is the caller's promise.
+        unsafe { self.update::<{ REGISTER }, _>(&mut register) }
+    }
+
+    /// Puts a page with `content` at the missing page `to` and wakes who waits for it.
+    ///
+    /// # Errors
+    /// `EXIST`: there is one; `NOENT`: not a registered page; `AGAIN`: the address space is
+    /// changing, try again; `NOMEM`.
+    pub fn copy(&self, content: &[u8; PAGE_SIZE], to: Hva) -> io::Result<()> {
+        let mut copy = Copy {
+            dst: to.get(),
+            src: content.as_ptr() as u64,
+            len: PAGE_SIZE as u64,
+            mode: 0,
+            done: 0,
+        };
+        // SAFETY: 1. UFFDIO_COPY takes a `struct uffdio_copy`. 2. It fills only missing pages of
+        // registered ranges, which may change by the contract of `register`.
+        unsafe { self.update::<{ COPY }, _>(&mut copy) }
+    }
+
+    /// Moves the page at `from` to the missing page `to`, without a copy: nobody sees it in both
+    /// places or half of it. Wakes who waits at `to`. What is touched at `from` next is missing.
+    ///
+    /// # Safety
+    /// `from` lies in a range given to [`register`](Self::register), of this or another descriptor.
+    ///
+    /// # Errors
+    /// `BUSY`: pinned, shared or part of a huge page; `NOENT`: nothing at `from`; `EXIST`:
+    /// something at `to`; `AGAIN`: try again; `INVAL`: `to` is not registered, or the two mappings
+    /// differ in protection.
+    pub unsafe fn shift(&self, from: Hva, to: Hva) -> io::Result<()> {
+        let mut shift = Move {
+            dst: to.get(),
+            src: from.get(),
+            len: PAGE_SIZE as u64,
+            mode: 0,
+            done: 0,
+        };
+        // SAFETY: 1. UFFDIO_MOVE takes a `struct uffdio_move`. 2. The destination may change by the
+        // contract of `register`, the source by this function's.
+        unsafe { self.update::<{ MOVE }, _>(&mut shift) }
+    }
+
+    /// Lets whoever waits at `page` try again.
+    ///
+    /// # Errors
+    /// `INVAL`: not an address of this process.
+    pub fn wake(&self, page: Hva) -> io::Result<()> {
+        let mut range = one(page);
+        // SAFETY: 1. UFFDIO_WAKE takes a `struct uffdio_range`. 2. It changes no memory.
+        unsafe { self.update::<{ WAKE }, _>(&mut range) }
+    }
+
+    /// The faults that nobody has heard of yet, at most 64 of them, appended to `faults`.
+    ///
+    /// # Errors
+    /// Of `read(2)`. That there are none is none.
+    pub fn faults(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
+        let mut bytes = [0; 64 * MESSAGE];
+        let read = match io::read(&self.0, &mut bytes) {
+            Ok(read) => read,
+            Err(Errno::AGAIN | Errno::INTR) => 0,
+            Err(errno) => return Err(errno),
+        };
+        faults.extend(bytes[..read].chunks_exact(MESSAGE).filter_map(fault));
+        Ok(())
+    }
+
+    /// # Safety
+    /// `OPCODE` takes a pointer to one `T`, and what it does is allowed.
+    unsafe fn update<const OPCODE: Opcode, T>(&self, arg: &mut T) -> io::Result<()> {
+        // SAFETY: 1. and 2. by this function's contract.
+        unsafe { ioctl(&self.0, Updater::<OPCODE, T>::new(arg)) }
+    }
+}
+
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+fn one(page: Hva) -> Range {
+    Range {
+        start: page.page().get(),
+        len: PAGE_SIZE as u64,
+    }
+}
+
+/// The fault in one message; the other events have to be asked for.
+fn fault(message: &[u8]) -> Option<Fault> {
+    let address = message.get(ADDRESS_AT..ADDRESS_AT + 8)?.try_into().ok()?;
+    (message[0] == EVENT_PAGEFAULT).then(|| Fault {
+        page: Hva::new(u64::from_ne_bytes(address)).page(),
+    })
+}

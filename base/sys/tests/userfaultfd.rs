@@ -1,0 +1,86 @@
+//! The kernel does what we think it does: pages are supplied, moved and waited for.
+
+use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use lacuna_sys::{Errno, Userfaultfd};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+/// Or a line that says why not.
+fn open() -> Option<Userfaultfd> {
+    match Userfaultfd::open() {
+        Ok(uffd) => Some(uffd),
+        Err(Errno::PERM | Errno::NOSYS) => {
+            println!("skipped: no userfaultfd, or no permission");
+            None
+        }
+        Err(errno) => panic!("{errno}"),
+    }
+}
+
+/// Four pages that nobody has touched, registered. They stay mapped: threads may be left behind.
+fn register(uffd: &Userfaultfd) -> impl Fn(u64) -> Hva + use<> {
+    let bytes = 4 * PAGE_SIZE;
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: 1. a new mapping at an address of the kernel's choice.
+    let base = unsafe { mmap_anonymous(ptr::null_mut(), bytes, prot, MapFlags::PRIVATE) }.unwrap();
+    // SAFETY: 1. the advice keeps the content of the mapping just made.
+    unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) }.unwrap();
+    let start = base.expose_provenance() as u64;
+    // SAFETY: 1. the mapping stays for ever and is touched by atomics only.
+    unsafe { uffd.register(HvaRange::new(Hva::new(start), 4).unwrap()) }.unwrap();
+    move |index| Hva::new(start + index * PAGE_SIZE as u64)
+}
+
+fn word(page: Hva) -> &'static AtomicU64 {
+    let pointer = ptr::with_exposed_provenance_mut(page.get() as usize);
+    // SAFETY: 1. `register` gave the address of a page that stays mapped.
+    unsafe { AtomicU64::from_ptr(pointer) }
+}
+
+#[test]
+fn pages_are_supplied_once_and_moved_whole() {
+    let Some(uffd) = open() else { return };
+    let page = register(&uffd);
+    uffd.copy(&[7; PAGE_SIZE], page(0)).unwrap();
+    assert_eq!(word(page(0)).load(Ordering::Relaxed), 0x0707_0707_0707_0707);
+    assert_eq!(uffd.copy(&[8; PAGE_SIZE], page(0)), Err(Errno::EXIST));
+    // SAFETY: 1. both pages are registered.
+    let shift = |from, to| unsafe { uffd.shift(page(from), page(to)) };
+    assert_eq!(shift(0, 1), Ok(()));
+    assert_eq!(word(page(1)).load(Ordering::Relaxed), 0x0707_0707_0707_0707);
+    assert_eq!(shift(0, 2), Err(Errno::NOENT));
+    uffd.copy(&[9; PAGE_SIZE], page(2)).unwrap();
+    assert_eq!(shift(1, 2), Err(Errno::EXIST));
+    let mut faults = Vec::new();
+    uffd.faults(&mut faults).unwrap();
+    assert_eq!(faults, [], "nobody touched a missing page");
+}
+
+#[test]
+fn who_touches_a_missing_page_waits_and_is_heard_of() {
+    let Some(uffd) = open() else { return };
+    let page = register(&uffd);
+    uffd.copy(&[5; PAGE_SIZE], page(0)).unwrap();
+    // SAFETY: 1. both pages are registered.
+    unsafe { uffd.shift(page(0), page(1)) }.unwrap();
+    let reader = thread::spawn(move || word(page(0)).load(Ordering::Relaxed));
+    let mut faults = Vec::new();
+    while faults.is_empty() {
+        uffd.faults(&mut faults).unwrap();
+        thread::yield_now();
+    }
+    assert_eq!(faults.len(), 1);
+    // Woken without a page, it asks again.
+    uffd.wake(faults[0].page).unwrap();
+    faults.clear();
+    while faults.is_empty() {
+        uffd.faults(&mut faults).unwrap();
+        thread::yield_now();
+    }
+    let from = Hva::new(faults[0].page.get() + PAGE_SIZE as u64);
+    // SAFETY: 1. both pages are registered.
+    unsafe { uffd.shift(from, faults[0].page) }.unwrap();
+    assert_eq!(reader.join().unwrap(), 0x0505_0505_0505_0505);
+}

@@ -1,0 +1,102 @@
+//! Events at RIP: entering their handlers, and keeping those whose delivery was stopped half-way.
+//!
+//! ```text
+//! exception of an instruction --+
+//! interrupt of the APIC --------+-> event -> deliver.rs -> in the handler
+//! injected, refused MSR, #DB ---+              | a page of the IDT, GDT, TSS or stack is missing
+//!                                              v
+//!                         Exit::Stop, and Pending says what the next run starts with
+//! ```
+//! Most events need no keeping: executed again, the instruction faults again, and the interrupt is
+//! still requested. Those that nothing would bring back are kept as [`Pending::Exception`].
+
+use super::Cpu;
+use crate::deliver::{self, Event, Outcome};
+use crate::exit::{Exit, Shutdown};
+use crate::mem::View;
+use crate::state::{Exception, Trap};
+use lacuna_cpu::Bus;
+
+/// What the last run, or the machine since, has left to deliver. Never anything inside a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) enum Pending {
+    #[default]
+    Nothing,
+    /// An event that comes up again by itself: its delivery was stopped.
+    Again,
+    /// An exception at RIP, before the next instruction and before any interrupt.
+    Exception(Exception),
+}
+
+impl Cpu {
+    /// Starts a run with what is pending.
+    #[cold]
+    pub(super) fn settle<B: Bus>(&mut self, bus: &mut B) -> Option<Exit> {
+        match std::mem::take(&mut self.pending) {
+            Pending::Exception(exception) => self.raise_once(bus, exception),
+            Pending::Nothing | Pending::Again => None,
+        }
+    }
+
+    /// Delivers an exception at RIP that no instruction would raise again: it stays pending until
+    /// its handler is entered.
+    pub(super) fn raise_once<B: Bus>(&mut self, bus: &mut B, exception: Exception) -> Option<Exit> {
+        let exit = self.raise(bus, exception);
+        if self.pending == Pending::Again {
+            self.pending = Pending::Exception(exception);
+        }
+        exit
+    }
+
+    /// Delivers an exception at RIP.
+    pub(super) fn raise<B: Bus>(&mut self, bus: &mut B, exception: Exception) -> Option<Exit> {
+        self.event(bus, Event::Exception(exception)).err()
+    }
+
+    /// Delivers an interrupt of the APIC at RIP.
+    pub(super) fn interrupt<B: Bus>(&mut self, bus: &mut B, vector: u8) -> Option<Exit> {
+        let delivered = self.event(bus, Event::Interrupt(vector));
+        if delivered == Ok(vector) {
+            self.core.apic.accept(vector);
+        }
+        delivered.err()
+    }
+
+    /// Delivers an event at RIP; returns the vector of the handler entered.
+    pub(super) fn event<B: Bus>(&mut self, bus: &mut B, event: Event) -> Result<u8, Exit> {
+        let mut flow = self.core.flow(self.core.rip);
+        let outcome = deliver::deliver(&mut View::new(&mut self.core, bus), &mut flow, event);
+        self.drop_written(bus);
+        match outcome {
+            Ok(Outcome::Entered(vector)) => {
+                self.interrupted = true;
+                self.core.replay.clear();
+                self.core.follow(flow);
+                // A handler that faults at once must not keep the run loop for ever.
+                self.core.budget -= 1;
+                Ok(vector)
+            }
+            Ok(Outcome::Shutdown) => {
+                let first = match event {
+                    Event::Exception(exception) => exception,
+                    Event::Software { vector, .. } | Event::Interrupt(vector) => {
+                        Exception::plain(vector)
+                    }
+                };
+                Err(Exit::Shutdown(Shutdown {
+                    rip: self.core.rip,
+                    first,
+                }))
+            }
+            Err(Trap::Stop(stop)) => {
+                self.pending = Pending::Again;
+                Err(Exit::Stop(stop))
+            }
+            Err(Trap::Exclusive) => {
+                self.pending = Pending::Again;
+                Err(Exit::Exclusive)
+            }
+            Err(Trap::Exception(_)) => unreachable!("deliver handles exceptions itself"),
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! What the machine around a processor sees of it, and does to it, between two runs.
+
+use super::events::Pending;
+use super::{Cpu, Regs};
+use crate::processor::Core;
+use crate::state::bits::CR0_PG;
+use crate::state::{Exception, System};
+use lacuna_addr::Gfn;
+use lacuna_sync::Nanos;
+use std::sync::Arc;
+
+impl Cpu {
+    /// General registers, RIP and RFLAGS.
+    pub fn regs(&self) -> Regs {
+        let mut gpr = [0; 16];
+        gpr.copy_from_slice(&self.core.r[..16]);
+        Regs {
+            gpr,
+            rip: self.core.rip,
+            rflags: self.core.rflags(),
+        }
+    }
+
+    /// Sets general registers, RIP and RFLAGS.
+    pub fn set_regs(&mut self, regs: &Regs) {
+        self.core.r[..16].copy_from_slice(&regs.gpr);
+        self.core.rip = regs.rip;
+        self.core.set_rflags(regs.rflags);
+        self.unlinked = None;
+    }
+
+    /// System registers.
+    pub fn system(&self) -> &System {
+        &self.core.sys
+    }
+
+    /// Replaces the system registers; forgets every translation.
+    pub fn set_system(&mut self, system: System) {
+        self.core.sys = system;
+        self.core.sync_privilege();
+        self.flush_tlb();
+    }
+
+    /// The value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
+    /// [`Exit::MmioRead`](crate::Exit::MmioRead).
+    pub fn complete_read(&mut self, value: u64) {
+        self.core.replay.push(value);
+    }
+
+    /// Forgets every translation: pages were taken back.
+    pub fn flush_tlb(&mut self) {
+        self.core.flush_tlb();
+        self.code.new_epoch();
+    }
+
+    /// Drops the decoded instructions of a page: another processor wrote it.
+    pub fn drop_code(&mut self, gfn: Gfn) {
+        self.code.drop_page(gfn);
+    }
+
+    /// Drops all decoded instructions.
+    pub fn drop_all_code(&mut self) {
+        self.code.clear();
+    }
+
+    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as
+    /// one.
+    pub fn retired(&self) -> u64 {
+        self.retired
+    }
+
+    /// When the APIC timer will raise an interrupt: how long a halted processor may be left alone.
+    pub fn next_deadline(&self) -> Option<Nanos> {
+        self.core.apic.next_deadline()
+    }
+
+    /// The answer to the last [`Exit::MsrRead`](crate::Exit::MsrRead) or
+    /// [`Exit::MsrWrite`](crate::Exit::MsrWrite), due before the next run. `Some` completes the
+    /// instruction there, a read with this value; a write ignores it. `None` raises #GP(0) at it.
+    pub fn complete_msr(&mut self, answer: Option<u64>) {
+        match answer {
+            Some(value) => self.core.replay.push(value),
+            None => self.pending = Pending::Exception(Exception::GP0),
+        }
+    }
+
+    /// Features that CPUID announces in EAX of leaf 0x40000001 besides its own: those of the MSRs
+    /// that the machine answers for. None at first; a reset keeps them.
+    pub fn set_kvm_features(&mut self, bits: u32) {
+        self.core.kvm_features = bits;
+    }
+
+    /// Whether a fault may be injected here, and an interrupt would be taken: RFLAGS.IF is set, no
+    /// STI or MOV SS shadow, no event pending or stopped during its delivery, and no instruction
+    /// waiting for a device's or MSR's answer, or holding one.
+    pub fn interruptible(&self) -> bool {
+        self.pending == Pending::Nothing && self.core.replay.is_idle() && self.core.is_open()
+    }
+
+    /// Injects a page fault with error code 0 at `address`, for the processor while it is
+    /// [`Cpu::interruptible`]. The next run begins with it, before any interrupt; it ends a halt.
+    /// CR2 changes when the handler is entered. A stop on the way does not lose it.
+    pub fn inject_page_fault(&mut self, address: u64) {
+        self.pending = Pending::Exception(Exception::page_fault(0, address));
+    }
+
+    /// Current privilege level: 0 to 3.
+    pub fn cpl(&self) -> u8 {
+        self.core.sys.cpl
+    }
+
+    /// CR0.PG. Always set here: the processor never leaves long mode.
+    pub fn paging(&self) -> bool {
+        self.core.sys.cr0 & CR0_PG != 0
+    }
+
+    /// Sends the processor's own APIC a fixed interrupt. Ignored while the APIC is disabled; a
+    /// vector below 16 is the APIC's receive error (SDM vol 3 11.5.3) and no interrupt.
+    pub fn raise_interrupt(&mut self, vector: u8) {
+        self.core.apic.receive(vector);
+    }
+
+    /// Whether the APIC takes interrupts: enabled in `IA32_APIC_BASE`, and by software in SVR.
+    pub fn apic_enabled(&self) -> bool {
+        self.core.apic.is_open()
+    }
+
+    /// Whether the next run would take an interrupt before its first instruction: one is requested
+    /// above the processor's priority, the timer's by now included, and it is
+    /// [`Cpu::interruptible`].
+    pub fn has_interrupt(&mut self) -> bool {
+        self.core.apic.tick(self.core.clock.now());
+        self.interruptible() && self.core.apic.pending().is_some()
+    }
+
+    /// Whether HLT waits for an interrupt.
+    pub fn is_halted(&self) -> bool {
+        self.core.sys.halted
+    }
+
+    /// Ends HLT without an interrupt: execution goes on behind it.
+    pub fn unhalt(&mut self) {
+        self.core.sys.halted = false;
+    }
+
+    /// Puts the processor back to what [`Cpu::new`] makes: registers, APIC with its timer and
+    /// whatever was posted to it, translations, half-done instructions, pending events. What it is
+    /// to start with is set again afterwards. [`Cpu::retired`] goes on counting, the features stay,
+    /// and so does decoded code, for it is true of memory.
+    pub fn reset(&mut self) {
+        let features = self.core.kvm_features;
+        self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
+        self.core.kvm_features = features;
+        self.code.new_epoch();
+        self.pending = Pending::Nothing;
+    }
+}

@@ -1,0 +1,158 @@
+//! Numbers: what became of one vCPU's faults.
+
+/// A reading of one vCPU's counters, or a sum over vCPUs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stats {
+    /// Faults of which the guest was told.
+    pub taken: u64,
+    /// Faults of which it could not be told: artificial halts with a page on its way.
+    pub halted: u64,
+    /// Faults on a page already on its way to this vCPU: artificial halts with nothing new.
+    pub repeated: u64,
+    /// Synchronous waits since the queue was full.
+    pub waited_full: u64,
+    /// Synchronous waits since the vCPU could take no event.
+    pub waited_closed: u64,
+    /// Synchronous waits for a page that had just come and was gone again.
+    pub waited_recent: u64,
+    /// Pages announced as ready.
+    pub ready: u64,
+    /// Arrivals of which the guest was not told: it knew nothing of the page, or the word could
+    /// not be written. The vCPU was only made runnable.
+    pub spurious: u64,
+    /// Arrivals that could be mapped ahead of the retry.
+    pub prefaulted: u64,
+    /// Wake-alls announced.
+    pub wake_alls: u64,
+    /// Faults that were in flight when all was cancelled.
+    pub cancelled: u64,
+    /// From the fault to the moment that the vCPU took note of the page's arrival.
+    pub swap_in: SwapIn,
+}
+
+/// Swap-in times, in nanoseconds: how many, and from the shortest to the longest.
+///
+/// Measured to the dequeue on the vCPU's thread, since a worker has no clock here: as the guest
+/// sees it, waiting for its own acknowledgement included.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct SwapIn {
+    /// How many were measured.
+    pub number: u64,
+    /// Their sum, saturating.
+    pub total_ns: u64,
+    /// The shortest; 0 while there is none.
+    pub min_ns: u64,
+    /// The longest.
+    pub max_ns: u64,
+}
+
+impl SwapIn {
+    /// The mean; 0 while there is none.
+    pub const fn mean_ns(&self) -> u64 {
+        match self.total_ns.checked_div(self.number) {
+            Some(mean) => mean,
+            None => 0,
+        }
+    }
+
+    pub(crate) fn record(&mut self, ns: u64) {
+        self.merge(&Self {
+            number: 1,
+            total_ns: ns,
+            min_ns: ns,
+            max_ns: ns,
+        });
+    }
+
+    /// Adds another vCPU's.
+    pub fn merge(&mut self, other: &Self) {
+        self.min_ns = match (self.number, other.number) {
+            (0, _) => other.min_ns,
+            (_, 0) => self.min_ns,
+            _ => self.min_ns.min(other.min_ns),
+        };
+        self.number += other.number;
+        self.total_ns = self.total_ns.saturating_add(other.total_ns);
+        self.max_ns = self.max_ns.max(other.max_ns);
+    }
+}
+
+impl Stats {
+    /// Adds another vCPU's.
+    pub fn merge(&mut self, other: &Self) {
+        // Taken apart, so that a counter that is added later cannot be forgotten here.
+        let Self {
+            taken,
+            halted,
+            repeated,
+            waited_full,
+            waited_closed,
+            waited_recent,
+            ready,
+            spurious,
+            prefaulted,
+            wake_alls,
+            cancelled,
+            swap_in,
+        } = other;
+        self.taken += taken;
+        self.halted += halted;
+        self.repeated += repeated;
+        self.waited_full += waited_full;
+        self.waited_closed += waited_closed;
+        self.waited_recent += waited_recent;
+        self.ready += ready;
+        self.spurious += spurious;
+        self.prefaulted += prefaulted;
+        self.wake_alls += wake_alls;
+        self.cancelled += cancelled;
+        self.swap_in.merge(swap_in);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn times(of: &[u64]) -> SwapIn {
+        let mut swap_in = SwapIn::default();
+        of.iter().for_each(|&ns| swap_in.record(ns));
+        swap_in
+    }
+
+    #[test]
+    fn swap_in_times_know_their_shortest_mean_and_longest() {
+        let SwapIn {
+            number,
+            min_ns,
+            max_ns,
+            ..
+        } = times(&[30, 10, 80]);
+        assert_eq!((number, min_ns, max_ns), (3, 10, 80));
+        assert_eq!(times(&[30, 10, 80]).mean_ns(), 40);
+        assert_eq!(times(&[]).mean_ns(), 0);
+    }
+
+    #[test]
+    fn the_sum_over_vcpus_is_as_if_one_had_counted_all() {
+        for (some, others) in [
+            (&[30, 10][..], &[80][..]),
+            (&[], &[7]),
+            (&[7], &[]),
+            (&[], &[]),
+        ] {
+            let mut sum = Stats {
+                ready: 2,
+                swap_in: times(some),
+                ..Stats::default()
+            };
+            sum.merge(&Stats {
+                ready: 3,
+                swap_in: times(others),
+                ..Stats::default()
+            });
+            assert_eq!(sum.ready, 5);
+            assert_eq!(sum.swap_in, times(&[some, others].concat()));
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! What must hold between any two calls.
+
+use crate::abi::Token;
+use crate::{QUEUED_MAX, Queue};
+use std::collections::HashSet;
+
+impl Queue {
+    /// Checks the queue against itself; for tests and seeded runs. Others may complete
+    /// claims meanwhile.
+    ///
+    /// # Panics
+    /// If anything is wrong.
+    pub fn verify(&self) {
+        assert!(self.queued() <= QUEUED_MAX, "bounded");
+        if self.control.enabled().is_none() {
+            assert_eq!(self.queued(), 0, "nothing is queued while disabled");
+        }
+        let arrived = self.arrivals.pages();
+        let distinct: HashSet<_> = arrived.iter().collect();
+        assert_eq!(distinct.len(), arrived.len(), "a page arrives once");
+        for gfn in &arrived {
+            assert!(self.flights.contains_key(gfn), "{gfn} was in flight");
+        }
+        for gfn in self.flights.keys() {
+            assert!(!self.recent.contains(*gfn), "{gfn} is not also ready");
+        }
+        let tokens: Vec<_> = self.flights.values().filter_map(|it| it.token).collect();
+        let distinct: HashSet<_> = tokens.iter().collect();
+        assert_eq!(distinct.len(), tokens.len(), "a token has one page");
+        assert!(tokens.iter().all(|&t| t.get() != 0 && t != Token::WAKE_ALL));
+        if let Some(gfn) = self.halted {
+            assert!(self.flights.contains_key(&gfn), "the page halted for comes");
+        }
+    }
+}

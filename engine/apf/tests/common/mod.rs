@@ -1,0 +1,249 @@
+//! A guest of a few fields, which records what it is told.
+#![allow(dead_code, reason = "every test file uses its part")]
+
+use lacuna_addr::{Access, Gfn, Gpa};
+use lacuna_apf::{Claim, CpuState, Features, Guest, Msr, NotPresent, Prefault, Queue, Unwritable};
+use lacuna_sync::Nanos;
+
+pub const AREA: u64 = 0x7_0040;
+pub const VECTOR: u8 = 0xf3;
+pub const WAKE_ALL: u32 = u32::MAX;
+
+/// EN bits.
+pub const ENABLED: u64 = 1;
+pub const SEND_ALWAYS: u64 = 2;
+pub const AS_INT: u64 = 8;
+
+/// What lies at the guest's area.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Memory {
+    Ram,
+    ReadOnly,
+    Absent,
+}
+
+/// What the guest has been told, in order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    PageFault(u64),
+    Interrupt(u8),
+    Prefault(Gfn, Access),
+    Resume,
+}
+
+pub struct Mock {
+    pub state: CpuState,
+    pub memory: Memory,
+    /// Where its two words are.
+    pub area: u64,
+    pub words: [u32; 2],
+    pub prefault: Prefault,
+    pub events: Vec<Event>,
+}
+
+impl Mock {
+    /// In user mode, ready for anything.
+    pub fn new() -> Self {
+        Self {
+            state: CpuState {
+                user: true,
+                paging: true,
+                open: true,
+                lapic: true,
+            },
+            memory: Memory::Ram,
+            area: AREA,
+            words: [0; 2],
+            prefault: Prefault::Mapped,
+            events: Vec::new(),
+        }
+    }
+
+    fn word(&mut self, at: Gpa) -> Option<&mut u32> {
+        let offset = at.get().checked_sub(self.area)?;
+        assert!(offset.is_multiple_of(4));
+        self.words.get_mut(offset as usize / 4)
+    }
+
+    /// What it was told since it was last asked.
+    pub fn told(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Its #PF handler: the reason word and the token, read and zeroed.
+    pub fn take_page_fault(&mut self) -> Option<(u32, u32)> {
+        let at = self
+            .events
+            .iter()
+            .position(|event| matches!(event, Event::PageFault(_)))?;
+        let Event::PageFault(address) = self.events.remove(at) else {
+            unreachable!();
+        };
+        self.state.open = true;
+        let reason = std::mem::take(&mut self.words[0]);
+        Some((reason, u32::try_from(address).unwrap()))
+    }
+
+    /// Its interrupt handler: the token, read and zeroed.
+    pub fn take_interrupt(&mut self) -> Option<u32> {
+        let interrupt = Event::Interrupt(VECTOR);
+        let at = self.events.iter().position(|&event| event == interrupt)?;
+        self.events.remove(at);
+        Some(std::mem::take(&mut self.words[1]))
+    }
+}
+
+impl Guest for Mock {
+    fn state(&self) -> CpuState {
+        self.state
+    }
+
+    fn read_u32(&mut self, at: Gpa) -> Option<u32> {
+        let memory = self.memory;
+        let word = self.word(at)?;
+        (memory != Memory::Absent).then_some(*word)
+    }
+
+    fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
+        let memory = self.memory;
+        match self.word(at) {
+            Some(word) if memory == Memory::Ram => {
+                assert_eq!(*word, 0, "an event that was not read is overwritten");
+                *word = value;
+                Ok(())
+            }
+            _ => Err(Unwritable),
+        }
+    }
+
+    fn inject_page_fault(&mut self, address: u64) {
+        assert!(self.state.open, "an exception on top of another");
+        self.state.open = false;
+        self.events.push(Event::PageFault(address));
+    }
+
+    fn interrupt(&mut self, vector: u8) {
+        self.events.push(Event::Interrupt(vector));
+    }
+
+    fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
+        self.events.push(Event::Prefault(gfn, access));
+        self.prefault
+    }
+
+    fn resume(&mut self) {
+        self.events.push(Event::Resume);
+    }
+}
+
+pub fn gfn(number: u64) -> Gfn {
+    Gfn::new(number).unwrap()
+}
+
+pub const NOW: Nanos = Nanos(1000);
+
+/// A queue and its guest. `en` is the low bits of EN; the wake-all of enabling is read.
+pub struct World {
+    pub queue: Queue,
+    pub guest: Mock,
+}
+
+impl World {
+    pub fn new(en: u64) -> Self {
+        let mut world = Self::disabled(Features::all());
+        world.enable(en);
+        world.settle();
+        world.guest.events.clear();
+        world
+    }
+
+    pub fn disabled(features: Features) -> Self {
+        Self::with_ring(features, || {})
+    }
+
+    pub fn with_ring(features: Features, ring: impl Fn() + Send + Sync + 'static) -> Self {
+        Self {
+            queue: Queue::new(3, features, ring),
+            guest: Mock::new(),
+        }
+    }
+
+    pub fn enable(&mut self, en: u64) {
+        assert!(self.write(Msr::Vector, u64::from(VECTOR)));
+        assert!(self.write(Msr::Enable, AREA | en));
+    }
+
+    /// Whether the write went through.
+    pub fn write(&mut self, msr: Msr, value: u64) -> bool {
+        let written = self.queue.write_msr(msr, value, NOW, &mut self.guest);
+        self.queue.verify();
+        written.is_ok()
+    }
+
+    pub fn fault(&mut self, number: u64) -> NotPresent {
+        self.fault_at(number, NOW)
+    }
+
+    pub fn fault_at(&mut self, number: u64, now: Nanos) -> NotPresent {
+        let guest = &mut self.guest;
+        let answer = self
+            .queue
+            .not_present(gfn(number), Access::Write, now, guest);
+        self.queue.verify();
+        answer
+    }
+
+    /// A fault of which the guest is told: its token, read, and the claim.
+    pub fn inject(&mut self, number: u64) -> (u32, Claim) {
+        let NotPresent::Injected(claim) = self.fault(number) else {
+            panic!("the guest is told");
+        };
+        let (reason, token) = self.guest.take_page_fault().unwrap();
+        assert_eq!(reason, 1);
+        (token, claim)
+    }
+
+    pub fn poll(&mut self) -> usize {
+        self.poll_at(NOW)
+    }
+
+    pub fn poll_at(&mut self, now: Nanos) -> usize {
+        let dequeued = self.queue.poll(now, &mut self.guest);
+        self.queue.verify();
+        dequeued
+    }
+
+    /// Polls and reads until there is nothing more: the tokens that were ready, in order.
+    pub fn settle(&mut self) -> Vec<u32> {
+        let mut ready = Vec::new();
+        loop {
+            let dequeued = self.poll();
+            if let Some((reason, token)) = self.guest.take_page_fault() {
+                assert_eq!(reason, 2);
+                ready.push(token);
+            } else if let Some(token) = self.guest.take_interrupt() {
+                ready.push(token);
+            } else if dequeued == 0 {
+                return ready;
+            }
+        }
+    }
+}
+
+/// What a fault led to, to compare.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Answer {
+    Wait,
+    Injected,
+    HaltAndStart,
+    HaltOnly,
+}
+
+pub fn answer(of: &NotPresent) -> Answer {
+    match of {
+        NotPresent::Wait => Answer::Wait,
+        NotPresent::Injected(_) => Answer::Injected,
+        NotPresent::Halt(Some(_)) => Answer::HaltAndStart,
+        NotPresent::Halt(None) => Answer::HaltOnly,
+    }
+}

@@ -1,0 +1,165 @@
+//! A token's life against cancel, reset, a dying worker and sleep: every interleaving of the done
+//! list.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
+//!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-apf --test loom --release
+//! ```
+#![cfg(loom)]
+
+mod common;
+
+use common::{AS_INT, ENABLED, Event, WAKE_ALL, World};
+use lacuna_apf::{Claim, Features, NotPresent};
+use loom::sync::{Arc, Notify};
+use loom::thread;
+use std::panic;
+
+const INTERRUPT: u64 = ENABLED | AS_INT;
+
+fn complete(claim: Claim) -> thread::JoinHandle<()> {
+    thread::spawn(move || claim.complete())
+}
+
+#[test]
+fn a_completion_against_cancel_is_delivered_before_or_never() {
+    loom::model(|| {
+        let mut world = World::new(INTERRUPT);
+        let (token, claim) = world.inject(5);
+        let worker = complete(claim);
+        let before = world.settle();
+        assert!(before.is_empty() || before == [token]);
+        world.queue.cancel();
+        assert_eq!(world.settle(), [WAKE_ALL]);
+        worker.join().unwrap();
+        assert!(!world.queue.has_arrivals());
+        assert_eq!(world.poll(), 0);
+    });
+}
+
+#[test]
+fn a_completion_against_reset_says_nothing_about_the_same_page_afterwards() {
+    loom::model(|| {
+        let mut world = World::new(INTERRUPT);
+        let (_, before) = world.inject(5);
+        let worker = complete(before);
+        world.queue.reset();
+        world.enable(INTERRUPT);
+        assert_eq!(world.settle(), [WAKE_ALL]);
+        let (token, now) = world.inject(5);
+        assert_eq!(world.settle(), []);
+        worker.join().unwrap();
+        assert_eq!(world.settle(), []);
+        now.complete();
+        assert_eq!(world.settle(), [token]);
+    });
+}
+
+#[test]
+fn completions_against_the_end_of_the_queue() {
+    loom::model(|| {
+        let mut world = World::new(INTERRUPT);
+        let workers = [5, 6].map(|number| complete(world.inject(number).1));
+        drop(world);
+        workers
+            .into_iter()
+            .for_each(|worker| worker.join().unwrap());
+    });
+}
+
+/// The vCPU's thread, which sleeps when there is nothing to do.
+struct Sleeper {
+    world: World,
+    bell: Arc<Notify>,
+}
+
+impl Sleeper {
+    fn new() -> Self {
+        let bell = Arc::new(Notify::new());
+        let ring = {
+            let bell = Arc::clone(&bell);
+            move || bell.notify()
+        };
+        let mut world = World::with_ring(Features::all(), ring);
+        world.enable(INTERRUPT);
+        assert_eq!(world.settle(), [WAKE_ALL]);
+        world.guest.told();
+        Self { world, bell }
+    }
+
+    /// Sleeps without a look at anything but [`lacuna_apf::Queue::has_arrivals`]. A lost ring is a
+    /// deadlock, which loom reports.
+    fn wait_for(&mut self, count: usize) -> Vec<u32> {
+        let mut ready = Vec::new();
+        while ready.len() < count {
+            if self.world.queue.has_arrivals() {
+                self.world.queue.poll(common::NOW, &mut self.world.guest);
+                ready.extend(self.world.guest.take_interrupt());
+            } else {
+                self.bell.wait();
+            }
+        }
+        ready
+    }
+}
+
+#[test]
+fn a_claim_dropped_by_a_dying_worker_wakes_the_sleeper() {
+    loom::model(|| {
+        let mut vcpu = Sleeper::new();
+        let (token, claim) = vcpu.world.inject(5);
+        let worker = thread::spawn(move || {
+            let died = panic::catch_unwind(panic::AssertUnwindSafe(move || {
+                let _claim = claim;
+                panic::resume_unwind(Box::new("the worker dies"));
+            }));
+            assert!(died.is_err());
+        });
+        assert_eq!(vcpu.wait_for(1), [token]);
+        worker.join().unwrap();
+    });
+}
+
+#[test]
+fn two_completers_and_no_lost_ring() {
+    loom::model(|| {
+        let mut vcpu = Sleeper::new();
+        let (one, first) = vcpu.world.inject(5);
+        let (two, second) = vcpu.world.inject(6);
+        let workers = [first, second].map(complete);
+        let mut ready = vcpu.wait_for(2);
+        ready.sort_unstable();
+        assert_eq!(ready, [one, two]);
+        workers
+            .into_iter()
+            .for_each(|worker| worker.join().unwrap());
+        assert_eq!(vcpu.world.poll(), 0);
+    });
+}
+
+/// The guest reads no token, so that nothing can be dequeued; the vCPU has stopped for the page
+/// that may come second.
+#[test]
+fn a_halted_vcpu_is_rung_for_its_page_behind_another() {
+    loom::model(|| {
+        let mut vcpu = Sleeper::new();
+        let (_, other) = vcpu.world.inject(6);
+        vcpu.world.guest.state.user = false;
+        let NotPresent::Halt(Some(own)) = vcpu.world.fault(5) else {
+            panic!("CPL 0 halts");
+        };
+        vcpu.world.guest.words[1] = 9;
+        let workers = [other, own].map(complete);
+        while vcpu.world.queue.halted() {
+            let dequeued = vcpu.world.queue.poll(common::NOW, &mut vcpu.world.guest);
+            assert_eq!(dequeued, 0);
+            if vcpu.world.queue.halted() {
+                vcpu.bell.wait();
+            }
+        }
+        workers
+            .into_iter()
+            .for_each(|worker| worker.join().unwrap());
+        assert!(!vcpu.world.guest.told().contains(&Event::Resume));
+    });
+}

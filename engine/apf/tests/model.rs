@@ -1,0 +1,374 @@
+//! Random lives of a queue against a plain model: what each call must answer, and what the guest
+//! may be told. The model is the rules once more, in lists and sets.
+//!
+//! After every step: a token is never 0; at most 64 are queued; no ready overtakes another or is
+//! told while one is unread (the mock guest refuses that), none without its not-present, none
+//! twice, and nothing of before a disable, reset or cancel after it. At the end every not-present
+//! has had its ready or a later wake-all.
+
+mod common;
+
+use common::{
+    AREA, AS_INT, Answer, ENABLED, Event, NOW, SEND_ALWAYS, VECTOR, WAKE_ALL, World, answer, gfn,
+};
+use lacuna_apf::{Claim, CpuState, Features, Msr, NotPresent, QUEUED_MAX};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+#[derive(Clone, Debug)]
+enum Op {
+    Fault(u64),
+    /// Many, to fill the queue.
+    Storm(u64),
+    /// One of the claims is completed; `Drop` loses it.
+    Complete(prop::sample::Index),
+    Poll,
+    /// The guest reads what it was told. (The #PF handler runs at once: an exception is not
+    /// masked.)
+    ReadReady,
+    Acknowledge,
+    /// A hostile guest, or one that has not read what it was told.
+    Scribble([u32; 2]),
+    Enable(u64),
+    Disable,
+    Cancel,
+    Reset,
+    Cpu(CpuState),
+    BreakHalt,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let modes = prop::sample::select(vec![
+        ENABLED,
+        ENABLED | SEND_ALWAYS,
+        ENABLED | AS_INT,
+        ENABLED | AS_INT | SEND_ALWAYS,
+    ]);
+    // Mostly as in a user program.
+    let mostly = || prop::bool::weighted(0.8);
+    let cpu =
+        (mostly(), mostly(), mostly(), mostly()).prop_map(|(user, paging, open, lapic)| CpuState {
+            user,
+            paging,
+            open,
+            lapic,
+        });
+    prop_oneof![
+        12 => (0..90u64).prop_map(Op::Fault),
+        1 => (0..90u64).prop_map(Op::Storm),
+        8 => any::<prop::sample::Index>().prop_map(Op::Complete),
+        8 => Just(Op::Poll),
+        6 => Just(Op::ReadReady),
+        3 => Just(Op::Acknowledge),
+        1 => (0..3u32, 0..3u32).prop_map(|(one, two)| Op::Scribble([one, two])),
+        2 => modes.prop_map(Op::Enable),
+        1 => Just(Op::Disable),
+        1 => Just(Op::Cancel),
+        1 => Just(Op::Reset),
+        4 => cpu.prop_map(Op::Cpu),
+        1 => Just(Op::BreakHalt),
+    ]
+}
+
+/// The rules once more.
+#[derive(Default)]
+struct Model {
+    /// EN, if it enables.
+    enabled: Option<u64>,
+    /// In flight, with the token if the guest was told.
+    flights: BTreeMap<u64, Option<u32>>,
+    done: VecDeque<u64>,
+    wake_all: bool,
+    recent: VecDeque<u64>,
+    halted: Option<u64>,
+    /// Tokens told and not made ready: tasks that sleep on tokens that were forgotten.
+    forgotten: BTreeSet<u32>,
+}
+
+impl Model {
+    fn queued(&self) -> usize {
+        self.flights.len() + usize::from(self.wake_all)
+    }
+
+    fn fault(&mut self, page: u64, cpu: CpuState, unread: bool) -> Answer {
+        let Some(en) = self.enabled else {
+            return Answer::Wait;
+        };
+        if let Some(at) = self.recent.iter().position(|&recent| recent == page) {
+            self.recent.remove(at);
+            return Answer::Wait;
+        }
+        if !cpu.open || self.done.contains(&page) {
+            return Answer::Wait;
+        }
+        if self.flights.contains_key(&page) {
+            self.halted = Some(page);
+            return Answer::HaltOnly;
+        }
+        if self.queued() == QUEUED_MAX {
+            return Answer::Wait;
+        }
+        self.flights.insert(page, None);
+        if cpu.paging && (cpu.user || en & SEND_ALWAYS != 0) && !unread {
+            return Answer::Injected;
+        }
+        self.halted = Some(page);
+        Answer::HaltAndStart
+    }
+
+    /// The tokens of one poll, `None` for an arrival that nobody is told of.
+    fn poll(&mut self, mut cpu: CpuState, words: [u32; 2]) -> Vec<Option<u32>> {
+        let mut told = Vec::new();
+        let Some(en) = self.enabled else {
+            return told;
+        };
+        let mut free = match en & AS_INT {
+            0 => words[0] == 0,
+            _ => words[1] == 0 && cpu.lapic,
+        };
+        while free && (en & AS_INT != 0 || cpu.open) {
+            let token = if self.wake_all {
+                self.wake_all = false;
+                self.forgotten.clear();
+                Some(WAKE_ALL)
+            } else if let Some(page) = self.done.pop_front() {
+                self.recent.push_back(page);
+                if self.recent.len() > 64 {
+                    self.recent.pop_front();
+                }
+                self.flights.remove(&page).unwrap()
+            } else {
+                break;
+            };
+            self.halted = None;
+            told.push(token);
+            free = token.is_none();
+            cpu.open &= free || en & AS_INT != 0;
+        }
+        if self.halted.is_some_and(|page| self.done.contains(&page)) {
+            self.halted = None;
+        }
+        told
+    }
+
+    fn forget(&mut self) {
+        self.forgotten.extend(self.flights.values().flatten());
+        self.flights.clear();
+        self.done.clear();
+        self.recent.clear();
+        self.wake_all = false;
+        self.halted = None;
+    }
+}
+
+/// A claim and whether it still counts.
+struct Work {
+    page: u64,
+    claim: Claim,
+    void: bool,
+}
+
+struct Run {
+    world: World,
+    model: Model,
+    work: Vec<Work>,
+}
+
+impl Run {
+    fn new() -> Self {
+        Self {
+            world: World::disabled(Features::all()),
+            model: Model::default(),
+            work: Vec::new(),
+        }
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Fault(page) => self.fault(*page),
+            Op::Storm(from) => (*from..from + 40).for_each(|page| self.fault(page)),
+            Op::Complete(which) if !self.work.is_empty() => {
+                self.complete(which.index(self.work.len()));
+            }
+            Op::Complete(_) => {}
+            Op::Poll => self.poll(),
+            Op::ReadReady => self.world.guest.words = [0; 2],
+            Op::Scribble(words) => self.world.guest.words = *words,
+            Op::Acknowledge => self.acknowledge(),
+            Op::Enable(en) => self.enable(*en),
+            Op::Disable => {
+                assert!(self.world.write(Msr::Enable, AREA | AS_INT));
+                self.end();
+            }
+            Op::Reset => {
+                self.world.queue.reset();
+                self.end();
+            }
+            Op::Cancel => {
+                self.world.queue.cancel();
+                self.void();
+                self.model.wake_all = self.model.enabled.is_some();
+            }
+            Op::Cpu(state) => self.world.guest.state = *state,
+            Op::BreakHalt => {
+                self.world.queue.break_halt();
+                self.model.halted = None;
+            }
+        }
+        self.check();
+    }
+
+    fn fault(&mut self, page: u64) {
+        let guest = &self.world.guest;
+        let expected = self.model.fault(page, guest.state, guest.words[0] != 0);
+        let given = self.world.fault(page);
+        assert_eq!(answer(&given), expected, "page {page}");
+        if let NotPresent::Injected(claim) | NotPresent::Halt(Some(claim)) = given {
+            let void = false;
+            self.work.push(Work { page, claim, void });
+        }
+        if expected == Answer::Injected {
+            let (reason, token) = self.world.guest.take_page_fault().unwrap();
+            assert_eq!(reason, 1);
+            assert!(token != 0 && token != WAKE_ALL);
+            self.model.flights.insert(page, Some(token));
+        }
+    }
+
+    fn complete(&mut self, at: usize) {
+        let work = self.work.swap_remove(at);
+        if at.is_multiple_of(2) {
+            work.claim.complete();
+        } else {
+            drop(work.claim);
+        }
+        if !work.void {
+            self.model.done.push_back(work.page);
+        }
+    }
+
+    fn poll(&mut self) {
+        let expected = self.expect_poll();
+        assert_eq!(self.world.poll(), expected.len());
+        self.compare(expected);
+    }
+
+    fn acknowledge(&mut self) {
+        let by_interrupt = self.model.enabled.is_some_and(|en| en & AS_INT != 0);
+        self.world.guest.events.clear();
+        let expected = if by_interrupt {
+            self.expect_poll()
+        } else {
+            Vec::new()
+        };
+        assert!(self.world.write(Msr::Acknowledge, 1));
+        self.compare(expected);
+    }
+
+    fn expect_poll(&mut self) -> Vec<Option<u32>> {
+        let guest = &mut self.world.guest;
+        // What it was told before and has not read stays in its words.
+        guest.events.clear();
+        self.model.poll(guest.state, guest.words)
+    }
+
+    /// What the guest was told by one poll is what the model says.
+    fn compare(&mut self, expected: Vec<Option<u32>>) {
+        let guest = &mut self.world.guest;
+        let as_int = self.model.enabled.is_some_and(|en| en & AS_INT != 0);
+        let mut told = Vec::new();
+        for event in &guest.events {
+            match *event {
+                Event::PageFault(address) => told.push(u32::try_from(address).unwrap()),
+                Event::Interrupt(vector) => {
+                    assert!(as_int && vector == VECTOR);
+                    told.push(guest.words[1]);
+                }
+                Event::Prefault(..) | Event::Resume => {}
+            }
+        }
+        let resumed = guest.events.iter().filter(|&&e| e == Event::Resume);
+        assert_eq!(resumed.count(), expected.len());
+        assert_eq!(told, expected.into_iter().flatten().collect::<Vec<_>>());
+        if let Some((reason, _)) = guest.take_page_fault() {
+            assert_eq!(reason, 2);
+        }
+    }
+
+    fn enable(&mut self, en: u64) {
+        self.world.enable(en);
+        let model = &mut self.model;
+        model.enabled = Some(en);
+        if model.done.is_empty() && model.queued() < QUEUED_MAX {
+            model.wake_all = true;
+        }
+    }
+
+    fn end(&mut self) {
+        self.void();
+        self.model.enabled = None;
+    }
+
+    fn void(&mut self) {
+        self.model.forget();
+        self.work.iter_mut().for_each(|work| work.void = true);
+    }
+
+    fn check(&self) {
+        let Self { world, model, .. } = self;
+        world.queue.verify();
+        assert!(model.queued() <= QUEUED_MAX);
+        assert_eq!(world.queue.halted(), model.halted.is_some());
+        let waiting = model.wake_all || !model.done.is_empty();
+        assert_eq!(world.queue.has_arrivals(), waiting);
+        let stats = world.queue.stats();
+        let ended = stats.swap_in.number + stats.cancelled;
+        let begun = stats.taken + stats.halted;
+        assert_eq!(begun, ended + model.flights.len() as u64);
+        assert_eq!(stats.ready + stats.spurious, stats.swap_in.number);
+    }
+
+    /// The guest becomes well-behaved and the workers finish: nobody sleeps any more.
+    fn finish(mut self) {
+        self.world.guest.state = common::Mock::new().state;
+        if self.model.enabled.is_none() {
+            self.enable(ENABLED | AS_INT);
+        }
+        while !self.work.is_empty() {
+            self.complete(0);
+        }
+        while self.world.queue.has_arrivals() {
+            self.world.guest.words = [0; 2];
+            self.poll();
+            self.check();
+        }
+        assert!(self.model.flights.is_empty() && self.model.forgotten.is_empty());
+        assert!(!self.world.queue.halted());
+        self.world.queue.reset();
+        let none = self.world.queue.poll(NOW, &mut self.world.guest);
+        assert_eq!(none, 0);
+        let after = self.world.queue.not_present(
+            gfn(1),
+            lacuna_addr::Access::Read,
+            NOW,
+            &mut self.world.guest,
+        );
+        assert_eq!(answer(&after), Answer::Wait);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 256,
+        failure_persistence: None,
+        ..Default::default()
+    })]
+
+    #[test]
+    fn a_queue_does_what_the_rules_say(ops in prop::collection::vec(op(), 1..300)) {
+        let mut run = Run::new();
+        run.enable(ENABLED | AS_INT);
+        ops.iter().for_each(|op| run.apply(op));
+        run.finish();
+    }
+}

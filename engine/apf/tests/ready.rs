@@ -1,0 +1,276 @@
+//! Pages that have come: who is told, in which order, and what holds it up.
+
+mod common;
+
+use common::{AS_INT, ENABLED, Event, Memory, VECTOR, World, gfn};
+use lacuna_addr::Access;
+use lacuna_apf::{Features, NotPresent, Prefault};
+use lacuna_sync::Nanos;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::{panic, thread};
+
+const INTERRUPT: u64 = ENABLED | AS_INT;
+
+/// A halted fault: the guest knows no token for it.
+fn halt(world: &mut World, number: u64) -> lacuna_apf::Claim {
+    world.guest.state.user = false;
+    let NotPresent::Halt(Some(claim)) = world.fault(number) else {
+        panic!("CPL 0 halts");
+    };
+    world.guest.state.user = true;
+    claim
+}
+
+#[test]
+fn ready_maps_the_page_then_tells_then_resumes() {
+    for (en, words, told) in [
+        (ENABLED, [2, 0], Event::PageFault(0x2003)),
+        (INTERRUPT, [0, 0x2003], Event::Interrupt(VECTOR)),
+    ] {
+        let mut world = World::new(en);
+        world.inject(4).1.complete();
+        world.settle();
+        let (token, claim) = world.inject(5);
+        assert_eq!(token, 0x2003, "the second token of vCPU 3");
+        world.guest.told();
+        claim.complete();
+        assert!(world.queue.has_arrivals());
+        assert_eq!(world.poll(), 1);
+        let mapped = Event::Prefault(gfn(5), Access::Write);
+        assert_eq!(world.guest.told(), [mapped, told, Event::Resume]);
+        assert_eq!(world.guest.words, words);
+        assert!(!world.queue.has_arrivals());
+    }
+}
+
+#[test]
+fn a_wake_all_maps_nothing() {
+    let mut world = World::disabled(Features::all());
+    world.enable(ENABLED);
+    assert_eq!(world.poll(), 1);
+    let told = Event::PageFault(0xffff_ffff);
+    assert_eq!(world.guest.told(), [told, Event::Resume]);
+    assert_eq!(world.guest.words, [2, 0]);
+}
+
+#[test]
+fn first_come_first_served_one_at_a_time() {
+    for en in [ENABLED, INTERRUPT] {
+        let mut world = World::new(en);
+        let (first, one) = world.inject(5);
+        let (second, two) = world.inject(6);
+        let (third, three) = world.inject(7);
+        two.complete();
+        three.complete();
+        one.complete();
+        assert_eq!(world.poll(), 1);
+        assert_eq!(world.poll(), 0, "the first is not read");
+        assert_eq!(world.settle(), [second, third, first]);
+        assert_eq!(world.queue.stats().ready, 3);
+    }
+}
+
+/// In both deliveries: what can hold a ready up, and that nothing is lost by it.
+#[test]
+fn ready_waits_until_the_guest_can_be_told() {
+    type Obstacle = fn(&mut common::Mock);
+    let obstacles: [(u64, Obstacle, Obstacle); 7] = [
+        (ENABLED, |g| g.state.open = false, |g| g.state.open = true),
+        (ENABLED, |g| g.words[0] = 1, |g| g.words[0] = 0),
+        (ENABLED, |g| g.words[0] = 2, |g| g.words[0] = 0),
+        (
+            ENABLED,
+            |g| g.memory = Memory::Absent,
+            |g| g.memory = Memory::Ram,
+        ),
+        (
+            INTERRUPT,
+            |g| g.state.lapic = false,
+            |g| g.state.lapic = true,
+        ),
+        (INTERRUPT, |g| g.words[1] = 9, |g| g.words[1] = 0),
+        (
+            INTERRUPT,
+            |g| g.memory = Memory::Absent,
+            |g| g.memory = Memory::Ram,
+        ),
+    ];
+    for (case, (en, hinder, clear)) in obstacles.into_iter().enumerate() {
+        let mut world = World::new(en);
+        let (token, claim) = world.inject(5);
+        claim.complete();
+        hinder(&mut world.guest);
+        assert_eq!(world.poll(), 0, "case {case}");
+        assert!(world.guest.told().is_empty() && world.queue.has_arrivals());
+        clear(&mut world.guest);
+        assert_eq!(world.settle(), [token], "case {case}");
+    }
+}
+
+/// What is *not* an obstacle: today's ready is an interrupt, which its controller keeps until IF
+/// is set; and neither delivery of ready asks for the privilege level.
+#[test]
+fn interrupts_wait_in_the_lapic_not_here() {
+    let mut world = World::new(INTERRUPT);
+    let (_, claim) = world.inject(5);
+    claim.complete();
+    world.guest.state.open = false;
+    world.guest.state.user = false;
+    world.guest.words[0] = 1;
+    assert_eq!(world.poll(), 1);
+
+    let mut world = World::new(ENABLED);
+    let (_, claim) = world.inject(5);
+    claim.complete();
+    world.guest.state.user = false;
+    world.guest.state.lapic = false;
+    world.guest.words[1] = 9;
+    assert_eq!(world.poll(), 1);
+}
+
+#[test]
+fn a_guest_that_was_not_told_of_a_page_is_not_told_that_it_is_ready() {
+    for en in [ENABLED, INTERRUPT] {
+        let mut world = World::new(en);
+        let claim = halt(&mut world, 5);
+        let (token, other) = world.inject(6);
+        world.guest.told();
+        claim.complete();
+        other.complete();
+        assert_eq!(world.poll(), 2, "silent ones do not take turns");
+        let told = world.guest.told();
+        let resumed = told.iter().filter(|&&event| event == Event::Resume);
+        assert_eq!(resumed.count(), 2);
+        assert_eq!(
+            told[..2],
+            [Event::Prefault(gfn(5), Access::Write), Event::Resume]
+        );
+        assert!(!world.queue.halted());
+        let stats = world.queue.stats();
+        assert_eq!((stats.ready, stats.spurious, stats.halted), (1, 1, 1));
+        assert!(
+            world
+                .guest
+                .words
+                .contains(&if en == ENABLED { 2 } else { token })
+        );
+    }
+}
+
+#[test]
+fn any_arrival_ends_the_halt() {
+    let mut world = World::new(INTERRUPT);
+    let (_, other) = world.inject(6);
+    let claim = halt(&mut world, 5);
+    other.complete();
+    assert_eq!(world.poll(), 1);
+    assert!(!world.queue.halted());
+    drop(claim);
+}
+
+#[test]
+fn the_page_ends_its_halt_though_the_guest_reads_nothing() {
+    let mut world = World::new(INTERRUPT);
+    let (token, other) = world.inject(6);
+    let claim = halt(&mut world, 5);
+    world.guest.words[1] = 9;
+    other.complete();
+    assert_eq!(world.poll(), 0);
+    assert!(world.queue.halted(), "another page's arrival does not help");
+    claim.complete();
+    assert_eq!(world.poll(), 0);
+    assert!(!world.queue.halted());
+    world.guest.words[1] = 0;
+    assert_eq!(world.settle(), [token]);
+}
+
+#[test]
+fn a_ready_that_cannot_be_written_still_makes_the_vcpu_run() {
+    for en in [ENABLED, INTERRUPT] {
+        let mut world = World::new(en);
+        let (_, claim) = world.inject(5);
+        world.guest.told();
+        world.guest.memory = Memory::ReadOnly;
+        claim.complete();
+        assert_eq!(world.poll(), 1);
+        let mapped = Event::Prefault(gfn(5), Access::Write);
+        assert_eq!(world.guest.told(), [mapped, Event::Resume]);
+        assert_eq!(world.queue.stats().spurious, 1);
+    }
+}
+
+#[test]
+fn a_dropped_claim_is_a_completion() {
+    let mut world = World::new(INTERRUPT);
+    let (token, claim) = world.inject(5);
+    drop(claim);
+    assert_eq!(world.settle(), [token]);
+}
+
+#[test]
+fn a_worker_that_dies_loses_nothing() {
+    let mut world = World::new(INTERRUPT);
+    let (token, claim) = world.inject(5);
+    let worker = thread::spawn(move || {
+        let _claim = claim;
+        panic::resume_unwind(Box::new("the worker dies"));
+    });
+    assert!(worker.join().is_err());
+    assert_eq!(world.settle(), [token]);
+}
+
+#[test]
+fn every_completion_rings_unless_it_is_void() {
+    let rings = Arc::new(AtomicU32::new(0));
+    let ring = {
+        let rings = Arc::clone(&rings);
+        move || _ = rings.fetch_add(1, Ordering::Relaxed)
+    };
+    let mut world = World::with_ring(Features::all(), ring);
+    world.enable(INTERRUPT);
+    world.settle();
+    let (_, one) = world.inject(5);
+    let (_, two) = world.inject(6);
+    let (_, three) = world.inject(7);
+    one.complete();
+    two.complete();
+    assert_eq!(rings.load(Ordering::Relaxed), 2);
+    world.queue.cancel();
+    three.complete();
+    world.settle();
+    let (_, four) = world.inject(8);
+    drop(world);
+    four.complete();
+    assert_eq!(rings.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn swap_in_is_timed_and_prefaults_are_counted() {
+    let mut world = World::new(INTERRUPT);
+    for (number, took, prefault) in [
+        (5, 300, Prefault::Mapped),
+        (6, 100, Prefault::NotMapped),
+        (7, 200, Prefault::Mapped),
+    ] {
+        world.guest.prefault = prefault;
+        let begun = Nanos(number * 10_000);
+        let NotPresent::Injected(claim) = world.fault_at(number, begun) else {
+            panic!("the guest is told");
+        };
+        claim.complete();
+        world.guest.take_page_fault();
+        assert_eq!(world.poll_at(begun.after(took)), 1);
+        world.guest.take_interrupt();
+    }
+    let stats = world.queue.stats();
+    assert_eq!((stats.prefaulted, stats.taken, stats.ready), (2, 3, 3));
+    let swap_in = stats.swap_in;
+    let times = (
+        swap_in.number,
+        swap_in.min_ns,
+        swap_in.mean_ns(),
+        swap_in.max_ns,
+    );
+    assert_eq!(times, (3, 100, 200, 300));
+}

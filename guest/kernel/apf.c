@@ -1,0 +1,177 @@
+/*
+ * Async page faults, the guest's side of KVM's interface (Documentation/virt/kvm/x86/msr.rst).
+ *
+ *                    page not present               page ready
+ *   today's          #PF, reason 1, CR2 = token     interrupt, token in the area; then ACK
+ *   original (2010)  #PF, reason 1, CR2 = token     #PF, reason 2, CR2 = token
+ *
+ * A thread whose page is not present sleeps under the token until that token is ready, in its
+ * processor's table: the host sends both events to the processor that faulted, so nobody else
+ * ever looks into it, and interrupts are off: no lock. Besides threads the table holds
+ *
+ *   dummies   ready came before anybody waited: whoever comes with that token does not sleep
+ *   idle      the idle loop cannot be put to sleep; its node is there for `ready` to find
+ *
+ * Two threads may have the same token (the host's counter wraps). Ready wakes both: one of them
+ * is woken too early, which costs another fault; woken too late it could wait for ever.
+ */
+#include "kernel.h"
+#include "lacuna/format.h"
+
+#define MSR_APF_EN 0x4b564d02
+#define MSR_APF_INT 0x4b564d06
+#define MSR_APF_ACK 0x4b564d07
+
+#define EN_ENABLED 1u
+#define EN_SEND_ALWAYS 2u /* at CPL 0, too */
+#define EN_BY_INTERRUPT 8u
+
+#define FEATURE_APF 4
+#define FEATURE_APF_INT 14
+
+#define REASON_NOT_PRESENT 1u
+#define TOKEN_EVERYBODY (~0u)
+
+static u32 control; /* low bits of MSR_APF_EN; 0: no async page faults */
+
+/* Chooses: apf=off|int|pf, else what the host has. */
+void apf_init(void) {
+    u32 features = kvm_leaves() ? cpuid(0x40000001).eax : 0;
+    bool by_interrupt = features >> FEATURE_APF_INT & 1;
+    const char *how = lacuna_find_param(info->cmdline, "apf");
+    char delivery = how ? how[0] : by_interrupt ? 'i' : 'p';
+    if (!(features >> FEATURE_APF & 1))
+        return;
+    if (delivery == 'i' && by_interrupt)
+        control = EN_ENABLED | EN_BY_INTERRUPT;
+    else if (delivery == 'p')
+        control = EN_ENABLED;
+    if (control && boot_param("apf_always", 0))
+        control |= EN_SEND_ALWAYS;
+}
+
+bool apf_enable(struct cpu *c) {
+    if (!control)
+        return false;
+    if (control & EN_BY_INTERRUPT && msr_write(MSR_APF_INT, VEC_APF_READY))
+        return false;
+    return !msr_write(MSR_APF_EN, (u64)&c->apf.area | control);
+}
+
+static void count(u32 *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+static struct apf_node **bucket(struct cpu *c, u32 token) {
+    return &c->apf.bucket[token * 0x9e3779b1u >> 26];
+}
+
+static void insert(struct cpu *c, struct apf_node *n, u32 token, enum apf_kind kind) {
+    struct apf_node **head = bucket(c, token);
+    *n = (struct apf_node){*head, token, kind};
+    *head = n;
+}
+
+/* Rare enough for a search. */
+static bool insert_spare(struct cpu *c, u32 token, enum apf_kind kind) {
+    for (struct apf_node *n = c->apf.spare; n < c->apf.spare + APF_SPARE; n++) {
+        if (n->kind == APF_FREE) {
+            insert(c, n, token, kind);
+            return true;
+        }
+    }
+    count(&status->apf_lost); /* a host that invents tokens */
+    return false;
+}
+
+/* Takes a node out of the table, and wakes its thread, which may then be anywhere. */
+static void release(struct apf_node **at) {
+    struct apf_node *n = *at;
+    bool is_thread = n->kind == APF_THREAD;
+    *at = n->next;
+    n->kind = APF_FREE;
+    if (is_thread)
+        sched_wake((struct thread *)((u8 *)n - offsetof(struct thread, page_wait)));
+}
+
+/* Whoever sleeps tries again. No earlier token can come after this: no dummy is of use any more. */
+static void wake_all(struct cpu *c) {
+    for (u32 i = 0; i < APF_BUCKETS; i++) {
+        while (c->apf.bucket[i])
+            release(&c->apf.bucket[i]);
+    }
+}
+
+static bool ready_came_first(struct cpu *c, u32 token) {
+    for (struct apf_node **at = bucket(c, token); *at; at = &(*at)->next) {
+        if ((*at)->token == token && (*at)->kind == APF_DUMMY) {
+            release(at);
+            return true;
+        }
+    }
+    return false;
+}
+
+static void not_present(struct cpu *c, u32 token) {
+    struct thread *t = c->current;
+    count(&status->apf_not_present);
+    if (ready_came_first(c, token))
+        return;
+    if (t) {
+        insert(c, &t->page_wait, token, APF_THREAD);
+        sched_block(c, PAGE_WAIT);
+    } else {
+        insert_spare(c, token, APF_IDLE);
+        count(&status->apf_idle);
+    }
+}
+
+static void ready(struct cpu *c, u32 token) {
+    bool found = false;
+    if (token == TOKEN_EVERYBODY) {
+        count(&status->apf_wake_all);
+        wake_all(c);
+        return;
+    }
+    count(&status->apf_ready);
+    for (struct apf_node **at = bucket(c, token); *at;) {
+        if ((*at)->token == token && (*at)->kind != APF_DUMMY) {
+            release(at);
+            found = true;
+        } else {
+            at = &(*at)->next;
+        }
+    }
+    if (!found && insert_spare(c, token, APF_DUMMY))
+        count(&status->apf_dummy);
+}
+
+bool apf_page_fault(struct cpu *c) {
+    u32 reason = c->apf.area.reason;
+    if (!reason)
+        return false;
+    c->apf.area.reason = 0;
+    u32 token = (u32)read_cr2();
+    if (reason & REASON_NOT_PRESENT)
+        not_present(c, token);
+    else
+        ready(c, token);
+    return true;
+}
+
+/* No token: this interrupt was already on its way when apf_disable cleared the area. */
+void apf_interrupt(struct cpu *c) {
+    u32 token = c->apf.area.token;
+    if (!token)
+        return;
+    ready(c, token);
+    c->apf.area.token = 0;
+    msr_write(MSR_APF_ACK, 1);
+}
+
+/* Once the host has been told, it forgets its faults here and writes no more into the area. */
+void apf_disable(struct cpu *c) {
+    if (!control)
+        return;
+    msr_write(MSR_APF_EN, 0);
+    c->apf.area.reason = c->apf.area.token = 0;
+    wake_all(c);
+}

@@ -1,0 +1,32 @@
+//! The kernel's async page faults without a kernel: `kernel/apf.c` against a host made up in C.
+
+use std::path::Path;
+use std::process::Command;
+
+#[test]
+fn every_order_of_events_is_survived() {
+    let guest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("apf-test");
+    let cc = std::env::var_os("LACUNA_GUEST_CC").unwrap_or("cc".into());
+    let built = Command::new(cc)
+        .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror"])
+        .args(["-fno-strict-aliasing", "-I"])
+        .arg(guest.join("include"))
+        .arg("-I")
+        .arg(guest.join("kernel"))
+        .arg(guest.join("tests/apf.c"))
+        .arg(guest.join("user/format.c"))
+        .arg("-o")
+        .arg(&out)
+        .output()
+        .expect("the compiler that built the guest runs");
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+    let ran = Command::new(&out).output().unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success(), "{said}");
+    assert_eq!(said, "apf: ok\n");
+}

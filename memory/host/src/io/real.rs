@@ -1,0 +1,138 @@
+//! Real time: the ring and the reader threads for reads, the timer for what is not due yet.
+
+use super::readers::Readers;
+use super::ring::{Onward, Ring};
+use super::timer::{Timer, sleep_until};
+use super::watch::Watch;
+use super::{Completion, Reading};
+use crate::error::LostPage;
+use crate::host::Core;
+use crate::stats::Counters;
+use crate::swap::Reads;
+use crate::ticket::Ticket;
+use lacuna_sync::Nanos;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub(crate) struct Real {
+    core: Arc<Core>,
+    watch: Arc<Watch>,
+    // Dropped before what it hands its arrivals on to.
+    ring: Option<Ring>,
+    readers: Arc<Readers>,
+    timer: Arc<Timer>,
+    name: String,
+}
+
+impl Real {
+    pub fn new(core: Arc<Core>, reading: Reading, readers: usize) -> Self {
+        let watch = Arc::new(Watch::default());
+        let timer = Arc::new(Timer::new(core.clone(), watch.clone()));
+        let readers = Arc::new(Readers::new(core.clone(), timer.clone(), readers));
+        let (ring, name) = match (reading, core.store.reads()) {
+            (_, Reads::Immediate) => (None, "on the starter's thread".into()),
+            (Reading::Ring, Reads::File(_)) => {
+                let onward = Onward {
+                    core: core.clone(),
+                    watch: watch.clone(),
+                    timer: timer.clone(),
+                    readers: readers.clone(),
+                };
+                match Ring::new(onward) {
+                    Ok(ring) => (Some(ring), "io_uring".into()),
+                    Err(error) => (None, format!("reader threads (io_uring: {error})")),
+                }
+            }
+            _ => (None, "reader threads".into()),
+        };
+        Self {
+            core,
+            watch,
+            ring,
+            readers,
+            timer,
+            name,
+        }
+    }
+
+    pub fn describe(&self) -> &str {
+        &self.name
+    }
+
+    /// Carries out a claimed read without waiting for it.
+    pub fn read(&self, ticket: Ticket) {
+        let core = &self.core;
+        Counters::add(&core.stats.reads_started, 1);
+        let due = core.deadline();
+        let refused = match (core.store.reads(), &self.ring) {
+            (Reads::Immediate, _) => {
+                let result = core.read(&ticket);
+                return self
+                    .timer
+                    .complete_at(due, Completion::Read(ticket, result));
+            }
+            (Reads::File(file), Some(ring)) => ring.read(file, ticket, due),
+            _ => Err(ticket),
+        };
+        if let Err(ticket) = refused {
+            self.readers.read(ticket, due);
+        }
+    }
+
+    /// Carries out a claimed read on the caller's thread.
+    pub fn read_here(&self, ticket: &Ticket) {
+        let due = self.core.deadline();
+        let result = self.core.read(ticket);
+        sleep_until(&self.core, due);
+        self.core.complete_read(ticket, result);
+    }
+
+    /// Waits for a read that is under way. The waiter may be the one that everybody counts on for
+    /// polling, so it looks itself now and then.
+    pub fn wait(&self, ticket: &Ticket) -> Result<(), LostPage> {
+        loop {
+            if let Some(result) = ticket.sleep(Duration::from_millis(1)) {
+                return result;
+            }
+            self.poll(self.core.clock.now());
+        }
+    }
+
+    pub fn complete_at(&self, due: Nanos, completion: Completion) {
+        self.timer.complete_at(due, completion);
+    }
+
+    /// Something must come to rest; the caller looks whether it was what it waits for.
+    pub fn help(&self, seen: u64) {
+        if self.poll(self.core.clock.now()) == 0 {
+            self.core.settled.wait_past(seen);
+        }
+    }
+
+    pub fn poll(&self, now: Nanos) -> usize {
+        let arrived = self.ring.as_ref().map_or(0, Ring::poll);
+        let delivered = self.timer.poll(now);
+        if arrived + delivered > 0 {
+            Counters::add(&self.core.stats.polled, (arrived + delivered) as u64);
+        }
+        arrived + delivered
+    }
+
+    pub fn join(&self) {
+        self.watch.join();
+    }
+
+    pub fn leave(&self) {
+        if self.watch.leave() {
+            self.timer.take_over();
+            self.ring.iter().for_each(Ring::take_over);
+        }
+    }
+
+    /// Ends the threads. What is in flight is delivered first: a completion owns frames and slots.
+    pub fn shut_down(&mut self) {
+        self.ring = None;
+        self.readers.shut_down();
+        self.timer.shut_down();
+    }
+}

@@ -1,0 +1,251 @@
+//! Reads of a swap file through one io_uring: submitted on the thread that starts them, straight
+//! into their frames.
+//!
+//! ```text
+//! start:  flight number -> submission queue -> io_uring_enter, on the caller's thread
+//! arrive: completion queue <- whoever polls (try_lock), else the reaper, asleep in io_uring_enter
+//! ```
+//! A read that did not bring a whole page goes to the reader threads, which read it again as any
+//! other: they retry what can be retried and report what cannot. So do reads beyond
+//! [`ENTRIES`] in flight.
+//!
+//! # Unsafe
+//! The kernel writes into a frame while its read is in flight. The page word says Reading and the
+//! ticket is claimed from before the submission until after the completion, so nobody else touches
+//! the frame; the ring is emptied before the pool goes (`shut_down`).
+
+use super::Completion;
+use super::readers::Readers;
+use super::timer::Timer;
+use super::watch::Watch;
+use crate::host::{Core, lock};
+use crate::ticket::Ticket;
+use io_uring::{IoUring, opcode, squeue, types};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_sync::Nanos;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Most reads in flight. The completion queue has twice as many places: it cannot overflow.
+const ENTRIES: u32 = 256;
+/// The number of no read: it wakes the reaper.
+const WAKE: u64 = u64::MAX;
+
+pub(crate) struct Ring {
+    shared: Arc<Shared>,
+    reaper: Option<JoinHandle<()>>,
+}
+
+/// Where arrivals go on to.
+pub(crate) struct Onward {
+    pub core: Arc<Core>,
+    pub watch: Arc<Watch>,
+    pub timer: Arc<Timer>,
+    pub readers: Arc<Readers>,
+}
+
+struct Shared {
+    ring: IoUring,
+    onward: Onward,
+    /// The right to use the submission queue. Not held while the kernel takes from it.
+    submission: Mutex<()>,
+    /// The right to use the completion queue.
+    completion: Mutex<()>,
+    flights: Mutex<Flights>,
+    /// Flights, for those who only want to know.
+    pending: AtomicUsize,
+    /// The kernel has not taken everything from the submission queue yet.
+    owed: AtomicBool,
+    stop: AtomicBool,
+}
+
+/// Reads in flight by number.
+struct Flights {
+    reads: Vec<Option<(Ticket, Nanos)>>,
+    free: Vec<u32>,
+}
+
+impl Ring {
+    /// `Err` where io_uring is missing or forbidden.
+    pub fn new(onward: Onward) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            ring: IoUring::new(ENTRIES)?,
+            onward,
+            submission: Mutex::default(),
+            completion: Mutex::default(),
+            flights: Mutex::new(Flights {
+                reads: (0..ENTRIES).map(|_| None).collect(),
+                free: (0..ENTRIES).rev().collect(),
+            }),
+            pending: AtomicUsize::new(0),
+            owed: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+        });
+        let runs = shared.clone();
+        let named = std::thread::Builder::new().name("lacuna-reap".into());
+        let reaper = named.spawn(move || runs.run())?;
+        Ok(Self {
+            shared,
+            reaper: Some(reaper),
+        })
+    }
+
+    /// Submits a claimed read of the ticket's slot in `file`. Gives the ticket back when too many
+    /// are in flight.
+    pub fn read(&self, file: BorrowedFd<'_>, ticket: Ticket, due: Nanos) -> Result<(), Ticket> {
+        let shared = &*self.shared;
+        let (frame, slot) = (ticket.frame(), ticket.slot());
+        let number = lock(&shared.flights).board(ticket, due)?;
+        shared.pending.fetch_add(1, Ordering::Relaxed);
+        let frame = shared.onward.core.frames.pool.frame(frame).as_non_null();
+        let entry = opcode::Read::new(
+            types::Fd(file.as_raw_fd()),
+            frame.as_ptr(),
+            PAGE_SIZE as u32,
+        );
+        let entry = entry.offset(slot.offset()).build();
+        shared.submit(&entry.user_data(u64::from(number)));
+        if !shared.onward.watch.is_polled() {
+            self.wake();
+        }
+        Ok(())
+    }
+
+    /// Takes in what has arrived, unless somebody else is at it; how many.
+    pub fn poll(&self) -> usize {
+        let shared = &*self.shared;
+        if shared.pending.load(Ordering::Relaxed) == 0 {
+            return 0;
+        }
+        shared.pay();
+        match shared.completion.try_lock() {
+            Ok(turn) => shared.reap(turn),
+            Err(TryLockError::Poisoned(turn)) => shared.reap(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => 0,
+        }
+    }
+
+    /// Nobody polls any more.
+    pub fn take_over(&self) {
+        if self.shared.pending.load(Ordering::Relaxed) > 0 {
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(reaper) = &self.reaper {
+            reaper.thread().unpark();
+        }
+    }
+}
+
+impl Drop for Ring {
+    /// Ends the reaper. What is in flight arrives first: the kernel writes into frames.
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared
+            .submit(&opcode::Nop::new().build().user_data(WAKE));
+        if let Some(reaper) = self.reaper.take() {
+            reaper.thread().unpark();
+            // A thread that panicked has reported it.
+            let _ = reaper.join();
+        }
+    }
+}
+
+impl Shared {
+    fn submit(&self, entry: &squeue::Entry) {
+        let turn = lock(&self.submission);
+        // SAFETY: `turn` makes this the only view of the submission queue.
+        let mut queue = unsafe { self.ring.submission_shared() };
+        // SAFETY: the file is the store's and the frame the pool's: both outlive the flight (module
+        // header).
+        let pushed = unsafe { queue.push(entry) };
+        debug_assert!(pushed.is_ok(), "as many places as flights");
+        drop(queue);
+        drop(turn);
+        self.enter();
+    }
+
+    /// Has the kernel take what is in the submission queue, whoever put it there.
+    fn enter(&self) {
+        if self.ring.submit().is_err() {
+            // Interrupted, or short of memory for a moment.
+            self.owed.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn pay(&self) {
+        if self.owed.load(Ordering::Relaxed) && self.owed.swap(false, Ordering::Relaxed) {
+            self.enter();
+        }
+    }
+
+    fn reap(&self, turn: MutexGuard<'_, ()>) -> usize {
+        // SAFETY: `turn` makes this the only view of the completion queue.
+        let queue = unsafe { self.ring.completion_shared() };
+        let arrived: Vec<(u64, i32)> = queue
+            .map(|entry| (entry.user_data(), entry.result()))
+            .collect();
+        drop(turn);
+        let mut reads = 0;
+        for (number, result) in arrived {
+            if number == WAKE {
+                continue;
+            }
+            let Some((ticket, due)) = lock(&self.flights).land(number) else {
+                continue;
+            };
+            if result == PAGE_SIZE as i32 {
+                let completion = Completion::Read(ticket, Ok(()));
+                self.onward.timer.complete_at(due, completion);
+            } else {
+                self.onward.readers.read(ticket, due);
+            }
+            reads += 1;
+        }
+        self.pending.fetch_sub(reads, Ordering::Release);
+        reads
+    }
+
+    /// The reaper.
+    fn run(&self) {
+        loop {
+            let stop = self.stop.load(Ordering::Acquire);
+            let pending = self.pending.load(Ordering::Acquire) > 0;
+            if !pending && stop {
+                return;
+            }
+            if !pending || self.onward.watch.is_polled() && !stop {
+                std::thread::park();
+                continue;
+            }
+            self.pay();
+            if self.ring.submit_and_wait(1).is_err() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            self.reap(lock(&self.completion));
+        }
+    }
+}
+
+impl Flights {
+    fn board(&mut self, ticket: Ticket, due: Nanos) -> Result<u32, Ticket> {
+        let Some(number) = self.free.pop() else {
+            return Err(ticket);
+        };
+        self.reads[number as usize] = Some((ticket, due));
+        Ok(number)
+    }
+
+    fn land(&mut self, number: u64) -> Option<(Ticket, Nanos)> {
+        let read = self.reads.get_mut(number as usize)?.take();
+        if read.is_some() {
+            self.free.push(number as u32);
+        }
+        read
+    }
+}

@@ -1,0 +1,189 @@
+//! Completions that wait for their time: devices that are slow on purpose.
+//!
+//! Delivered with no lock held, by whoever polls, else by a thread that is started when first
+//! needed and wakes once for each time that is due.
+
+use super::Completion;
+use super::watch::Watch;
+use crate::host::{Core, lock};
+use lacuna_sync::Nanos;
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Nothing is due, ever.
+const NEVER: u64 = u64::MAX;
+
+pub(crate) struct Timer {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    core: Arc<Core>,
+    watch: Arc<Watch>,
+    queue: Mutex<Queue>,
+    /// The earliest time in the queue, for those who only want to know.
+    first: AtomicU64,
+    stop: AtomicBool,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// By due time, then by submission.
+    due: BTreeMap<(Nanos, u64), Completion>,
+    submitted: u64,
+}
+
+impl Timer {
+    pub fn new(core: Arc<Core>, watch: Arc<Watch>) -> Self {
+        let shared = Shared {
+            core,
+            watch,
+            queue: Mutex::default(),
+            first: AtomicU64::new(NEVER),
+            stop: AtomicBool::new(false),
+        };
+        Self {
+            shared: Arc::new(shared),
+            thread: Mutex::default(),
+        }
+    }
+
+    /// Delivers `completion` when it is due: now, or later by somebody else.
+    pub fn complete_at(&self, due: Nanos, completion: Completion) {
+        let core = &self.shared.core;
+        if due > core.clock.now() {
+            if self.is_running() {
+                if self.shared.schedule(due, completion) && !self.shared.watch.is_polled() {
+                    self.wake();
+                }
+                return;
+            }
+            sleep_until(core, due);
+        }
+        core.complete(completion);
+    }
+
+    /// Delivers what is due at `now`; how many.
+    pub fn poll(&self, now: Nanos) -> usize {
+        self.shared.deliver(now)
+    }
+
+    /// Nobody polls any more.
+    pub fn take_over(&self) {
+        if self.shared.first() != NEVER {
+            self.wake();
+        }
+    }
+
+    /// Ends the thread. What is scheduled is delivered first.
+    pub fn shut_down(&self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.wake();
+        if let Some(thread) = lock(&self.thread).take() {
+            // A thread that panicked has reported it.
+            let _ = thread.join();
+        }
+    }
+
+    /// Starts the thread if it does not run; false when there is none to be had, and whoever has
+    /// something due sleeps himself.
+    fn is_running(&self) -> bool {
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let shared = self.shared.clone();
+            let named = std::thread::Builder::new().name("lacuna-timer".into());
+            *thread = named.spawn(move || shared.run()).ok();
+        }
+        thread.is_some()
+    }
+
+    fn wake(&self) {
+        if let Some(thread) = &*lock(&self.thread) {
+            thread.thread().unpark();
+        }
+    }
+}
+
+impl Shared {
+    fn first(&self) -> u64 {
+        self.first.load(Ordering::Relaxed)
+    }
+
+    /// Queues a completion; true if it is the first to be due.
+    fn schedule(&self, due: Nanos, completion: Completion) -> bool {
+        let mut queue = lock(&self.queue);
+        queue.submitted += 1;
+        let number = queue.submitted;
+        queue.due.insert((due, number), completion);
+        self.note_first(&queue)
+            && queue
+                .due
+                .first_key_value()
+                .is_some_and(|(key, _)| key.1 == number)
+    }
+
+    fn note_first(&self, queue: &Queue) -> bool {
+        let first = queue.due.first_key_value().map(|(&(due, _), _)| due.0);
+        self.first.store(first.unwrap_or(NEVER), Ordering::Relaxed);
+        first.is_some()
+    }
+
+    fn deliver(&self, now: Nanos) -> usize {
+        let mut delivered = 0;
+        while self.first() <= now.0 {
+            let mut queue = lock(&self.queue);
+            let is_due = queue
+                .due
+                .first_key_value()
+                .is_some_and(|(key, _)| key.0 <= now);
+            let next = if is_due { queue.due.pop_first() } else { None };
+            self.note_first(&queue);
+            drop(queue);
+            let Some((_, completion)) = next else { break };
+            self.core.complete(completion);
+            delivered += 1;
+        }
+        delivered
+    }
+
+    fn run(&self) {
+        fine_sleeps();
+        loop {
+            self.deliver(self.core.clock.now());
+            let stop = self.stop.load(Ordering::Acquire);
+            match self.first() {
+                NEVER if stop => return,
+                NEVER => std::thread::park(),
+                _ if self.watch.is_polled() && !stop => std::thread::park(),
+                first => {
+                    let left = Nanos(first).since(self.core.clock.now());
+                    std::thread::park_timeout(Duration::from_nanos(left));
+                }
+            }
+        }
+    }
+}
+
+/// Sleeps on the caller's thread until `due`.
+pub(super) fn sleep_until(core: &Core, due: Nanos) {
+    let mut now = core.clock.now();
+    if now < due {
+        fine_sleeps();
+    }
+    while now < due {
+        std::thread::sleep(Duration::from_nanos(due.since(now)));
+        now = core.clock.now();
+    }
+}
+
+/// Timer slack of 1 ns for this thread: the kernel's default of 50 us would be added to every
+/// latency.
+fn fine_sleeps() {
+    // Refused only by kernels without the call; the latencies are a little longer then.
+    let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
+}

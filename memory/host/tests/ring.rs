@@ -1,0 +1,208 @@
+//! Reads through io_uring: what it takes, what it hands on, and how it ends.
+//!
+//! Where the kernel refuses io_uring the same tests run on the threads that stand in for it.
+
+mod common;
+
+use common::FakeMmu;
+use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_host::{
+    Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, Io, Latency, Page, Reads,
+    Resolution, Slot, SwapError, SwapStore, Ticket, WriteFailed,
+};
+use lacuna_sync::HostClock;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+const PAGES: u64 = 600;
+
+struct Guest {
+    host: Arc<Host>,
+    cache: FrameCache,
+    range: HvaRange,
+}
+
+impl Guest {
+    /// A guest whose every page is on the device and nowhere else.
+    fn swapped_out(swap: Box<dyn SwapStore>) -> Self {
+        let host = Host::new(HostConfig {
+            budget: PageCount::new(1024),
+            swap,
+            io: Io::Ring { readers: 2 },
+            clock: Arc::new(HostClock::default()),
+        })
+        .unwrap();
+        let mmu = Arc::new(FakeMmu::default());
+        mmu.belongs_to(&host);
+        let range = host.add_region(PageCount::new(PAGES), mmu).unwrap();
+        // Something to push the guest out with.
+        let other = Arc::new(FakeMmu::default());
+        other.belongs_to(&host);
+        let crowd = host.add_region(PageCount::new(2048), other).unwrap();
+        for page in 0..PAGES {
+            let bytes = (page + 1).to_le_bytes().repeat(PAGE_SIZE / 8);
+            host.copy_in(at(range, page), &bytes).unwrap();
+        }
+        let bytes = 7u64.to_le_bytes().repeat(PAGE_SIZE / 8);
+        for page in 0..2048 {
+            host.copy_in(at(crowd, page), &bytes).unwrap();
+        }
+        host.remove_region(crowd).unwrap();
+        let cache = host.frame_cache().unwrap();
+        Self { host, cache, range }
+    }
+
+    /// Starts every page that is not there.
+    fn start_all(&mut self) -> Vec<Ticket> {
+        let mut tickets = Vec::new();
+        for page in 0..PAGES {
+            let hva = at(self.range, page);
+            match self.host.resolve(hva, Access::Read, &mut self.cache) {
+                Resolution::Pending(ticket) => {
+                    self.host.start(&ticket);
+                    tickets.push(ticket);
+                }
+                Resolution::Ready(_) => {}
+                other => panic!("{other:?}"),
+            }
+            self.cache.release_holds();
+        }
+        assert!(tickets.len() > 256, "more than the ring takes at once");
+        tickets
+    }
+
+    fn check(&self) {
+        let mut bytes = [0; PAGE_SIZE];
+        for page in 0..PAGES {
+            self.host
+                .copy_out(at(self.range, page), &mut bytes)
+                .unwrap();
+            let want = (page + 1).to_le_bytes();
+            assert!(bytes.chunks(8).all(|word| word == want), "page {page}");
+        }
+    }
+}
+
+fn at(range: HvaRange, page: u64) -> Hva {
+    range.start().checked_add_pages(page).unwrap()
+}
+
+fn file(dir: &tempfile::TempDir) -> FileStore {
+    FileStore::create(dir.path(), PageCount::new(4096)).unwrap()
+}
+
+#[test]
+fn more_reads_than_the_ring_takes_all_arrive() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = Guest::swapped_out(Box::new(file(&dir)));
+    let tickets = guest.start_all();
+    assert_eq!(guest.host.stats().reads_started, tickets.len() as u64);
+    tickets.iter().for_each(|t| guest.host.wait(t).unwrap());
+    guest.check();
+    guest.host.verify();
+}
+
+#[test]
+fn a_host_that_goes_lets_everything_arrive_first() {
+    for latency in [Duration::ZERO, Duration::from_millis(2)] {
+        let dir = tempfile::tempdir().unwrap();
+        let slow = Latency::new(file(&dir), Dial::new(latency));
+        let mut guest = Guest::swapped_out(Box::new(slow));
+        let arrived = Arc::new(AtomicUsize::new(0));
+        let tickets = guest.start_all();
+        for ticket in &tickets {
+            let arrived = arrived.clone();
+            ticket.on_done(move || _ = arrived.fetch_add(1, Ordering::Relaxed));
+        }
+        drop(guest);
+        assert_eq!(arrived.load(Ordering::Relaxed), tickets.len());
+    }
+}
+
+#[test]
+fn what_the_last_poller_leaves_behind_arrives() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = Guest::swapped_out(Box::new(file(&dir)));
+    let host = guest.host.clone();
+    let polling = host.polling();
+    let tickets = guest.start_all();
+    drop(polling);
+    // Nobody waits inside the host: only its threads can bring them.
+    while !tickets.iter().all(Ticket::is_done) {
+        std::thread::yield_now();
+    }
+    guest.check();
+}
+
+#[test]
+fn a_poller_that_sleeps_in_the_host_does_not_hang() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = Guest::swapped_out(Box::new(file(&dir)));
+    let host = guest.host.clone();
+    let _polling = host.polling();
+    let tickets = guest.start_all();
+    tickets.iter().for_each(|t| guest.host.wait(t).unwrap());
+    guest.check();
+}
+
+#[test]
+fn a_device_that_injects_faults_is_not_bypassed() {
+    let store = FaultyStore::new(PageCount::new(4096));
+    let mut guest = Guest::swapped_out(Box::new(store.clone()));
+    assert_eq!(guest.host.describe_io(), "reader threads");
+    store.set_fault(Some(Fault::Read));
+    for ticket in guest.start_all() {
+        let error = guest.host.wait(&ticket).unwrap_err().to_string();
+        assert!(error.contains("Input/output error"), "{error}");
+    }
+    guest.host.verify();
+}
+
+/// A file that can be cut under the manager's feet.
+struct Cut(Arc<File>);
+
+impl SwapStore for Cut {
+    fn describe(&self) -> String {
+        "a file to cut".into()
+    }
+
+    fn capacity(&self) -> PageCount {
+        PageCount::new(4096)
+    }
+
+    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+        let read = self.0.read_exact_at(&mut page.0, slot.offset());
+        read.map_err(|error| SwapError::Io(error.to_string()))
+    }
+
+    fn reads(&self) -> Reads<'_> {
+        Reads::File(self.0.as_fd())
+    }
+
+    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+        let written = self.0.write_all_at(Page::bytes(pages), first.offset());
+        written.map_err(|error| WriteFailed {
+            done: 0,
+            error: SwapError::Io(error.to_string()),
+        })
+    }
+
+    fn discard(&self, _slot: Slot) {}
+}
+
+/// A read that brings part of a page, or nothing, is reported as the device itself reports it.
+#[test]
+fn a_short_read_is_an_error_as_on_a_thread() {
+    let file = Arc::new(tempfile::tempfile().unwrap());
+    let mut guest = Guest::swapped_out(Box::new(Cut(file.clone())));
+    file.set_len(PAGE_SIZE as u64 / 2).unwrap();
+    for ticket in guest.start_all() {
+        let error = guest.host.wait(&ticket).unwrap_err().to_string();
+        assert!(error.contains("failed to fill whole buffer"), "{error}");
+    }
+    guest.host.verify();
+}

@@ -1,0 +1,218 @@
+//! A memory-bound program with nothing beside it: nobody gains from asynchronous faults, so what is
+//! left is what they cost.
+//!
+//! `membound` writes every page of twice its budget and reads all back in another order, round after
+//! round; on each page it computes a little. A round of it is the unit of time here, not a slice:
+//! its writes fault more often than its reads, so only whole rounds are alike.
+//!
+//! The swap latency is not given but found: such that without asynchronous faults the program
+//! waits for 30 % of its time.
+
+use super::session::{Session, on_soft};
+use super::slices::{add_stalls, stalls_json, stalls_text};
+use crate::experiment::{LabError, Options};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, measures, paired};
+use lacuna_addr::PageCount;
+use lacuna_guest::status::{Kind, Status};
+use lacuna_soft::{Apf, Dial, Launch, Stalls, Swap};
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+const ID: &str = "apf.memory_alone_time_ratio";
+/// Small, so that a round is a second and many fit into the experiment.
+const MEMORY_MIB: u64 = 8;
+const RESIDENT_MIB: u64 = 4;
+/// What `membound` computes on each page; it decides which latency gives [`SHARE`].
+const WORK: u64 = 100_000;
+/// Wanted share of the time that the program waits for pages, and how far off it may be.
+const SHARE: f64 = 0.30;
+const TOLERANCE: f64 = 0.03;
+/// Where the search for the latency begins.
+const FIRST_GUESS: Duration = Duration::from_micros(500);
+/// A round of `membound` takes a few seconds at most.
+const ROUND_LIMIT: Duration = Duration::from_secs(120);
+
+/// The arms; the second is the null.
+const ARMS: [(&str, Apf); 3] = [("off", Apf::Off), ("null", Apf::Off), ("on", Apf::On)];
+const OFF: usize = 0;
+const NULL: usize = 1;
+const ON: usize = 2;
+
+/// `apf.memory_alone_time_ratio`.
+pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let launch = Launch {
+        memory: PageCount::from_bytes(MEMORY_MIB << 20),
+        resident: PageCount::from_bytes(RESIDENT_MIB << 20),
+        vcpus: 1,
+        swap: Swap::Memory,
+        latency: Dial::default(),
+        apf: Apf::On,
+        seed: None,
+        command_line: format!("work={WORK} rounds={ROUNDS}"),
+    };
+    let runs = if options.quick { 1 } else { 8 };
+    let found = on_soft(&launch, "membound", |session| {
+        let mut rounds = Rounds::start(session)?;
+        calibrate(&mut rounds, &launch.latency)?;
+        let mut stalls = vec![Vec::new(); ARMS.len()];
+        let runs = measures(ARMS.len(), runs, |arm| {
+            let round = rounds.next(ARMS[arm].1)?;
+            add_stalls(&mut stalls[arm], &round.stalls_before, &round.stalls_after);
+            Ok::<_, LabError>([round.seconds(), round.stalled()])
+        })?;
+        Ok(Found { runs, stalls })
+    })?;
+    tell(&found, &launch.latency, report);
+    Ok(())
+}
+
+/// More than any experiment waits for.
+const ROUNDS: u64 = 1_000_000;
+
+struct Found {
+    /// Each arm's rounds: their times and the stalls in them, in seconds.
+    runs: Vec<[Vec<f64>; 2]>,
+    stalls: Vec<Vec<Stalls>>,
+}
+
+impl Found {
+    fn arm(&self, arm: usize) -> Value {
+        let mut value = Value::from(Summary::of(&self.runs[arm][0]));
+        value["stalls"] = stalls_json(&self.stalls[arm]);
+        value
+    }
+}
+
+fn tell(found: &Found, dial: &Dial, report: &mut Report) {
+    let [time, stalled] = &found.runs[OFF];
+    let share = stalled.iter().sum::<f64>() / time.iter().sum::<f64>();
+    let us = dial.ns() / 1000;
+    if (share - SHARE).abs() > TOLERANCE {
+        let percent = 100.0 * share;
+        report.skip(ID, format!("it waited {percent:.0} % of its time, not 30"));
+        return;
+    }
+    let ratio = paired(time, &found.runs[ON][0]);
+    report.say(format!(
+        "memory-bound program alone, waiting for pages {:.0} % of its time ({us} us each): with \
+         asynchronous faults it takes {:.3} times as long.",
+        100.0 * share,
+        ratio.median,
+    ));
+    let mut table = String::from("memory-bound program alone: stalls p50 / p99 / p99.9\n");
+    for ((name, _), stalls) in ARMS.iter().zip(&found.stalls) {
+        table.push_str(&format!("  {name:<4}  {}\n", stalls_text(stalls)));
+    }
+    report.detail(table);
+    report.push(
+        Measurement::new(ID, "x", Better::Lower, ratio)
+            .bar(1.012)
+            .param("memory_mib", MEMORY_MIB)
+            .param("resident_mib", RESIDENT_MIB)
+            .param("vcpus", 1)
+            .param("work", WORK)
+            .param("latency_us", us)
+            .param("swap_in_share_percent", 100.0 * share)
+            .arm("off", found.arm(OFF))
+            .arm("on", found.arm(ON))
+            .arm("null", paired(time, &found.runs[NULL][0])),
+    );
+}
+
+/// Turns `dial` until a round without asynchronous faults waits for [`SHARE`] of its time.
+fn calibrate(rounds: &mut Rounds<'_>, dial: &Dial) -> Result<(), LabError> {
+    // The first round touches fresh memory; it should not wait for anything.
+    rounds.next(Apf::Off)?;
+    dial.set(FIRST_GUESS);
+    for _ in 0..4 {
+        let round = rounds.next(Apf::Off)?;
+        let (stalled, count) = (round.stalled(), round.stall_count());
+        let share = stalled / round.seconds();
+        if (share - SHARE).abs() < TOLERANCE / 6.0 || count == 0 {
+            break;
+        }
+        let computing = round.seconds() - stalled;
+        let wanted = computing * SHARE / (1.0 - SHARE);
+        let seconds = dial.ns() as f64 / 1e9 + (wanted - stalled) / count as f64;
+        dial.set(Duration::from_secs_f64(seconds.clamp(0.0, 1.0)));
+    }
+    Ok(())
+}
+
+/// Follows `membound` from one round to the next.
+struct Rounds<'a> {
+    session: &'a Session<'a>,
+    /// Steps of a round.
+    steps: u64,
+    /// The counter at the end of the round that has begun.
+    next: u64,
+    began: Instant,
+    stalls: Vec<Stalls>,
+}
+
+/// A round that is over.
+struct Round {
+    time: Duration,
+    stalls_before: Vec<Stalls>,
+    stalls_after: Vec<Stalls>,
+}
+
+impl<'a> Rounds<'a> {
+    /// At the beginning of the program.
+    fn start(session: &'a Session<'a>) -> Result<Self, LabError> {
+        let goal = |status: &Status| status.threads.iter().find_map(program)?.1;
+        let goal = session.guest.run_until(ROUND_LIMIT, goal)?;
+        let steps = goal / ROUNDS;
+        Ok(Self {
+            session,
+            steps,
+            next: steps,
+            began: Instant::now(),
+            stalls: session.stalls(),
+        })
+    }
+
+    /// Waits for the end of the round, whose faults are taken so.
+    fn next(&mut self, apf: Apf) -> Result<Round, LabError> {
+        self.session.set_apf(apf);
+        let next = self.next;
+        let over = |status: &Status| {
+            let (counter, _) = status.threads.iter().find_map(program)?;
+            (counter >= next).then_some(())
+        };
+        self.session.guest.run_until(ROUND_LIMIT, over)?;
+        self.next += self.steps;
+        let now = Instant::now();
+        let time = now - std::mem::replace(&mut self.began, now);
+        let stalls_after = self.session.stalls();
+        let stalls_before = std::mem::replace(&mut self.stalls, stalls_after.clone());
+        Ok(Round {
+            time,
+            stalls_before,
+            stalls_after,
+        })
+    }
+}
+
+/// Counter and goal of the process that touches memory.
+fn program(thread: &lacuna_guest::status::Thread) -> Option<(u64, Option<u64>)> {
+    (thread.kind == Kind::Faulter).then_some((thread.counter, thread.goal))
+}
+
+impl Round {
+    fn seconds(&self) -> f64 {
+        self.time.as_secs_f64()
+    }
+
+    /// Seconds that the vCPU stood still.
+    fn stalled(&self) -> f64 {
+        let total = |stalls: &[Stalls]| stalls.iter().map(Stalls::total_ns).sum::<u64>();
+        (total(&self.stalls_after) - total(&self.stalls_before)) as f64 / 1e9
+    }
+
+    fn stall_count(&self) -> u64 {
+        let count = |stalls: &[Stalls]| stalls.iter().map(Stalls::count).sum::<u64>();
+        count(&self.stalls_after) - count(&self.stalls_before)
+    }
+}

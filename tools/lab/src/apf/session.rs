@@ -1,0 +1,216 @@
+//! A guest under measurement: what it counts, and what may be changed while it runs.
+//!
+//! One guest lives through a whole experiment. What differs between two slices of time is a word
+//! on its status page (who is to pause) and a switch of its VM (whether faults are taken
+//! asynchronously), and nothing else: the same processes, the same pages, the same swap.
+
+use crate::experiment::LabError;
+use lacuna_addr::Gpa;
+use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
+use lacuna_machine::{Board, Ending, GuestMemory, Image};
+use lacuna_soft::{Apf, Launch, Stalls, Vm};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How often a condition of the guest's is looked at.
+const LOOK: Duration = Duration::from_micros(200);
+/// What a guest may take for its preparations.
+const PREPARE: Duration = Duration::from_secs(120);
+
+/// What the guest had done at one moment.
+#[derive(Clone, Copy, Debug)]
+pub struct Count {
+    /// When the counters were read.
+    pub at: Instant,
+    /// Steps of all workers.
+    pub workers: u64,
+    /// Steps of all that fault.
+    pub faulters: u64,
+}
+
+impl Count {
+    /// Steps a second since `before`: workers, faulters.
+    pub fn rates_since(&self, before: &Self) -> [f64; 2] {
+        let seconds = (self.at - before.at).as_secs_f64();
+        let rate = |now: u64, then: u64| now.saturating_sub(then) as f64 / seconds;
+        [
+            rate(self.workers, before.workers),
+            rate(self.faulters, before.faulters),
+        ]
+    }
+}
+
+/// A running guest, seen from outside: any backend's.
+pub struct Guest<'a> {
+    memory: &'a dyn GuestMemory,
+    board: &'a Board,
+    page: Gpa,
+}
+
+impl<'a> Guest<'a> {
+    /// The guest of `board`, once it has announced its status page.
+    pub fn attach(memory: &'a dyn GuestMemory, board: &'a Board) -> Option<Self> {
+        let page = board.status_page()?.gpa();
+        Some(Self {
+            memory,
+            board,
+            page,
+        })
+    }
+
+    /// Its status page now.
+    pub fn status(&self) -> Result<Status, LabError> {
+        let mut page = vec![0; PAGE_BYTES];
+        self.memory.read(self.page, &mut page)?;
+        Status::parse(&page).map_err(|error| LabError::Guest(error.to_string()))
+    }
+
+    /// Its counters now.
+    pub fn count(&self) -> Result<Count, LabError> {
+        let status = self.status()?;
+        let sum = |kind| {
+            let of_kind = status.threads.iter().filter(|thread| thread.kind == kind);
+            of_kind.map(|thread| thread.counter).sum()
+        };
+        Ok(Count {
+            at: Instant::now(),
+            workers: sum(Kind::Worker),
+            faulters: sum(Kind::Faulter),
+        })
+    }
+
+    /// Makes the processes of `kinds` pause, and all others go on.
+    pub fn pause(&self, kinds: &[Kind]) -> Result<(), LabError> {
+        let mask = kinds.iter().fold(0, |mask, kind| mask | kind.paused_bit());
+        let at = self.page.checked_add(PAUSED_AT as u64);
+        let at = at.expect("inside the status page");
+        Ok(self.memory.write(at, &u32::to_le_bytes(mask))?)
+    }
+
+    /// Lets the guest run for `time`.
+    pub fn run_for(&self, time: Duration) -> Result<(), LabError> {
+        std::thread::sleep(time);
+        match self.board.ending() {
+            None => Ok(()),
+            Some(ending) => Err(LabError::Guest(format!(
+                "the guest ended while it was measured: {ending:?}"
+            ))),
+        }
+    }
+
+    /// Lets the guest run until `what` holds of its status page, and gives that.
+    pub fn run_until<T>(
+        &self,
+        limit: Duration,
+        mut what: impl FnMut(&Status) -> Option<T>,
+    ) -> Result<T, LabError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(found) = what(&self.status()?) {
+                return Ok(found);
+            }
+            if Instant::now() > deadline {
+                return Err(LabError::Guest(format!(
+                    "the guest did not get where it should within {limit:?}"
+                )));
+            }
+            self.run_for(LOOK)?;
+        }
+    }
+
+    /// Until `bm` has written every page once (`populate=1`).
+    pub fn populated(&self) -> Result<(), LabError> {
+        self.run_until(PREPARE, |status| {
+            let main = status.threads.iter().find(|thread| thread.name == "bm")?;
+            (main.counter > 0).then_some(())
+        })
+    }
+}
+
+/// A guest of the soft backend with everything that may be turned.
+pub struct Session<'a> {
+    /// The guest.
+    pub guest: Guest<'a>,
+    /// Its VM; none on a backend whose faults cannot be switched while it runs.
+    pub vm: Option<&'a Vm>,
+}
+
+impl Session<'_> {
+    /// From now on faults are taken so, where that can be chosen.
+    pub fn set_apf(&self, apf: Apf) {
+        if let Some(vm) = self.vm {
+            vm.set_apf(apf);
+        }
+    }
+
+    /// Each vCPU's stalls since its VM began.
+    pub fn stalls(&self) -> Vec<Stalls> {
+        self.vm.map_or(Vec::new(), Vm::stalls)
+    }
+}
+
+/// The last words of a guest, for when it fails.
+#[derive(Clone, Default)]
+pub struct LastWords(Arc<Mutex<String>>);
+
+impl LastWords {
+    /// A console that keeps the last line.
+    pub fn console(&self) -> impl FnMut(&str) + Send + 'static {
+        let kept = Arc::clone(&self.0);
+        move |line: &str| line.clone_into(&mut kept.lock().expect("no panic under this lock"))
+    }
+
+    /// The result of an experiment; or, of a guest that ended by itself, why.
+    pub fn settle<T>(
+        &self,
+        result: Option<Result<T, LabError>>,
+        ending: &Ending,
+    ) -> Result<T, LabError> {
+        match (result, ending) {
+            (Some(Ok(result)), _) => Ok(result),
+            (Some(Err(error)), Ending::Stopped) => Err(error),
+            _ => {
+                let line = self.0.lock().expect("no panic under this lock");
+                Err(LabError::Guest(format!(
+                    "the guest ended with {ending:?}; its last line: {line:?}"
+                )))
+            }
+        }
+    }
+}
+
+/// A built-in image.
+pub fn image(name: &str) -> Result<Image<'static>, LabError> {
+    let found = lacuna_guest::image(name).map(|image| Image::parse(image.elf));
+    match found {
+        Some(Ok(image)) => Ok(image),
+        Some(Err(error)) => Err(LabError::Guest(format!("{name}: {error}"))),
+        None => Err(LabError::Guest(format!("there is no guest {name}"))),
+    }
+}
+
+/// Starts a VM of `launch` with the guest `name`, carries out `experiment` while it runs, and ends
+/// it. The latency dial is at zero until the experiment turns it.
+///
+/// # Errors
+/// Those of the experiment and of the launch; and a guest that ends before the experiment does.
+pub fn on_soft<T>(
+    launch: &Launch,
+    name: &str,
+    experiment: impl FnOnce(&Session<'_>) -> Result<T, LabError>,
+) -> Result<T, LabError> {
+    let words = LastWords::default();
+    launch.latency.set(Duration::ZERO);
+    let (mut experiment, mut result) = (Some(experiment), None);
+    let outcome = launch.run(&image(name)?, words.console(), |now| {
+        let Some(guest) = Guest::attach(now.vm, now.board) else {
+            return;
+        };
+        if let Some(experiment) = experiment.take() {
+            let vm = Some(now.vm);
+            result = Some(experiment(&Session { guest, vm }));
+            now.board.end(Ending::Stopped, now.vm);
+        }
+    })?;
+    words.settle(result, &outcome.ending)
+}

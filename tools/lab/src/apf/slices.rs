@@ -1,0 +1,208 @@
+//! Arms of an experiment, and the slices of time in which they take turns in one guest.
+
+use super::session::Session;
+use crate::experiment::LabError;
+use crate::report::{align, short, time};
+use crate::stats::{Summary, measures, paired};
+use lacuna_guest::status::Kind;
+use lacuna_soft::{Apf, Stalls};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// Who runs, and how faults are taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arm {
+    /// The workers alone: nobody faults.
+    Alone,
+    /// Workers beside faulters, vCPUs wait for pages.
+    Off,
+    /// [`Arm::Off`] once more: the null.
+    OffAgain,
+    /// Workers beside faulters, faults taken asynchronously.
+    On,
+    /// The faulters alone, vCPUs wait for pages.
+    FaultersOff,
+    /// The faulters alone, faults taken asynchronously.
+    FaultersOn,
+}
+
+impl Arm {
+    /// Its name in results.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Alone => "alone",
+            Self::Off => "off",
+            Self::OffAgain => "null",
+            Self::On => "on",
+            Self::FaultersOff => "faulters_off",
+            Self::FaultersOn => "faulters_on",
+        }
+    }
+
+    /// How its faults are taken. Workers alone have none; their guest is told of what is left.
+    pub const fn apf(self) -> Apf {
+        match self {
+            Self::Off | Self::OffAgain | Self::FaultersOff => Apf::Off,
+            Self::Alone | Self::On | Self::FaultersOn => Apf::On,
+        }
+    }
+
+    const fn paused(self) -> &'static [Kind] {
+        match self {
+            Self::Alone => &[Kind::Faulter],
+            Self::Off | Self::OffAgain | Self::On => &[],
+            Self::FaultersOff | Self::FaultersOn => &[Kind::Worker],
+        }
+    }
+}
+
+/// How long and how often.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Pace {
+    /// Counted rounds; one more goes before them. Each has two slices an arm.
+    pub rounds: usize,
+    /// What is counted of a slice.
+    pub slice: Duration,
+    /// What goes before it: faults of the arm before are still on their way.
+    pub settle: Duration,
+}
+
+/// Which counters a rate is made of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Who {
+    /// Those that compute.
+    Workers,
+    /// Those that fault.
+    Faulters,
+}
+
+/// What the arms did.
+pub struct Runs {
+    arms: Vec<ArmRuns>,
+}
+
+struct ArmRuns {
+    arm: Arm,
+    /// Steps a second in each round: workers, faulters.
+    rates: [Vec<f64>; 2],
+    stalls: Vec<Stalls>,
+}
+
+/// Lets `arms` take turns.
+///
+/// # Errors
+/// When the guest ends or its memory cannot be read.
+pub fn take_turns(session: &Session<'_>, arms: &[Arm], pace: Pace) -> Result<Runs, LabError> {
+    let mut stalls = vec![Vec::new(); arms.len()];
+    let rates = measures(arms.len(), pace.rounds, |index| {
+        slice(session, arms[index], pace, &mut stalls[index])
+    })?;
+    let arms = arms.iter().zip(rates).zip(stalls);
+    let arms = arms.map(|((&arm, rates), stalls)| ArmRuns { arm, rates, stalls });
+    Ok(Runs {
+        arms: arms.collect(),
+    })
+}
+
+fn slice(
+    session: &Session<'_>,
+    arm: Arm,
+    pace: Pace,
+    stalls: &mut Vec<Stalls>,
+) -> Result<[f64; 2], LabError> {
+    let guest = &session.guest;
+    session.set_apf(arm.apf());
+    guest.pause(arm.paused())?;
+    guest.run_for(pace.settle)?;
+    let (before, stalls_before) = (guest.count()?, session.stalls());
+    guest.run_for(pace.slice)?;
+    let (after, stalls_after) = (guest.count()?, session.stalls());
+    add_stalls(stalls, &stalls_before, &stalls_after);
+    Ok(after.rates_since(&before))
+}
+
+/// Adds to `sum` what came between two readings, vCPU by vCPU.
+pub fn add_stalls(sum: &mut Vec<Stalls>, before: &[Stalls], after: &[Stalls]) {
+    sum.resize_with(after.len(), Stalls::default);
+    for (sum, (before, after)) in sum.iter_mut().zip(before.iter().zip(after)) {
+        sum.add(&after.since(before));
+    }
+}
+
+impl Runs {
+    fn of(&self, arm: Arm) -> &ArmRuns {
+        let found = self.arms.iter().find(|runs| runs.arm == arm);
+        found.expect("asked for an arm that took part")
+    }
+
+    fn rates(&self, arm: Arm, who: Who) -> &[f64] {
+        &self.of(arm).rates[who as usize]
+    }
+
+    /// The rates of `who` in `arm` over those in `base`, paired by round.
+    ///
+    /// # Errors
+    /// When `who` did nothing at all in a round of `base`: there is nothing to compare with.
+    pub fn ratio(&self, base: Arm, arm: Arm, who: Who) -> Result<Summary, LabError> {
+        let base_rates = self.rates(base, who);
+        if base_rates.contains(&0.0) {
+            let name = base.name();
+            return Err(LabError::Guest(format!(
+                "{who:?} stood still in a whole round of arm `{name}`"
+            )));
+        }
+        Ok(paired(base_rates, self.rates(arm, who)))
+    }
+
+    /// Each vCPU's stalls in `arm`.
+    pub fn stalls(&self, arm: Arm) -> &[Stalls] {
+        &self.of(arm).stalls
+    }
+
+    /// An arm for a result: the rate of `who`, in steps a second, and each vCPU's stalls.
+    pub fn arm(&self, arm: Arm, who: Who) -> Value {
+        let mut value = Value::from(Summary::of(self.rates(arm, who)));
+        value["stalls"] = stalls_json(&self.of(arm).stalls);
+        value
+    }
+
+    /// The arms as a table for people.
+    pub fn table(&self, title: &str) -> String {
+        let header = [title, "workers/s", "faulters/s", STALLS];
+        let mut rows = vec![header.map(str::to_owned)];
+        rows.extend(self.arms.iter().map(|runs| {
+            let [workers, faulters] = runs.rates.each_ref().map(|rates| Summary::of(rates).median);
+            [
+                format!("  {}", runs.arm.name()),
+                short(workers),
+                short(faulters),
+                stalls_text(&runs.stalls),
+            ]
+        }));
+        align(&rows)
+    }
+}
+
+/// Heads a column of [`stalls_text`].
+pub const STALLS: &str = "stalls of each vCPU: p50 / p99 / p99.9";
+
+/// Each vCPU's stalls, for people.
+pub fn stalls_text(stalls: &[Stalls]) -> String {
+    let one = |stalls: &Stalls| match stalls.count() {
+        0 => "none".to_owned(),
+        _ => [0.5, 0.99, 0.999]
+            .map(|q| time(stalls.quantile_ns(q)))
+            .join(" / "),
+    };
+    stalls.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// Stalls as results tell them, in nanoseconds.
+pub fn stalls_json(stalls: &[Stalls]) -> Value {
+    let one = |(vcpu, stalls): (usize, &Stalls)| {
+        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
+        json!({"vcpu": vcpu, "count": stalls.count(),
+               "p50_ns": p50, "p99_ns": p99, "p999_ns": p999})
+    };
+    stalls.iter().enumerate().map(one).collect()
+}

@@ -1,0 +1,250 @@
+//! The page latency from which asynchronous faults pay.
+//!
+//! The swap is compressed memory, a few microseconds away, with the wanted latency on top: on a
+//! file nothing below its own fifty microseconds could be asked for. At each latency the arms take
+//! turns as elsewhere, and are judged so:
+//!
+//! ```text
+//! noise(L)      the farthest end of the null's interval from 1, of workers and of faulters
+//! no worse(L)   on / off >= 1 - noise(L), for the workers and for the faulters
+//! break-even    the smallest L of the sweep such that no worse holds for it and all longer ones
+//! ```
+//!
+//! The ratios have intervals, so the break-even has one: its value judges by the medians, its
+//! upper end by the lower ends of both ratios (that is the one the bar is for), its lower end by
+//! the upper ends. It is infinite when not even the longest latency qualifies.
+
+use super::session::{Session, on_soft};
+use super::slices::{Arm, Pace, Runs, STALLS, Who, stalls_text, take_turns};
+use super::{bm, with_params};
+use crate::experiment::{LabError, Options};
+use crate::report::{Progress, align, figure};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::Summary;
+use lacuna_soft::{Dial, Swap};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const LATENCIES_US: [u64; 10] = [10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
+const BAR_US: f64 = 100.0;
+const ARMS: [Arm; 3] = [Arm::Off, Arm::OffAgain, Arm::On];
+
+/// How many steps of progress it has.
+pub fn steps(options: &Options) -> usize {
+    latencies(options).count()
+}
+
+fn latencies(options: &Options) -> impl Iterator<Item = u64> + use<> {
+    let stride = if options.quick { 3 } else { 1 };
+    LATENCIES_US.into_iter().step_by(stride)
+}
+
+fn pace(options: &Options, latency: Duration) -> Pace {
+    let (rounds, slice) = if options.quick { (2, 50) } else { (6, 150) };
+    Pace {
+        rounds,
+        // Where a page takes long, time for a number of them.
+        slice: Duration::from_millis(slice).max(40 * latency),
+        settle: Duration::from_millis(15).max(3 * latency),
+    }
+}
+
+/// One latency's figures.
+struct Point {
+    us: u64,
+    workers: Summary,
+    faulters: Summary,
+    noise: f64,
+    /// Each vCPU's stalls, off and on, for people.
+    stalls: [String; 2],
+    arms: Value,
+}
+
+/// `apf.break_even_us`.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    let launch = bm(Swap::Memory);
+    let points = on_soft(&launch, "bm", |session| {
+        session.guest.populated()?;
+        latencies(options)
+            .map(|us| {
+                progress.step(format!("break-even: {us} us a page"));
+                point(session, &launch.latency, us, options)
+            })
+            .collect::<Result<Vec<_>, _>>()
+    })?;
+    report.detail(table(&points));
+    report.push(tell(&points, pace(options, Duration::ZERO)));
+    Ok(())
+}
+
+fn point(
+    session: &Session<'_>,
+    dial: &Dial,
+    us: u64,
+    options: &Options,
+) -> Result<Point, LabError> {
+    let latency = Duration::from_micros(us);
+    dial.set(latency);
+    let runs = take_turns(session, &ARMS, pace(options, latency))?;
+    let ratio = |arm, who| runs.ratio(Arm::Off, arm, who);
+    let nulls = [
+        ratio(Arm::OffAgain, Who::Workers)?,
+        ratio(Arm::OffAgain, Who::Faulters)?,
+    ];
+    let (workers, faulters) = (
+        ratio(Arm::On, Who::Workers)?,
+        ratio(Arm::On, Who::Faulters)?,
+    );
+    Ok(Point {
+        us,
+        workers,
+        faulters,
+        noise: noise(&nulls),
+        stalls: [Arm::Off, Arm::On].map(|arm| stalls_text(runs.stalls(arm))),
+        arms: arms(&runs, workers, faulters, nulls),
+    })
+}
+
+/// How far from 1 the nulls reach.
+fn noise(nulls: &[Summary]) -> f64 {
+    let ends = nulls.iter().flat_map(|null| [null.low, null.high]);
+    ends.map(|end| (end - 1.0).abs()).fold(0.0, f64::max)
+}
+
+fn arms(runs: &Runs, workers: Summary, faulters: Summary, [a, b]: [Summary; 2]) -> Value {
+    json!({
+        "worker_ratio": Value::from(workers), "faulter_ratio": Value::from(faulters),
+        "null": {"workers": Value::from(a), "faulters": Value::from(b)},
+        "off": {"workers": runs.arm(Arm::Off, Who::Workers),
+                "faulters": runs.arm(Arm::Off, Who::Faulters)},
+        "on": {"workers": runs.arm(Arm::On, Who::Workers),
+               "faulters": runs.arm(Arm::On, Who::Faulters)},
+    })
+}
+
+/// The smallest latency from which on `no_worse` holds; infinite without one.
+fn break_even(points: &[Point], no_worse: impl Fn(&Point) -> bool) -> f64 {
+    let good = points.iter().rev().take_while(|point| no_worse(point));
+    good.last().map_or(f64::INFINITY, |point| point.us as f64)
+}
+
+/// The sweep for people.
+fn table(points: &[Point]) -> String {
+    let header = [
+        "latency",
+        "workers on/off",
+        "faulters on/off",
+        "noise",
+        STALLS,
+    ];
+    let mut rows = vec![header.map(str::to_owned)];
+    let range = |ratio: &Summary| {
+        let [median, low, high] = [ratio.median, ratio.low, ratio.high].map(figure);
+        format!("{median} ({low} .. {high})")
+    };
+    rows.extend(points.iter().map(|point| {
+        let [off, on] = &point.stalls;
+        [
+            format!("  {} us", point.us),
+            range(&point.workers),
+            range(&point.faulters),
+            figure(point.noise),
+            format!("off {off}; on {on}"),
+        ]
+    }));
+    align(&rows)
+}
+
+fn tell(points: &[Point], pace: Pace) -> Measurement {
+    let by = |end: fn(&Summary) -> f64| {
+        break_even(points, |point| {
+            end(&point.workers).min(end(&point.faulters)) >= 1.0 - point.noise
+        })
+    };
+    let summary = Summary {
+        median: by(|ratio| ratio.median),
+        low: by(|ratio| ratio.high),
+        high: by(|ratio| ratio.low),
+        runs: pace.rounds,
+        coverage: points.first().map_or(0.0, |point| point.workers.coverage),
+    };
+    let result = Measurement::new("apf.break_even_us", "us", Better::Lower, summary).bar(BAR_US);
+    let result = with_params(result, pace)
+        .param("swap", "compressed memory, and the latency on top")
+        .param(
+            "latencies_us",
+            points.iter().map(|p| p.us).collect::<Vec<_>>(),
+        );
+    points.iter().fold(result, |result, point| {
+        result.arm(&format!("{:05}us", point.us), point.arms.clone())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn summary(low: f64, median: f64, high: f64) -> Summary {
+        Summary {
+            median,
+            low,
+            high,
+            runs: 6,
+            coverage: 0.97,
+        }
+    }
+
+    fn point(us: u64, workers: Summary, faulters: Summary) -> Point {
+        Point {
+            us,
+            workers,
+            faulters,
+            noise: 0.02,
+            stalls: Default::default(),
+            arms: Value::Null,
+        }
+    }
+
+    const PACE: Pace = Pace {
+        rounds: 6,
+        slice: Duration::ZERO,
+        settle: Duration::ZERO,
+    };
+
+    /// Workers and faulters must both do no worse, at this latency and all longer ones; the bar is
+    /// for the lower ends.
+    #[test]
+    fn break_even_is_where_nobody_loses_any_more() {
+        let good = summary(1.1, 1.2, 1.3);
+        let points = [
+            point(10, good, good),
+            point(20, good, summary(0.8, 0.9, 0.95)),
+            point(50, summary(0.9, 0.97, 1.0), good),
+            point(100, good, summary(0.97, 0.99, 1.1)),
+            point(200, summary(0.98, 1.0, 1.1), good),
+            point(500, good, good),
+        ];
+        let result = tell(&points, PACE);
+        assert_eq!((result.min, result.value, result.max), (50.0, 100.0, 200.0));
+        assert_eq!(result.met, Some(false));
+        assert_eq!(result.arms.keys().next().unwrap(), "00010us");
+    }
+
+    #[test]
+    fn without_a_break_even_the_bar_is_missed() {
+        let bad = summary(0.5, 0.6, 0.7);
+        let result = tell(&[point(10, bad, bad)], PACE);
+        assert_eq!(result.value, f64::INFINITY);
+        assert_eq!(result.met, Some(false));
+    }
+
+    #[test]
+    fn noise_is_the_farthest_end_of_the_nulls() {
+        let nulls = [summary(0.97, 1.0, 1.01), summary(0.99, 1.0, 1.05)];
+        assert!((noise(&nulls) - 0.05).abs() < 1e-12);
+    }
+}

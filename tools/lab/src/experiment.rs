@@ -1,0 +1,51 @@
+//! What all experiments have in common: how much of it, and why it could not be done.
+
+use crate::report::Verbosity;
+use std::path::PathBuf;
+
+/// Why an experiment could not be carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum LabError {
+    /// A VM could not be started.
+    #[error(transparent)]
+    Soft(#[from] lacuna_soft::SoftError),
+    /// A VM could not be started on `/dev/kvm`.
+    #[error(transparent)]
+    Kvm(#[from] lacuna_kvm::KvmError),
+    /// The host's memory manager refused.
+    #[error(transparent)]
+    Host(#[from] lacuna_soft::HostError),
+    /// A slot could not be had.
+    #[error(transparent)]
+    Slot(#[from] lacuna_soft::SlotError),
+    /// A guest's memory could not be read or written.
+    #[error(transparent)]
+    Memory(#[from] lacuna_machine::MemoryError),
+    /// A program beside us failed.
+    #[error(transparent)]
+    External(#[from] crate::external::ExternalError),
+    /// The system refused something.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// The system's words.
+        source: std::io::Error,
+    },
+    /// A guest did not do what the experiment needs.
+    #[error("{0}")]
+    Guest(String),
+}
+
+/// How much of it.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Fewer and shorter runs: for CI, not for figures to quote.
+    pub quick: bool,
+    /// The `lacuna` program itself, for what must be measured in a process of its own.
+    pub lacuna: PathBuf,
+    /// Where swap files go.
+    pub swap_dir: PathBuf,
+    /// Whether to show progress.
+    pub verbosity: Verbosity,
+}
