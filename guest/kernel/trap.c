@@ -94,19 +94,18 @@ static bool is_ud2_call(struct frame *f) {
 }
 
 /*
- * The processor sets the user bit in the error code of every page fault at CPL 3, a host that
- * injects an event leaves the error code 0. Such an event without its reason (a program has moved
- * the area, see workload apfhostile) is no reason to kill anybody: the access is tried again.
+ * Is a #PF at CPL 3 or in idle an event of the host's? One whose reason is missing (a program has
+ * moved the area, see workload apfhostile) is known by its error code: the host leaves it 0, the
+ * processor sets the user bit at CPL 3, and idle has no page faults of its own. Such an event is
+ * no reason to kill anybody: the access is tried again.
  */
-static bool is_stray_apf(const struct frame *f) { return !(f->error & PF_USER); }
-
-static void page_fault(struct cpu *c, struct thread *t) {
+static bool is_async(struct cpu *c, const struct frame *f) {
     if (apf_page_fault(c))
-        return;
-    if (is_stray_apf(&t->frame))
-        __atomic_fetch_add(&status->apf_lost, 1, __ATOMIC_RELAXED);
-    else
-        kill(t);
+        return true;
+    if (f->error & PF_USER)
+        return false;
+    __atomic_fetch_add(&status->apf_lost, 1, __ATOMIC_RELAXED);
+    return true;
 }
 
 _Noreturn void trap_user(struct thread *t) {
@@ -116,9 +115,7 @@ _Noreturn void trap_user(struct thread *t) {
         syscall(c, t);
     else if (vector >= 32)
         interrupt(c, vector);
-    else if (vector == VEC_PF)
-        page_fault(c, t);
-    else
+    else if (vector != VEC_PF || !is_async(c, &t->frame))
         kill(t);
     sched_resume(c);
 }
@@ -142,7 +139,7 @@ _Noreturn void trap_fatal(struct frame *f) {
 void trap_kernel(struct frame *f) {
     if (f->vector == 13 && (f->rip == (u64)msr_read_insn || f->rip == (u64)msr_write_insn))
         f->rip = (u64)msr_failed;
-    else if (f->vector == VEC_PF && f->rflags & RFLAGS_IF && apf_page_fault(this_cpu()))
+    else if (f->vector == VEC_PF && f->rflags & RFLAGS_IF && is_async(this_cpu(), f))
         sched_resume(this_cpu());
     else
         trap_fatal(f);

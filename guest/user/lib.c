@@ -87,7 +87,9 @@ void lacuna_exit(int status) {
 
 void lacuna_confine(uint64_t ns) { call(LACUNA_SYS_CONFINE, ns, 0, 0, 0); }
 
-struct lacuna_status_entry *lacuna_status_of(int slot) { return &lacuna_status_page()->entry[slot]; }
+struct lacuna_status_entry *lacuna_status_of(int slot) {
+    return &lacuna_status_page()->entry[slot];
+}
 
 struct lacuna_status_entry *lacuna_status(uint32_t kind, const char *name, uint64_t goal) {
     struct lacuna_status_entry *e = lacuna_status_of((int)call(LACUNA_SYS_SELF, 0, 0, 0, 0));

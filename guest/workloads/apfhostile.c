@@ -7,7 +7,7 @@
  *   1  the area lies in a hole                         6  page-ready on a vector below 16
  *   2  ... on the local APIC                           7  takes the area back with faults under
  *   3  ... beyond all memory                              way, and uses it for data
- *   4  ... at one place for all vCPUs                  8  zeroes the token, never acknowledges
+ *   4  ... at one place for all vCPUs                  8  zeroes both words, never acknowledges
  *
  * The kernel does not see what comes: its own area stays empty. A page-not-present that it cannot
  * explain makes it try the access again, a page-ready interrupt without a token it ignores. With
@@ -98,7 +98,7 @@ static int breaker(uint64_t cpu) {
             take_back(cpu, gpa);
         } else {
             if (which == 8)
-                ((volatile uint32_t *)area(cpu))[1] = 0;
+                area(cpu)[0] = 0;
             lacuna_sleep_ns(1000000);
         }
     }

@@ -23,9 +23,9 @@ pub enum KvmError {
     #[error("a resident budget of {pages} pages: the kvm backend needs at least {least} (2M)")]
     Resident {
         /// What was asked for, or all of the guest's memory if that is less.
-        pages: usize,
+        pages: u64,
         /// The minimum.
-        least: usize,
+        least: u64,
     },
     /// No asynchronous page faults.
     #[error("this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14)")]

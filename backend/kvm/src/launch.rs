@@ -1,6 +1,6 @@
 //! From a description of a run to its end: the counterpart of `lacuna_soft::Launch`.
 
-use crate::pages::{FirstTouch, Pages};
+use crate::pages::FirstTouch;
 use crate::source::{SourceConfig, SourceStats};
 use crate::{KvmError, Vm, VmConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
@@ -80,7 +80,7 @@ impl Launch {
         console: impl Console + 'static,
         mut watch: impl FnMut(&Observed<'_>),
     ) -> Result<Outcome, KvmError> {
-        let vm = Vm::new(self.config()?)?;
+        let vm = Vm::new(self.config())?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
         let board = Board::new(console);
         let clock = HostClock::default();
@@ -108,24 +108,17 @@ impl Launch {
         })
     }
 
-    fn config(&self) -> Result<VmConfig, KvmError> {
-        let resident = self.resident.get().min(self.memory.get()) as usize;
-        if resident < Pages::BUDGET_MIN {
-            return Err(KvmError::Resident {
-                pages: resident,
-                least: Pages::BUDGET_MIN,
-            });
-        }
-        Ok(VmConfig {
+    fn config(&self) -> VmConfig {
+        VmConfig {
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,
             source: SourceConfig {
-                resident,
+                resident: self.resident,
                 latency: self.latency.clone(),
                 first_touch: self.first_touch,
             },
-        })
+        }
     }
 }
 

@@ -18,9 +18,9 @@
 //! | `launch` | from a description of a run to its end |
 //!
 //! # Unsafe
-//! An unsafe room: KVM and userfaultfd act on this process's memory by address. Pointers are in `memory`
-//! (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's shared page), `vm` and `source`
-//! (registration of ranges). Each file's header has its reason.
+//! An unsafe room: KVM and userfaultfd act on this process's memory by address. Pointers are in
+//! `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's shared page), `vm` and
+//! `source` (registration of ranges). Each file's header has its reason.
 
 mod available;
 mod error;

@@ -67,8 +67,8 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The smallest budget: what the instructions of 64 vCPUs, and the faults that a guest may have
-    /// outstanding, need at a time is far below.
+    /// The smallest budget that makes sense. Half of it is never taken from the guest, so that
+    /// what the last few instructions of every vCPU have faulted in is still there.
     pub const BUDGET_MIN: usize = 512;
 
     /// `count` untouched pages, of which `budget` may be in memory.
@@ -82,7 +82,7 @@ impl Pages {
             mapped: VecDeque::new(),
             probation: VecDeque::new(),
             coming: 0,
-            budget: budget.max(Self::BUDGET_MIN),
+            budget,
         }
     }
 

@@ -11,11 +11,14 @@
 //! are on their way at a time. A page goes away by `UFFDIO_MOVE` into the store and comes back by
 //! another: whoever writes it meanwhile has either written before it left or waits, so nothing can
 //! be lost; KVM hears of it through its MMU notifier.
+//!
+//! UNSAFETY: pages are registered and moved by address. The addresses are of `Memory`'s two
+//! mappings, which the thread keeps alive, and which everybody touches by atomics only.
 
 use crate::kick::Bells;
 use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
-use lacuna_addr::PAGE_SIZE;
+use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::Dial;
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -31,8 +34,8 @@ use std::time::{Duration, Instant};
 /// How the source behaves.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
-    /// Pages that may be in memory.
-    pub resident: usize,
+    /// How much may be in memory, at least 2 MiB.
+    pub resident: PageCount,
     /// How long a page that is away takes to come.
     pub latency: Dial,
     /// And one that was never touched.
@@ -109,7 +112,7 @@ impl Source {
         let shared = Arc::new(Shared::default());
         let count = memory.guest.range().pages() as usize;
         let mut worker = Worker {
-            pages: Pages::new(count, config.resident, config.first_touch),
+            pages: Pages::new(count, config.resident.get() as usize, config.first_touch),
             doorbell: doorbell
                 .try_clone()
                 .map_err(|_| ("copy an eventfd", Errno::MFILE))?,

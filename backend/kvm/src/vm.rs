@@ -6,6 +6,7 @@
 use crate::available::open;
 use crate::kick::Bells;
 use crate::memory::Memory;
+use crate::pages::Pages;
 use crate::setup::Features;
 use crate::source::{Source, SourceConfig, SourceStats};
 use crate::{KvmError, Vcpu};
@@ -57,6 +58,13 @@ impl Vm {
             return Err(KvmError::Vcpus {
                 asked: config.vcpus,
                 most,
+            });
+        }
+        let resident = config.source.resident.get().min(config.memory.get());
+        if resident < Pages::BUDGET_MIN as u64 {
+            return Err(KvmError::Resident {
+                pages: resident,
+                least: Pages::BUDGET_MIN as u64,
             });
         }
         let features =

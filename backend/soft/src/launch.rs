@@ -82,7 +82,7 @@ impl Launch {
     /// The memory manager of this run, for several VMs to share if wanted.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Result<Arc<Host>, HostError> {
         let io = match self.seed {
-            None => Io::Threads { readers: 4 },
+            None => Io::Ring { readers: 4 },
             Some(seed) => Io::Virtual {
                 seed,
                 latency_ns: VIRTUAL_IO_NS..2 * VIRTUAL_IO_NS,

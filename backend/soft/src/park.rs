@@ -1,42 +1,57 @@
 //! How a vCPU thread sleeps in a halt: until an interrupt, a kick, or its timer.
 
 use lacuna_sync::{Clock, Nanos};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// One thread's place to sleep; a wake-up before the sleep is not lost.
 #[derive(Default)]
 pub(crate) struct Parker {
-    woken: Mutex<bool>,
+    state: Mutex<State>,
     condvar: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    woken: bool,
+    /// Somebody sleeps: a wake-up of one who does not needs no system call.
+    sleeping: bool,
 }
 
 impl Parker {
     /// Wakes the sleeper, or makes its next [`Parker::park`] return at once.
     pub(crate) fn wake(&self) {
-        *self.woken.lock().expect("no panic under this lock") = true;
-        self.condvar.notify_one();
+        let mut state = self.lock();
+        state.woken = true;
+        let sleeping = state.sleeping;
+        drop(state);
+        if sleeping {
+            self.condvar.notify_one();
+        }
     }
 
     /// Sleeps until woken or until `deadline`.
     pub(crate) fn park(&self, clock: &dyn Clock, deadline: Option<Nanos>) {
-        let mut woken = self.woken.lock().expect("no panic under this lock");
-        while !*woken {
-            let Some(deadline) = deadline else {
-                woken = self.condvar.wait(woken).expect("no panic under this lock");
-                continue;
+        let mut state = self.lock();
+        state.sleeping = true;
+        while !state.woken {
+            let left = deadline.map(|at| at.since(clock.now()));
+            state = match left {
+                None => self.condvar.wait(state).expect(UNPOISONED),
+                Some(0) => break,
+                Some(ns) => {
+                    let timeout = Duration::from_nanos(ns);
+                    let waited = self.condvar.wait_timeout(state, timeout);
+                    waited.expect(UNPOISONED).0
+                }
             };
-            let left = deadline.since(clock.now());
-            if left == 0 {
-                break;
-            }
-            let timeout = Duration::from_nanos(left);
-            woken = self
-                .condvar
-                .wait_timeout(woken, timeout)
-                .expect("no panic under this lock")
-                .0;
         }
-        *woken = false;
+        *state = State::default();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect(UNPOISONED)
     }
 }
+
+const UNPOISONED: &str = "no panic under this lock";

@@ -152,7 +152,8 @@ impl Vcpu {
             access,
             ticket,
         } = fault;
-        if self.vm.apf() == Apf::Off {
+        // Where reading takes less time than telling, there is nothing to gain.
+        if self.vm.apf() == Apf::Off || self.vm.host.reads_at_once() {
             return Some(ticket);
         }
         let now = self.vm.clock.now();
@@ -189,6 +190,21 @@ impl Vcpu {
     /// Lets others see its counters.
     fn publish(&self) {
         *self.meter().apf.lock().expect("no panic under this lock") = self.apf.stats();
+    }
+
+    /// Steps for as long as there is something to run; pages that arrive meanwhile are taken in
+    /// here, so that no other thread is woken for them.
+    fn run_until_idle(&mut self) -> Step {
+        let vm = Arc::clone(&self.vm);
+        let _polling = vm.host.polling();
+        while !vm.is_stopping() {
+            vm.host.poll(vm.clock.now());
+            match self.step(FUEL) {
+                Step::Ran => {}
+                other => return other,
+            }
+        }
+        Step::Exit(Exit::Interrupted)
     }
 
     fn meter(&self) -> &Meter {
@@ -292,10 +308,7 @@ impl lacuna_machine::Vcpu for Vcpu {
 
     fn run(&mut self) -> Result<Exit, VcpuError> {
         loop {
-            if self.vm.is_stopping() {
-                return Ok(Exit::Interrupted);
-            }
-            match self.step(FUEL) {
+            match self.run_until_idle() {
                 Step::Ran => {}
                 Step::Exit(exit) => return Ok(exit),
                 Step::Failed(error) => return Err(error),

@@ -114,6 +114,9 @@ pub(crate) struct CodeCache {
     pub(crate) jumps: JumpCache,
     pub(crate) epoch: u32,
     blocks: Vec<Block>,
+    /// Where each block starts, ascending: close together, because [`CodeCache::origin`] is asked
+    /// at every way out that is not linked.
+    starts: Vec<u16>,
     buckets: Box<[u32]>,
     pages: HashMap<Gfn, u32>,
 }
@@ -126,6 +129,7 @@ impl CodeCache {
             jumps: JumpCache::new(),
             epoch: 1,
             blocks: Vec::new(),
+            starts: Vec::new(),
             buckets: vec![NONE; BUCKETS].into_boxed_slice(),
             pages: HashMap::new(),
         }
@@ -143,6 +147,7 @@ impl CodeCache {
     pub(crate) fn clear(&mut self) {
         self.end = FIRST;
         self.blocks.clear();
+        self.starts.clear();
         self.buckets.fill(NONE);
         self.pages.clear();
         if self.epoch == EPOCH_MAX {
@@ -191,6 +196,7 @@ impl CodeCache {
         let index = self.blocks.len() as u32;
         let bucket = &mut self.buckets[key.bucket()];
         let page = self.pages.entry(key.gfn).or_insert(NONE);
+        self.starts.push(start as u16);
         self.blocks.push(Block {
             key,
             start: start as u16,
@@ -229,7 +235,7 @@ impl CodeCache {
     /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch
     /// block.
     pub(crate) fn origin(&self, op: u16, scratch: u64) -> Origin {
-        let after = self.blocks.partition_point(|b| b.start <= op);
+        let after = self.starts.partition_point(|&start| start <= op);
         let (start, rip) = match after.checked_sub(1).map(|i| &self.blocks[i]) {
             Some(block) if usize::from(op) >= FIRST => (block.start, block.key.rip),
             _ => (0, scratch),

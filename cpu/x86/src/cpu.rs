@@ -171,19 +171,17 @@ impl Cpu {
         self.core.stepping = false;
         let epoch = self.code.epoch;
         let leave = self.dispatch(bus, slot, start, epoch);
+        let exit = self.left(bus, slot, leave, 0);
         if let Leave::Branch(branch, condition) = leave {
-            let op = self.code.ops[branch as usize];
-            let target = op.branch_target(self.code.origin(branch, 0).rip, condition);
-            let user = self.core.user;
             self.unlinked = Some(Unlinked {
                 branch,
                 condition,
-                target,
-                user,
+                target: self.core.rip,
+                user: self.core.user,
                 epoch,
             });
         }
-        self.left(bus, slot, leave, 0)
+        exit
     }
 
     fn dispatch<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, at: u16, epoch: u32) -> Leave {

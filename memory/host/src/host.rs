@@ -10,7 +10,7 @@ use crate::region::{MmuNotifier, Region, Regions};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::settled::Settled;
 use crate::stats::Counters;
-use crate::swap::{Slot, SlotMap, SwapStore};
+use crate::swap::{Reads, Slot, SlotMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::writeback::Failure;
 use lacuna_addr::{HvaRange, PageCount, Pfn};
@@ -181,6 +181,12 @@ impl Host {
     /// Who carries out the reads that are started, such as `io_uring`.
     pub fn describe_io(&self) -> &str {
         self.io.describe()
+    }
+
+    /// Whether a read takes no time to speak of: the device answers at once, and no latency is added
+    /// to it.
+    pub fn reads_at_once(&self) -> bool {
+        matches!(self.core.store.reads(), Reads::Immediate) && self.core.store.latency_ns() == 0
     }
 
     /// When the next completion of a virtual executor is due. `None` in real time.

@@ -245,7 +245,9 @@ proptest! {
     fn pages_keep_their_contents_in_compressed_memory(
         ops in prop::collection::vec(op(), 1..120)
     ) {
-        run(World::new(Box::new(Latency::new(MemoryStore::new(), Dial::new(Duration::from_micros(50)))), None), &ops);
+        let latency = Dial::new(Duration::from_micros(50));
+        let store = Latency::new(MemoryStore::new(), latency);
+        run(World::new(Box::new(store), None), &ops);
     }
 }
 

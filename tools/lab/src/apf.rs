@@ -53,14 +53,15 @@ const OUTSTANDING: u64 = 64;
 /// # Errors
 /// The first experiment that could not be carried out. What this machine lacks is skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let steps = device::DEVICES.len() + sweep::steps(options) + 2;
+    let steps = device::DEVICES.len() + sweep::steps(options) + 1;
     let progress = Progress::new(steps as u64 + kvm::STEPS, options.verbosity);
     report.say(format!(
         "apf: when a page of the guest must come from swap, the guest is told, runs another \
          process, and is told again when it is there. {vcpus} vCPUs, {MEMORY_MIB} MiB of guest \
          memory in {RESIDENT_MIB}; on each vCPU one process that computes (a worker) and one that \
-         touches random pages (a faulter). On / off is the same guest, with the mechanism turned \
-         on and off in turns.",
+         touches random pages (a faulter), half of them to write; time slice {} ms. On / off is \
+         the same guest, with the mechanism turned on and off in turns.",
+        SLICE_US / 1000,
         vcpus = vcpus(),
     ));
     for device in &device::DEVICES {

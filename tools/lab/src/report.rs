@@ -226,9 +226,13 @@ mod tests {
             (2e6, "2.0M"),
             (3.2e11, "320G"),
         ];
-        rates.map(|(rate, text)| assert_eq!(short(rate), text));
+        for (rate, text) in rates {
+            assert_eq!(short(rate), text);
+        }
         let times = [(900, "900 ns"), (61_500, "61.5 us"), (2_500_000, "2.5 ms")];
-        times.map(|(ns, text)| assert_eq!(time(ns), text));
+        for (ns, text) in times {
+            assert_eq!(time(ns), text);
+        }
     }
 
     #[test]

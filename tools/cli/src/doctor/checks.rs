@@ -197,7 +197,7 @@ pub(super) fn kvm() -> Check {
         vcpus: 1,
         apf: Apf::On,
         source: SourceConfig {
-            resident: 1024,
+            resident: PageCount::from_bytes(4 << 20),
             latency: Dial::default(),
             first_touch: FirstTouch::Immediate,
         },

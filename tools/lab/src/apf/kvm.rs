@@ -3,7 +3,9 @@
 //!
 //! One vCPU with a worker and a faulter. KVM cannot be told to stop in the middle of a run, so
 //! *on* and *off* are two VMs, one after the other, each with the worker alone in turns; the
-//! figure is a share of that, and does not compare the two VMs with each other.
+//! figure is a share of that, and does not compare the two VMs with each other. *Off* is not a
+//! vCPU that sleeps through: KVM halts it while a worker thread of its own fetches the page, and
+//! the guest's timer tick breaks that halt, so that a slice that is over still ends.
 
 use super::session::{Guest, LastWords, Session, image};
 use super::slices::{Arm, Pace, Runs, Who, take_turns};
@@ -103,7 +105,7 @@ fn faults(counters: Counters) -> Measurement {
     };
     let result = Measurement::new(
         FAULTS,
-        "",
+        "faults",
         Better::Higher,
         Summary::of(&[f64::from(matched)]),
     );

@@ -214,3 +214,79 @@ pub fn on_soft<T>(
     })?;
     words.settle(result, &outcome.ending)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::apf::bm_words;
+    use lacuna_addr::PageCount;
+    use lacuna_soft::Swap;
+
+    fn small(words: &str) -> Launch {
+        Launch {
+            memory: PageCount::from_bytes(32 << 20),
+            resident: PageCount::from_bytes(8 << 20),
+            vcpus: 2,
+            // Not compressed memory: what bm writes at random compresses worse and worse.
+            swap: Swap::File(std::env::temp_dir()),
+            latency: lacuna_soft::Dial::default(),
+            apf: Apf::On,
+            seed: None,
+            command_line: words.into(),
+        }
+    }
+
+    /// Waits for two readings between which those of `kind` did nothing and the others something.
+    fn still(guest: &Guest<'_>, kind: Kind) -> Result<(), LabError> {
+        for _ in 0..1000 {
+            let before = guest.count()?;
+            guest.run_for(Duration::from_millis(20))?;
+            let [workers, faulters] = guest.count()?.rates_since(&before);
+            let (resting, going) = match kind {
+                Kind::Worker => (workers, faulters),
+                _ => (faulters, workers),
+            };
+            if resting == 0.0 && going > 0.0 {
+                return Ok(());
+            }
+        }
+        panic!("{kind:?} never stood still while the others ran");
+    }
+
+    #[test]
+    fn kinds_pause_and_go_on_and_faults_are_taken_as_told() {
+        let told = on_soft(&small(&bm_words(2)), "bm", |session| {
+            let guest = &session.guest;
+            guest.populated()?;
+            guest.pause(&[Kind::Faulter])?;
+            still(guest, Kind::Faulter)?;
+            guest.pause(&[Kind::Worker])?;
+            still(guest, Kind::Worker)?;
+            let before = guest.status()?.apf.not_present;
+            let more = |status: &Status| (status.apf.not_present != before).then_some(());
+            guest.run_until(PREPARE, more)?;
+            session.set_apf(Apf::Off);
+            // What was on its way arrives; after that the count stands still.
+            let mut last = guest.status()?.apf;
+            loop {
+                guest.run_for(Duration::from_millis(20))?;
+                let now = guest.status()?.apf;
+                if now == last {
+                    return Ok(now);
+                }
+                last = now;
+            }
+        });
+        let told = told.unwrap();
+        assert_eq!((told.not_present, told.lost), (told.ready, 0));
+    }
+
+    #[test]
+    fn a_guest_that_ends_too_early_is_an_error_with_its_last_line() {
+        let found = on_soft(&small(""), "hello", |session| {
+            session.guest.run_until(PREPARE, |_| None::<()>)
+        });
+        let text = found.unwrap_err().to_string();
+        assert!(text.contains("the guest ended with Exited(0)"), "{text}");
+    }
+}

@@ -194,6 +194,9 @@ pub fn stalls_text(stalls: &[Stalls]) -> String {
             .map(|q| time(stalls.quantile_ns(q)))
             .join(" / "),
     };
+    if stalls.is_empty() {
+        return "not measured".into();
+    }
     stalls.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 

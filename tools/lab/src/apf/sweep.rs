@@ -1,8 +1,9 @@
 //! The page latency from which asynchronous faults pay.
 //!
 //! The swap is compressed memory, a few microseconds away, with the wanted latency on top: on a
-//! file nothing below its own fifty microseconds could be asked for. At each latency the arms take
-//! turns as elsewhere, and are judged so:
+//! file nothing below its own fifty microseconds could be asked for. (`bm` writes random words, so
+//! pages compress worse the longer it runs: some million writes fit, ten times what this needs.) At
+//! each latency the arms take turns as elsewhere, and are judged so:
 //!
 //! ```text
 //! noise(L)      the farthest end of the null's interval from 1, of workers and of faulters
@@ -40,11 +41,11 @@ fn latencies(options: &Options) -> impl Iterator<Item = u64> + use<> {
 }
 
 fn pace(options: &Options, latency: Duration) -> Pace {
-    let (rounds, slice) = if options.quick { (2, 50) } else { (6, 150) };
+    let (rounds, slice) = if options.quick { (2, 50) } else { (9, 80) };
     Pace {
         rounds,
         // Where a page takes long, time for a number of them.
-        slice: Duration::from_millis(slice).max(40 * latency),
+        slice: Duration::from_millis(slice).max(25 * latency),
         settle: Duration::from_millis(15).max(3 * latency),
     }
 }
