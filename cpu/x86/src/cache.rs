@@ -9,7 +9,8 @@
 //! jumps    rip -> op index, for indirect branches
 //! ```
 //! Links and jump entries skip the translation of `rip`, so they are good for one *epoch*: until a
-//! translation may have changed or a block was dropped. Blocks themselves are found again by frame.
+//! translation may have changed or a block was dropped. Each privilege has epochs of its own: a
+//! switch of address space that keeps global pages voids what was learned for users only. Blocks themselves are found again by frame.
 //! A dropped block's ops stay in the arena, unreachable, until it is full and everything goes at
 //! once: memory is bounded however often a guest writes new code.
 
@@ -112,7 +113,8 @@ pub(crate) struct CodeCache {
     /// The arena is in use up to here.
     end: usize,
     pub(crate) jumps: JumpCache,
-    pub(crate) epoch: u32,
+    /// Of supervisor code, of user code.
+    epochs: [u32; 2],
     blocks: Vec<Block>,
     /// Where each block starts, ascending: close together, because [`CodeCache::origin`] is asked
     /// at every way out that is not linked.
@@ -127,7 +129,7 @@ impl CodeCache {
             ops: arena(),
             end: FIRST,
             jumps: JumpCache::new(),
-            epoch: 1,
+            epochs: [1; 2],
             blocks: Vec::new(),
             starts: Vec::new(),
             buckets: vec![NONE; BUCKETS].into_boxed_slice(),
@@ -135,12 +137,24 @@ impl CodeCache {
         }
     }
 
+    /// The epoch of code that runs as `user`.
+    #[inline(always)]
+    pub(crate) fn epoch(&self, user: User) -> u32 {
+        self.epochs[user as usize]
+    }
+
     /// Voids links and jump entries: translations may have changed.
     pub(crate) fn new_epoch(&mut self) {
-        if self.epoch == EPOCH_MAX {
+        self.begin_epoch(User::Supervisor);
+        self.begin_epoch(User::User);
+    }
+
+    /// Voids those of code that runs as `user`.
+    pub(crate) fn begin_epoch(&mut self, user: User) {
+        if self.epoch(user) == EPOCH_MAX {
             self.clear();
         }
-        self.epoch += 1;
+        self.epochs[user as usize] += 1;
     }
 
     /// Forgets everything.
@@ -150,11 +164,11 @@ impl CodeCache {
         self.starts.clear();
         self.buckets.fill(NONE);
         self.pages.clear();
-        if self.epoch == EPOCH_MAX {
+        if self.epochs.contains(&EPOCH_MAX) {
             self.jumps = JumpCache::new();
-            self.epoch = 0;
+            self.epochs = [0; 2];
         }
-        self.epoch += 1;
+        self.epochs = self.epochs.map(|epoch| epoch + 1);
     }
 
     /// The op index of the block for `key`.
@@ -209,13 +223,12 @@ impl CodeCache {
 
     /// Remembers that `rip` leads to the block at `op` in this epoch.
     pub(crate) fn remember_jump(&mut self, rip: u64, user: User, op: u16) {
-        let stamp = JumpCache::stamp(user, self.epoch);
+        let stamp = JumpCache::stamp(user, self.epoch(user));
         self.jumps.0[JumpCache::slot(rip)] = Jump { rip, op, stamp };
     }
 
-    /// Links one way out of the branch at `branch` to the block at `op`.
-    pub(crate) fn link(&mut self, branch: u16, condition: bool, op: u16) {
-        let epoch = self.epoch;
+    /// Links one way out of the branch at `branch` to the block at `op`, for one epoch.
+    pub(crate) fn link(&mut self, branch: u16, condition: bool, op: u16, epoch: u32) {
         self.ops[branch.wrapping_add(1) as usize].link(condition, op.into(), epoch);
     }
 

@@ -14,6 +14,8 @@ use lacuna_sync::Nanos;
 pub(crate) enum Flush {
     /// Nothing.
     Keep,
+    /// Forget the translations of pages that are not global (SDM vol 3 4.10.4.1).
+    Local,
     /// Forget every translation.
     All,
 }
@@ -87,7 +89,10 @@ pub(crate) fn write_cr(
         3 if value >> 48 != 0 => Err(Exception::GP0.into()),
         3 => {
             sys.cr3 = value;
-            Ok(Flush::All)
+            Ok(match sys.cr4 & CR4_PGE {
+                0 => Flush::All,
+                _ => Flush::Local,
+            })
         }
         4 if value & !CR4_VALID != 0 || value & CR4_PAE == 0 => Err(Exception::GP0.into()),
         4 => {

@@ -169,7 +169,7 @@ impl Cpu {
             Err(_) => return self.blocked(bus, slot, None),
         };
         self.core.stepping = false;
-        let epoch = self.code.epoch;
+        let epoch = self.code.epoch(self.core.user);
         let leave = self.dispatch(bus, slot, start, epoch);
         let exit = self.left(bus, slot, leave, 0);
         if let Leave::Branch(branch, condition) = leave {
@@ -221,7 +221,7 @@ impl Cpu {
     /// The block at RIP, decoded if need be; links the way that led here.
     fn block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<u16> {
         let (rip, user) = (self.core.rip, self.core.user);
-        let start = match self.code.jumps.find(rip, user, self.code.epoch) {
+        let start = match self.code.jumps.find(rip, user, self.code.epoch(user)) {
             Some(start) => start,
             None => {
                 let (gfn, page) = self.core.fetch_page(bus, rip)?;
@@ -235,9 +235,9 @@ impl Cpu {
             }
         };
         if let Some(way) = self.unlinked.take()
-            && (way.target, way.user, way.epoch) == (rip, user, self.code.epoch)
+            && (way.target, way.user, way.epoch) == (rip, user, self.code.epoch(user))
         {
-            self.code.link(way.branch, way.condition, start);
+            self.code.link(way.branch, way.condition, start, way.epoch);
         }
         Ok(start)
     }
@@ -393,6 +393,7 @@ impl Cpu {
                 return outcome.err();
             }
             Done::Flush(Flush::All) => self.flush_tlb(),
+            Done::Flush(Flush::Local) => self.flush_local(),
             _ => {}
         }
         self.core.budget -= 1;

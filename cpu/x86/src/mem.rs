@@ -367,6 +367,7 @@ impl Core {
             write: mapping.writable,
             exec: mapping.exec,
         };
+        self.local_supervisor |= user == User::Supervisor && !mapping.global;
         let tlb = if user == self.user {
             &mut self.tlb
         } else {

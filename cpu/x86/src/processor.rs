@@ -42,6 +42,15 @@ impl Why {
     }
 }
 
+/// What survived [`Core::flush_local`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kept {
+    /// Nothing.
+    Nothing,
+    /// What was learned for the supervisor: all of it global.
+    Supervisor,
+}
+
 /// Registers and translations of one processor.
 pub(crate) struct Core {
     /// The register file: 0-15 general, then the slots of op.rs. As long as a `u8` can index, so
@@ -60,6 +69,8 @@ pub(crate) struct Core {
     /// Translations for the other privilege.
     pub(crate) other_tlb: Tlb,
     pub(crate) walk: WalkCache,
+    /// Something learned for the supervisor came from a page that is not global.
+    pub(crate) local_supervisor: bool,
     pub(crate) sys: System,
     /// Why the last access was [`crate::mem::Blocked`].
     pub(crate) why: Why,
@@ -87,6 +98,7 @@ impl Core {
             tlb: Tlb::default(),
             other_tlb: Tlb::default(),
             walk: WalkCache::default(),
+            local_supervisor: false,
             sys,
             why: Why::Step,
             stepping: false,
@@ -112,6 +124,22 @@ impl Core {
         self.tlb.flush();
         self.other_tlb.flush();
         self.walk.flush();
+        self.local_supervisor = false;
+    }
+
+    /// Forgets translations that are not global. A kernel maps itself globally and little else, so
+    /// what its accesses have found is kept as a whole or not at all.
+    pub(crate) fn flush_local(&mut self) -> Kept {
+        if self.local_supervisor {
+            self.flush_tlb();
+            return Kept::Nothing;
+        }
+        match self.user {
+            User::User => self.tlb.flush(),
+            User::Supervisor => self.other_tlb.flush(),
+        }
+        self.walk.flush();
+        Kept::Supervisor
     }
 
     /// Whether interrupts are taken before the next instruction.

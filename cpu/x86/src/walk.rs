@@ -13,7 +13,7 @@
 //! Table pages are asked for with [`Access::Write`], as hardware with EPT A/D bits does. A table
 //! without memory behind it reads as all ones, and so faults with its reserved bits.
 
-use crate::state::bits::{CR0_WP, CR4_SMEP, EFER_NXE};
+use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_cpu::{Bus, HostPage, Stop};
@@ -25,6 +25,7 @@ const USER: u64 = 1 << 2;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
+const GLOBAL: u64 = 1 << 8;
 const NO_EXECUTE: u64 = 1 << 63;
 /// The frame in an entry: bits 47 to 12.
 const FRAME: u64 = 0x0000_ffff_ffff_f000;
@@ -69,6 +70,8 @@ pub(crate) struct Mapping {
     pub user: bool,
     /// Instruction fetches are allowed.
     pub exec: bool,
+    /// It outlives a switch of the address space: G in the leaf, CR4.PGE.
+    pub global: bool,
 }
 
 /// The paging-structure cache of one vCPU.
@@ -327,6 +330,7 @@ impl<B: Bus> Walker<'_, B> {
             writable: may_write && (entry | set) & DIRTY != 0,
             user: user_page,
             exec: may_fetch,
+            global: entry & GLOBAL != 0 && self.sys.cr4 & CR4_PGE != 0,
         })
     }
 

@@ -40,8 +40,12 @@ fn cr0() {
 fn cr3() {
     assert_eq!(write(3, 1 << 48).err(), Some(GP));
     assert_eq!(write(3, 1 << 63).err(), Some(GP));
-    let (flush, sys) = write(3, 0xffff_ffff_f018).unwrap();
-    assert_eq!((flush, sys.cr3), (Flush::All, 0xffff_ffff_f018));
+    for (paging, wanted) in [(0, Flush::All), (CR4_PGE, Flush::Local)] {
+        let mut sys = System::long_mode(0);
+        sys.cr4 = sys.cr4 & !CR4_PGE | paging;
+        let flush = write_cr(&mut sys, &mut one(), 3, 0xffff_ffff_f018);
+        assert_eq!((flush, sys.cr3), (Ok(wanted), 0xffff_ffff_f018));
+    }
 }
 
 #[test]

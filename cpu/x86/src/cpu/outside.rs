@@ -2,9 +2,10 @@
 
 use super::events::Pending;
 use super::{Cpu, Regs};
-use crate::processor::Core;
+use crate::processor::{Core, Kept};
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
+use crate::walk::User;
 use lacuna_addr::Gfn;
 use lacuna_sync::Nanos;
 use std::sync::Arc;
@@ -45,6 +46,14 @@ impl Cpu {
     /// [`Exit::MmioRead`](crate::Exit::MmioRead).
     pub fn complete_read(&mut self, value: u64) {
         self.core.replay.push(value);
+    }
+
+    /// Forgets translations that are not global: another address space.
+    pub(crate) fn flush_local(&mut self) {
+        match self.core.flush_local() {
+            Kept::Nothing => self.code.new_epoch(),
+            Kept::Supervisor => self.code.begin_epoch(User::User),
+        }
     }
 
     /// Forgets every translation: pages were taken back.

@@ -197,7 +197,8 @@ proptest! {
                         let frame = (0x7f_c000_0000 & !below | VA & below) >> 12;
                         let dirty = expected[depth - 1] & DIRTY != 0;
                         let writable = write && dirty;
-                        let want = Mapping { gfn: gfn(frame), writable, user, exec };
+                        let global = false;
+                        let want = Mapping { gfn: gfn(frame), writable, user, exec, global };
                         prop_assert_eq!(got, Ok(want));
                     }
                 }
@@ -499,4 +500,24 @@ fn pdpt_entry(ram: &mut Ram, pdpt: Gfn, base: u64, gib: u64, first_pd: u64) {
         offset(base + (gib << 30), 30),
         OPEN | (first_pd + gib) << 12,
     );
+}
+
+#[test]
+fn a_leaf_is_global_if_its_bit_and_cr4_say_so() {
+    for (bit, pge, wanted) in [
+        (0, CR4_PGE, false),
+        (GLOBAL, 0, false),
+        (GLOBAL, CR4_PGE, true),
+    ] {
+        // G in the levels above means nothing.
+        let upper = PRESENT | WRITE | (1 << 8);
+        let mut ram = tables([upper, upper, upper, PRESENT | bit | 0x55_5000]);
+        let mut sys = system();
+        sys.cr4 |= pge;
+        let (mut cache, user) = (WalkCache::default(), User::Supervisor);
+        for _ in 0..2 {
+            let got = walk(&sys, &mut cache, &mut ram, VA, Access::Read, user);
+            assert_eq!(got.map(|mapping| mapping.global), Ok(wanted));
+        }
+    }
 }

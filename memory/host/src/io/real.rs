@@ -12,13 +12,23 @@ use crate::swap::Reads;
 use crate::ticket::Ticket;
 use lacuna_sync::Nanos;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+
+/// Most rings; each has a thread, asleep while anybody polls.
+const RINGS: usize = 8;
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
 
 pub(crate) struct Real {
     core: Arc<Core>,
     watch: Arc<Watch>,
     // Dropped before what it hands its arrivals on to.
-    ring: Option<Ring>,
+    /// One for each core, so that vCPUs that submit do not wait for each other; none where
+    /// io_uring is refused.
+    rings: Vec<Ring>,
     readers: Arc<Readers>,
     timer: Arc<Timer>,
     name: String,
@@ -29,30 +39,40 @@ impl Real {
         let watch = Arc::new(Watch::default());
         let timer = Arc::new(Timer::new(core.clone(), watch.clone()));
         let readers = Arc::new(Readers::new(core.clone(), timer.clone(), readers));
-        let (ring, name) = match (reading, core.store.reads()) {
-            (_, Reads::Immediate) => (None, "on the starter's thread".into()),
+        let (rings, name) = match (reading, core.store.reads()) {
+            (_, Reads::Immediate) => (Vec::new(), "on the starter's thread".into()),
             (Reading::Ring, Reads::File(_)) => {
-                let onward = Onward {
-                    core: core.clone(),
-                    watch: watch.clone(),
-                    timer: timer.clone(),
-                    readers: readers.clone(),
+                let ring = |_| {
+                    Ring::new(Onward {
+                        core: core.clone(),
+                        watch: watch.clone(),
+                        timer: timer.clone(),
+                        readers: readers.clone(),
+                    })
                 };
-                match Ring::new(onward) {
-                    Ok(ring) => (Some(ring), "io_uring".into()),
-                    Err(error) => (None, format!("reader threads (io_uring: {error})")),
+                match (0..RINGS.min(cores())).map(ring).collect() {
+                    Ok(rings) => (rings, "io_uring".into()),
+                    Err(error) => (Vec::new(), format!("reader threads (io_uring: {error})")),
                 }
             }
-            _ => (None, "reader threads".into()),
+            _ => (Vec::new(), "reader threads".into()),
         };
         Self {
             core,
             watch,
-            ring,
+            rings,
             readers,
             timer,
             name,
         }
+    }
+
+    /// The calling thread's ring: threads are dealt out in the order of their first read.
+    fn own_ring(&self) -> Option<&Ring> {
+        static DEALT: AtomicUsize = AtomicUsize::new(0);
+        thread_local!(static PLACE: usize = DEALT.fetch_add(1, Ordering::Relaxed));
+        let rings = &self.rings;
+        PLACE.with(|place| rings.get(place.checked_rem(rings.len())?))
     }
 
     pub fn describe(&self) -> &str {
@@ -64,7 +84,7 @@ impl Real {
         let core = &self.core;
         Counters::add(&core.stats.reads_started, 1);
         let due = core.deadline();
-        let refused = match (core.store.reads(), &self.ring) {
+        let refused = match (core.store.reads(), self.own_ring()) {
             (Reads::Immediate, _) => {
                 let result = core.read(&ticket);
                 return self
@@ -110,7 +130,8 @@ impl Real {
     }
 
     pub fn poll(&self, now: Nanos) -> usize {
-        let arrived = self.ring.as_ref().map_or(0, Ring::poll);
+        self.own_ring().iter().for_each(|ring| ring.finish());
+        let arrived = self.rings.iter().map(Ring::poll).sum::<usize>();
         let delivered = self.timer.poll(now);
         if arrived + delivered > 0 {
             Counters::add(&self.core.stats.polled, (arrived + delivered) as u64);
@@ -125,13 +146,13 @@ impl Real {
     pub fn leave(&self) {
         if self.watch.leave() {
             self.timer.take_over();
-            self.ring.iter().for_each(Ring::take_over);
+            self.rings.iter().for_each(Ring::take_over);
         }
     }
 
     /// Ends the threads. What is in flight is delivered first: a completion owns frames and slots.
     pub fn shut_down(&mut self) {
-        self.ring = None;
+        self.rings.clear();
         self.readers.shut_down();
         self.timer.shut_down();
     }

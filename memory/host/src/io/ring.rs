@@ -31,6 +31,8 @@ use std::time::Duration;
 
 /// Most reads in flight. The completion queue has twice as many places: it cannot overflow.
 const ENTRIES: u32 = 256;
+/// `IORING_ENTER_GETEVENTS` of linux/io_uring.h.
+const GETEVENTS: u32 = 1;
 /// The number of no read: it wakes the reaper.
 const WAKE: u64 = u64::MAX;
 
@@ -72,7 +74,12 @@ impl Ring {
     /// `Err` where io_uring is missing or forbidden.
     pub fn new(onward: Onward) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
-            ring: IoUring::new(ENTRIES)?,
+            // The kernel's part of a completion runs on the thread that submitted, and need not
+            // interrupt it: it looks (`poll`), or enters the kernel to sleep.
+            ring: IoUring::builder()
+                .setup_coop_taskrun()
+                .setup_taskrun_flag()
+                .build(ENTRIES)?,
             onward,
             submission: Mutex::default(),
             completion: Mutex::default(),
@@ -125,6 +132,25 @@ impl Ring {
             Ok(turn) => shared.reap(turn),
             Err(TryLockError::Poisoned(turn)) => shared.reap(turn.into_inner()),
             Err(TryLockError::WouldBlock) => 0,
+        }
+    }
+
+    /// Lets the kernel finish what has come for this thread's own reads.
+    pub fn finish(&self) {
+        let shared = &*self.shared;
+        if shared.pending.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let Ok(turn) = shared.submission.try_lock() else {
+            return;
+        };
+        // SAFETY: `turn` makes this the only view of the submission queue.
+        let waits = unsafe { shared.ring.submission_shared() }.taskrun();
+        drop(turn);
+        if waits {
+            let submitter = shared.ring.submitter();
+            // SAFETY: no arguments beyond the numbers. A refusal is made good by the next look.
+            let _ = unsafe { submitter.enter::<()>(0, 0, GETEVENTS, None) };
         }
     }
 

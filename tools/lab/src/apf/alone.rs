@@ -40,7 +40,7 @@ const ON: usize = 2;
 /// What `membound` computes on each page; it decides which latency gives [`SHARE`]: about half a
 /// millisecond, in between the plain file and the headline's.
 const fn work(options: &Options) -> u64 {
-    if options.quick { 15_000 } else { 65_000 }
+    if options.quick { 15_000 } else { 40_000 }
 }
 
 /// `apf.memory_alone_time_ratio`.

@@ -72,7 +72,7 @@ fn pace(options: &Options) -> Pace {
         Pace {
             rounds: 2,
             slice: Duration::from_millis(80),
-            settle: Duration::from_millis(20),
+            settle: Duration::from_millis(30),
         }
     } else {
         // Nine rounds: an interval that leaves out the worst of them still covers 95 %.

@@ -63,7 +63,8 @@ pub struct Pace {
     pub rounds: usize,
     /// What is counted of a slice.
     pub slice: Duration,
-    /// What goes before it: faults of the arm before are still on their way.
+    /// What goes before it: faults of the arm before are still on their way, and who is paused
+    /// looks every 20 ms whether that is over.
     pub settle: Duration,
 }
 
