@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering;
 use std::thread::yield_now;
 
 /// Instructions after which a vCPU looks at its timer: some 20 to 100 us.
-const FUEL: u64 = 20_000;
+const FUEL: u64 = 40_000;
 
 /// What one step ended with.
 pub enum Step {

@@ -85,6 +85,10 @@ impl Stage2 {
         for height in Height::DOWN {
             let entry = self.arena.entry(table, height.index(gfn));
             let raw = entry.load(Ordering::Acquire);
+            if let Some(below) = format::table(raw) {
+                table = below;
+                continue;
+            }
             match format::decode(raw) {
                 Entry::Table(below) => table = below,
                 Entry::Leaf(leaf) => {

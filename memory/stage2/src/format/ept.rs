@@ -91,6 +91,17 @@ pub(crate) const fn encode(entry: Entry) -> u64 {
     }
 }
 
+/// The table that the bits point to, if they do: [`decode`] for the upper levels of a walk, where
+/// they nearly always do.
+#[inline]
+pub(crate) const fn table(raw: u64) -> Option<TableId> {
+    if raw & (RIGHTS | LEVEL) == RIGHTS {
+        TableId::new(((raw & ADDRESS) >> PAGE_SHIFT) as u32)
+    } else {
+        None
+    }
+}
+
 /// What the bits say.
 ///
 /// # Panics
