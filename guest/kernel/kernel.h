@@ -120,6 +120,7 @@ struct cpu {
     spinlock lock; /* the queue */
     struct thread *head, *tail;
     struct thread *sleepers; /* by wake_at; only this processor touches the list */
+    struct space *space; /* that CR3 points at, NULL: the kernel's own tables */
     u64 timer_at; /* when the timer will fire, NEVER if it will not */
     struct apf apf;
     u8 fatal_stack[1024] __attribute__((aligned(16)));

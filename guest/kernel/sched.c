@@ -91,7 +91,10 @@ static struct thread *switch_thread(struct cpu *c) {
     if (next != old) {
         c->current = next;
         c->tss.rsp[0] = (u64)(&next->frame + 1);
-        write_cr3((u64)next->space->pml4);
+        if (c->space != next->space) {
+            c->space = next->space;
+            write_cr3((u64)c->space->pml4);
+        }
     }
     arm(c, now + tick_tsc);
     return next;
@@ -204,6 +207,7 @@ void sched_offline(struct cpu *c) {
     c->head = NULL;
     unlock(&c->lock);
     c->current = NULL;
+    c->space = NULL;
     write_cr3((u64)kernel_pml4); /* from here on t may run, end, and free its tables */
     for (; t; t = next) {
         next = t->next;

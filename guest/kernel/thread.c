@@ -96,6 +96,7 @@ void thread_exit(struct thread *t, u32 status_code) {
     if (t->slot == 0)
         shutdown(status_code);
     t->cpu->current = NULL;
+    t->cpu->space = NULL;
     write_cr3((u64)kernel_pml4);
     space_release(t->space);
     lock(&tree_lock);

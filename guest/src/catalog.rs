@@ -81,6 +81,11 @@ static IMAGES: &[Image] = &[
                 "processes that access the arena at random, half writes"
             ),
             param("workers", "smp", "processes that count"),
+            param(
+                "processes",
+                "1",
+                "0: threads of one process instead, one address space"
+            ),
             param("seconds", "10", "how long, seconds"),
             param(
                 "accesses",

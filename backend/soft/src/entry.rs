@@ -56,23 +56,19 @@ impl Entry {
 
     /// Runs guest code for about `fuel` instructions.
     pub(crate) fn run(&mut self, fuel: u64) -> lacuna_x86::Exit {
-        self.online(|entry| {
-            let slot = entry.vm.bells.quiescence.vcpu(entry.index);
-            entry.cpu.run(&mut entry.bus, slot, fuel)
-        })
+        self.online(|cpu, bus, slot| cpu.run(bus, slot, fuel))
     }
 
     /// One instruction with the world to itself.
     pub(crate) fn run_alone(&mut self) -> lacuna_x86::Exit {
-        let vm = Arc::clone(&self.vm);
-        let quiescence = vm.quiescence();
-        vm.exclusive.alone(quiescence, self.index, || {
+        let quiescence = self.vm.quiescence();
+        self.vm.exclusive.alone(quiescence, self.index, || {
             let epoch = quiescence.online(self.index);
             let _online = Online {
                 quiescence,
                 index: self.index,
             };
-            self.flush_since(epoch);
+            flush_since(&mut self.cpu, &mut self.flushed, epoch);
             self.cpu
                 .run_exclusive(&mut self.bus, quiescence.vcpu(self.index))
         })
@@ -86,7 +82,7 @@ impl Entry {
         access: Access,
         touch: impl FnOnce(HostPage) -> R,
     ) -> Option<R> {
-        let touched = self.online(|entry| entry.bus.page(gfn, access).map(touch));
+        let touched = self.online(|_, bus, _| bus.page(gfn, access).map(touch));
         if let Some(Blocked::Page(fault)) = self.bus.blocked.take() {
             self.vm.host.start(&fault.ticket);
         }
@@ -94,21 +90,21 @@ impl Entry {
     }
 
     /// Runs `body` between two quiescent points.
-    fn online<R>(&mut self, body: impl FnOnce(&mut Self) -> R) -> R {
-        let vm = Arc::clone(&self.vm);
-        let epoch = vm.exclusive.online(vm.quiescence(), self.index);
+    fn online<R>(&mut self, body: impl FnOnce(&mut Cpu, &mut SoftBus, &VcpuSlot) -> R) -> R {
+        let quiescence = self.vm.quiescence();
+        let epoch = self.vm.exclusive.online(quiescence, self.index);
         let _online = Online {
-            quiescence: vm.quiescence(),
+            quiescence,
             index: self.index,
         };
-        self.flush_since(epoch);
-        body(self)
+        flush_since(&mut self.cpu, &mut self.flushed, epoch);
+        body(&mut self.cpu, &mut self.bus, quiescence.vcpu(self.index))
     }
+}
 
-    fn flush_since(&mut self, epoch: Epoch) {
-        if epoch > self.flushed {
-            self.cpu.flush_tlb();
-            self.flushed = epoch;
-        }
+fn flush_since(cpu: &mut Cpu, flushed: &mut Epoch, epoch: Epoch) {
+    if epoch > *flushed {
+        cpu.flush_tlb();
+        *flushed = epoch;
     }
 }

@@ -15,7 +15,7 @@ use crate::{SoftError, Vm};
 use lacuna_addr::Gpa;
 use lacuna_apf::{Msr, NotPresent, Queue};
 use lacuna_cpu::{Stop, Wake};
-use lacuna_host::Ticket;
+use lacuna_host::{Ticket, fine_sleeps};
 use lacuna_machine::{Apf, Boot, Exit, VcpuError, Width};
 use lacuna_sync::Nanos;
 use lacuna_x86::{Regs, System, Table};
@@ -24,7 +24,7 @@ use std::sync::atomic::Ordering;
 use std::thread::yield_now;
 
 /// Instructions after which a vCPU looks at its timer: some 20 to 100 us.
-const FUEL: u64 = 40_000;
+const FUEL: u64 = 35_000;
 
 /// What one step ended with.
 pub enum Step {
@@ -195,13 +195,19 @@ impl Vcpu {
     /// Steps for as long as there is something to run; pages that arrive meanwhile are taken in
     /// here, so that no other thread is woken for them.
     fn run_until_idle(&mut self) -> Step {
+        fine_sleeps();
         let vm = Arc::clone(&self.vm);
         let _polling = vm.host.polling();
         while !vm.is_stopping() {
             vm.host.poll(vm.clock.now());
-            match self.step(FUEL) {
-                Step::Ran => {}
-                other => return other,
+            match (self.step(FUEL), vm.host.next_due()) {
+                (Step::Ran, _) => {}
+                // Its own pages, most likely: nobody else need be woken to wake this thread.
+                (Step::Wait(Wait::Halt(until)), Some(due)) => {
+                    let until = until.map_or(due, |until| until.min(due));
+                    vm.bells.parker(self.index).park(&*vm.clock, Some(until));
+                }
+                (other, _) => return other,
             }
         }
         Step::Exit(Exit::Interrupted)

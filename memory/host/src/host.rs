@@ -183,10 +183,16 @@ impl Host {
         self.io.describe()
     }
 
-    /// Whether a read takes no time to speak of: the device answers at once, and no latency is added
-    /// to it.
+    /// Whether a read takes no time to speak of: the device answers at once, and no latency is
+    /// added to it.
     pub fn reads_at_once(&self) -> bool {
         matches!(self.core.store.reads(), Reads::Immediate) && self.core.store.latency_ns() == 0
+    }
+
+    /// Until when a poller may sleep and still be one: `Some` if all that can come is waiting for
+    /// its time, and this is the first.
+    pub fn next_due(&self) -> Option<Nanos> {
+        self.io.next_due()
     }
 
     /// When the next completion of a virtual executor is due. `None` in real time.

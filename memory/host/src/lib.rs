@@ -58,7 +58,7 @@ pub use cache::{FrameCache, MAX_HOLDS};
 pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
 pub use host::{Host, HostConfig, Polling};
-pub use io::Io;
+pub use io::{Io, fine_sleeps};
 pub use lacuna_sync::Dial;
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;

@@ -21,6 +21,8 @@ mod timer;
 mod virt;
 mod watch;
 
+pub use timer::fine_sleeps;
+
 use crate::error::{LostPage, SwapError, WriteFailed};
 use crate::host::Core;
 use crate::ticket::Ticket;
@@ -145,6 +147,13 @@ impl Executor {
     /// only when its scheduler says so.
     pub fn may_wait(&self) -> bool {
         matches!(self, Self::Real(_))
+    }
+
+    pub fn next_due(&self) -> Option<Nanos> {
+        match self {
+            Self::Real(real) => real.next_due(),
+            Self::Virtual(_) => None,
+        }
     }
 
     pub fn next_completion(&self) -> Option<Nanos> {

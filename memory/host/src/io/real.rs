@@ -139,6 +139,14 @@ impl Real {
         arrived + delivered
     }
 
+    /// When the next completion is due, if nothing can come but what waits for its time.
+    pub fn next_due(&self) -> Option<Nanos> {
+        match self.core.store.reads() {
+            Reads::Immediate => self.timer.first(),
+            Reads::Blocking | Reads::File(_) => None,
+        }
+    }
+
     pub fn join(&self) {
         self.watch.join();
     }

@@ -73,6 +73,13 @@ impl Timer {
         self.shared.deliver(now)
     }
 
+    /// When the first completion is due.
+    pub fn first(&self) -> Option<Nanos> {
+        Some(self.shared.first())
+            .filter(|&first| first != NEVER)
+            .map(Nanos)
+    }
+
     /// Nobody polls any more.
     pub fn take_over(&self) {
         if self.shared.first() != NEVER {
@@ -181,9 +188,9 @@ pub(super) fn sleep_until(core: &Core, due: Nanos) {
     }
 }
 
-/// Timer slack of 1 ns for this thread: the kernel's default of 50 us would be added to every
-/// latency.
-fn fine_sleeps() {
+/// Timer slack of 1 ns for the calling thread: the kernel's default of 50 us would be added to
+/// every latency.
+pub fn fine_sleeps() {
     // Refused only by kernels without the call; the latencies are a little longer then.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
 }
