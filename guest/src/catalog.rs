@@ -86,6 +86,11 @@ static IMAGES: &[Image] = &[
                 "1",
                 "0: threads of one process instead, one address space"
             ),
+            param(
+                "look_ms",
+                "20",
+                "how often who is paused looks whether that is over"
+            ),
             param("seconds", "10", "how long, seconds"),
             param(
                 "accesses",

@@ -1,9 +1,10 @@
 //! The guest as its asynchronous page faults see it: registers, events, two words of memory.
 
-use crate::entry::Entry;
+use crate::entry::{Absent, Entry};
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_apf::{CpuState, Guest, Prefault, Unwritable};
-use lacuna_machine::GuestMemory as _;
+use lacuna_cpu::HostPage;
+use lacuna_machine::{GuestMemory as _, MemoryError, VcpuError};
 
 impl Guest for Entry {
     fn state(&self) -> CpuState {
@@ -16,25 +17,33 @@ impl Guest for Entry {
     }
 
     fn read_u32(&mut self, at: Gpa) -> Option<u32> {
-        let load = |page: lacuna_cpu::HostPage| page.load_u32(at.offset());
-        self.with_page(at.gfn(), Access::Read, load).or_else(|| {
-            let mut bytes = [0; 4];
-            self.vm.read(at, &mut bytes).ok()?;
-            Some(u32::from_le_bytes(bytes))
-        })
+        let load = |page: HostPage| page.load_u32(at.offset());
+        match self.with_page(at.gfn(), Access::Read, load) {
+            Ok(value) => Some(value),
+            Err(Absent::NoMemory) => None,
+            Err(Absent::Pending(_) | Absent::Busy) => {
+                let mut bytes = [0; 4];
+                let read = self.vm.read(at, &mut bytes);
+                self.note(read).ok()?;
+                Some(u32::from_le_bytes(bytes))
+            }
+        }
     }
 
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
-        let store = |page: lacuna_cpu::HostPage| {
+        let store = |page: HostPage| {
             // Decoded instructions lie there: the way that tells every vCPU, below.
             (!page.is_watched()).then(|| page.store_u32(at.offset(), value))
         };
-        if let Some(Some(())) = self.with_page(at.gfn(), Access::Write, store) {
-            return Ok(());
+        match self.with_page(at.gfn(), Access::Write, store) {
+            Ok(Some(())) => Ok(()),
+            Err(Absent::NoMemory) => Err(Unwritable),
+            Ok(None) | Err(Absent::Pending(_) | Absent::Busy) => {
+                // As in KVM, the vCPU waits for this one.
+                let written = self.vm.write(at, &value.to_le_bytes());
+                self.note(written)
+            }
         }
-        // The page is elsewhere: as in KVM, the vCPU waits for this one.
-        let written = self.vm.write(at, &value.to_le_bytes());
-        written.map_err(|_| Unwritable)
     }
 
     fn inject_page_fault(&mut self, address: u64) {
@@ -47,12 +56,29 @@ impl Guest for Entry {
 
     fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
         match self.with_page(gfn, access, |_| ()) {
-            Some(()) => Prefault::Mapped,
-            None => Prefault::NotMapped,
+            Ok(()) => return Prefault::Mapped,
+            // A ticket that nobody starts would keep its frame for ever.
+            Err(Absent::Pending(ticket)) => self.vm.host.start(&ticket),
+            Err(Absent::NoMemory | Absent::Busy) => {}
         }
+        Prefault::NotMapped
     }
 
     fn resume(&mut self) {
         self.cpu.unhalt();
+    }
+}
+
+impl Entry {
+    /// No memory is the guest's affair; a page that cannot be had ends the run.
+    fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
+        if let Err(MemoryError::Backing { gpa, cause }) = &result {
+            self.failed = Some(VcpuError::PageLost {
+                vcpu: self.index,
+                gpa: *gpa,
+                cause: cause.clone(),
+            });
+        }
+        result.map_err(|_| Unwritable)
     }
 }

@@ -4,7 +4,9 @@ use crate::bus::{Blocked, SoftBus};
 use crate::code::Stale;
 use crate::{SoftError, Vm};
 use lacuna_addr::{Access, Gfn};
-use lacuna_cpu::{Bus as _, HostPage};
+use lacuna_cpu::{Bus as _, HostPage, Stop};
+use lacuna_host::Ticket;
+use lacuna_machine::VcpuError;
 use lacuna_sync::{Epoch, Quiescence, VcpuSlot};
 use lacuna_x86::Cpu;
 use std::sync::Arc;
@@ -12,9 +14,11 @@ use std::sync::Arc;
 /// A processor with its bus.
 pub(crate) struct Entry {
     pub(crate) vm: Arc<Vm>,
-    index: usize,
+    pub(crate) index: usize,
     pub(crate) cpu: Cpu,
     pub(crate) bus: SoftBus,
+    /// Why the guest's own words could not be read or written, though there is memory.
+    pub(crate) failed: Option<VcpuError>,
     /// When the TLB was last known to hold nothing stale.
     flushed: Epoch,
 }
@@ -32,6 +36,16 @@ impl Drop for Online<'_> {
     }
 }
 
+/// Why a page cannot be had at once.
+pub(crate) enum Absent {
+    /// There is none, or none that may be written.
+    NoMemory,
+    /// It is on its way once somebody starts it.
+    Pending(Ticket),
+    /// Something else is in the way, for a moment.
+    Busy,
+}
+
 impl Entry {
     pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, SoftError> {
         Ok(Self {
@@ -39,6 +53,7 @@ impl Entry {
             bus: SoftBus::new(Arc::clone(&vm), index)?,
             vm,
             index,
+            failed: None,
             flushed: Epoch::default(),
         })
     }
@@ -74,19 +89,21 @@ impl Entry {
         })
     }
 
-    /// Lets `touch` have the page `gfn`, if that needs no waiting. A page that is elsewhere is sent
-    /// for.
+    /// Lets `touch` have the page `gfn`, if that needs no waiting.
     pub(crate) fn with_page<R>(
         &mut self,
         gfn: Gfn,
         access: Access,
         touch: impl FnOnce(HostPage) -> R,
-    ) -> Option<R> {
-        let touched = self.online(|_, bus, _| bus.page(gfn, access).map(touch));
-        if let Some(Blocked::Page(fault)) = self.bus.blocked.take() {
-            self.vm.host.start(&fault.ticket);
+    ) -> Result<R, Absent> {
+        match self.online(|_, bus, _| bus.page(gfn, access).map(touch)) {
+            Ok(touched) => Ok(touched),
+            Err(Stop::Mmio(_)) => Err(Absent::NoMemory),
+            Err(_) => match self.bus.blocked.take() {
+                Some(Blocked::Page(fault)) => Err(Absent::Pending(fault.ticket)),
+                _ => Err(Absent::Busy),
+            },
         }
-        touched.ok()
     }
 
     /// Runs `body` between two quiescent points.

@@ -122,6 +122,9 @@ impl Vcpu {
         if let Some(halt) = self.page_ready() {
             return halt;
         }
+        if let Some(error) = self.entry.failed.take() {
+            return Step::Failed(error);
+        }
         let exit = self.entry.run(fuel);
         self.meter()
             .retired
@@ -143,6 +146,16 @@ impl Vcpu {
         }
         self.stalled_since = Some(self.vm.clock.now());
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
+    }
+
+    /// HLT. A page may have come that the guest could not be told of before: while its interrupts
+    /// were off, or its last event unread.
+    fn halt(&mut self) -> Step {
+        if self.apf.has_arrivals() && self.apf.poll(self.vm.clock.now(), &mut self.entry) > 0 {
+            self.publish();
+            return Step::Ran;
+        }
+        Step::Wait(Wait::Halt(self.entry.cpu.next_deadline()))
     }
 
     /// A page is on its way. The ticket comes back if the vCPU has to wait for it.
@@ -221,7 +234,7 @@ impl Vcpu {
         use lacuna_x86::Exit as X;
         match exit {
             X::Fuel | X::Poked | X::Stop(Stop::Again) => Step::Ran,
-            X::Halt => Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())),
+            X::Halt => self.halt(),
             X::Stop(Stop::Wait | Stop::Lost) => self.blocked(),
             X::Stop(Stop::Mmio(gpa)) => self.unbacked(gpa),
             X::IoOut { port, size, value } => Step::Exit(Exit::IoOut {

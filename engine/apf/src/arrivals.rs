@@ -19,7 +19,7 @@
 //! go without.)
 
 use lacuna_addr::Gfn;
-use lacuna_sync::shim::{Arc, AtomicBool, Mutex, MutexGuard, Ordering};
+use lacuna_sync::shim::{Arc, AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
@@ -27,6 +27,8 @@ struct Shared {
     list: Mutex<List>,
     /// Whether the list has anything: written under the lock, read without, as a hint.
     any: AtomicBool,
+    /// Claims that somebody holds, of whatever generation.
+    live: AtomicUsize,
     ring: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -69,6 +71,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
+        self.shared.live.fetch_sub(1, Ordering::Relaxed);
         self.shared.arrive(self);
     }
 }
@@ -89,6 +92,7 @@ impl Arrivals {
         let shared = Shared {
             list: Mutex::new(list),
             any: AtomicBool::new(false),
+            live: AtomicUsize::new(0),
             ring: Box::new(ring),
         };
         Self {
@@ -98,11 +102,17 @@ impl Arrivals {
     }
 
     pub fn claim(&self, gfn: Gfn) -> Claim {
+        self.shared.live.fetch_add(1, Ordering::Relaxed);
         Claim {
             shared: Arc::clone(&self.shared),
             generation: self.generation,
             gfn,
         }
+    }
+
+    /// Pages on their way, those included that nobody waits for any more: each has a frame.
+    pub fn live(&self) -> usize {
+        self.shared.live.load(Ordering::Relaxed)
     }
 
     #[inline]

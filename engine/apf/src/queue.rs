@@ -119,7 +119,10 @@ impl Queue {
         if self.flights.contains_key(&gfn) {
             return self.not_present_again(gfn);
         }
-        if self.queued() == QUEUED_MAX {
+        // KVM cancels its workers before a disable returns. Ours go on, so that their pages count
+        // until they have come: a guest that disables and enables in a loop has no more frames in
+        // flight than any other.
+        if self.queued() == QUEUED_MAX || self.arrivals.live() >= QUEUED_MAX {
             self.stats.waited_full += 1;
             return NotPresent::Wait;
         }

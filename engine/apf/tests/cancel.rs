@@ -114,3 +114,17 @@ fn a_cancel_alone_owes_the_guest_a_wake_all() {
     world.queue.cancel();
     assert!(!world.queue.has_arrivals(), "nobody to wake while disabled");
 }
+
+#[test]
+fn pages_of_before_count_until_they_have_come() {
+    for end in ENDS {
+        let mut world = World::new(INTERRUPT);
+        let mut before: Vec<_> = (0..64).map(|page| world.inject(page).1).collect();
+        end(&mut world);
+        world.enable(INTERRUPT);
+        assert_eq!(world.settle(), [WAKE_ALL]);
+        assert_eq!(answer(&world.fault(100)), Answer::Wait);
+        drop(before.pop());
+        assert_eq!(answer(&world.fault(100)), Answer::Injected);
+    }
+}

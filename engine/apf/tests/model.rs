@@ -90,7 +90,7 @@ impl Model {
         self.flights.len() + usize::from(self.wake_all)
     }
 
-    fn fault(&mut self, page: u64, cpu: CpuState, unread: bool) -> Answer {
+    fn fault(&mut self, page: u64, cpu: CpuState, unread: bool, live: usize) -> Answer {
         let Some(en) = self.enabled else {
             return Answer::Wait;
         };
@@ -105,7 +105,7 @@ impl Model {
             self.halted = Some(page);
             return Answer::HaltOnly;
         }
-        if self.queued() == QUEUED_MAX {
+        if self.queued() == QUEUED_MAX || live >= QUEUED_MAX {
             return Answer::Wait;
         }
         self.flights.insert(page, None);
@@ -220,7 +220,9 @@ impl Run {
 
     fn fault(&mut self, page: u64) {
         let guest = &self.world.guest;
-        let expected = self.model.fault(page, guest.state, guest.words[0] != 0);
+        let expected = self
+            .model
+            .fault(page, guest.state, guest.words[0] != 0, self.work.len());
         let given = self.world.fault(page);
         assert_eq!(answer(&given), expected, "page {page}");
         if let NotPresent::Injected(claim) | NotPresent::Halt(Some(claim)) = given {

@@ -18,7 +18,7 @@
 //!
 //! | device | what it is |
 //! |---|---|
-//! | `latency_1ms` | compressed memory, 1 ms away: each transfer takes that long, any number at once |
+//! | `latency_1ms` | compressed memory, 1 ms away, for any number of transfers at once |
 //! | `file` | the plain file, by direct I/O where the file system allows |
 //! | `mem` | compressed memory (lz4): a page is a few microseconds away |
 

@@ -3,7 +3,7 @@
 //! | | reads that are waited for | reads that are started | writes |
 //! |---|---|---|---|
 //! | [`Io::Threads`] | the waiter | reader threads | the reclaimer |
-//! | [`Io::Ring`] | the waiter | one io_uring; threads where that cannot be | the reclaimer |
+//! | [`Io::Ring`] | the waiter | an io_uring a core; threads where that cannot be | the reclaimer |
 //! | [`Io::Virtual`] | at submission | at submission | at submission |
 //!
 //! In real time a completion that is not due yet waits in a timer; a store that never waits is read
@@ -31,6 +31,7 @@ use lacuna_sync::Nanos;
 use real::Real;
 use std::ops::Range;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use virt::Virtual;
 
 /// Who carries out I/O.
@@ -67,6 +68,14 @@ pub(crate) enum Reading {
 pub(crate) enum Executor {
     Real(Real),
     Virtual(Virtual),
+}
+
+/// Waits for the end of a thread of ours; one that ends the host itself, by letting go of the last
+/// reference to it, cannot wait for itself. A thread that panicked has reported it.
+fn join(thread: JoinHandle<()>) {
+    if thread.thread().id() != std::thread::current().id() {
+        let _ = thread.join();
+    }
 }
 
 /// An operation that is over but for its announcement.

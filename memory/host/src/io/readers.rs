@@ -70,10 +70,8 @@ impl Readers {
     pub fn shut_down(&self) {
         lock(&self.shared.queue).stop = true;
         self.shared.read.notify_all();
-        for handle in lock(&self.handles).drain(..) {
-            // A thread that panicked has reported it.
-            let _ = handle.join();
-        }
+        let handles = std::mem::take(&mut *lock(&self.handles));
+        handles.into_iter().for_each(super::join);
     }
 
     fn spawn(&self) -> bool {

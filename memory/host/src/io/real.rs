@@ -11,12 +11,20 @@ use crate::stats::Counters;
 use crate::swap::Reads;
 use crate::ticket::Ticket;
 use lacuna_sync::Nanos;
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Most rings; each has a thread, asleep while anybody polls.
-const RINGS: usize = 8;
+thread_local! {
+    /// The executor that the thread has last read with, and its place there.
+    static PLACE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
+}
+
+fn next_number() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
+}
 
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
@@ -29,6 +37,10 @@ pub(crate) struct Real {
     /// One for each core, so that vCPUs that submit do not wait for each other; none where
     /// io_uring is refused.
     rings: Vec<Ring>,
+    /// Tells this executor from others, from 1.
+    number: u64,
+    /// Threads that have a ring.
+    dealt: AtomicUsize,
     readers: Arc<Readers>,
     timer: Arc<Timer>,
     name: String,
@@ -50,7 +62,7 @@ impl Real {
                         readers: readers.clone(),
                     })
                 };
-                match (0..RINGS.min(cores())).map(ring).collect() {
+                match (0..cores()).map(ring).collect() {
                     Ok(rings) => (rings, "io_uring".into()),
                     Err(error) => (Vec::new(), format!("reader threads (io_uring: {error})")),
                 }
@@ -61,18 +73,31 @@ impl Real {
             core,
             watch,
             rings,
+            number: next_number(),
+            dealt: AtomicUsize::new(0),
             readers,
             timer,
             name,
         }
     }
 
-    /// The calling thread's ring: threads are dealt out in the order of their first read.
+    /// The calling thread's ring: rings are dealt out in the order of first reads.
     fn own_ring(&self) -> Option<&Ring> {
-        static DEALT: AtomicUsize = AtomicUsize::new(0);
-        thread_local!(static PLACE: usize = DEALT.fetch_add(1, Ordering::Relaxed));
-        let rings = &self.rings;
-        PLACE.with(|place| rings.get(place.checked_rem(rings.len())?))
+        let (executor, place) = PLACE.get();
+        let place = if executor == self.number {
+            place
+        } else {
+            let place = self.dealt.fetch_add(1, Ordering::Relaxed);
+            PLACE.set((self.number, place));
+            place
+        };
+        self.rings.get(place.checked_rem(self.rings.len())?)
+    }
+
+    /// The calling thread's ring, if it has read.
+    fn used_ring(&self) -> Option<&Ring> {
+        let (executor, _) = PLACE.get();
+        (executor == self.number).then(|| self.own_ring())?
     }
 
     pub fn describe(&self) -> &str {
@@ -111,10 +136,10 @@ impl Real {
     /// polling, so it looks itself now and then.
     pub fn wait(&self, ticket: &Ticket) -> Result<(), LostPage> {
         loop {
+            self.poll(self.core.clock.now());
             if let Some(result) = ticket.sleep(Duration::from_millis(1)) {
                 return result;
             }
-            self.poll(self.core.clock.now());
         }
     }
 
@@ -130,7 +155,7 @@ impl Real {
     }
 
     pub fn poll(&self, now: Nanos) -> usize {
-        self.own_ring().iter().for_each(|ring| ring.finish());
+        self.used_ring().into_iter().for_each(Ring::finish);
         let arrived = self.rings.iter().map(Ring::poll).sum::<usize>();
         let delivered = self.timer.poll(now);
         if arrived + delivered > 0 {

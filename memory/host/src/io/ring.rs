@@ -1,4 +1,4 @@
-//! Reads of a swap file through one io_uring: submitted on the thread that starts them, straight
+//! Reads of a swap file through an io_uring: submitted on the thread that starts them, straight
 //! into their frames.
 //!
 //! ```text
@@ -14,10 +14,10 @@
 //! ticket is claimed from before the submission until after the completion, so nobody else touches
 //! the frame; the ring is emptied before the pool goes (`shut_down`).
 
-use super::Completion;
 use super::readers::Readers;
 use super::timer::Timer;
-use super::watch::Watch;
+use super::watch::{POLLERS_LATE, Watch};
+use super::{Completion, join};
 use crate::host::{Core, lock};
 use crate::ticket::Ticket;
 use io_uring::{IoUring, opcode, squeue, types};
@@ -176,8 +176,7 @@ impl Drop for Ring {
             .submit(&opcode::Nop::new().build().user_data(WAKE));
         if let Some(reaper) = self.reaper.take() {
             reaper.thread().unpark();
-            // A thread that panicked has reported it.
-            let _ = reaper.join();
+            join(reaper);
         }
     }
 }
@@ -198,8 +197,9 @@ impl Shared {
 
     /// Has the kernel take what is in the submission queue, whoever put it there.
     fn enter(&self) {
-        if self.ring.submit().is_err() {
-            // Interrupted, or short of memory for a moment.
+        // Nothing taken: interrupted, short of memory for a moment, or another thread's call has
+        // taken it.
+        if !self.ring.submit().is_ok_and(|taken| taken > 0) {
             self.owed.store(true, Ordering::Relaxed);
         }
     }
@@ -245,8 +245,16 @@ impl Shared {
             if !pending && stop {
                 return;
             }
-            if !pending || self.onward.watch.is_polled() && !stop {
+            if !pending {
                 std::thread::park();
+                continue;
+            }
+            if self.onward.watch.is_polled() && !stop {
+                // A poller may be late: preempted, or in a long string instruction.
+                std::thread::park_timeout(POLLERS_LATE);
+                if self.onward.watch.is_polled() {
+                    self.reap(lock(&self.completion));
+                }
                 continue;
             }
             self.pay();

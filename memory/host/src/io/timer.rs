@@ -3,8 +3,8 @@
 //! Delivered with no lock held, by whoever polls, else by a thread that is started when first
 //! needed and wakes once for each time that is due.
 
-use super::Completion;
-use super::watch::Watch;
+use super::watch::{POLLERS_LATE, Watch};
+use super::{Completion, join};
 use crate::host::{Core, lock};
 use lacuna_sync::Nanos;
 use std::collections::BTreeMap;
@@ -91,10 +91,8 @@ impl Timer {
     pub fn shut_down(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.wake();
-        if let Some(thread) = lock(&self.thread).take() {
-            // A thread that panicked has reported it.
-            let _ = thread.join();
-        }
+        let thread = lock(&self.thread).take();
+        thread.into_iter().for_each(join);
     }
 
     /// Starts the thread if it does not run; false when there is none to be had, and whoever has
@@ -166,10 +164,12 @@ impl Shared {
             match self.first() {
                 NEVER if stop => return,
                 NEVER => std::thread::park(),
-                _ if self.watch.is_polled() && !stop => std::thread::park(),
                 first => {
                     let left = Nanos(first).since(self.core.clock.now());
-                    std::thread::park_timeout(Duration::from_nanos(left));
+                    let left = Duration::from_nanos(left);
+                    // A poller may be late: preempted, or in a long string instruction.
+                    let late = self.watch.is_polled() && !stop;
+                    std::thread::park_timeout(left + POLLERS_LATE * u32::from(late));
                 }
             }
         }

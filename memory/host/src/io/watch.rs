@@ -2,7 +2,7 @@
 //!
 //! Waking a thread costs more than taking in what it was woken for, and where every core runs a
 //! vCPU it takes a core away from one. So while somebody *polls*, the thread of a device stays
-//! asleep; when the last poller stops, the thread takes over what is in flight.
+//! asleep, or looks rarely; when the last poller stops, it takes over what is in flight.
 //!
 //! ```text
 //! starter: pending += 1; fence; nobody polls?        -> wake        thread: pending and nobody
@@ -12,6 +12,10 @@
 //! does not park.
 
 use lacuna_sync::shim::atomic::{AtomicUsize, Ordering, fence};
+use std::time::Duration;
+
+/// What may pass before a thread looks whether those who poll have forgotten to.
+pub const POLLERS_LATE: Duration = Duration::from_millis(5);
 
 /// How many poll.
 #[derive(Default)]
