@@ -138,8 +138,8 @@ fn hostile_guests_harm_nobody() {
     }
 }
 
-/// Several pages come while a vCPU is halted, or has its interrupts off: the original delivery
-/// tells of one at a time, and nothing but the next one would ever end the halt.
+/// No tick ever ends a halt here: each page that comes has to, also when several come together and
+/// the original delivery can tell of one at a time only.
 #[test]
 fn an_idle_guest_without_a_tick_misses_nothing() {
     for delivery in DELIVERIES {
