@@ -84,6 +84,13 @@ struct Shared {
     quit: AtomicBool,
 }
 
+impl Shared {
+    fn has_failed(&self) -> bool {
+        let failure = self.failure.lock();
+        failure.expect("no panic under this lock").is_some()
+    }
+}
+
 /// A running page source, until it is dropped.
 pub struct Source {
     shared: Arc<Shared>,
@@ -200,7 +207,9 @@ impl Worker {
     fn run(&mut self) {
         stand_out();
         let mut faults = Vec::new();
-        while !self.shared.quit.load(Ordering::Acquire) {
+        // A failure ends it too: with this thread goes the descriptor, and with that everybody's
+        // wait for a page that will not come.
+        while !self.shared.quit.load(Ordering::Acquire) && !self.shared.has_failed() {
             self.wait();
             self.supply_due();
             faults.clear();
@@ -263,7 +272,9 @@ impl Worker {
                 count(&self.shared.counters.reprieved, 1);
             }
             Need::Fetch => {
-                let at = now + Duration::from_nanos(self.config.latency.ns());
+                let over = self.bells.is_stopping();
+                let latency = if over { 0 } else { self.config.latency.ns() };
+                let at = now + Duration::from_nanos(latency);
                 self.due.push(Reverse((at, page, now)));
             }
             Need::Patience => {}

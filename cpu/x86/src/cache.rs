@@ -12,7 +12,8 @@
 //! translation may have changed or a block was dropped. Each privilege has epochs of its own: a
 //! switch of address space that keeps global pages voids what was learned for users only. Blocks
 //! themselves are found again by frame. A dropped block's ops stay in the arena, unreachable,
-//! until it is full and everything goes at once: memory is bounded however often a guest writes new code.
+//! until it is full and everything goes at once: memory is bounded however often a guest writes new
+//! code.
 
 use crate::op::{Code, Links, Op};
 use crate::walk::User;

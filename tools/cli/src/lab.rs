@@ -11,6 +11,12 @@ use lacuna_lab::{apf, base};
 /// Runs the chosen experiments and tells their results.
 pub fn lab(args: &LabArgs) -> Exit {
     let mut report = Report::new(std::env::args().collect::<Vec<_>>().join(" "));
+    if args.quick {
+        report.say(
+            "A quick look: few and short rounds, for CI and for newcomers. `lacuna lab` measures \
+             properly, in some ten minutes.",
+        );
+    }
     let done = options(args).and_then(|options| {
         let run = |experiment| match experiment {
             Experiment::Apf => apf::run(&options, &mut report),

@@ -16,7 +16,10 @@ fn main() -> ExitCode {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
         Some(Command::Lab(args)) => lab(&args),
-        None => lab(&LabArgs::default()),
+        None => lab(&LabArgs {
+            quick: true,
+            ..LabArgs::default()
+        }),
     }
     .into()
 }

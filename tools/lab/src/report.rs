@@ -55,10 +55,12 @@ fn row(result: &Measurement) -> [String; 7] {
     let bound = |bound: Option<f64>| {
         bound.map_or(String::new(), |bound| format!("{sign} {}", figure(bound)))
     };
-    let verdict = match result.met {
-        Some(true) => "ok",
-        Some(false) => "MISSED",
-        None => "",
+    let verdict = match (result.met, result.runs) {
+        (Some(true), _) => "ok",
+        // So few make no 95 % interval.
+        (Some(false), 2..=4) => "undecided",
+        (Some(false), _) => "MISSED",
+        (None, _) => "",
     };
     [
         result.id.clone(),

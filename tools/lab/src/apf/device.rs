@@ -19,6 +19,8 @@ pub struct Device {
     worker_share: Option<f64>,
     worker_ratio: Option<f64>,
     faulter_ratio: Option<f64>,
+    /// Enough that the median's interval is narrower than what the bars ask about.
+    rounds: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -38,6 +40,7 @@ pub const DEVICES: [Device; 3] = [
         worker_share: Some(95.0),
         worker_ratio: None,
         faulter_ratio: Some(1.5),
+        rounds: 41,
     },
     Device {
         id: "file",
@@ -47,6 +50,7 @@ pub const DEVICES: [Device; 3] = [
         worker_share: None,
         worker_ratio: Some(1.35),
         faulter_ratio: Some(1.5),
+        rounds: 21,
     },
     Device {
         id: "mem",
@@ -56,6 +60,7 @@ pub const DEVICES: [Device; 3] = [
         worker_share: None,
         worker_ratio: None,
         faulter_ratio: None,
+        rounds: 9,
     },
 ];
 
@@ -68,7 +73,7 @@ const ARMS: [Arm; 6] = [
     Arm::FaultersOn,
 ];
 
-fn pace(options: &Options) -> Pace {
+fn pace(device: &Device, options: &Options) -> Pace {
     if options.quick {
         Pace {
             rounds: 2,
@@ -76,9 +81,8 @@ fn pace(options: &Options) -> Pace {
             settle: Duration::from_millis(30),
         }
     } else {
-        // Enough that the median's interval is narrower than what the bars ask about.
         Pace {
-            rounds: 21,
+            rounds: device.rounds,
             slice: Duration::from_millis(150),
             settle: Duration::from_millis(30),
         }
@@ -87,7 +91,7 @@ fn pace(options: &Options) -> Pace {
 
 /// The four results of `device`.
 pub fn measure(device: &Device, options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let pace = pace(options);
+    let pace = pace(device, options);
     let launch = bm(match device.medium {
         Medium::File => Swap::File(options.swap_dir.clone()),
         Medium::Memory => Swap::Memory,

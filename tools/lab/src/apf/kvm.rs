@@ -10,9 +10,9 @@
 //! What is measured is the mechanism, on hosts too that emulate every instruction of the guest's
 //! kernel (`kvm_pvm`: about 1 us each). So worker and faulter are threads of one process, which
 //! saves changes of CR3; the tick is as long as the slice, which is all it is for here; and the
-//! faulter, while it is paused, looks rarely whether that is over. Each loads both arms or favours
-//! neither; all are in the results. Slices are short and many, because such hosts have bad moments
-//! of a second or more.
+//! faulter, while it is paused, looks rarely whether that is over, since each look slows the
+//! worker that is measured alone. All are in the results. Slices are short and many, because such
+//! hosts have bad moments of a second or more.
 
 use super::SLICE_US;
 use super::session::{Guest, LastWords, Session, image};
