@@ -119,11 +119,12 @@ impl Vcpu {
             self.entry.bus.faulter().retired();
         }
         self.entry.obey();
-        if let Some(halt) = self.page_ready() {
-            return halt;
-        }
+        self.tell_of_pages();
         if let Some(error) = self.entry.failed.take() {
             return Step::Failed(error);
+        }
+        if let Some(halt) = self.artificial_halt() {
+            return halt;
         }
         let exit = self.entry.run(fuel);
         self.meter()
@@ -132,11 +133,21 @@ impl Vcpu {
         self.finish(exit)
     }
 
-    /// Tells the guest of pages that have come. A step, if the vCPU stays in its artificial halt.
-    fn page_ready(&mut self) -> Option<Step> {
-        if self.apf.has_arrivals() && self.apf.poll(self.vm.clock.now(), &mut self.entry) > 0 {
+    /// Tells the guest of pages that have come; how many.
+    fn tell_of_pages(&mut self) -> usize {
+        if !self.apf.has_arrivals() {
+            return 0;
+        }
+        let told = self.apf.poll(self.vm.clock.now(), &mut self.entry);
+        if told > 0 {
             self.publish();
         }
+        told
+    }
+
+    /// The step of a vCPU that waits for a page of which its guest could not be told, until an
+    /// interrupt is there to be taken.
+    fn artificial_halt(&mut self) -> Option<Step> {
         if !self.apf.halted() {
             return None;
         }
@@ -151,11 +162,10 @@ impl Vcpu {
     /// HLT. A page may have come that the guest could not be told of before: while its interrupts
     /// were off, or its last event unread.
     fn halt(&mut self) -> Step {
-        if self.apf.has_arrivals() && self.apf.poll(self.vm.clock.now(), &mut self.entry) > 0 {
-            self.publish();
-            return Step::Ran;
+        match self.tell_of_pages() {
+            0 => Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())),
+            _ => Step::Ran,
         }
-        Step::Wait(Wait::Halt(self.entry.cpu.next_deadline()))
     }
 
     /// A page is on its way. The ticket comes back if the vCPU has to wait for it.

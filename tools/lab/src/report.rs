@@ -56,9 +56,9 @@ fn row(result: &Measurement) -> [String; 7] {
         bound.map_or(String::new(), |bound| format!("{sign} {}", figure(bound)))
     };
     let verdict = match (result.met, result.runs) {
-        (Some(true), _) => "ok",
         // So few make no 95 % interval.
-        (Some(false), 2..=4) => "undecided",
+        (Some(_), 2..=4) => "undecided",
+        (Some(true), _) => "ok",
         (Some(false), _) => "MISSED",
         (None, _) => "",
     };

@@ -55,7 +55,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         seed: None,
         command_line: format!("work={} rounds={ROUNDS}", work(options)),
     };
-    let runs = if options.quick { 1 } else { 12 };
+    let runs = if options.quick { 2 } else { 12 };
     let found = on_soft(&launch, "membound", |session| {
         let mut rounds = Rounds::start(session)?;
         calibrate(&mut rounds, &launch.latency)?;
