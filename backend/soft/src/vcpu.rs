@@ -23,7 +23,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
 
-/// Instructions after which a vCPU looks at its timer: some 20 to 100 us.
+/// Instructions after which a vCPU looks for pages that have come: some 100 us. A dial between
+/// those who compute and those who fault: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
 
 /// What one step ended with.

@@ -200,11 +200,6 @@ impl Tlb {
         }
     }
 
-    /// Forgets the translation of `va`'s page.
-    pub fn flush_page(&mut self, va: u64) {
-        self.entries[Self::index(va)] = EMPTY;
-    }
-
     /// Takes the write right from every translation to `gfn`: it is watched from now on.
     pub fn protect(&mut self, gfn: Gfn) {
         for (word, mut used) in self.used.into_iter().enumerate() {
@@ -304,9 +299,8 @@ mod tests {
         tlb.protect(gfn(1));
         assert!(!tlb.store(0x1000, 1_u8) && !tlb.store(0x5000, 1_u8) && tlb.store(0x6000, 1_u8));
         assert!(tlb.executable_page(0x6000).is_none());
-        tlb.flush_page(0x1000);
-        assert_eq!(tlb.load::<u8>(0x1000), None);
         tlb.flush();
+        assert_eq!(tlb.load::<u8>(0x1000), None);
         assert_eq!(tlb.load::<u8>(0x6000), None);
     }
 }
