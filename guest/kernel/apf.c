@@ -34,6 +34,12 @@
 
 static u32 control; /* low bits of MSR_APF_EN; 0: no async page faults */
 
+void apf_publish(struct cpu *c) {
+    __atomic_fetch_add(&status->apf_not_present, c->apf.not_present, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&status->apf_ready, c->apf.ready, __ATOMIC_RELAXED);
+    c->apf.not_present = c->apf.ready = 0;
+}
+
 /* Chooses: apf=off|int|pf, else what the host has. */
 void apf_init(void) {
     u32 features = kvm_leaves() ? cpuid(0x40000001).eax : 0;
@@ -60,8 +66,9 @@ bool apf_enable(struct cpu *c) {
 
 static void count(u32 *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
+/* KVM numbers its tokens upwards, above twelve bits that say which processor. */
 static struct apf_node **bucket(struct cpu *c, u32 token) {
-    return &c->apf.bucket[token * 0x9e3779b1u >> 26];
+    return &c->apf.bucket[token >> 12 & (APF_BUCKETS - 1)];
 }
 
 static void insert(struct cpu *c, struct apf_node *n, u32 token, enum apf_kind kind) {
@@ -83,27 +90,32 @@ static bool insert_spare(struct cpu *c, u32 token, enum apf_kind kind) {
 }
 
 /* Takes a node out of the table, and wakes its thread, which may then be anywhere. */
-static void release(struct apf_node **at) {
+static struct thread *thread_of(struct apf_node *n) {
+    return (struct thread *)((u8 *)n - offsetof(struct thread, page_wait));
+}
+
+static void release(struct cpu *c, struct apf_node **at) {
     struct apf_node *n = *at;
-    bool is_thread = n->kind == APF_THREAD;
     *at = n->next;
-    n->kind = APF_FREE;
-    if (is_thread)
-        sched_wake((struct thread *)((u8 *)n - offsetof(struct thread, page_wait)));
+    n->next = NULL;
+    if (n->kind == APF_THREAD)
+        sched_wake(c, thread_of(n));
+    else
+        n->kind = APF_FREE;
 }
 
 /* Whoever sleeps tries again. No earlier token can come after this: no dummy is of use any more. */
 static void wake_all(struct cpu *c) {
     for (u32 i = 0; i < APF_BUCKETS; i++) {
         while (c->apf.bucket[i])
-            release(&c->apf.bucket[i]);
+            release(c, &c->apf.bucket[i]);
     }
 }
 
 static bool ready_came_first(struct cpu *c, u32 token) {
     for (struct apf_node **at = bucket(c, token); *at; at = &(*at)->next) {
         if ((*at)->token == token && (*at)->kind == APF_DUMMY) {
-            release(at);
+            release(c, at);
             return true;
         }
     }
@@ -112,12 +124,12 @@ static bool ready_came_first(struct cpu *c, u32 token) {
 
 static void not_present(struct cpu *c, u32 token) {
     struct thread *t = c->current;
-    count(&status->apf_not_present);
+    c->apf.not_present++;
     if (ready_came_first(c, token))
         return;
     if (t) {
         insert(c, &t->page_wait, token, APF_THREAD);
-        sched_block(c, PAGE_WAIT);
+        sched_block(c, ALIVE);
     } else {
         insert_spare(c, token, APF_IDLE);
         count(&status->apf_idle);
@@ -131,10 +143,10 @@ static void ready(struct cpu *c, u32 token) {
         wake_all(c);
         return;
     }
-    count(&status->apf_ready);
+    c->apf.ready++;
     for (struct apf_node **at = bucket(c, token); *at;) {
         if ((*at)->token == token && (*at)->kind != APF_DUMMY) {
-            release(at);
+            release(c, at);
             found = true;
         } else {
             at = &(*at)->next;
@@ -142,6 +154,32 @@ static void ready(struct cpu *c, u32 token) {
     }
     if (!found && insert_spare(c, token, APF_DUMMY))
         count(&status->apf_dummy);
+}
+
+bool apf_sleep(struct cpu *c, struct thread *t) {
+    u32 token = (u32)read_cr2();
+    struct apf_node **at = bucket(c, token);
+    if (c->apf.area.reason != REASON_NOT_PRESENT || *at)
+        return false;
+    c->apf.area.reason = 0;
+    c->apf.not_present++;
+    t->page_wait.token = token;
+    *at = &t->page_wait;
+    return true;
+}
+
+/* Only one that sleeps alone in its bucket, on a processor where nobody else has been woken. */
+struct thread *apf_sleeper(struct cpu *c) {
+    u32 token = c->apf.area.token;
+    struct apf_node **at = bucket(c, token), *n = *at;
+    if (!n || n->token != token || n->next || n->kind != APF_THREAD || c->woken.head)
+        return NULL;
+    *at = NULL;
+    c->apf.ready++;
+    c->apf.area.token = 0;
+    wrmsr(MSR_APF_ACK, 1); /* cannot fail: the host has announced the token */
+    apic_eoi();
+    return thread_of(n);
 }
 
 bool apf_page_fault(struct cpu *c) {

@@ -4,7 +4,7 @@
 #define APIC_MMIO 0xfee00000ull
 
 /* Register numbers as x2APIC counts them; memory-mapped ones are 16 bytes apart. */
-enum { TPR = 0x08, EOI = 0x0b, SVR = 0x0f, ICR = 0x30, ICR_HIGH = 0x31, LVT_TIMER = 0x32,
+enum { TPR = 0x08, SVR = 0x0f, ICR = 0x30, ICR_HIGH = 0x31, LVT_TIMER = 0x32,
        LVT_LINT0 = 0x35, LVT_LINT1 = 0x36, TIMER_INITIAL = 0x38, TIMER_CURRENT = 0x39,
        TIMER_DIVIDE = 0x3e };
 
@@ -14,7 +14,8 @@ enum { TPR = 0x08, EOI = 0x0b, SVR = 0x0f, ICR = 0x30, ICR_HIGH = 0x31, LVT_TIME
 #define ICR_INIT 0x4500u
 #define ICR_STARTUP 0x4600u
 
-static bool x2apic, tsc_deadline;
+bool x2apic;
+static bool tsc_deadline;
 
 static volatile u32 *mmio(u32 reg) { return (volatile u32 *)(APIC_MMIO + reg * 16); }
 
@@ -54,12 +55,14 @@ void apic_init(void) {
     write(LVT_TIMER, VEC_TIMER | (tsc_deadline ? LVT_TSC_DEADLINE : 0));
 }
 
-void apic_eoi(void) { write(EOI, 0); }
-
 /* One shot at a TSC value; too early is harmless, the scheduler looks at the clock. */
 void apic_timer(u64 at) {
     if (tsc_deadline) {
-        wrmsr(MSR_TSC_DEADLINE, at);
+        wrmsr(MSR_TSC_DEADLINE, at == NEVER ? 0 : at);
+        return;
+    }
+    if (at == NEVER) {
+        write(TIMER_INITIAL, 0);
         return;
     }
     u64 now = rdtsc(), wait = at > now ? at - now : 1;

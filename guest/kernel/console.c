@@ -39,6 +39,8 @@ void panic(const char *fmt, ...) {
 
 void shutdown(u32 code) {
     if (status) {
+        for (u32 i = 0; cpus && i < ncpus; i++)
+            apf_publish(cpu_at(i));
         status->exit_code = code;
         __atomic_store_n(&status->state, LACUNA_STATE_DONE, __ATOMIC_RELEASE);
     }

@@ -29,6 +29,8 @@ static inline void unlock(spinlock *l) { __atomic_store_n(&l->held, 0, __ATOMIC_
 /* ---- mm.c: memory ---- */
 struct space {
     u64 *pml4;
+    u64 cr3;
+    u32 index, generation; /* which of all, and which of those that were this one */
     spinlock lock; /* the private part of the tables */
     u32 threads;
     bool used;
@@ -45,7 +47,11 @@ bool map_page(struct space *s, u64 va, u64 pa, u64 flags); /* false: no memory, 
 u64 translate(struct space *s, u64 va); /* physical address, or ~0 where no user page is */
 
 /* ---- space.c: address spaces ---- */
+struct cpu;
 struct space *space_create(u64 *entry);
+void space_enter(struct cpu *c, struct space *s);
+void space_leave(struct cpu *c); /* to the kernel's own tables */
+void space_cpu_init(void);
 bool space_add_stack(struct space *s, u32 slot, u64 *stack_top);
 void space_release(struct space *s); /* one thread less; the last one frees it */
 
@@ -61,7 +67,7 @@ struct apf_area {
 enum apf_kind { APF_FREE, APF_THREAD, APF_IDLE, APF_DUMMY };
 
 struct apf_node {
-    struct apf_node *next; /* in its bucket */
+    struct apf_node *next; /* in its bucket; NULL outside */
     u32 token;
     enum apf_kind kind;
 };
@@ -74,31 +80,42 @@ struct apf {
     struct apf_area area;
     struct apf_node *bucket[APF_BUCKETS];
     struct apf_node spare[APF_SPARE]; /* for all that is not a thread */
+    u32 not_present, ready; /* counted since apf_publish: an atomic each time is dear */
 };
 
-struct cpu;
+struct thread;
 void apf_init(void);
 bool apf_enable(struct cpu *c);
 void apf_disable(struct cpu *c);
 bool apf_page_fault(struct cpu *c); /* false: it is a true page fault */
 void apf_interrupt(struct cpu *c);
+void apf_publish(struct cpu *c); /* its counters, to the status page */
+
+/* The short ways. Nothing has happened if they give nothing: then take one of the above. */
+bool apf_sleep(struct cpu *c, struct thread *t); /* t's page is not present: it sleeps now */
+struct thread *apf_sleeper(struct cpu *c); /* who slept for the page that is ready */
 
 /* ---- sched.c: who runs ---- */
-enum thread_state { FREE, RUNNING, READY, SLEEPING, WAITING, PAGE_WAIT };
+enum thread_state { FREE, ALIVE, WAITING }; /* WAITING: for its children */
 
 struct thread {
     struct frame frame; /* first: RSP0 points at its end */
     struct space *space;
     struct cpu *cpu; /* threads stay where they were put, unless it goes offline */
-    struct thread *next; /* in the run queue or among the sleepers */
+    struct thread *next; /* in a list of its processor's */
     struct thread *parent;
-    u64 wake_at, slice_end, slice_left, kill_at; /* TSC; kill_at 0 = unconfined */
+    u64 wake_at, kill_at; /* TSC; kill_at 0 = unconfined */
+    u32 ticks; /* left of its slice, 0 only while it runs and is to stop */
     enum thread_state state;
-    bool woken; /* queued by a wake-up: has a better claim than who runs */
+    bool woken; /* in an inbox: by a wake-up */
     u32 slot;
     u32 children, worst_status;
-    struct apf_node page_wait; /* in its processor's apf.bucket while the state is PAGE_WAIT */
+    struct apf_node page_wait; /* in its processor's apf.bucket while it waits for a page */
 } __attribute__((aligned(16)));
+
+struct list {
+    struct thread *head, *tail; /* no head: tail means nothing */
+};
 
 struct tss {
     u32 reserved0;
@@ -107,39 +124,34 @@ struct tss {
 } __attribute__((packed));
 
 struct cpu {
-    struct cpu *self;
-    u64 stack_top;
     u64 scratch;
-    u64 pad;
+    u32 pad;
     struct tss tss;
     u64 gdt[7];
     u32 apic_id;
     bool resched; /* choose anew before leaving the kernel */
     bool offline; /* runs nobody any more; changes once, under `lock` */
     struct thread *current;
-    spinlock lock; /* the queue */
-    struct thread *head, *tail;
-    struct thread *sleepers; /* by wake_at; only this processor touches the list */
+    struct list woken, queue; /* who runs next: those first */
+    struct thread *sleepers; /* by wake_at */
     struct space *space; /* that CR3 points at, NULL: the kernel's own tables */
+    u32 generation[LACUNA_MAX_THREADS]; /* of each space, when it was last entered here */
+    u64 tick_at; /* of the running thread, NEVER in idle */
     u64 timer_at; /* when the timer will fire, NEVER if it will not */
+    spinlock lock; /* the inbox, and `offline` */
+    struct list inbox; /* for `woken` and `queue`, which only their processor touches */
     struct apf apf;
     u8 fatal_stack[1024] __attribute__((aligned(16)));
 };
 
-_Static_assert(offsetof(struct cpu, stack_top) == CPU_STACK, "layout.h");
 _Static_assert(offsetof(struct cpu, scratch) == CPU_SCRATCH, "layout.h");
 _Static_assert(offsetof(struct cpu, tss.rsp) == CPU_RSP0, "layout.h");
+_Static_assert(offsetof(struct thread, cpu) == THREAD_CPU, "layout.h");
 _Static_assert(sizeof(struct cpu) <= CPU_SIZE - 4096, "a page of stack");
 _Static_assert(sizeof(struct frame) % 16 == 0, "the processor aligns RSP0 down");
 
 #define NEVER (~0ull)
 #define MAX_CPUS 60 /* a thread each, at least */
-
-static inline struct cpu *this_cpu(void) {
-    struct cpu *c;
-    asm volatile("movq %%gs:0, %0" : "=r"(c));
-    return c;
-}
 
 extern u32 ncpus;
 extern struct cpu *cpus; /* CPU_SIZE apart: use cpu_at */
@@ -148,13 +160,16 @@ static inline struct cpu *cpu_at(u32 i) { return (struct cpu *)((u8 *)cpus + i *
 void sched_init(u64 tick_us, u64 slice_us);
 _Noreturn void sched_resume(struct cpu *c);
 void sched_tick(struct cpu *c);
-void sched_wake(struct thread *t);
+void sched_wake(struct cpu *c, struct thread *t);
 void sched_woken(struct cpu *c);
 void sched_yield(struct cpu *c);
 void sched_sleep(struct cpu *c, u64 wake_at);
 void sched_block(struct cpu *c, enum thread_state why);
-void sched_start(struct thread *t);
+void sched_start(struct cpu *c, struct thread *t);
 void sched_offline(struct cpu *c);
+bool sched_may_block(const struct cpu *c);
+void sched_next(struct cpu *c);
+void sched_preempt(struct cpu *c, struct thread *running, struct thread *woken);
 
 /* ---- thread.c: birth and death ---- */
 int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu);
@@ -164,8 +179,11 @@ void thread_wait(struct cpu *c);
 /* ---- trap.S, trap.c ---- */
 extern u8 trap_stubs[], msr_read_insn[], msr_write_insn[], msr_failed[];
 void syscall_entry(void);
-_Noreturn void idle(void);
+void page_fault_entry(void);
+void page_ready_entry(void);
+_Noreturn void idle(struct cpu *c);
 _Noreturn void resume(struct thread *t);
+void resume_by_iret(struct thread *t); /* neither: but gcc calls what says so, and jumps here */
 void load_segments(void);
 int msr_read(u32 index, u64 *value);
 int msr_write(u32 index, u64 value);
@@ -177,12 +195,20 @@ void syscall(struct cpu *c, struct thread *t);
 
 /* ---- apic.c: interrupts, timer, other processors; time.c: how fast clocks are ---- */
 void apic_init(void);
-void apic_eoi(void);
-void apic_timer(u64 at);
+void apic_timer(u64 at); /* NEVER stops it */
 void apic_send(u32 apic_id, u32 vector);
 void apic_start_others(void);
 void apic_timer_free_run(void);
 u32 apic_timer_elapsed(void);
+#define APIC_EOI 0xfee000b0ull
+extern bool x2apic;
+static inline void apic_eoi(void) {
+    if (x2apic)
+        wrmsr(MSR_X2APIC_EOI, 0);
+    else
+        *(volatile u32 *)APIC_EOI = 0;
+}
+
 extern u64 tsc_khz, apic_khz;
 void time_init(void);
 

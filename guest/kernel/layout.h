@@ -17,10 +17,11 @@
 #define VEC_COUNT 256
 #define VEC_SYSCALL 256 /* not an IDT vector: marks a frame made by the syscall instruction */
 
-#define CPU_SIZE 8192 /* struct cpu and its stack, which grows down towards it */
-#define CPU_STACK 8
-#define CPU_SCRATCH 16
-#define CPU_RSP0 36
+#define CPU_SIZE 8192 /* struct cpu and its stack, which grows down towards it; aligned to it */
+#define CPU_SCRATCH 0
+#define CPU_RSP0 16
+
+#define THREAD_CPU 184 /* struct thread */
 
 #define TRAMPOLINE 0x8000 /* where SIPI starts application processors */
 

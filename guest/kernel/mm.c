@@ -9,6 +9,10 @@
  * private pages of processes; everything else is the arena. Arena pages are never read or written
  * by the kernel: their first touch belongs to the workload. Their page tables are ordinary heap
  * pages shared by all address spaces, so that the host may take them away like anything else.
+ *
+ * With huge=1 the arena begins with whole blocks, 2 MiB of memory each at an address that is a
+ * multiple of that both virtually and physically, one page table entry each; what is left over at
+ * the ends of memory follows in 4 KiB pages. The arena is as large as without.
  */
 #include "kernel.h"
 #include "pvh.h"
@@ -35,6 +39,7 @@ static struct free_page {
 } *heap_free;
 
 static u64 page_up(u64 v) { return (v + PAGE - 1) & ~(PAGE - 1); }
+static u64 block_up(u64 v) { return (v + BLOCK - 1) & ~(BLOCK - 1); }
 
 void *page_alloc(void) {
     u64 *page = NULL;
@@ -74,19 +79,19 @@ static u64 *table_below(u64 *entry) {
     return (u64 *)(*entry & PTE_ADDR);
 }
 
-/* The last-level table for an address, made if absent. */
-static u64 *leaf_table(u64 *table, u64 va) {
-    for (int shift = 39; shift > 12 && table; shift -= 9)
+/* The entry for an address in the table whose entries span 1 << level_shift, made if absent. */
+static u64 *entry_for(u64 *table, u64 va, int level_shift) {
+    for (int shift = 39; shift > level_shift && table; shift -= 9)
         table = table_below(&table[va >> shift & 511]);
-    return table;
+    return table ? &table[va >> level_shift & 511] : NULL;
 }
 
 bool map_page(struct space *s, u64 va, u64 pa, u64 flags) {
     lock(&s->lock);
-    u64 *table = leaf_table(s->pml4, va);
-    bool vacant = table && !(table[va >> 12 & 511] & PTE_P);
+    u64 *entry = entry_for(s->pml4, va, 12);
+    bool vacant = entry && !(*entry & PTE_P);
     if (vacant)
-        table[va >> 12 & 511] = pa | flags;
+        *entry = pa | flags;
     unlock(&s->lock);
     return vacant;
 }
@@ -99,8 +104,8 @@ u64 translate(struct space *s, u64 va) {
         u64 entry = table[va >> shift & 511];
         if ((entry & (PTE_P | PTE_U)) != (PTE_P | PTE_U))
             return NEVER;
-        if (shift == 12)
-            return (entry & PTE_ADDR) | (va & (PAGE - 1));
+        if (shift == 12 || entry & PTE_PS)
+            return (entry & PTE_ADDR) | (va & ((1ull << shift) - 1));
         table = (u64 *)(entry & PTE_ADDR);
     }
 }
@@ -147,27 +152,46 @@ static void make_heap(u64 total, u64 top) {
     panic("the kernel is not in memory that the memory map lists");
 }
 
+/* The next entry of the arena, for a page or a block. */
+static u64 *arena_entry(int level_shift) {
+    u64 *entry = entry_for(kernel_pml4, LACUNA_ARENA_BASE + info->arena_bytes, level_shift);
+    if (!entry)
+        panic("no memory for the arena's page tables");
+    return entry;
+}
+
+static void arena_add_blocks(struct ram r) {
+    for (; r.start < r.end; r.start += BLOCK, info->arena_bytes += BLOCK)
+        *arena_entry(21) = r.start | PTE_P | PTE_W | PTE_U | PTE_PS;
+}
+
 /* Half a million pages in 2 GiB: the inner loop is three instructions on purpose. */
-static void make_arena(void) {
-    u64 *table = NULL, index = 512, pages = 0;
-    for (u32 i = 0; i < nram; i++) {
-        u64 pte = ram[i].start | PTE_P | PTE_W | PTE_U;
-        for (u64 left = (ram[i].end - ram[i].start) / PAGE; left;) {
-            if (index == 512) {
-                table = leaf_table(kernel_pml4, LACUNA_ARENA_BASE + pages * PAGE);
-                if (!table)
-                    panic("no memory for the arena's page tables");
-                index = 0;
-            }
-            u64 run = left < 512 - index ? left : 512 - index;
-            for (u64 *p = table + index, *end = p + run; p != end; p++, pte += PAGE)
-                *p = pte;
-            index += run;
-            left -= run;
-            pages += run;
-        }
+static void arena_add_pages(struct ram r) {
+    u64 pte = r.start | PTE_P | PTE_W | PTE_U;
+    for (u64 left = (r.end - r.start) / PAGE, run; left; left -= run) {
+        u64 room = 512 - (info->arena_bytes / PAGE & 511);
+        run = left < room ? left : room;
+        for (u64 *p = arena_entry(12), *end = p + run; p != end; p++, pte += PAGE)
+            *p = pte;
+        info->arena_bytes += run * PAGE;
     }
-    info->arena_bytes = pages * PAGE;
+}
+
+/* The whole blocks in a piece of memory, if the arena is to have any. */
+static struct ram blocks_in(struct ram r) {
+    struct ram whole = {block_up(r.start), r.end & ~(BLOCK - 1)};
+    bool some = whole.start < whole.end && boot_param("huge", 0);
+    return some ? whole : (struct ram){r.start, r.start};
+}
+
+static void make_arena(void) {
+    for (u32 i = 0; i < nram; i++)
+        arena_add_blocks(blocks_in(ram[i]));
+    for (u32 i = 0; i < nram; i++) {
+        struct ram blocks = blocks_in(ram[i]);
+        arena_add_pages((struct ram){ram[i].start, blocks.start});
+        arena_add_pages((struct ram){blocks.end, ram[i].end});
+    }
 }
 
 void mm_init(const struct hvm_start_info *start) {

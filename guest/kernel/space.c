@@ -11,6 +11,31 @@ extern u64 kernel_pml4[];
 
 static struct space spaces[LACUNA_MAX_THREADS];
 static spinlock spaces_lock;
+static u64 keep; /* CR3_KEEP where there are PCIDs, else 0 */
+
+/*
+ * PCIDs: a switch leaves in the TLB what is known of either space. A space has its own, which it
+ * inherits from who used its place before; so the first time that a processor enters it, it
+ * forgets. Nothing else needs a flush: while a space exists, mappings are only added.
+ */
+void space_cpu_init(void) {
+    if (!(cpuid(1).ecx >> 17 & 1) || !boot_param("pcid", 1))
+        return;
+    keep = CR3_KEEP;
+    write_cr4(read_cr4() | CR4_PCIDE); /* CR3 is kernel_pml4, whose PCID is 0 */
+}
+
+void space_enter(struct cpu *c, struct space *s) {
+    bool knows = c->generation[s->index] == s->generation;
+    c->space = s;
+    c->generation[s->index] = s->generation;
+    write_cr3(s->cr3 | (knows ? keep : 0));
+}
+
+void space_leave(struct cpu *c) {
+    c->space = NULL;
+    write_cr3((u64)kernel_pml4);
+}
 
 static struct space *claim(void) {
     struct space *found = NULL;
@@ -20,6 +45,8 @@ static struct space *claim(void) {
             found = &spaces[i];
     }
     if (found) {
+        found->index = (u32)(found - spaces);
+        found->generation++;
         found->used = true;
         found->threads = 1;
     }
@@ -74,6 +101,7 @@ struct space *space_create(u64 *entry) {
         return NULL;
     s->pml4 = page_alloc();
     if (s->pml4) {
+        s->cr3 = (u64)s->pml4 | (keep ? s->index + 1 : 0);
         s->pml4[0] = kernel_pml4[0];
         s->pml4[LACUNA_ARENA_BASE >> 39] = kernel_pml4[LACUNA_ARENA_BASE >> 39];
         if (load_program(s) &&

@@ -14,11 +14,10 @@ u64 boot_param(const char *name, u64 otherwise) {
 
 static void cpu_init(u32 i) {
     struct cpu *c = cpu_at(i);
-    c->self = c;
-    c->stack_top = (u64)c + CPU_SIZE;
-    c->timer_at = NEVER;
+    c->tick_at = c->timer_at = NEVER;
     c->apic_id = i;
     trap_cpu_init(c);
+    space_cpu_init();
     apic_init();
     apf_enable(c);
 }
@@ -35,6 +34,8 @@ static void start_cpus(void) {
     apf_init();
     /* The heap has handed out nothing back yet, so that pages still come in sequence. */
     cpus = page_alloc();
+    if ((u64)cpus & (CPU_SIZE - 1))
+        cpus = page_alloc();
     for (u32 i = 1; i < ncpus * (CPU_SIZE / PAGE); i++) {
         if (page_alloc() != (u8 *)cpus + i * PAGE)
             panic("no memory for %u processors", ncpus);

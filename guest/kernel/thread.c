@@ -5,8 +5,6 @@ static struct thread threads[LACUNA_MAX_THREADS];
 static spinlock tree_lock;
 static u32 next_cpu;
 
-extern u64 kernel_pml4[];
-
 static struct thread *claim(struct thread *parent) {
     struct thread *found = NULL;
     lock(&tree_lock);
@@ -15,8 +13,9 @@ static struct thread *claim(struct thread *parent) {
             continue;
         found = &threads[i];
         __builtin_memset(found, 0, sizeof *found);
-        found->state = SLEEPING; /* not FREE, and nobody wakes it: until sched_start */
+        found->state = ALIVE; /* nobody wakes it: until sched_start */
         found->slot = i;
+        found->page_wait.kind = APF_THREAD;
         found->parent = parent;
         if (parent) {
             parent->children++;
@@ -67,7 +66,7 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
     e->kind = LACUNA_KIND_OTHER;
     e->cpu = t->cpu->apic_id;
     int slot = (int)t->slot; /* once started, t may be gone before we return */
-    sched_start(t);
+    sched_start(parent ? parent->cpu : cpu_at(0), t);
     return slot;
 }
 
@@ -81,28 +80,29 @@ static void orphan_children(struct thread *t) {
     }
 }
 
-static void tell_parent(struct thread *parent, u32 status_code) {
+static void tell_parent(struct cpu *c, struct thread *parent, u32 status_code) {
     if (status_code > parent->worst_status)
         parent->worst_status = status_code;
     if (--parent->children || parent->state != WAITING)
         return;
     parent->frame.rax = parent->worst_status;
     parent->worst_status = 0;
-    sched_wake(parent);
+    parent->state = ALIVE;
+    sched_wake(c, parent);
 }
 
 /* Ends the processor's current thread. The first thread takes the machine with it. */
 void thread_exit(struct thread *t, u32 status_code) {
+    struct cpu *c = t->cpu;
     if (t->slot == 0)
         shutdown(status_code);
-    t->cpu->current = NULL;
-    t->cpu->space = NULL;
-    write_cr3((u64)kernel_pml4);
+    c->current = NULL;
+    space_leave(c);
     space_release(t->space);
     lock(&tree_lock);
     orphan_children(t);
     if (t->parent)
-        tell_parent(t->parent, status_code);
+        tell_parent(c, t->parent, status_code);
     t->state = FREE;
     unlock(&tree_lock);
 }

@@ -47,14 +47,26 @@
     popq %rdi
     .endm
 
+/*
+ * From user mode, with the vector on the stack: rdi = the thread, whose frame is complete;
+ * rsi = its processor, whose stack is empty.
+ */
+    .macro ENTER
+    SAVE
+    movq %rsp, %rdi
+    movq THREAD_CPU(%rsp), %rsi
+    leaq CPU_SIZE - 8(%rsi), %rsp /* as if called */
+    .endm
+
     .text
     .globl syscall_entry
-syscall_entry:
+syscall_entry: /* the only way in that needs gs to find its stack */
     swapgs
     movq %rsp, %gs:CPU_SCRATCH
     movq %gs:CPU_RSP0, %rsp
     pushq $SEL_UDATA
     pushq %gs:CPU_SCRATCH
+    swapgs
     pushq %r11
     pushq $SEL_UCODE
     pushq %rcx
@@ -65,18 +77,34 @@ syscall_entry:
 trap_entry: /* vector and error code are on the stack */
     testb $3, 24(%rsp)
     jz kernel_entered
-    swapgs
 user_entered:
-    SAVE
-    movq %rsp, %rdi
-    movq %gs:CPU_STACK, %rsp
-    call trap_user /* does not return */
+    ENTER
+    movl 8 * 15(%rdi), %edx /* vector */
+    jmp trap_user
+
+/* The two events that come most often have stubs of their own. trap.c: the short ways. */
+    .globl page_fault_entry, page_ready_entry
+page_fault_entry:
+    testb $3, 16(%rsp)
+    jz trap_stubs + 16 * VEC_PF
+    pushq $VEC_PF
+    ENTER
+    jmp trap_page_fault
+page_ready_entry:
+    testb $3, 8(%rsp)
+    jz trap_stubs + 16 * VEC_APF_READY
+    subq $8, %rsp /* the error code's place: interrupts have none */
+    pushq $VEC_APF_READY
+    ENTER
+    jmp trap_page_ready
 
 kernel_entered:
     cmpl $32, (%rsp)
     jae idle_interrupted
     SAVE
     movq %rsp, %rdi
+    movq %rsp, %rsi
+    andq $-CPU_SIZE, %rsi
     call trap_kernel
     RESTORE
     addq $16, %rsp
@@ -84,30 +112,32 @@ kernel_entered:
 
 idle_interrupted:
     movl (%rsp), %edi
-    movq %gs:CPU_STACK, %rsp
-    call trap_idle /* does not return */
+    movq %rsp, %rsi
+    andq $-CPU_SIZE, %rsi
+    leaq CPU_SIZE - 8(%rsi), %rsp
+    jmp trap_idle
 
     .globl idle
-idle:
-    movq %gs:CPU_STACK, %rsp
+idle: /* rdi = processor */
+    leaq CPU_SIZE - 8(%rdi), %rsp
     sti
     hlt /* sti holds interrupts off until here: a wake-up cannot slip in between */
     cli /* no interrupt, the host ended the halt: look around, then halt again */
-    movq %gs:0, %rdi
-    call sched_resume /* does not return */
+    jmp sched_resume
 
-    .globl resume
+    .globl resume, resume_by_iret
 resume: /* rdi = thread, whose frame comes first */
+    cmpl $VEC_SYSCALL, 8 * 15(%rdi)
+    jne resume_by_iret
     movq %rdi, %rsp
     RESTORE
-    cmpl $VEC_SYSCALL, (%rsp)
-    je 1f
-    addq $16, %rsp
-    swapgs
-    iretq
-1:  movq 40(%rsp), %rsp /* rcx and r11 hold rip and rflags as syscall left them */
-    swapgs
+    movq 40(%rsp), %rsp /* rcx and r11 hold rip and rflags as syscall left them */
     sysretq
+resume_by_iret: /* the same, however it came in */
+    movq %rdi, %rsp
+    RESTORE
+    addq $16, %rsp
+    iretq
 
 /* rdmsr and wrmsr that survive #GP: trap_kernel moves rip to msr_failed. */
     .globl msr_read, msr_read_insn, msr_write, msr_write_insn, msr_failed

@@ -21,6 +21,10 @@ void trap_init(void) {
     for (u32 v = 0; v < VEC_COUNT; v++) {
         u64 stub = (u64)trap_stubs + v * 16;
         bool fatal = v == 2 || v == 8 || v == 18; /* may find no usable stack */
+        if (v == VEC_PF)
+            stub = (u64)page_fault_entry;
+        if (v == VEC_APF_READY)
+            stub = (u64)page_ready_entry;
         idt[v] = (struct gate){(u16)stub, SEL_KCODE, fatal, 0x8e, (u16)(stub >> 16), 0, 0};
     }
 }
@@ -41,8 +45,8 @@ void trap_cpu_init(struct cpu *c) {
     asm volatile("lidt %0" : : "m"(idtr));
     load_segments();
     asm volatile("ltr %w0" : : "r"(SEL_TSS));
-    wrmsr(MSR_GS_BASE, (u64)c);
-    wrmsr(MSR_KERNEL_GS_BASE, 0);
+    wrmsr(MSR_GS_BASE, 0);
+    wrmsr(MSR_KERNEL_GS_BASE, (u64)c);
     wrmsr(MSR_STAR, (u64)(SEL_KDATA | 3) << 48 | (u64)SEL_KCODE << 32);
     wrmsr(MSR_LSTAR, (u64)syscall_entry);
     wrmsr(MSR_FMASK, 0x47700); /* AC NT IOPL DF IF TF */
@@ -108,9 +112,7 @@ static bool is_async(struct cpu *c, const struct frame *f) {
     return true;
 }
 
-_Noreturn void trap_user(struct thread *t) {
-    struct cpu *c = this_cpu();
-    u64 vector = t->frame.vector;
+_Noreturn void trap_user(struct thread *t, struct cpu *c, u32 vector) {
     if (vector == VEC_SYSCALL || is_ud2_call(&t->frame))
         syscall(c, t);
     else if (vector >= 32)
@@ -120,8 +122,26 @@ _Noreturn void trap_user(struct thread *t) {
     sched_resume(c);
 }
 
-_Noreturn void trap_idle(u64 vector) {
-    struct cpu *c = this_cpu();
+/*
+ * The short ways: a thread's page is not present and another one can run, or it is ready and
+ * its thread preempts who runs. Some hosts emulate the kernel, at a microsecond an instruction.
+ */
+void trap_page_fault(struct thread *t, struct cpu *c) {
+    if (sched_may_block(c) && apf_sleep(c, t))
+        sched_next(c);
+    else
+        trap_user(t, c, VEC_PF);
+}
+
+void trap_page_ready(struct thread *t, struct cpu *c) {
+    struct thread *woken = apf_sleeper(c); /* acknowledged, if there is one */
+    if (woken)
+        sched_preempt(c, t, woken);
+    else
+        trap_user(t, c, VEC_APF_READY);
+}
+
+_Noreturn void trap_idle(u64 vector, struct cpu *c) {
     interrupt(c, vector);
     sched_resume(c);
 }
@@ -136,11 +156,11 @@ _Noreturn void trap_fatal(struct frame *f) {
  * async page faults of idle, which alone runs with interrupts on. Idle has nothing to go back to:
  * it starts over, and halts if there is still nobody to run.
  */
-void trap_kernel(struct frame *f) {
+void trap_kernel(struct frame *f, struct cpu *c) {
     if (f->vector == 13 && (f->rip == (u64)msr_read_insn || f->rip == (u64)msr_write_insn))
         f->rip = (u64)msr_failed;
-    else if (f->vector == VEC_PF && f->rflags & RFLAGS_IF && is_async(this_cpu(), f))
-        sched_resume(this_cpu());
+    else if (f->vector == VEC_PF && f->rflags & RFLAGS_IF && is_async(c, f))
+        sched_resume(c);
     else
         trap_fatal(f);
 }

@@ -12,6 +12,7 @@ typedef uint32_t u32;
 typedef uint64_t u64;
 
 #define PAGE 4096ull
+#define BLOCK (512 * PAGE) /* what one entry of a page directory can map */
 
 #define PTE_P 0x1ull
 #define PTE_W 0x2ull
@@ -26,12 +27,16 @@ typedef uint64_t u64;
 #define MSR_APIC_BASE 0x1b
 #define MSR_TSC_DEADLINE 0x6e0
 #define MSR_X2APIC 0x800
+#define MSR_X2APIC_EOI 0x80b
 #define MSR_EFER 0xc0000080
 #define MSR_STAR 0xc0000081
 #define MSR_LSTAR 0xc0000082
 #define MSR_FMASK 0xc0000084
 #define MSR_GS_BASE 0xc0000101
 #define MSR_KERNEL_GS_BASE 0xc0000102
+
+#define CR3_KEEP (1ull << 63) /* what is known of the PCID that is loaded */
+#define CR4_PCIDE 0x20000ull
 
 #define RFLAGS_IF 0x200u
 
@@ -82,6 +87,14 @@ static inline u64 read_cr2(void) {
 }
 
 static inline void write_cr3(u64 v) { asm volatile("movq %0, %%cr3" : : "r"(v) : "memory"); }
+
+static inline u64 read_cr4(void) {
+    u64 v;
+    asm volatile("movq %%cr4, %0" : "=r"(v));
+    return v;
+}
+
+static inline void write_cr4(u64 v) { asm volatile("movq %0, %%cr4" : : "r"(v) : "memory"); }
 
 static inline void pause(void) { asm volatile("pause"); }
 

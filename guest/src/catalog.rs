@@ -55,6 +55,11 @@ pub const KERNEL_PARAMS: &[Param] = &[
         "0",
         "1: page-not-present at CPL 0, too, where only idle can get it",
     ),
+    param(
+        "huge",
+        "0",
+        "1: map the arena by 2 MiB pages where memory has whole ones",
+    ),
     param("tick_us", "1000", "timer tick, microseconds"),
     param("slice_us", "4000", "time slice, microseconds"),
 ];
@@ -140,6 +145,84 @@ static IMAGES: &[Image] = &[
             param("threads", "smp", "threads, each with its own part"),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the random order"),
+        ]
+    ),
+    image!(
+        "zipf",
+        "skewed reads and writes: some memory hot, most of it hardly ever used",
+        &[
+            param("processes", "smp", "processes, each with its own part"),
+            param(
+                "skew",
+                "99",
+                "exponent of the law in hundredths; 0: all pages alike"
+            ),
+            param("writes", "50", "accesses that write, percent"),
+            param(
+                "scatter",
+                "0",
+                "1: hot pages lie anywhere, not side by side"
+            ),
+            param("seconds", "10", "how long, seconds"),
+            param(
+                "accesses",
+                "0",
+                "or: until each process made that many accesses"
+            ),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of the places"),
+        ]
+    ),
+    image!(
+        "churn",
+        "transactions on a heap of objects: pages dirtied at a rate to be set",
+        &[
+            param("processes", "smp", "processes, each with its own heap"),
+            param(
+                "hot",
+                "bytes / 8",
+                "of the heaps, bytes that most transactions stay in; 0: none"
+            ),
+            param(
+                "cold",
+                "1000",
+                "of 10000 transactions, those in the rest: dirties new pages"
+            ),
+            param("writes", "50", "objects updated of those read, percent"),
+            param(
+                "frees",
+                "5",
+                "transactions that free and make an object, percent"
+            ),
+            param(
+                "window_ms",
+                "1000",
+                "how often latencies go to the status page, milliseconds"
+            ),
+            param(
+                "look_ms",
+                "20",
+                "how often who is paused looks whether that is over"
+            ),
+            param("seconds", "10", "how long, seconds"),
+            param("transactions", "0", "or: until each process made that many"),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of objects and transactions"),
+        ]
+    ),
+    image!(
+        "reads",
+        "random reads of 8 bytes over much memory",
+        &[
+            param(
+                "threads",
+                "smp",
+                "threads that read, all of them everywhere"
+            ),
+            param("seconds", "10", "how long, seconds"),
+            param("reads", "0", "or: until each thread made that many reads"),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of the places"),
         ]
     ),
     image!(

@@ -4,7 +4,7 @@
 //!    0  u64 magic "LACUNAST"   u32 version   u32 nthreads   u32 state   u32 exit_code
 //!   24  u32 apf counters: not_present  ready  wake_all  dummy  idle  lost
 //!   48  u32 paused, written by the host      pad to 64
-//!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  pad to 64
+//!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  u32 latency_ns[4]
 //!  128  entry 1 ...                                                       up to 60 entries
 //! ```
 //! The guest announces the page with a 32-bit write of its frame number to [`crate::PORT_STATUS`].
@@ -53,6 +53,8 @@ pub const CPU_AT: usize = 20;
 pub const NAME_AT: usize = 24;
 /// Size of the name, NUL-padded.
 pub const NAME_BYTES: usize = 24;
+/// Offset of the latencies, u32 each, in nanoseconds: median, 99 %, 99.9 %, worst.
+pub const LATENCY_AT: usize = 48;
 
 /// What a thread does for a living.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -119,6 +121,21 @@ pub struct Thread {
     pub cpu: u32,
     /// Its name; empty until it gives itself one.
     pub name: String,
+    /// How long its work took lately, if it keeps that. Of the workloads `churn` does.
+    pub latency: Option<Latency>,
+}
+
+/// How long each piece of a thread's work took in its last window, nanoseconds; at most 2^32 - 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Latency {
+    /// The median.
+    pub p50_ns: u32,
+    /// What 99 % did not exceed.
+    pub p99_ns: u32,
+    /// What 99.9 % did not exceed.
+    pub p999_ns: u32,
+    /// The worst.
+    pub max_ns: u32,
 }
 
 /// The page, read.
@@ -229,7 +246,21 @@ impl Thread {
             },
             cpu: u32_at(entry, CPU_AT),
             name: name.map(|b| char::from(*b)).collect(),
+            latency: Latency::parse(entry),
         }
+    }
+}
+
+impl Latency {
+    fn parse(entry: &[u8]) -> Option<Self> {
+        let number = |index: usize| u32_at(entry, LATENCY_AT + 4 * index);
+        let latency = Self {
+            p50_ns: number(0),
+            p99_ns: number(1),
+            p999_ns: number(2),
+            max_ns: number(3),
+        };
+        Some(latency).filter(|latency| latency.max_ns != 0)
     }
 }
 
@@ -264,6 +295,9 @@ mod tests {
         p[e + KIND_AT] = 2;
         p[e + CPU_AT] = 3;
         p[e + NAME_AT..e + NAME_AT + 7].copy_from_slice(b"fault\x1b0");
+        for part in 0..4 {
+            p[e + LATENCY_AT + 4 * part] = 20 + part as u8;
+        }
         p
     }
 
@@ -287,7 +321,15 @@ mod tests {
             (77, Some(100), Kind::Faulter, 3)
         );
         assert_eq!(t.name, "fault0");
-        assert_eq!(status.threads[0].goal, None);
+        let latency = Latency {
+            p50_ns: 20,
+            p99_ns: 21,
+            p999_ns: 22,
+            max_ns: 23,
+        };
+        assert_eq!(t.latency, Some(latency));
+        let idle = &status.threads[0];
+        assert_eq!((idle.goal, idle.latency), (None, None));
     }
 
     #[test]

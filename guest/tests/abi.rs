@@ -1,4 +1,4 @@
-//! The C headers and their Rust mirror say the same; patterns compress as promised.
+//! The C headers and their Rust mirror say the same; patterns compress and laws hold as promised.
 
 use lacuna_guest::{EXIT_FAULT, EXIT_PANIC, PORT_CONSOLE, PORT_EXIT, PORT_STATUS, status as s};
 use lz4_flex::block::compress_into;
@@ -57,6 +57,7 @@ fn rust_mirrors_the_c_headers() {
         format!("lacuna_status_entry.kind {}", s::KIND_AT),
         format!("lacuna_status_entry.cpu {}", s::CPU_AT),
         format!("lacuna_status_entry.name {}", s::NAME_AT),
+        format!("lacuna_status_entry.latency_ns {}", s::LATENCY_AT),
     ];
     let found = String::from_utf8(output.stdout).unwrap();
     assert_eq!(found.lines().collect::<Vec<_>>(), expected);
@@ -72,4 +73,40 @@ fn keyed_pattern_compresses_and_random_does_not() {
     let packed = compress_into(&keyed, &mut out).unwrap();
     assert!(packed * 6 < 4096, "{packed} bytes");
     assert!(compress_into(&random, &mut out).unwrap() >= 4096);
+}
+
+/// Against the law in floating point: the frequent ranks, and what is above each power of two.
+#[test]
+fn ranks_are_drawn_by_zipfs_law() {
+    let probe = probe("zipf");
+    for hundredths in [0, 50, 99, 150] {
+        let output = Command::new(&probe)
+            .args(["zipf", &hundredths.to_string()])
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let drawn: Vec<f64> = text.lines().map(|line| line.parse().unwrap()).collect();
+        assert_eq!(drawn.len(), 3000);
+        let weight = |rank: usize| (rank as f64).powf(-f64::from(hundredths) / 100.0);
+        let weights: Vec<f64> = (1..=3000).map(weight).collect();
+        let share =
+            |of: &[f64], from: usize| of[from..].iter().sum::<f64>() / of.iter().sum::<f64>();
+        for from in (0..12).map(|k| (1 << k) - 1) {
+            let (found, law) = (share(&drawn, from), share(&weights, from));
+            assert!(
+                (found - law).abs() < 0.001,
+                "s {hundredths}: {found} and {law} from {from}"
+            );
+        }
+        // Within five standard deviations, rank by rank.
+        let scale = drawn.iter().sum::<f64>() / weights.iter().sum::<f64>();
+        for (rank, (found, weight)) in drawn.iter().zip(&weights).enumerate() {
+            let expected = weight * scale;
+            let off = (found - expected).abs();
+            assert!(
+                off < 5.0 * expected.sqrt() + 0.002 * expected,
+                "rank {rank}: {found}"
+            );
+        }
+    }
 }

@@ -161,6 +161,21 @@ static void bad_arguments_are_refused(void) {
     CHECK(*(volatile uint64_t *)lacuna_arena() == 4711);
 }
 
+/* With huge=1. That every page is there once, `verify` finds out. */
+static void the_arena_begins_with_blocks(void) {
+    const uint64_t block = 2 << 20;
+    if (!lacuna_param("huge", 0))
+        return;
+    CHECK(lacuna_arena_bytes() % block != 0); /* and ends with pages */
+    for (uint64_t at = 0; at < lacuna_arena_bytes() / 2; at += block) {
+        uint64_t gpa = lacuna_gpa(lacuna_arena() + at);
+        CHECK(gpa % block == 0);
+        CHECK(lacuna_gpa(lacuna_arena() + at + block - 1) == gpa + block - 1);
+    }
+    char *last = lacuna_arena() + lacuna_arena_bytes() - 1;
+    CHECK(lacuna_gpa(last) != ~0ull && lacuna_gpa(last + 1) == ~0ull);
+}
+
 static int sleeps_elsewhere(uint64_t ms) {
     lacuna_sleep_ns(ms * 1000000);
     return lacuna_status(LACUNA_KIND_OTHER, "slept", 0)->cpu != 0;
@@ -215,6 +230,7 @@ int main(void) {
     memory_comes_back();
     threads_run_out_gracefully();
     bad_arguments_are_refused();
+    the_arena_begins_with_blocks();
     a_machine_without_async_page_faults_says_so();
     a_processor_goes_offline();
     lacuna_printf("kernel: ok, now a fault of the first process\n");

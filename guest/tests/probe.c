@@ -1,11 +1,28 @@
 /* Runs on the building machine: what the C side makes of layouts and patterns. */
 #include "../workloads/pattern.h"
+#include "../workloads/zipf.h"
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define OFFSET(type, field) printf(#type "." #field " %zu\n", offsetof(struct type, field))
 
+/* How often each of 3000 ranks is drawn. */
+static int draw(uint64_t s) {
+    static struct zipf law;
+    static unsigned count[3000];
+    uint64_t random = 4711;
+    zipf_init(&law, 3000, s);
+    for (int i = 0; i < 4000000; i++)
+        count[zipf_draw(&law, &random)]++;
+    for (int i = 0; i < 3000; i++)
+        printf("%u\n", count[i]);
+    return 0;
+}
+
 int main(int argc, char **argv) {
+    if (argc > 2)
+        return draw(strtoul(argv[2], NULL, 10));
     if (argc > 1) {
         uint64_t key = pattern_key(1, 4711, 3);
         for (uint64_t w = 0; w < 512; w++) {
@@ -40,5 +57,6 @@ int main(int argc, char **argv) {
     OFFSET(lacuna_status_entry, kind);
     OFFSET(lacuna_status_entry, cpu);
     OFFSET(lacuna_status_entry, name);
+    OFFSET(lacuna_status_entry, latency_ns);
     return 0;
 }

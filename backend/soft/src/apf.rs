@@ -40,7 +40,8 @@ impl Guest for Entry {
             Err(Absent::NoMemory) => Err(Unwritable),
             Ok(None) | Err(Absent::Pending(_) | Absent::Busy) => {
                 // As in KVM, the vCPU waits for this one.
-                let written = self.vm.write(at, &value.to_le_bytes());
+                let written = self.vm.write_unmarked(at, &value.to_le_bytes());
+                self.bus.faulter().wrote(at.gfn());
                 self.note(written)
             }
         }

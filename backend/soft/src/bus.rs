@@ -1,10 +1,10 @@
 //! A vCPU's view of memory: stage-2 walk, and the fault path when the walk fails.
 
 use crate::Vm;
-use lacuna_addr::{Access, Gfn, Gpa, Pfn};
+use lacuna_addr::{Access, Gfn, Gpa, Level};
 use lacuna_cpu::{Bus, HostPage, Stop};
 use lacuna_host::{HostError, Ticket};
-use lacuna_mmu::{Faulter, Outcome};
+use lacuna_mmu::{Faulter, Outcome, Page, Room};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
 
@@ -23,6 +23,8 @@ pub(crate) enum Blocked {
     Memory,
     /// An invalidation near its page to end.
     Busy,
+    /// Its ring of dirty pages to be emptied.
+    RingFull,
     /// Nothing: the content of this page is gone.
     Lost(Gpa, String),
     /// Nothing: no table page is left.
@@ -52,12 +54,51 @@ impl SoftBus {
         &mut self.faulter
     }
 
+    /// The vCPU leaves guest code: what it has logged is marked before it is offline, for who
+    /// harvests waits for that.
+    #[inline]
+    pub(crate) fn leave(&mut self) {
+        self.vm.mmu.flush_log(&mut self.faulter);
+    }
+
+    /// [`Bus::page`], also with a full ring, which has a reserve: for the few pages that the vCPU
+    /// touches outside guest code.
+    #[inline]
+    pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
+        let vm = &self.vm;
+        // Before the walk: whoever unmaps what it finds must know whom to ask.
+        vm.quiescence().vcpu(self.index).note(gfn.block());
+        if let Walk::Hit(hit) = vm.mmu.walk(&mut self.faulter, gfn, access) {
+            let page = Page {
+                pfn: hit.pfn,
+                level: hit.level,
+                writable: hit.writable,
+            };
+            return Ok(self.host_page(gfn, page));
+        }
+        match vm.mmu.fault(&mut self.faulter, gfn, access) {
+            Outcome::Mapped(page) => Ok(self.host_page(gfn, page)),
+            other => Err(self.stop(gfn, access, other)),
+        }
+    }
+
+    #[cold]
+    fn ring_full(&mut self) -> Stop {
+        self.blocked = Some(Blocked::RingFull);
+        Stop::Wait
+    }
+
     #[inline]
     #[allow(
         unsafe_code,
         reason = "the one place where a frame becomes a page of a processor"
     )]
-    fn host_page(&self, gfn: Gfn, pfn: Pfn, writable: bool) -> HostPage {
+    fn host_page(&self, gfn: Gfn, page: Page) -> HostPage {
+        let Page {
+            pfn,
+            level,
+            writable,
+        } = page;
         let base = self.vm.host.frame(pfn).as_non_null();
         let watched = self.vm.code.is_watched(gfn);
         // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as
@@ -66,7 +107,14 @@ impl SoftBus {
         // online; whoever unmaps it requests an epoch afterwards and waits for this vCPU before the
         // frame is reused (`Mmu::invalidate`, `Mmu::zap`). Everyone who touches frames of mapped
         // pages uses atomics (`lacuna_host`'s contract for `frame`).
-        unsafe { HostPage::new(base, writable, watched) }
+        let page = unsafe { HostPage::new(base, writable, watched) };
+        if level == Level::L4K || self.vm.code.is_block_watched(gfn) {
+            return page;
+        }
+        // SAFETY: a leaf of 2 MiB (or more) maps the block around `gfn` to as many frames in a row,
+        // all with its rights, and it is unmapped, split and watched by the same rules as a page: a
+        // new watch shoots down what is in TLBs before it counts on it. Nothing in it is watched.
+        unsafe { page.of_block() }
     }
 
     #[cold]
@@ -99,13 +147,9 @@ impl SoftBus {
 unsafe impl Bus for SoftBus {
     #[inline]
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
-        let vm = &self.vm;
-        if let Walk::Hit(hit) = vm.mmu.stage2().walk(gfn, access) {
-            return Ok(self.host_page(gfn, hit.pfn, hit.writable));
-        }
-        match vm.mmu.fault(&mut self.faulter, gfn, access) {
-            Outcome::Mapped(page) => Ok(self.host_page(gfn, page.pfn, page.writable)),
-            other => Err(self.stop(gfn, access, other)),
+        match self.faulter.room() {
+            Room::Yes => self.page_now(gfn, access),
+            Room::SoftFull => Err(self.ring_full()),
         }
     }
 
@@ -115,6 +159,7 @@ unsafe impl Bus for SoftBus {
             return Ok(());
         }
         vm.code.watch(gfn);
+        vm.mmu.flush_log(&mut self.faulter);
         // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
         // watch pages at the same time must not wait for each other.
         let quiescence = vm.quiescence();

@@ -10,7 +10,7 @@
 //! Bits are never cleared: a page that once held code stays on the slow path for writers. Guests
 //! keep code and data apart; one that does not pays some 100 ns a store.
 
-use lacuna_addr::Gfn;
+use lacuna_addr::{Gfn, Level};
 use lacuna_sync::{Quiescence, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +26,9 @@ pub(crate) enum Stale {
     /// All decoded instructions.
     All,
 }
+
+/// Words of the bitmap that a 2 MiB block has.
+const BLOCK_WORDS: usize = (Level::L2M.pages() / 64) as usize;
 
 /// The watched pages of one VM.
 pub(crate) struct CodeMap {
@@ -62,6 +65,16 @@ impl CodeMap {
     #[inline]
     pub(crate) fn is_watched(&self, gfn: Gfn) -> bool {
         Self::has(&self.watched, gfn)
+    }
+
+    /// Whether any page of the 2 MiB block of `gfn` holds decoded code, or is about to.
+    #[inline]
+    pub(crate) fn is_block_watched(&self, gfn: Gfn) -> bool {
+        let first = (gfn.get() / 64) as usize & !(BLOCK_WORDS - 1);
+        let words = self.watched.iter().skip(first).take(BLOCK_WORDS);
+        words
+            .map(|word| word.load(Ordering::Acquire))
+            .any(|word| word != 0)
     }
 
     /// Whether it may be decoded: every writer takes the slow path. A page past the slots' end,

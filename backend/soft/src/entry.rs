@@ -4,7 +4,7 @@ use crate::bus::{Blocked, SoftBus};
 use crate::code::Stale;
 use crate::{SoftError, Vm};
 use lacuna_addr::{Access, Gfn};
-use lacuna_cpu::{Bus as _, HostPage, Stop};
+use lacuna_cpu::{HostPage, Stop};
 use lacuna_host::Ticket;
 use lacuna_machine::VcpuError;
 use lacuna_sync::{Epoch, Quiescence, VcpuSlot};
@@ -83,9 +83,11 @@ impl Entry {
                 quiescence,
                 index: self.index,
             };
-            flush_since(&mut self.cpu, &mut self.flushed, epoch);
-            self.cpu
-                .run_exclusive(&mut self.bus, quiescence.vcpu(self.index))
+            let slot = quiescence.vcpu(self.index);
+            flush_since(&mut self.cpu, slot, &mut self.flushed, epoch);
+            let exit = self.cpu.run_exclusive(&mut self.bus, slot);
+            self.bus.leave();
+            exit
         })
     }
 
@@ -96,7 +98,7 @@ impl Entry {
         access: Access,
         touch: impl FnOnce(HostPage) -> R,
     ) -> Result<R, Absent> {
-        match self.online(|_, bus, _| bus.page(gfn, access).map(touch)) {
+        match self.online(|_, bus, _| bus.page_now(gfn, access).map(touch)) {
             Ok(touched) => Ok(touched),
             Err(Stop::Mmio(_)) => Err(Absent::NoMemory),
             Err(_) => match self.bus.blocked.take() {
@@ -114,14 +116,18 @@ impl Entry {
             quiescence,
             index: self.index,
         };
-        flush_since(&mut self.cpu, &mut self.flushed, epoch);
-        body(&mut self.cpu, &mut self.bus, quiescence.vcpu(self.index))
+        let slot = quiescence.vcpu(self.index);
+        flush_since(&mut self.cpu, slot, &mut self.flushed, epoch);
+        let done = body(&mut self.cpu, &mut self.bus, slot);
+        self.bus.leave();
+        done
     }
 }
 
-fn flush_since(cpu: &mut Cpu, flushed: &mut Epoch, epoch: Epoch) {
+fn flush_since(cpu: &mut Cpu, slot: &VcpuSlot, flushed: &mut Epoch, epoch: Epoch) {
     if epoch > *flushed {
         cpu.flush_tlb();
+        slot.flushed();
         *flushed = epoch;
     }
 }

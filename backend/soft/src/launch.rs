@@ -4,7 +4,8 @@ use crate::{Guest, SoftError, Stalls, Trace, Vm, VmConfig, World, WorldConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
-    Dial, FileStore, Host, HostConfig, HostError, HostStats, Io, Latency, MemoryStore, SwapStore,
+    Dial, FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, MemoryStore,
+    SwapStore,
 };
 use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
@@ -31,6 +32,8 @@ pub struct Launch {
     pub resident: PageCount,
     /// Its processors.
     pub vcpus: usize,
+    /// Where its pages are made 512 at a time.
+    pub huge: HugePages,
     /// Where the rest goes.
     pub swap: Swap,
     /// Added to every swap transfer.
@@ -96,6 +99,7 @@ impl Launch {
         };
         Host::new(HostConfig {
             budget: self.resident,
+            huge: self.huge,
             swap,
             io,
             clock,

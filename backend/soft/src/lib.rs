@@ -14,6 +14,7 @@
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `launch` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
+//! | `dirty` | which pages the guest writes |
 //! | `memory` | guest memory for loaders and viewers |
 //!
 //! # Unsafe
@@ -25,6 +26,7 @@
 mod apf;
 mod bus;
 mod code;
+mod dirty;
 mod entry;
 mod exclusive;
 mod launch;
@@ -37,8 +39,12 @@ mod vcpu;
 mod vm;
 
 pub use lacuna_apf::Stats as ApfStats;
-pub use lacuna_host::{Dial, Host, HostError, HostStats, MmuNotifier};
+pub use lacuna_host::{Background, Dial, Host, HostError, HostStats, HugePages, MmuNotifier};
 pub use lacuna_machine::Apf;
+pub use lacuna_mmu::{
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
+};
+pub use lacuna_mmu::{Faulter, Mmu, MmuError, Outcome as Fault, Shape, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use launch::{Launch, Observed, Outcome, Swap};
 pub use seeded::{Guest, Trace, World, WorldConfig};

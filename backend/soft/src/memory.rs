@@ -3,6 +3,7 @@
 use crate::Vm;
 use lacuna_addr::{Gpa, Hva, PAGE_SIZE};
 use lacuna_machine::{GuestMemory, MemoryError};
+use lacuna_mmu::DirtyError;
 use std::sync::atomic::{Ordering, fence};
 
 impl Vm {
@@ -25,8 +26,9 @@ impl Vm {
     }
 }
 
-impl GuestMemory for Vm {
-    fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
+impl Vm {
+    /// [`GuestMemory::write`] by someone who marks the page as written afterwards.
+    pub(crate) fn write_unmarked(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
         for (hva, at, done, part) in self.pieces(gpa, bytes.len())? {
             let copied = self.host.copy_in(hva, &bytes[done..done + part]);
             copied.map_err(|e| MemoryError::Backing {
@@ -39,6 +41,21 @@ impl GuestMemory for Vm {
             if self.code.is_watched(at.gfn()) {
                 self.code.written_by_host(at.gfn(), self.quiescence());
             }
+        }
+        Ok(())
+    }
+}
+
+impl GuestMemory for Vm {
+    fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
+        for (_, at, done, part) in self.pieces(gpa, bytes.len())? {
+            let refused = |error: DirtyError| MemoryError::Backing {
+                gpa: at,
+                cause: error.to_string(),
+            };
+            self.mmu.may_write(at.gfn()).map_err(refused)?;
+            self.write_unmarked(at, &bytes[done..done + part])?;
+            self.mmu.wrote(at.gfn());
         }
         Ok(())
     }

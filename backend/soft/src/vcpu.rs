@@ -17,6 +17,7 @@ use lacuna_apf::{Msr, NotPresent, Queue};
 use lacuna_cpu::{Stop, Wake};
 use lacuna_host::{Ticket, fine_sleeps};
 use lacuna_machine::{Apf, Boot, Exit, VcpuError, Width};
+use lacuna_mmu::Room;
 use lacuna_sync::Nanos;
 use lacuna_x86::{Regs, System, Table};
 use std::sync::Arc;
@@ -26,6 +27,10 @@ use std::thread::yield_now;
 /// Instructions after which a vCPU looks for pages that have come: some 100 us. A dial between
 /// those who compute and those who fault: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
+
+/// How long a vCPU that has halted looks for its pages itself. Two threads would have to be woken
+/// otherwise, some 80 us on a quiet machine. KVM polls in a halt as long (`halt_poll_ns`).
+const HALT_POLL_NS: u64 = 200_000;
 
 /// What one step ended with.
 pub enum Step {
@@ -126,6 +131,9 @@ impl Vcpu {
         }
         if let Some(halt) = self.artificial_halt() {
             return halt;
+        }
+        if self.entry.bus.faulter().room() == Room::SoftFull {
+            return Step::Exit(Exit::DirtyRingFull);
         }
         let exit = self.entry.run(fuel);
         self.meter()
@@ -231,10 +239,32 @@ impl Vcpu {
                     let until = until.map_or(due, |until| until.min(due));
                     vm.bells.parker(self.index).park(&*vm.clock, Some(until));
                 }
+                (Step::Wait(Wait::Halt(until)), None) if self.halt_poll(until) => {}
                 (other, _) => return other,
             }
         }
         Step::Exit(Exit::Interrupted)
+    }
+
+    /// Looks for pages instead of going to sleep, if they have come soon so far. Whether there is
+    /// a reason to look further.
+    fn halt_poll(&self, until: Option<Nanos>) -> bool {
+        let expected = self.apf.stats().swap_in.mean_ns();
+        if !self.apf.awaits_pages() || expected > HALT_POLL_NS {
+            return false;
+        }
+        let mut now = self.vm.clock.now();
+        let end = now.after(HALT_POLL_NS);
+        let end = until.map_or(end, |until| until.min(end));
+        while now < end {
+            if self.vm.host.poll(now) > 0 || self.is_poked() {
+                return true;
+            }
+            // Whoever wants the core has more to do than we have.
+            yield_now();
+            now = self.vm.clock.now();
+        }
+        false
     }
 
     fn meter(&self) -> &Meter {
@@ -290,6 +320,7 @@ impl Vcpu {
                 None => return Step::Ran,
             },
             Some(Blocked::Memory) => Wait::Memory,
+            Some(Blocked::RingFull) => return Step::Exit(Exit::DirtyRingFull),
             Some(Blocked::Busy) | None => return Step::Wait(Wait::Busy),
             Some(Blocked::Lost(gpa, cause)) => {
                 return Step::Failed(VcpuError::PageLost { vcpu, gpa, cause });

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Lines, boot, image, launch, pass, run};
 use lacuna_addr::PageCount;
-use lacuna_host::{Fault, FaultyStore, HostConfig, Io};
+use lacuna_host::{Fault, FaultyStore, HostConfig, HugePages, Io};
 use lacuna_machine::{Board, Ending, Next, VcpuError, dispatch};
 use lacuna_soft::{
     Apf, ApfStats, Dial, Guest, Host, Launch, Outcome, Step, Trace, Vcpu, Vm, Wait, World,
@@ -252,6 +252,7 @@ fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
     let store = FaultyStore::new(PageCount::new(1 << 14));
     let host = Host::new(HostConfig {
         budget: launch.resident,
+        huge: HugePages::Never,
         swap: Box::new(store.clone()),
         io: Io::Virtual {
             seed: 1,

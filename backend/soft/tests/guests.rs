@@ -4,7 +4,7 @@ mod common;
 
 use common::{Lines, boot, image, launch, pass, run};
 use lacuna_addr::PageCount;
-use lacuna_host::{Fault, FaultyStore, Host, HostConfig, Io};
+use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
 use lacuna_machine::{Ending, VcpuError};
 use lacuna_soft::{Guest, Launch, World, WorldConfig};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
@@ -158,6 +158,7 @@ fn faulty(budget_mib: u64) -> (Arc<Host>, FaultyStore, Arc<dyn Clock>) {
     let store = FaultyStore::new(PageCount::new(1 << 16));
     let host = Host::new(HostConfig {
         budget: PageCount::from_bytes(budget_mib * common::MIB),
+        huge: HugePages::Never,
         swap: Box::new(store.clone()),
         io: Io::Threads { readers: 2 },
         clock: Arc::clone(&clock),
@@ -196,6 +197,7 @@ fn a_full_disk_ends_the_run_with_nothing_lost() {
     let store = FaultyStore::new(PageCount::new(1000));
     let host = Host::new(HostConfig {
         budget: PageCount::from_bytes(8 * common::MIB),
+        huge: HugePages::Never,
         swap: Box::new(store),
         io: Io::Threads { readers: 2 },
         clock: Arc::clone(&clock),

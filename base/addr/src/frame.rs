@@ -110,6 +110,11 @@ impl Gfn {
         Gpa(self.0 << PAGE_SHIFT)
     }
 
+    /// The number of the 2 MiB block of 512 frames that it is in.
+    pub const fn block(self) -> u64 {
+        self.0 >> crate::Level::L2M.page_shift()
+    }
+
     /// `self + pages`, or `None` past 48 bits of address.
     pub const fn checked_add(self, pages: u64) -> Option<Self> {
         match self.0.checked_add(pages) {

@@ -5,7 +5,8 @@
 //! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses
 //!   [`VirtualClock`].
 //! * [`Dial`]: a latency that a run's user turns while it runs.
-//! * [`Quiescence`]: which vCPUs may still hold a translation (the shoot-down protocol).
+//! * [`Quiescence`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
+//!   protocol).
 //! * [`Stripes`]: the range lock of the stage-2 cursor with its invalidation sequence.
 //!
 //! Imports nothing of ours. No `unsafe`.
@@ -13,11 +14,13 @@
 
 mod clock;
 mod dial;
+mod footprint;
 mod quiescence;
 pub mod shim;
 mod stripes;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use dial::Dial;
+pub use footprint::Blocks;
 pub use quiescence::{Epoch, Quiescence, VcpuSlot};
 pub use stripes::{Snapshot, StripeGuard, Stripes};

@@ -6,16 +6,26 @@
 //!
 //! ```text
 //! remover                                vCPU
-//! unmap the leaves                       online():  seen = epoch; fence; epoch again (until equal)
-//! e = request(): epoch += 1, fence,                 flush the TLB if last flushed before seen
-//!    poke every vCPU with seen < e       poked:     flush the TLB, seen = epoch
-//! until passed(e): every seen >= e       offline(): seen = OFFLINE
+//! unmap the leaves                       online():  seen = wanted; fence; wanted still the same?
+//! e = request_for(blocks):                          flush the TLB if last flushed before seen,
+//!    fence; who has noted a block?                  then flushed(): the footprint is empty
+//!    their wanted = e; fence;            poked:     online() again
+//!    poke those with seen < e            walk:      note(block), then read the tables
+//! until passed(e):                       offline(): seen = OFFLINE
+//!    every wanted < e or seen >= e
 //! reuse the frames
 //! ```
 //!
-//! The two fences make it a Dekker exchange: either the remover sees the vCPU online and waits for
-//! it, or the vCPU, coming online, sees the new epoch and flushes before its first access.
+//! Two Dekker exchanges. Footprint: either the remover sees that the vCPU has noted the block, or
+//! the vCPU's walk sees that the leaf is gone. Online: either the remover sees the vCPU online and
+//! waits for it, or the vCPU, coming online, sees what is wanted and flushes before its first
+//! access. A vCPU that is offline keeps its TLB, so it is addressed too; only nobody waits for it.
+//!
+//! A vCPU that has noted none of the blocks is left alone: not poked, not waited for, not flushed.
+//! Footprints start as *everything*, so a vCPU that keeps none is always addressed: keeping one
+//! begins with the first [`VcpuSlot::flushed`].
 
+use crate::footprint::{Blocks, Footprint};
 use crate::shim::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// A moment in the order of shoot-downs.
@@ -24,11 +34,15 @@ pub struct Epoch(u64);
 
 const OFFLINE: u64 = u64::MAX;
 
-/// One vCPU's side, alone on its cache line.
+/// One vCPU's side, alone on its cache lines.
 #[repr(align(64))]
 pub struct VcpuSlot {
+    /// When it last came online or passed a quiescent point, as the `wanted` of that moment.
     seen: AtomicU64,
+    /// The last shoot-down that addressed it.
+    wanted: AtomicU64,
     poke: AtomicU32,
+    footprint: Footprint,
 }
 
 /// The vCPUs of one VM.
@@ -38,11 +52,13 @@ pub struct Quiescence {
 }
 
 impl Quiescence {
-    /// All vCPUs start offline.
+    /// All vCPUs start offline, with a footprint of everything.
     pub fn new(vcpus: usize) -> Self {
         let slot = || VcpuSlot {
             seen: AtomicU64::new(OFFLINE),
+            wanted: AtomicU64::new(0),
             poke: AtomicU32::new(0),
+            footprint: Footprint::everything(),
         };
         Self {
             epoch: AtomicU64::new(0),
@@ -67,21 +83,42 @@ impl Quiescence {
 
     /// Asks every vCPU to flush; call after the entries are gone. Does not wait.
     pub fn request(&self) -> Epoch {
-        let epoch = self.epoch.fetch_add(1, Ordering::SeqCst) + 1;
+        self.address(|_| true)
+    }
+
+    /// Asks those vCPUs to flush that may hold something of `blocks`; call after the entries are
+    /// gone. Does not wait, and has passed at once when there are none.
+    pub fn request_for(&self, blocks: &Blocks) -> Epoch {
+        // Against the fence in `note`.
         fence(Ordering::SeqCst);
-        for vcpu in &self.vcpus {
-            if vcpu.seen.load(Ordering::SeqCst) < epoch {
+        self.address(|vcpu| vcpu.footprint.meets(blocks))
+    }
+
+    /// A new epoch, wanted of every vCPU that `whom` names; epoch zero, which has always passed,
+    /// when it names none.
+    fn address(&self, mut whom: impl FnMut(&VcpuSlot) -> bool) -> Epoch {
+        let mut epoch = 0;
+        for vcpu in self.vcpus.iter().filter(|vcpu| whom(vcpu)) {
+            if epoch == 0 {
+                epoch = self.epoch.fetch_add(1, Ordering::SeqCst) + 1;
+            }
+            // The greatest wins: two removers may arrive here in the other order.
+            vcpu.wanted.fetch_max(epoch, Ordering::SeqCst);
+        }
+        if epoch != 0 {
+            fence(Ordering::SeqCst);
+            for vcpu in self.vcpus.iter().filter(|vcpu| !vcpu.passed(epoch)) {
                 vcpu.poke(VcpuSlot::FLUSH);
             }
         }
         Epoch(epoch)
     }
 
-    /// Whether every vCPU has flushed, or has been offline, since `epoch` was requested.
+    /// Whether every vCPU that `epoch` addressed has flushed, or has been offline, since.
+    ///
+    /// One that only a later epoch addressed is waited for too: it has been poked as well.
     pub fn passed(&self, epoch: Epoch) -> bool {
-        self.vcpus
-            .iter()
-            .all(|vcpu| vcpu.seen.load(Ordering::Acquire) >= epoch.0)
+        self.vcpus.iter().all(|vcpu| vcpu.passed(epoch.0))
     }
 
     /// Whether every vCPU but `index` is offline: nobody else executes guest code.
@@ -101,15 +138,15 @@ impl Quiescence {
     /// at or after.
     pub fn online(&self, index: usize) -> Epoch {
         let slot = &self.vcpus[index];
-        let mut epoch = self.epoch.load(Ordering::Acquire);
+        let mut wanted = slot.wanted.load(Ordering::Acquire);
         loop {
-            slot.seen.store(epoch, Ordering::SeqCst);
+            slot.seen.store(wanted, Ordering::SeqCst);
             fence(Ordering::SeqCst);
-            let again = self.epoch.load(Ordering::SeqCst);
-            if again == epoch {
-                return Epoch(epoch);
+            let again = slot.wanted.load(Ordering::SeqCst);
+            if again == wanted {
+                return Epoch(wanted);
             }
-            epoch = again;
+            wanted = again;
         }
     }
 
@@ -141,5 +178,23 @@ impl VcpuSlot {
     /// Takes the reasons, clearing them.
     pub fn take(&self) -> u32 {
         self.poke.swap(0, Ordering::SeqCst)
+    }
+
+    /// The vCPU is about to walk to a frame of `block` (gfn >> 9) and may keep what it finds. For
+    /// the vCPU itself, online, *before* the walk, and before a fault that may follow it.
+    #[inline]
+    pub fn note(&self, block: u64) {
+        self.footprint.note(block);
+    }
+
+    /// The vCPU's TLB is empty: nothing is noted any more. For the vCPU itself, at a quiescent
+    /// point, right after the flush, and only if it notes every walk from now on.
+    pub fn flushed(&self) {
+        self.footprint.clear();
+    }
+
+    /// Acquire: whoever sees it comes after all that the vCPU did before.
+    fn passed(&self, epoch: u64) -> bool {
+        self.seen.load(Ordering::SeqCst) >= epoch || self.wanted.load(Ordering::SeqCst) < epoch
     }
 }

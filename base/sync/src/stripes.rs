@@ -142,6 +142,13 @@ impl StripeGuard<'_> {
         self.value == snapshot.0 && self.value & BUSY_MASK == 0
     }
 
+    /// Whether an invalidation is under way: somebody may have removed what is still being waited
+    /// for.
+    #[inline]
+    pub fn is_busy(&self) -> bool {
+        self.value & BUSY_MASK != 0
+    }
+
     /// An invalidation of something in this stripe begins.
     pub fn begin(&mut self) {
         assert!(

@@ -18,6 +18,6 @@ mod tlb;
 mod word;
 
 pub use bus::{Bus, Stop, Wake};
-pub use page::HostPage;
+pub use page::{HostPage, Span};
 pub use tlb::{Rights, Tlb};
 pub use word::Word;

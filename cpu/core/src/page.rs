@@ -5,12 +5,23 @@ use lacuna_addr::PAGE_SIZE;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
+/// How far what a [`HostPage`] says is true.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Span {
+    /// Of this page.
+    Page,
+    /// Of the aligned 2 MiB of guest-physical memory around it: they lie as one piece in host
+    /// memory, allow what the page allows, and none of it is watched.
+    Block,
+}
+
 /// A host pointer to a guest page, with what may be done through it.
 #[derive(Clone, Copy, Debug)]
 pub struct HostPage {
     base: NonNull<u8>,
     writable: bool,
     watched: bool,
+    span: Span,
 }
 
 macro_rules! access {
@@ -55,7 +66,36 @@ impl HostPage {
             base,
             writable,
             watched,
+            span: Span::Page,
         }
+    }
+
+    /// The same page, with what it says true of all its block.
+    ///
+    /// # Safety
+    /// What [`HostPage::new`] asks for the page holds for all 2 MiB of which it is page
+    /// `gfn % 512`, `gfn` being the frame it is handed out for. None of them is watched.
+    #[must_use]
+    pub const unsafe fn of_block(self) -> Self {
+        Self {
+            span: Span::Block,
+            ..self
+        }
+    }
+
+    /// The same page, for a guest's leaf that covers no more than `span`.
+    #[inline(always)]
+    #[must_use]
+    pub const fn within(self, span: Span) -> Self {
+        match span {
+            Span::Page => Self { span, ..self },
+            Span::Block => self,
+        }
+    }
+
+    /// How far it is true.
+    pub const fn span(self) -> Span {
+        self.span
     }
 
     /// Whether stores are allowed.

@@ -1,10 +1,13 @@
 //! Guest memory without a hypervisor, for the tests of the processor crates (feature `testing`).
 
-use crate::{Bus, HostPage, Stop};
-use lacuna_addr::{Access, Gfn, PAGE_SIZE};
+use crate::{Bus, HostPage, Span, Stop};
+use lacuna_addr::{Access, Gfn, Level, PAGE_SIZE};
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
+
+/// Frames of a block.
+const BLOCK: u64 = Level::L2M.pages();
 
 /// A guest memory of plain pages in the lowest 64 GiB. What is not there is a device access.
 #[derive(Default)]
@@ -12,12 +15,17 @@ pub struct Ram {
     /// By frame number, as far as the highest page added.
     pages: Vec<Option<&'static Page>>,
     watched: BTreeSet<Gfn>,
+    /// Blocks that pages are handed out of as [`Span::Block`], by their first
+    /// frame, while nothing in them is watched.
+    blocks: BTreeSet<u64>,
     /// Pages that are not resident: touching one stops with [`Stop::Wait`].
     pub swapped: BTreeSet<Gfn>,
     /// Every [`Bus::code_written`], in order.
     pub code_written: Vec<Gfn>,
     /// Calls of [`Bus::page`].
     pub lookups: u64,
+    /// Frames handed out since [`Ram::take_back`], and first frames of blocks.
+    handed_out: BTreeSet<Gfn>,
 }
 
 #[repr(align(4096))]
@@ -41,12 +49,55 @@ impl Ram {
             // Leaked, so that no `HostPage` can outlive it: tests are small and end soon.
             Box::leak(Box::new(Page(std::array::from_fn(|_| AtomicU64::new(0)))))
         });
-        Self::host_page(page, self.watched.contains(&gfn))
+        let page = *page;
+        self.host_page(gfn, page)
     }
 
-    fn host_page(page: &'static Page, watched: bool) -> HostPage {
+    /// The 2 MiB from `gfn` on, made of zeros, as one block.
+    ///
+    /// # Panics
+    /// If `gfn` is not the first of a block, or there is a page already.
+    pub fn add_block(&mut self, gfn: Gfn) {
+        assert!(gfn.get().is_multiple_of(BLOCK), "{gfn:?} is inside a block");
+        let zeros = |_| Page(std::array::from_fn(|_| AtomicU64::new(0)));
+        let memory: &'static [Page] = Box::leak((0..BLOCK).map(zeros).collect());
+        let (first, end) = (gfn.get() as usize, (gfn.get() + BLOCK) as usize);
+        self.pages.resize(self.pages.len().max(end), None);
+        for (slot, page) in self.pages[first..end].iter_mut().zip(memory) {
+            assert!(slot.replace(page).is_none(), "a page is there already");
+        }
+        self.blocks.insert(gfn.get());
+    }
+
+    /// As if every page were taken back from the processor: its owner flushes its TLBs now.
+    pub fn take_back(&mut self) {
+        self.handed_out.clear();
+    }
+
+    /// Whether a processor may know the page: handed out by itself or with its block since
+    /// [`Ram::take_back`].
+    pub fn is_handed_out(&self, gfn: Gfn) -> bool {
+        let first = Gfn::new(gfn.get() & !(BLOCK - 1)).expect("below a frame");
+        self.handed_out.contains(&gfn)
+            || self.blocks.contains(&first.get()) && self.handed_out.contains(&first)
+    }
+
+    fn host_page(&self, gfn: Gfn, page: &'static Page) -> HostPage {
+        let first = gfn.get() & !(BLOCK - 1);
         // SAFETY: a leaked page-aligned page of atomics: valid for ever, written only as atomics.
-        unsafe { HostPage::new(NonNull::from(&page.0).cast(), true, watched) }
+        // Those of a block were leaked as one piece.
+        unsafe {
+            let watched = self.watched.contains(&gfn);
+            let page = HostPage::new(NonNull::from(&page.0).cast(), true, watched);
+            let block = first..first + BLOCK;
+            if self.blocks.contains(&first)
+                && !self.watched.iter().any(|gfn| block.contains(&gfn.get()))
+            {
+                page.of_block()
+            } else {
+                page
+            }
+        }
     }
 }
 
@@ -58,7 +109,15 @@ unsafe impl Bus for Ram {
             return Err(Stop::Wait);
         }
         match self.pages.get(gfn.get() as usize) {
-            Some(Some(page)) => Ok(Self::host_page(page, self.watched.contains(&gfn))),
+            Some(Some(page)) => {
+                let page = self.host_page(gfn, page);
+                let first = Gfn::new(gfn.get() & !(BLOCK - 1)).expect("below a frame");
+                self.handed_out.insert(match page.span() {
+                    Span::Page => gfn,
+                    Span::Block => first,
+                });
+                Ok(page)
+            }
             _ => Err(Stop::Mmio(gfn.gpa())),
         }
     }

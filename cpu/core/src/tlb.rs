@@ -1,13 +1,18 @@
 //! A processor's translation cache: guest-virtual page to host pointer.
 //!
-//! Direct-mapped. One entry is half a cache line:
+//! Two direct-mapped arrays, of 4 KiB pages and of 2 MiB blocks. One entry is half a cache line:
 //!
 //! ```text
 //!   read  : page address, if loads may use the entry          \ one compare decides page, right
 //!   write : page address, if stores may (D set, not watched)  / and alignment (`Tlb::load`)
 //!   host  : host page - page address, so that host + va is the byte
-//!   frame : gfn << 1 | executable
+//!   frame : gfn << 1 | executable                              of a block: gfn >> 9 instead
 //! ```
+//!
+//! Loads and stores look at the first array alone. Who misses there asks [`Tlb::refill`] before it
+//! walks: it copies the page out of its block, if the block is known with the right. A block comes
+//! from a [`HostPage`] with [`Span::Block`], and only from a leaf of the guest's that covers it.
+//! The arrays need not agree: an entry holds as long as its own page, whatever the other says.
 //!
 //! A translation is the same for every privilege level that may use it at all; the processor keeps
 //! one `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
@@ -17,14 +22,19 @@
 //! TLBs before it enters the processor again. That is part of the contract of the `unsafe trait
 //! Bus`.
 
-use crate::{HostPage, Word};
-use lacuna_addr::{Gfn, PAGE_SHIFT, PAGE_SIZE};
+use crate::{HostPage, Span, Word};
+use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT, PAGE_SIZE};
 use std::ptr::NonNull;
 
-/// Entries: 512 KiB of table, which covers 64 MiB. A flush and [`Tlb::protect`] look at the bitmap
-/// of used entries, 2 KiB, and at those. docs/speed-x86.md has what the size is worth.
-const ENTRIES: usize = 4096;
+/// Pages: 128 KiB of table, which covers 16 MiB. A flush and [`Tlb::protect`] look at the bitmap
+/// of used entries, 512 bytes, and at those. docs/speed-x86.md has what the size is worth.
+const PAGES: usize = 4096;
+/// Blocks: 16 KiB of table, which covers 1 GiB.
+const BLOCKS: usize = 512;
 const PAGE_MASK: u64 = !(PAGE_SIZE as u64 - 1);
+const BLOCK_SHIFT: u32 = Level::L2M.byte_shift();
+/// Frames of a block.
+const BLOCK_FRAMES: u64 = Level::L2M.pages();
 /// Never equal to a masked address: its low bits are all ones.
 const INVALID: u64 = u64::MAX;
 
@@ -52,35 +62,43 @@ const EMPTY: Entry = Entry {
     frame: INVALID,
 };
 
-/// A direct-mapped cache of translations for one privilege.
-pub struct Tlb {
-    entries: Box<[Entry; ENTRIES]>,
-    /// A bit for each entry that is not empty, so that a flush costs what was used.
-    used: [u64; ENTRIES / 64],
-}
-
-// SAFETY: the raw pointers are copies of HostPages, which belong to a vCPU, not to a thread: they
-// stay valid until that vCPU's next quiescent point wherever it runs. Access through them is
-// atomic.
-unsafe impl Send for Tlb {}
-
-impl Default for Tlb {
-    fn default() -> Self {
-        let entries = vec![EMPTY; ENTRIES].into_boxed_slice();
-        let Ok(entries) = entries.try_into() else {
-            unreachable!("the length is ENTRIES")
-        };
-        Self {
-            entries,
-            used: [0; ENTRIES / 64],
+impl Entry {
+    fn allows(&self, access: Access, tag: u64) -> bool {
+        match access {
+            Access::Read => self.read == tag,
+            Access::Write => self.write == tag,
+            Access::Fetch => self.read == tag && self.frame & 1 != 0,
         }
     }
 }
 
-impl Tlb {
+/// A direct-mapped array of `SIZE` entries, each for `1 << SHIFT` bytes. `WORDS` is `SIZE / 64`.
+struct Array<const SIZE: usize, const WORDS: usize, const SHIFT: u32> {
+    entries: Box<[Entry; SIZE]>,
+    /// A bit for each entry that is not empty, so that a flush costs what was used.
+    used: Box<[u64; WORDS]>,
+}
+
+impl<const SIZE: usize, const WORDS: usize, const SHIFT: u32> Default
+    for Array<SIZE, WORDS, SHIFT>
+{
+    fn default() -> Self {
+        const { assert!(SIZE.is_power_of_two() && WORDS * 64 == SIZE) }
+        let entries = vec![EMPTY; SIZE].into_boxed_slice();
+        let Ok(entries) = entries.try_into() else {
+            unreachable!("the length is SIZE")
+        };
+        Self {
+            entries,
+            used: Box::new([0; WORDS]),
+        }
+    }
+}
+
+impl<const SIZE: usize, const WORDS: usize, const SHIFT: u32> Array<SIZE, WORDS, SHIFT> {
     #[inline(always)]
     fn index(va: u64) -> usize {
-        (va >> PAGE_SHIFT) as usize & (ENTRIES - 1)
+        (va >> SHIFT) as usize & (SIZE - 1)
     }
 
     #[inline(always)]
@@ -88,10 +106,83 @@ impl Tlb {
         &self.entries[Self::index(va)]
     }
 
+    #[inline(always)]
+    fn insert(&mut self, va: u64, entry: Entry) {
+        let index = Self::index(va);
+        self.used[index / 64] |= 1 << (index % 64);
+        self.entries[index] = entry;
+    }
+
+    fn flush(&mut self) {
+        for (word, used) in self.used.iter_mut().enumerate() {
+            while *used != 0 {
+                self.entries[word * 64 + used.trailing_zeros() as usize] = EMPTY;
+                *used &= *used - 1;
+            }
+        }
+    }
+
+    /// Forgets the entries of the aligned `1 << shift` bytes around `va`.
+    fn forget(&mut self, va: u64, shift: u32) {
+        let entries = 1_usize << shift.saturating_sub(SHIFT);
+        let first = if entries < SIZE {
+            Self::index(va) & !(entries - 1)
+        } else {
+            0
+        };
+        let words = first / 64..(first + entries.min(SIZE)).div_ceil(64);
+        for (word, used) in self
+            .used
+            .iter_mut()
+            .enumerate()
+            .take(words.end)
+            .skip(words.start)
+        {
+            let mut left = *used;
+            while left != 0 {
+                let bit = left.trailing_zeros();
+                let entry = &mut self.entries[word * 64 + bit as usize];
+                if entry.read >> shift == va >> shift {
+                    *entry = EMPTY;
+                    *used &= !(1 << bit);
+                }
+                left &= left - 1;
+            }
+        }
+    }
+
+    /// Takes the write right from every entry of `frame`, a number of `1 << SHIFT` bytes.
+    fn protect(&mut self, frame: u64) {
+        for (word, &used) in self.used.iter().enumerate() {
+            let mut used = used;
+            while used != 0 {
+                let entry = &mut self.entries[word * 64 + used.trailing_zeros() as usize];
+                if entry.frame >> 1 == frame {
+                    entry.write = INVALID;
+                }
+                used &= used - 1;
+            }
+        }
+    }
+}
+
+/// A direct-mapped cache of translations for one privilege.
+#[derive(Default)]
+pub struct Tlb {
+    pages: Array<PAGES, { PAGES / 64 }, PAGE_SHIFT>,
+    blocks: Array<BLOCKS, { BLOCKS / 64 }, BLOCK_SHIFT>,
+}
+
+// SAFETY: the raw pointers are copies of HostPages, which belong to a vCPU, not to a thread: they
+// stay valid until that vCPU's next quiescent point wherever it runs. Access through them is
+// atomic.
+unsafe impl Send for Tlb {}
+
+impl Tlb {
     /// Loads an aligned word; `None` on a miss or when `va` is not aligned to it.
     #[inline(always)]
     pub fn load<T: Word>(&self, va: u64) -> Option<T> {
-        let entry = self.entry(va);
+        let entry = self.pages.entry(va);
         if entry.read != va & (PAGE_MASK | (T::BYTES as u64 - 1)) {
             return None;
         }
@@ -135,7 +226,7 @@ impl Tlb {
 
     #[inline(always)]
     fn writable<T: Word>(&self, va: u64) -> Option<*mut u8> {
-        let entry = self.entry(va);
+        let entry = self.pages.entry(va);
         (entry.write == va & (PAGE_MASK | (T::BYTES as u64 - 1)))
             .then(|| entry.host.wrapping_add(va as usize))
     }
@@ -143,21 +234,21 @@ impl Tlb {
     /// The page that holds `va`, if loads may use it.
     #[inline]
     pub fn readable_page(&self, va: u64) -> Option<HostPage> {
-        let entry = self.entry(va);
+        let entry = self.pages.entry(va);
         (entry.read == va & PAGE_MASK).then(|| Self::page(entry, va, entry.write == entry.read))
     }
 
     /// The page that holds `va`, if stores may use it.
     #[inline]
     pub fn writable_page(&self, va: u64) -> Option<HostPage> {
-        let entry = self.entry(va);
+        let entry = self.pages.entry(va);
         (entry.write == va & PAGE_MASK).then(|| Self::page(entry, va, true))
     }
 
     /// The page that holds `va` and its frame, if instructions may be fetched from it.
     #[inline]
     pub fn executable_page(&self, va: u64) -> Option<(Gfn, HostPage)> {
-        let entry = self.entry(va);
+        let entry = self.pages.entry(va);
         if entry.read != va & PAGE_MASK || entry.frame & 1 == 0 {
             return None;
         }
@@ -175,132 +266,80 @@ impl Tlb {
         unsafe { HostPage::new(base, writable, !writable) }
     }
 
-    /// Remembers that `va`'s page is `page`, frame `gfn`. A write right is ignored when the page
-    /// itself is read-only or watched.
+    /// Remembers that `va`'s page is `page`, frame `gfn`, and its block, if the page spans that. A
+    /// write right is ignored when the page itself is read-only or watched.
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
         let write = rights.write && page.is_writable() && !page.is_watched();
-        let index = Self::index(va);
-        self.used[index / 64] |= 1 << (index % 64);
-        self.entries[index] = Entry {
+        let entry = Entry {
             read: tag,
             write: if write { tag } else { INVALID },
             host: page.base().as_ptr().wrapping_sub(tag as usize),
             frame: gfn.get() << 1 | u64::from(rights.exec),
         };
+        self.pages.insert(va, entry);
+        if page.span() == Span::Block && !page.is_watched() {
+            assert!(
+                (va >> PAGE_SHIFT ^ gfn.get()) & (BLOCK_FRAMES - 1) == 0,
+                "a block lies in guest-virtual space as in guest-physical"
+            );
+            let tag = va >> BLOCK_SHIFT << BLOCK_SHIFT;
+            self.blocks.insert(
+                va,
+                Entry {
+                    read: tag,
+                    write: if write { tag } else { INVALID },
+                    host: entry.host,
+                    frame: (gfn.get() / BLOCK_FRAMES) << 1 | u64::from(rights.exec),
+                },
+            );
+        }
+    }
+
+    /// After a miss: the page that holds `va` and its frame, if its block is known with the right
+    /// for `access`. The page has an entry of its own from now on.
+    #[inline(always)]
+    pub fn refill(&mut self, va: u64, access: Access) -> Option<(Gfn, HostPage)> {
+        let block = *self.blocks.entry(va);
+        if !block.allows(access, va >> BLOCK_SHIFT << BLOCK_SHIFT) {
+            return None;
+        }
+        let (tag, writable) = (va & PAGE_MASK, block.write == block.read);
+        let within = va >> PAGE_SHIFT & (BLOCK_FRAMES - 1);
+        let gfn = Gfn::new((block.frame >> 1) * BLOCK_FRAMES + within)?;
+        let entry = Entry {
+            read: tag,
+            write: if writable { tag } else { INVALID },
+            host: block.host,
+            frame: gfn.get() << 1 | block.frame & 1,
+        };
+        self.pages.insert(va, entry);
+        Some((gfn, Self::page(&entry, va, writable)))
     }
 
     /// Forgets everything.
     pub fn flush(&mut self) {
-        for (word, used) in self.used.iter_mut().enumerate() {
-            while *used != 0 {
-                self.entries[word * 64 + used.trailing_zeros() as usize] = EMPTY;
-                *used &= *used - 1;
-            }
+        self.pages.flush();
+        self.blocks.flush();
+    }
+
+    /// Forgets what came from a leaf of the guest's that holds `va`. None inserted was larger than
+    /// `most`; pages and blocks of a larger one than themselves are found by its extent.
+    pub fn forget(&mut self, va: u64, most: Level) {
+        let shift = most.byte_shift();
+        self.pages.forget(va, shift);
+        if most > Level::L4K {
+            self.blocks.forget(va, shift);
         }
     }
 
-    /// Takes the write right from every translation to `gfn`: it is watched from now on.
+    /// Takes the write right from every translation to `gfn`, its block's included: it is watched
+    /// from now on.
     pub fn protect(&mut self, gfn: Gfn) {
-        for (word, mut used) in self.used.into_iter().enumerate() {
-            while used != 0 {
-                let entry = &mut self.entries[word * 64 + used.trailing_zeros() as usize];
-                if entry.frame >> 1 == gfn.get() {
-                    entry.write = INVALID;
-                }
-                used &= used - 1;
-            }
-        }
+        self.pages.protect(gfn.get());
+        self.blocks.protect(gfn.get() / BLOCK_FRAMES);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[repr(align(4096))]
-    struct Frame([u8; PAGE_SIZE]);
-
-    fn frame(writable: bool, watched: bool) -> (Box<Frame>, HostPage) {
-        let mut memory = Box::new(Frame([0; PAGE_SIZE]));
-        let base = NonNull::from(&mut memory.0).cast();
-        // SAFETY: page-aligned, and the box outlives the test's use of the page.
-        let page = unsafe { HostPage::new(base, writable, watched) };
-        (memory, page)
-    }
-
-    fn gfn(n: u64) -> Gfn {
-        Gfn::new(n).expect("small")
-    }
-
-    const ALL: Rights = Rights {
-        write: true,
-        exec: true,
-    };
-
-    #[test]
-    fn hits_only_the_page_right_and_alignment_it_holds() {
-        let (_memory, page) = frame(true, false);
-        let mut tlb = Tlb::default();
-        let va = 0xffff_8000_1234_5000;
-        assert_eq!(tlb.load::<u8>(va), None);
-        tlb.insert(va, gfn(7), page, ALL);
-        assert!(tlb.store(va + 8, 0x1122_3344_5566_7788_u64));
-        assert_eq!(tlb.load::<u32>(va + 12), Some(0x1122_3344));
-        assert_eq!(tlb.load::<u32>(va + 13), None, "misaligned");
-        assert_eq!(tlb.load::<u8>(va + 13), Some(0x33));
-        assert_eq!(tlb.load::<u64>(va + 4096), None, "another page");
-        assert_eq!(
-            tlb.load::<u64>(va + 4096 * ENTRIES as u64),
-            None,
-            "another page, same entry"
-        );
-        assert_eq!(
-            tlb.update(va + 8, |v: u64| v + 1),
-            Some(0x1122_3344_5566_7788)
-        );
-        assert_eq!(
-            tlb.update_locked(va + 8, |v: u64| v + 1),
-            Some(0x1122_3344_5566_7789)
-        );
-        assert_eq!(tlb.executable_page(va).map(|(gfn, _)| gfn), Some(gfn(7)));
-    }
-
-    #[test]
-    fn an_empty_entry_matches_no_address() {
-        let tlb = Tlb::default();
-        for va in [0, 1, 7, 0xfff, u64::MAX, u64::MAX - 7] {
-            assert_eq!(tlb.load::<u8>(va), None);
-            assert_eq!(tlb.load::<u64>(va), None);
-            assert!(!tlb.store(va, 0_u16));
-            assert!(tlb.executable_page(va).is_none());
-        }
-    }
-
-    #[test]
-    fn read_only_and_watched_pages_take_no_stores() {
-        for (writable, watched) in [(false, false), (true, true)] {
-            let (_memory, page) = frame(writable, watched);
-            let mut tlb = Tlb::default();
-            tlb.insert(0x1000, gfn(1), page, ALL);
-            assert!(!tlb.store(0x1000, 1_u8));
-            assert!(tlb.writable_page(0x1000).is_none());
-            assert_eq!(tlb.load::<u8>(0x1000), Some(0));
-        }
-    }
-
-    #[test]
-    fn protect_and_flush() {
-        let (_memory, page) = frame(true, false);
-        let mut tlb = Tlb::default();
-        tlb.insert(0x1000, gfn(1), page, ALL);
-        tlb.insert(0x5000, gfn(1), page, ALL);
-        tlb.insert(0x6000, gfn(2), page, Rights { exec: false, ..ALL });
-        tlb.protect(gfn(1));
-        assert!(!tlb.store(0x1000, 1_u8) && !tlb.store(0x5000, 1_u8) && tlb.store(0x6000, 1_u8));
-        assert!(tlb.executable_page(0x6000).is_none());
-        tlb.flush();
-        assert_eq!(tlb.load::<u8>(0x1000), None);
-        assert_eq!(tlb.load::<u8>(0x6000), None);
-    }
-}
+mod tests;

@@ -1,22 +1,26 @@
-//! Guest instructions a second: an arithmetic loop, random increments over 256 KiB and 64 MiB, and
-//! 100 KiB of generated code with data-dependent branches. `cargo bench -p lacuna-x86 [NAME]`
+//! Guest instructions a second: an arithmetic loop, random increments over 256 KiB, 64 MiB and
+//! 1 GiB (the last two also by 2 MiB pages; the bus of these costs nothing, a stage-2 walk would come
+//! on top), and 100 KiB of generated code with data-dependent branches. `cargo bench -p lacuna-x86 [NAME]`
 //! prints the best of several runs; docs/speed-x86.md says what they mean.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
 
 use iced_x86::code_asm::*;
-use support::{DATA, Machine};
+use support::{DATA, Leaf, Machine};
 
 const RUNS: usize = 5;
 
 fn main() {
     let only = std::env::args().skip(1).find(|a| !a.starts_with('-'));
     type Guest = fn() -> Machine;
-    let benches: [(&str, Guest); 4] = [
+    let benches: [(&str, Guest); 7] = [
         ("alu", alu),
         ("mem256k", || increments(256 << 10)),
         ("mem64m", || increments(64 << 20)),
+        ("mem64m-2m", || increments_by_blocks(64 << 20)),
+        ("mem1g", || increments(1 << 30)),
+        ("mem1g-2m", || increments_by_blocks(1 << 30)),
         ("branchy", branchy),
     ];
     for (name, machine) in benches {
@@ -66,7 +70,7 @@ fn alu() -> Machine {
 
 /// `span` bytes, touched at random by a linear congruential generator.
 fn increments(span: u64) -> Machine {
-    let mut machine = Machine::with(DATA + span + (1 << 20), |a| {
+    let mut machine = Machine::with(DATA + span + (2 << 20), |a| {
         let mut top = a.create_label();
         a.mov(r10, 6364136223846793005_u64).unwrap();
         a.mov(r11, DATA).unwrap();
@@ -81,6 +85,12 @@ fn increments(span: u64) -> Machine {
         a.jne(top).unwrap();
     });
     machine.set_regs(|r| r.gpr[1] = u64::MAX);
+    machine
+}
+
+fn increments_by_blocks(span: u64) -> Machine {
+    let mut machine = increments(span);
+    machine.by_blocks(Leaf::Block);
     machine
 }
 

@@ -9,13 +9,15 @@
 //! jumps    rip -> op index, for indirect branches
 //! ```
 //! Links and jump entries skip the translation of `rip`, so they are good for one *epoch*: until a
-//! translation may have changed or a block was dropped. Each privilege has epochs of its own: a
-//! switch of address space that keeps global pages voids what was learned for users only. Blocks
-//! themselves are found again by frame. A dropped block's ops stay in the arena, unreachable,
-//! until it is full and everything goes at once: memory is bounded however often a guest writes new
-//! code.
+//! translation may have changed or a block was dropped. Each privilege has an epoch of its own: a
+//! switch of address space that keeps global pages voids what was learned for users only, or parks
+//! it: no two address spaces have the same epoch, so that links of a former one mean nothing until
+//! it is back. Blocks themselves are found again by frame. A dropped block's ops stay in the arena,
+//! unreachable, until it is full and everything goes at once: memory is bounded however often a
+//! guest writes new code.
 
 use crate::op::{Code, Links, Op};
+use crate::translations::Kept;
 use crate::walk::User;
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
@@ -99,6 +101,13 @@ impl JumpCache {
     }
 }
 
+/// The links of an address space's user code, while another one is current.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct UserCode {
+    epoch: u32,
+    era: u64,
+}
+
 /// Where in the guest an op came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Origin {
@@ -116,6 +125,10 @@ pub(crate) struct CodeCache {
     pub(crate) jumps: JumpCache,
     /// Of supervisor code, of user code.
     epochs: [u32; 2],
+    /// The newest epoch there has been.
+    last_epoch: u32,
+    /// How often every epoch has ended, those of parked address spaces too.
+    era: u64,
     blocks: Vec<Block>,
     /// Where each block starts, ascending: close together, because [`CodeCache::origin`] is asked
     /// at every way out that is not linked.
@@ -130,7 +143,9 @@ impl CodeCache {
             ops: arena(),
             end: FIRST,
             jumps: JumpCache::new(),
-            epochs: [1; 2],
+            epochs: [1, 2],
+            last_epoch: 2,
+            era: 0,
             blocks: Vec::new(),
             starts: Vec::new(),
             buckets: vec![NONE; BUCKETS].into_boxed_slice(),
@@ -144,32 +159,55 @@ impl CodeCache {
         self.epochs[user as usize]
     }
 
-    /// Voids links and jump entries: translations may have changed.
+    /// Voids links and jump entries of every address space: translations may have changed.
     pub(crate) fn new_epoch(&mut self) {
+        self.era += 1;
         self.begin_epoch(User::Supervisor);
         self.begin_epoch(User::User);
     }
 
-    /// Voids those of code that runs as `user`.
+    /// Voids those of code that runs as `user`, in the current address space.
     pub(crate) fn begin_epoch(&mut self, user: User) {
-        if self.epoch(user) == EPOCH_MAX {
-            self.clear();
+        if self.last_epoch == EPOCH_MAX {
+            // Numbers begin again: nothing may be left that has one.
+            self.forget_blocks();
+            self.jumps = JumpCache::new();
+            self.last_epoch = 0;
+            self.era += 1;
         }
-        self.epochs[user as usize] += 1;
+        self.last_epoch += 1;
+        self.epochs[user as usize] = self.last_epoch;
+    }
+
+    /// The links of the current address space's user code, to come back to.
+    pub(crate) fn user_code(&self) -> UserCode {
+        UserCode {
+            epoch: self.epoch(User::User),
+            era: self.era,
+        }
+    }
+
+    /// Does to the links of `user` what a switch of address space has found.
+    pub(crate) fn follow(&mut self, user: User, kept: Kept) {
+        match kept {
+            Kept::All => {}
+            Kept::Parked(code) if code.era == self.era => self.epochs[user as usize] = code.epoch,
+            Kept::Parked(_) | Kept::Nothing => self.begin_epoch(user),
+        }
     }
 
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
+        self.forget_blocks();
+        self.new_epoch();
+    }
+
+    fn forget_blocks(&mut self) {
         self.end = FIRST;
         self.blocks.clear();
         self.starts.clear();
         self.buckets.fill(NONE);
         self.pages.clear();
-        if self.epochs.contains(&EPOCH_MAX) {
-            self.jumps = JumpCache::new();
-            self.epochs = [0; 2];
-        }
-        self.epochs = self.epochs.map(|epoch| epoch + 1);
     }
 
     /// The op index of the block for `key`.

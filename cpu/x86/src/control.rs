@@ -5,17 +5,20 @@
 
 use crate::apic::Lapic;
 use crate::state::bits::*;
-use crate::state::{Exception, System, Trap, is_canonical};
+use crate::state::{Exception, Pcid, System, Trap, is_canonical};
+use crate::translations::Retain;
 use lacuna_sync::Nanos;
 
-/// What the executor does to its TLB and [`WalkCache`](crate::walk::WalkCache) afterwards.
+/// What the executor does to its [`Translations`](crate::translations::Translations) afterwards.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flush {
     /// Nothing.
     Keep,
-    /// Forget the translations of pages that are not global (SDM vol 3 4.10.4.1).
-    Local,
+    /// INVLPG of this address (SDM vol 3 4.10.4.1).
+    Address(u64),
+    /// CR3 was written: this address space is current. Global pages stay.
+    Space(Pcid, Retain),
     /// Forget every translation.
     All,
 }
@@ -28,10 +31,12 @@ impl Flush {
 
 const CR0_KEPT: u64 =
     CR0_PE | CR0_MP | CR0_EM | CR0_TS | CR0_NE | CR0_WP | CR0_AM | CR0_NW | CR0_CD | CR0_PG;
-/// CR4 bits of features that CPUID announces. No SMAP (a TLB would have to know EFLAGS.AC), PCID,
+/// CR4 bits of features that CPUID announces. No SMAP (a TLB would have to know EFLAGS.AC),
 /// FSGSBASE, UMIP, OSFXSR, OSXSAVE.
-const CR4_VALID: u64 = CR4_TSD | CR4_DE | CR4_PSE | CR4_PAE | CR4_PGE | CR4_SMEP;
-const CR4_PAGING: u64 = CR4_PSE | CR4_PGE | CR4_SMEP;
+const CR4_VALID: u64 = CR4_TSD | CR4_DE | CR4_PSE | CR4_PAE | CR4_PGE | CR4_PCIDE | CR4_SMEP;
+const CR4_PAGING: u64 = CR4_PSE | CR4_PGE | CR4_PCIDE | CR4_SMEP;
+/// Bits above the 48 physical address bits.
+const CR3_RESERVED: u64 = !0 << 48;
 const EFER_VALID: u64 = EFER_SCE | EFER_LME | EFER_LMA | EFER_NXE;
 /// DR6: B0 to B3, BD, BS, BT; DR7: all but GD (not supported) and the reserved bits.
 const DR6_VALID: u64 = 0xe00f;
@@ -86,20 +91,8 @@ pub(crate) fn write_cr(
             sys.cr2 = value;
             Ok(Flush::Keep)
         }
-        3 if value >> 48 != 0 => Err(Exception::GP0.into()),
-        3 => {
-            sys.cr3 = value;
-            Ok(match sys.cr4 & CR4_PGE {
-                0 => Flush::All,
-                _ => Flush::Local,
-            })
-        }
-        4 if value & !CR4_VALID != 0 || value & CR4_PAE == 0 => Err(Exception::GP0.into()),
-        4 => {
-            let changed = sys.cr4 ^ value;
-            sys.cr4 = value;
-            Ok(Flush::if_any(changed & CR4_PAGING))
-        }
+        3 => write_cr3(sys, value),
+        4 => write_cr4(sys, value),
         _ => apic.set_cr8(value).map(|()| Flush::Keep),
     }
 }
@@ -113,6 +106,30 @@ fn write_cr0(sys: &mut System, value: u64) -> Result<Flush, Trap> {
     let changed = sys.cr0 ^ value;
     sys.cr0 = value;
     Ok(Flush::if_any(changed & CR0_WP))
+}
+
+fn write_cr3(sys: &mut System, value: u64) -> Result<Flush, Trap> {
+    let (value, retain) = match sys.cr4 & CR4_PCIDE {
+        0 => (value, Retain::Forget),
+        _ if value & CR3_NO_FLUSH == 0 => (value, Retain::Forget),
+        _ => (value & !CR3_NO_FLUSH, Retain::Keep),
+    };
+    if value & CR3_RESERVED != 0 {
+        return Err(Exception::GP0.into());
+    }
+    sys.cr3 = value;
+    Ok(Flush::Space(sys.pcid(), retain))
+}
+
+/// PCIDE may be set in long mode alone, which this is, and only while CR3 names PCID 0.
+fn write_cr4(sys: &mut System, value: u64) -> Result<Flush, Trap> {
+    let changed = sys.cr4 ^ value;
+    let first_pcid = value & changed & CR4_PCIDE != 0 && sys.cr3 & CR3_PCID != 0;
+    if value & !CR4_VALID != 0 || value & CR4_PAE == 0 || first_pcid {
+        return Err(Exception::GP0.into());
+    }
+    sys.cr4 = value;
+    Ok(Flush::if_any(changed & CR4_PAGING))
 }
 
 /// LMSW: the low four bits of CR0; PE cannot be cleared by it.

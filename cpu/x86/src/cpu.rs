@@ -249,8 +249,7 @@ impl Cpu {
             if let Err(stop) = bus.watch_code(key.gfn) {
                 return self.core.block(Why::Trap(stop.into()));
             }
-            self.core.tlb.protect(key.gfn);
-            self.core.other_tlb.protect(key.gfn);
+            self.core.translations.protect(key.gfn);
         }
         self.fresh.clear();
         let window = Window::new(page, key.rip as usize & (PAGE_SIZE - 1));
@@ -327,7 +326,7 @@ impl Cpu {
             self.code.drop_page(gfn);
             bus.code_written(gfn);
         }
-        if self.core.walk.take_wrote_code() {
+        if self.core.translations.walk.take_wrote_code() {
             self.code.clear();
         }
     }
@@ -392,8 +391,7 @@ impl Cpu {
                 }
                 return outcome.err();
             }
-            Done::Flush(Flush::All) => self.flush_tlb(),
-            Done::Flush(Flush::Local) => self.flush_local(),
+            Done::Flush(flush) => self.flush(flush),
             _ => {}
         }
         self.core.budget -= 1;
@@ -401,6 +399,26 @@ impl Cpu {
             Some(exit)
         } else {
             None
+        }
+    }
+
+    /// Forgets what an instruction has made void.
+    pub(crate) fn flush(&mut self, flush: Flush) {
+        match flush {
+            Flush::Keep => {}
+            Flush::All => self.flush_tlb(),
+            Flush::Address(va) => {
+                self.core.translations.invalidate(va);
+                self.code.begin_epoch(User::Supervisor);
+                self.code.begin_epoch(User::User);
+            }
+            Flush::Space(pcid, retain) => {
+                let (running, code) = (self.core.user, self.code.user_code());
+                let translations = &mut self.core.translations;
+                let switched = translations.switch(pcid, retain, running, code);
+                self.code.follow(User::Supervisor, switched.supervisor);
+                self.code.follow(User::User, switched.user);
+            }
         }
     }
 }

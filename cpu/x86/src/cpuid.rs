@@ -31,11 +31,12 @@ const INTEL: &[u8; 12] = b"GenuntelineI";
 
 /// Leaf 1.
 mod one {
-    pub(super) const ECX: u32 = X2APIC | POPCNT | TSC_DEADLINE | HYPERVISOR;
+    pub(super) const ECX: u32 = PCID | X2APIC | POPCNT | TSC_DEADLINE | HYPERVISOR;
     pub(super) const EDX: u32 = DE | PSE | TSC | MSR | PAE | CX8 | PGE | CMOV | PAT | CLFSH;
     pub(super) const APIC: u32 = 1 << 9;
     pub(super) const HTT: u32 = 1 << 28;
 
+    pub(super) const PCID: u32 = 1 << 17;
     const X2APIC: u32 = 1 << 21;
     const POPCNT: u32 = 1 << 23;
     const TSC_DEADLINE: u32 = 1 << 24;

@@ -11,6 +11,7 @@
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
 //! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
 //! system.rs   instructions that end a block                           msr.rs cpuid.rs apic.rs
+//! translations.rs  TLBs by privilege and PCID
 //! walk.rs     stage-1 paging               deliver.rs  events through the IDT
 //! ```
 #![forbid(unsafe_code)]
@@ -44,6 +45,7 @@ mod stack;
 mod state;
 mod string;
 mod system;
+mod translations;
 mod walk;
 
 pub use apic::ApicBus;

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! load::<T> -- Tlb::load, one compare --> done
-//!      miss -> load_slow: canonical? one page or two? -> translate: walk + Bus::page + Tlb::insert
+//!      miss -> load_slow: canonical? one page or two?
+//!              -> translate: Tlb::refill from a 2 MiB entry, else walk + Bus::page + Tlb::insert
 //!                memory: the access, by byte atomics if misaligned
 //!                no memory (Stop::Mmio): from the replies of the last exits, else leave for one
 //! ```
@@ -14,7 +15,7 @@ use crate::processor::{Core, Why};
 use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::{User, walk};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
-use lacuna_cpu::{Bus, HostPage, Rights, Stop, Word};
+use lacuna_cpu::{Bus, HostPage, Stop, Word};
 
 /// The access was not made; [`Core::why`] says why. Carries nothing, so that the hot paths return
 /// in registers.
@@ -110,7 +111,7 @@ impl Core {
     /// Loads a word.
     #[inline(always)]
     pub(crate) fn load<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<T> {
-        match self.tlb.load(va) {
+        match self.translations.front.tlb.load(va) {
             Some(value) => Ok(value),
             None => self.load_slow(bus, va),
         }
@@ -119,7 +120,7 @@ impl Core {
     /// Stores a word.
     #[inline(always)]
     pub(crate) fn store<T: Word>(&mut self, bus: &mut impl Bus, va: u64, value: T) -> Touch<()> {
-        if self.tlb.store(va, value) {
+        if self.translations.front.tlb.store(va, value) {
             return Ok(());
         }
         self.store_slow(bus, va, value)
@@ -133,7 +134,7 @@ impl Core {
         va: u64,
         new: impl Fn(T) -> T,
     ) -> Touch<T> {
-        match self.tlb.update(va, &new) {
+        match self.translations.front.tlb.update(va, &new) {
             Some(old) => Ok(old),
             None => self.update_slow(bus, va, new),
         }
@@ -203,7 +204,7 @@ impl Core {
         va: u64,
         new: impl Fn(T) -> T,
     ) -> Touch<T> {
-        if let Some(old) = self.tlb.update_locked(va, &new) {
+        if let Some(old) = self.translations.front.tlb.update_locked(va, &new) {
             return Ok(old);
         }
         if va & (T::BYTES as u64 - 1) != 0 {
@@ -351,9 +352,19 @@ impl Core {
         access: Access,
         user: User,
     ) -> Touch<Target> {
-        let mapping = match walk(&self.sys, &mut self.walk, bus, va, access, user) {
+        let learned = self.translations.of(user, self.user);
+        if let Some((gfn, page)) = learned.tlb.refill(va, access) {
+            return Ok(Target::Memory(gfn, page));
+        }
+        let walks = &mut self.translations.walk;
+        let mapping = match walk(&self.sys, walks, bus, va, access, user) {
             Ok(mapping) => mapping,
-            Err(trap) => return self.block(Why::Trap(trap)),
+            Err(trap) => {
+                if matches!(trap, Trap::Exception(_)) {
+                    self.translations.faulted(va);
+                }
+                return self.block(Why::Trap(trap));
+            }
         };
         let page = match bus.page(mapping.gfn, access) {
             Ok(page) => page,
@@ -363,23 +374,14 @@ impl Core {
             }
             Err(stop) => return self.block(Why::Trap(Trap::Stop(stop))),
         };
-        let rights = Rights {
-            write: mapping.writable,
-            exec: mapping.exec,
-        };
-        self.local_supervisor |= user == User::Supervisor && !mapping.global;
-        let tlb = if user == self.user {
-            &mut self.tlb
-        } else {
-            &mut self.other_tlb
-        };
-        tlb.insert(va, mapping.gfn, page, rights);
+        let learned = self.translations.of(user, self.user);
+        learned.insert(va, &mapping, page);
         Ok(Target::Memory(mapping.gfn, page))
     }
 
     /// The page that instructions at `va` are fetched from. None lies in a device.
     pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
-        if let Some(found) = self.tlb.executable_page(va) {
+        if let Some(found) = self.translations.front.tlb.executable_page(va) {
             return Ok(found);
         }
         if !is_canonical(va) {

@@ -6,9 +6,10 @@ use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags, IF};
 use crate::mem::Replay;
 use crate::state::{Exception, System, Trap};
-use crate::walk::{User, WalkCache};
+use crate::translations::Translations;
+use crate::walk::User;
 use lacuna_addr::{Gfn, Gpa};
-use lacuna_cpu::{Stop, Tlb};
+use lacuna_cpu::Stop;
 use lacuna_sync::Clock;
 use std::sync::Arc;
 
@@ -42,15 +43,6 @@ impl Why {
     }
 }
 
-/// What survived [`Core::flush_local`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kept {
-    /// Nothing.
-    Nothing,
-    /// What was learned for the supervisor: all of it global.
-    Supervisor,
-}
-
 /// Registers and translations of one processor.
 pub(crate) struct Core {
     /// The register file: 0-15 general, then the slots of op.rs. As long as a `u8` can index, so
@@ -64,13 +56,7 @@ pub(crate) struct Core {
     /// Instructions left before `dispatch` leaves; a block may overdraw it.
     pub(crate) budget: i64,
     pub(crate) user: User,
-    /// Translations for `user`.
-    pub(crate) tlb: Tlb,
-    /// Translations for the other privilege.
-    pub(crate) other_tlb: Tlb,
-    pub(crate) walk: WalkCache,
-    /// Something learned for the supervisor came from a page that is not global.
-    pub(crate) local_supervisor: bool,
+    pub(crate) translations: Translations,
     pub(crate) sys: System,
     /// Why the last access was [`crate::mem::Blocked`].
     pub(crate) why: Why,
@@ -95,10 +81,7 @@ impl Core {
             rflags: ALWAYS,
             budget: 0,
             user: User::at_cpl(sys.cpl),
-            tlb: Tlb::default(),
-            other_tlb: Tlb::default(),
-            walk: WalkCache::default(),
-            local_supervisor: false,
+            translations: Translations::default(),
             sys,
             why: Why::Step,
             stepping: false,
@@ -115,31 +98,8 @@ impl Core {
         let user = User::at_cpl(self.sys.cpl);
         if user != self.user {
             self.user = user;
-            std::mem::swap(&mut self.tlb, &mut self.other_tlb);
+            self.translations.swap();
         }
-    }
-
-    /// Forgets translations.
-    pub(crate) fn flush_tlb(&mut self) {
-        self.tlb.flush();
-        self.other_tlb.flush();
-        self.walk.flush();
-        self.local_supervisor = false;
-    }
-
-    /// Forgets translations that are not global. A kernel maps itself globally and little else, so
-    /// what its accesses have found is kept as a whole or not at all.
-    pub(crate) fn flush_local(&mut self) -> Kept {
-        if self.local_supervisor {
-            self.flush_tlb();
-            return Kept::Nothing;
-        }
-        match self.user {
-            User::User => self.tlb.flush(),
-            User::Supervisor => self.other_tlb.flush(),
-        }
-        self.walk.flush();
-        Kept::Supervisor
     }
 
     /// Whether interrupts are taken before the next instruction.

@@ -119,7 +119,13 @@ pub(crate) mod bits {
     pub(crate) const CR4_PSE: u64 = 1 << 4;
     pub(crate) const CR4_PAE: u64 = 1 << 5;
     pub(crate) const CR4_PGE: u64 = 1 << 7;
+    pub(crate) const CR4_PCIDE: u64 = 1 << 17;
     pub(crate) const CR4_SMEP: u64 = 1 << 20;
+
+    /// The PCID in CR3, with CR4.PCIDE.
+    pub(crate) const CR3_PCID: u64 = 0xfff;
+    /// Of a value written to CR3, with CR4.PCIDE: keep what is known of its PCID. Reads as zero.
+    pub(crate) const CR3_NO_FLUSH: u64 = 1 << 63;
 
     pub(crate) const EFER_SCE: u64 = 1 << 0;
     pub(crate) const EFER_LME: u64 = 1 << 8;
@@ -132,6 +138,11 @@ pub(crate) mod bits {
 pub(crate) const fn is_canonical(va: u64) -> bool {
     ((va << 16) as i64 >> 16) as u64 == va
 }
+
+/// Process-context identifier: the number of an address space (SDM vol 3 4.10.1). 0 without
+/// CR4.PCIDE.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Pcid(pub(crate) u16);
 
 /// System registers: everything but general registers, RIP and the arithmetic flags, which the
 /// executor keeps in its own (lazy) form.
@@ -233,6 +244,15 @@ impl System {
             interrupt_shadow: false,
             halted: false,
             exclusive: false,
+        }
+    }
+
+    /// The current address space's number.
+    pub(crate) const fn pcid(&self) -> Pcid {
+        if self.cr4 & bits::CR4_PCIDE == 0 {
+            Pcid(0)
+        } else {
+            Pcid((self.cr3 & bits::CR3_PCID) as u16)
         }
     }
 

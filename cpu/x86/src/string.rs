@@ -228,9 +228,9 @@ fn repeated(value: u64, width: u8) -> u64 {
 /// The page for a block move; `None` when it is none that takes plain accesses.
 fn page(core: &mut Core, bus: &mut impl Bus, va: u64, access: Access) -> Touch<Option<HostPage>> {
     let known = if access.is_write() {
-        core.tlb.writable_page(va)
+        core.translations.front.tlb.writable_page(va)
     } else {
-        core.tlb.readable_page(va)
+        core.translations.front.tlb.readable_page(va)
     };
     if known.is_some() || !crate::state::is_canonical(va) {
         return Ok(known);

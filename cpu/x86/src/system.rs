@@ -100,7 +100,7 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
         Sys::Wbinvd => control::privileged(&m.core.sys).map(|()| Done::Next),
         Sys::Invlpg => {
             control::privileged(&m.core.sys)?;
-            Ok(Done::Flush(Flush::All))
+            Ok(Done::Flush(Flush::Address(address(m.core, op))))
         }
         Sys::MovFromCr | Sys::MovToCr | Sys::MovFromDr | Sys::MovToDr => {
             control_register(m, op, kind)

@@ -15,7 +15,7 @@
 
 use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
-use lacuna_addr::{Access, Gfn, Gpa};
+use lacuna_addr::{Access, Gfn, Gpa, Level};
 use lacuna_cpu::{Bus, HostPage, Stop};
 use std::sync::atomic::Ordering;
 
@@ -72,6 +72,8 @@ pub(crate) struct Mapping {
     pub exec: bool,
     /// It outlives a switch of the address space: G in the leaf, CR4.PGE.
     pub global: bool,
+    /// Size of the leaf.
+    pub level: Level,
 }
 
 /// The paging-structure cache of one vCPU.
@@ -331,6 +333,11 @@ impl<B: Bus> Walker<'_, B> {
             user: user_page,
             exec: may_fetch,
             global: entry & GLOBAL != 0 && self.sys.cr4 & CR4_PGE != 0,
+            level: match shift {
+                12 => Level::L4K,
+                21 => Level::L2M,
+                _ => Level::L1G,
+            },
         })
     }
 

@@ -214,6 +214,11 @@ impl Queue {
         self.wake_all || self.arrivals.any()
     }
 
+    /// Whether pages are on their way of which the guest is to be told.
+    pub fn awaits_pages(&self) -> bool {
+        !self.flights.is_empty()
+    }
+
     /// Whether the vCPU is in its artificial halt. An interrupt breaks it, and so does the arrival
     /// of the page, by way of [`Queue::poll`].
     pub const fn halted(&self) -> bool {

@@ -61,6 +61,9 @@ pub enum Exit {
     },
     /// The vCPU shut down (triple fault); the text says where.
     Shutdown(String),
+    /// The vCPU's ring of dirty pages is full: it exits with this again and again until somebody
+    /// has collected and reset it.
+    DirtyRingFull,
     /// [`Kick`](crate::Kick) interrupted the run.
     Interrupted,
 }

@@ -31,6 +31,8 @@ pub fn dispatch(
         Ok(Exit::IoIn { port, width }) => vcpu.complete_read(board.read(port, width)),
         Ok(Exit::MmioRead { width, .. }) => vcpu.complete_read(width.ones()),
         Ok(Exit::MmioWrite { .. } | Exit::Interrupted) => {}
+        // Some other thread harvests.
+        Ok(Exit::DirtyRingFull) => thread::yield_now(),
         Ok(Exit::Shutdown(text)) => board.end(Ending::Shutdown(text), kick),
         Err(error) => board.end(Ending::Failed(error), kick),
     }

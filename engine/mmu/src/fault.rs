@@ -1,28 +1,27 @@
 //! From a stage-2 violation to an installed leaf.
 //!
 //! ```text
-//! snapshot -> slot -> host.resolve -> Ready   -> lock, admits? -> install, rmap -> Mapped
-//!                                     Pending -> the caller waits for the ticket, then tries again
+//! snapshot -> slot -> most -> host.resolve -> Ready   -> lock, admits? -> install, rmap -> Mapped
+//!                                             Pending -> the caller waits, then tries again
 //! ```
-//! Nothing here sleeps, allocates on the resident path, or holds a lock while the host is asked.
+//! `most` is the largest leaf that the slot allows around the page; the host says what it has. A
+//! 2 MiB leaf needs both. Nothing here sleeps, allocates on the resident path, or holds a lock
+//! while the host is asked.
 
-use crate::{Mmu, Rmap};
-use lacuna_addr::{Access, Gfn, Pfn};
-use lacuna_host::{FrameCache, HostError, LostPage, Resolution, Ticket};
-use lacuna_slots::{Reader, SlotFlags};
-use lacuna_stage2::{Exhausted, Leaf, MapError, Mapped};
-
-/// One vCPU's side of the fault path: what it keeps between faults so that it shares nothing.
-pub struct Faulter {
-    pub(crate) reader: Reader<Rmap>,
-    cache: FrameCache,
-}
+use crate::dirty::Count;
+use crate::{Faulter, Mmu};
+use lacuna_addr::{Access, Gfn, Level, Pfn};
+use lacuna_host::{Frame, LostPage, Resolution, Ticket};
+use lacuna_slots::SlotFlags;
+use lacuna_stage2::{Exhausted, Leaf};
 
 /// A page that the access may go on with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Page {
     /// Its frame.
     pub pfn: Pfn,
+    /// The size of the leaf around it.
+    pub level: Level,
     /// Writes may go through without another fault.
     pub writable: bool,
 }
@@ -50,15 +49,6 @@ pub enum Outcome {
 const ATTEMPTS: usize = 4;
 
 impl Mmu {
-    /// A new vCPU's faulter. An error means that the budget cannot promise one more vCPU its
-    /// progress.
-    pub fn faulter(&self) -> Result<Faulter, HostError> {
-        Ok(Faulter {
-            reader: self.slots.reader(),
-            cache: self.host.frame_cache()?,
-        })
-    }
-
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
     #[inline]
     pub fn fault(&self, faulter: &mut Faulter, gfn: Gfn, access: Access) -> Outcome {
@@ -68,20 +58,34 @@ impl Mmu {
             if snapshot.is_busy() {
                 return Outcome::Busy;
             }
-            let Some(slot) = faulter.reader.find(gfn) else {
+            let Some(mut slot) = faulter.reader.find(gfn) else {
                 return Outcome::Mmio;
             };
             let read_only = slot.flags.contains(SlotFlags::READONLY);
             if read_only && access.is_write() {
                 return Outcome::Mmio;
             }
-            let hva = slot.hva(gfn);
-            let pfn = match self.host.resolve(hva, access, &mut faulter.cache) {
-                Resolution::Ready(pfn) => pfn,
-                Resolution::Pending(ticket) => return Outcome::Pending(ticket),
-                Resolution::NoMemory => return Outcome::NoMemory,
-                Resolution::Lost(page) => return Outcome::Lost(page),
-            };
+            if access.is_write() && slot.attach.log().is_on() {
+                if let Some(hit) = self.repair(faulter, gfn) {
+                    return Outcome::Mapped(Page {
+                        pfn: hit.pfn,
+                        level: hit.level,
+                        writable: true,
+                    });
+                }
+                let Some(again) = faulter.reader.find(gfn) else {
+                    return Outcome::Mmio;
+                };
+                slot = again;
+            }
+            let (hva, most) = (slot.hva(gfn), slot.attach.most(gfn));
+            let Frame { pfn, level } =
+                match self.host.resolve(hva, access, most, &mut faulter.cache) {
+                    Resolution::Ready(frame) => frame,
+                    Resolution::Pending(ticket) => return Outcome::Pending(ticket),
+                    Resolution::NoMemory => return Outcome::NoMemory,
+                    Resolution::Lost(page) => return Outcome::Lost(page),
+                };
             let leaf = match access {
                 _ if read_only => Leaf::read_only(pfn),
                 Access::Write => Leaf::dirty(pfn),
@@ -91,27 +95,51 @@ impl Mmu {
             if !cursor.admits(snapshot) {
                 continue;
             }
-            match cursor.map(gfn, leaf) {
-                Ok(mapped) => {
-                    if let Mapped::New(at) = mapped {
-                        slot.attach.set(slot.page(gfn), at);
+            match self.install(&mut cursor, &slot.attach, gfn, leaf, level) {
+                Ok(level) => {
+                    // Under the stripe, where who turns the log on has been or will come.
+                    if access.is_write() && slot.attach.log().is_on() {
+                        faulter.marker.mark(slot, gfn, Count::Fault);
                     }
                     return Outcome::Mapped(Page {
                         pfn,
+                        level,
                         writable: leaf.is_writable(),
                     });
                 }
-                Err(MapError::Exhausted(error)) => return Outcome::NoTables(error),
-                Err(error) => unreachable!("the recheck admits no stale frame: {error}"),
+                Err(error) => {
+                    drop(cursor);
+                    match self.tables_to_come() {
+                        Tables::Freed => continue,
+                        Tables::Waiting => return Outcome::Busy,
+                        Tables::None => return Outcome::NoTables(error),
+                    }
+                }
             }
         }
         Outcome::Busy
     }
+
+    /// Whether it is worth trying again when tables are exhausted.
+    #[cold]
+    fn tables_to_come(&self) -> Tables {
+        if self.stage2.reap(&*self.quiescence) > 0 {
+            return Tables::Freed;
+        }
+        let usage = self.stage2.arena().usage();
+        if usage.limbo + usage.detached > 0 {
+            Tables::Waiting
+        } else {
+            Tables::None
+        }
+    }
 }
 
-impl Faulter {
-    /// The instruction that faulted has retired: reclaim may have its pages.
-    pub fn retired(&mut self) {
-        self.cache.release_holds();
-    }
+/// Where there are no tables: what of those that were unlinked?
+enum Tables {
+    /// Some are free now.
+    Freed,
+    /// Some wait for a vCPU to pass, perhaps for this one.
+    Waiting,
+    None,
 }

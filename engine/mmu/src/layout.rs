@@ -1,18 +1,24 @@
 //! Slots come, go and move.
 //!
 //! ```text
-//! begin over every gfn concerned      faults there are refused from here on
+//! begin over every gfn of the slot    faults there are refused from here on
 //! unmap, shoot down                   nothing of the old layout is mapped or in a TLB
 //! publish                             readers see the new snapshot
 //! end                                 faults there see the new layout
 //! ```
-//! A slot that moves or changes its flags gets a fresh reverse map: a notifier that still works
-//! with the old snapshot then finds an empty one, never a leaf under another gfn's lock.
+//! Where a slot moves *to* needs no exclusion: a fault there finds no slot before the new snapshot
+//! is published, and the slot after it. A slot that moves or changes its flags gets a fresh reverse
+//! map: a notifier that still works with the old snapshot then finds an empty one, never a leaf
+//! under another gfn's lock. Its disallow counts start anew too. Its dirty log goes along if there
+//! are bitmaps, and ends if there are not.
 
+use crate::dirty::SlotLog;
 use crate::{Mmu, Rmap};
-use lacuna_addr::{GfnRange, Gpa};
+use lacuna_addr::Gpa;
 use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId, SlotSpec};
-use std::sync::Arc;
+use lacuna_stage2::Removed;
+use lacuna_sync::shim::Ordering;
+use std::sync::{Arc, MutexGuard};
 
 impl Mmu {
     /// Adds a slot.
@@ -20,14 +26,8 @@ impl Mmu {
     /// # Errors
     /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
-        let _change = self
-            .layout
-            .lock()
-            .expect("no panic while the layout changes");
-        // `add` refuses what no slot can be: such a size must not become an allocation first.
-        let bytes = spec.bytes.min(1 << lacuna_addr::GPA_BITS);
-        let rmap = Rmap::new(bytes / lacuna_addr::PAGE_SIZE as u64);
-        self.slots.add(spec, rmap).map(|_| ())
+        let _change = self.lock_layout();
+        self.slots.add(spec, Rmap::new).map(|_| ())
     }
 
     /// Deletes a slot with its mappings. The backing keeps its content.
@@ -35,12 +35,9 @@ impl Mmu {
     /// # Errors
     /// [`SlotError::Unknown`].
     pub fn delete_slot(&self, id: SlotId) -> Result<(), SlotError> {
-        let _change = self
-            .layout
-            .lock()
-            .expect("no panic while the layout changes");
-        let gfns = self.slot(id)?.gfns;
-        self.exclude(&[gfns], || self.slots.remove(id).map(|_| ()))
+        let _change = self.lock_layout();
+        let slot = self.slot(id)?;
+        self.exclude(&slot, || self.slots.remove(id).map(|_| ()))
     }
 
     /// Moves a slot, with its content, to another guest address.
@@ -67,62 +64,73 @@ impl Mmu {
         id: SlotId,
         edit: impl FnOnce(SlotSpec) -> SlotSpec,
     ) -> Result<(), SlotError> {
-        let _change = self
-            .layout
-            .lock()
-            .expect("no panic while the layout changes");
+        let _change = self.lock_layout();
         let old = self.slot(id)?;
         let spec = spec_of(&old);
         let wanted = edit(spec);
-        let pages = old.gfns.pages();
-        // Where nothing can be, `add` refuses; excluding the old place alone will do.
-        let target = Gpa::new(wanted.guest).and_then(|gpa| GfnRange::new(gpa.gfn(), pages));
-        let ranges: Vec<_> = [Some(old.gfns), target].into_iter().flatten().collect();
-        self.exclude(&ranges, || {
+        self.exclude(&old, || {
             self.slots.remove(id)?;
-            let done = self.slots.add(wanted, Rmap::new(pages));
+            let log = self.log_to_keep(&old);
+            let attach = |gfns, hvas| Rmap::with_log(gfns, hvas, Arc::clone(&log));
+            let done = self.slots.add(wanted, attach);
             if done.is_err() {
                 self.slots
-                    .add(spec, Rmap::new(pages))
+                    .add(spec, attach)
                     .expect("it was there a moment ago");
             }
             done.map(|_| ())
         })
     }
 
-    /// Runs `publish` while no fault in `ranges` is admitted and nothing there is mapped.
-    fn exclude<T>(&self, ranges: &[GfnRange], publish: impl FnOnce() -> T) -> T {
-        for &range in ranges {
-            self.stage2.cursor(range).begin();
-        }
-        for &range in ranges {
-            self.zap(range);
-        }
-        let done = publish();
-        for &range in ranges {
-            self.stage2.cursor(range).end();
-        }
-        done
-    }
-
-    /// Unmaps everything in `range` and shoots it down.
-    fn zap(&self, range: GfnRange) {
-        let slots = self.slots.snapshot();
-        let mut cursor = self.stage2.cursor(range);
-        let flush = cursor.unmap(range, |removed| {
-            let slot = slots
-                .find(removed.gfn)
-                .expect("only slots' pages are mapped");
-            slot.attach.clear(slot.page(removed.gfn));
+    /// Runs `publish` while no fault in `slot` is admitted and nothing of it is mapped.
+    fn exclude<T>(&self, slot: &Slot<Rmap>, publish: impl FnOnce() -> T) -> T {
+        self.stage2.cursor(slot.gfns).begin();
+        let mut cursor = self.stage2.cursor(slot.gfns);
+        let flush = cursor.unmap(slot.gfns, |removed| {
+            slot.attach.clear(&removed);
             if removed.leaf.dirty {
-                self.host.mark_dirty(removed.leaf.pfn);
+                self.mark_removed(slot, &removed);
+                self.host.mark_dirty(removed.leaf.pfn, removed.leaf.level);
             }
         });
         drop(cursor);
         flush.finish(&*self.quiescence);
+        if self.dirty.vcpus_log.load(Ordering::Relaxed) {
+            // What is in a log is still known by its old address.
+            self.kick();
+        }
+        let done = publish();
+        self.stage2.cursor(slot.gfns).end();
+        done
     }
 
-    fn slot(&self, id: SlotId) -> Result<Arc<Slot<Rmap>>, SlotError> {
+    /// The log of a slot that is replaced. One that has nowhere to go but rings, which name pages by
+    /// the slot as it was, ends.
+    fn log_to_keep(&self, slot: &Slot<Rmap>) -> Arc<SlotLog> {
+        match self.dirty.has_bitmaps() {
+            true => Arc::clone(slot.attach.log()),
+            false => Arc::default(),
+        }
+    }
+
+    /// A leaf with D is gone, and who has set it may not have marked the page yet.
+    fn mark_removed(&self, slot: &Slot<Rmap>, removed: &Removed) {
+        if slot.attach.log().is_on() {
+            let span = removed.leaf.span(removed.gfn);
+            let pages = span.intersect(slot.gfns).expect("it was in the slot");
+            pages
+                .iter()
+                .for_each(|gfn| slot.attach.log().mark(slot.page(gfn)));
+        }
+    }
+
+    pub(crate) fn lock_layout(&self) -> MutexGuard<'_, ()> {
+        self.layout
+            .lock()
+            .expect("no panic while the layout changes")
+    }
+
+    pub(crate) fn slot(&self, id: SlotId) -> Result<Arc<Slot<Rmap>>, SlotError> {
         self.slots
             .snapshot()
             .get(id)

@@ -4,8 +4,16 @@
 //! | file | job |
 //! |---|---|
 //! | `fault` | from a stage-2 violation to an installed leaf, or to what there is to wait for |
-//! | `rmap` | from a page of a slot to its leaf |
-//! | `notifier` | the host takes pages back, or asks whether they were used |
+//! | `faulter` | one vCPU's side of it, and how it tells of the pages it writes |
+//! | `install` | at which level, and what of the leaves that are there |
+//! | `rmap` | from a page or block of a slot to its leaf |
+//! | `notifier` | what the host's memory manager asks |
+//! | `invalidate` | the host takes pages back |
+//! | `shape` | older ways to find what is mapped, for comparison |
+//! | `level` | where huge leaves are not wanted for a while |
+//! | `dirty` | which pages are written: states and rules |
+//! | `logging` | a slot's log goes on and off; how writes are noticed |
+//! | `harvest` | the marks are taken, and the pages armed again |
 //! | `layout` | slots come, go and move |
 //! | `verify` | slots, rmap and tables agree |
 //!
@@ -14,13 +22,34 @@
 //! [`Shootdown`](lacuna_stage2::Shootdown).
 #![forbid(unsafe_code)]
 
+mod dirty;
 mod fault;
+mod faulter;
+mod harvest;
+mod install;
+mod invalidate;
 mod layout;
+mod level;
+mod logging;
 mod mmu;
 mod notifier;
 mod rmap;
+mod shape;
 mod verify;
 
-pub use fault::{Faulter, Outcome, Page};
+#[cfg(test)]
+mod tests;
+
+pub use dirty::{
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
+};
+pub use fault::{Outcome, Page};
+pub use faulter::Faulter;
+pub use invalidate::{Invalidation, Steps};
 pub use mmu::{Mmu, MmuError};
 pub use rmap::Rmap;
+pub use shape::Shape;
+
+pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};
+
+use rmap::InBlock;

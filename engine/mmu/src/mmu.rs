@@ -1,5 +1,6 @@
 //! One VM's slots, tables and host memory, together.
 
+use crate::dirty::Tracking;
 use crate::rmap::Rmap;
 use lacuna_host::Host;
 use lacuna_slots::{Limits, Slots};
@@ -24,8 +25,9 @@ pub struct Mmu {
     pub(crate) stage2: Stage2,
     pub(crate) host: Arc<Host>,
     pub(crate) quiescence: Arc<Quiescence>,
-    /// One change of the layout at a time.
+    /// One change of the layout, of the disallow counts or of logging, or one harvest, at a time.
     pub(crate) layout: Mutex<()>,
+    pub(crate) dirty: Tracking,
 }
 
 impl Mmu {
@@ -44,6 +46,7 @@ impl Mmu {
             host,
             quiescence,
             layout: Mutex::new(()),
+            dirty: Tracking::default(),
         }))
     }
 

@@ -1,43 +1,22 @@
-//! What the host's memory manager asks of a VM: give pages back, and say whether they were used.
+//! What the host's memory manager asks of a VM: give pages back, say whether they were used, let
+//! them be looked at one by one. Changes of protection are here too: they visit the same leaves.
 
-use crate::{Mmu, Rmap};
-use lacuna_addr::{Gfn, Hva, HvaRange};
+use crate::rmap::parts;
+use crate::shape::Shape;
+use crate::{InBlock, Mmu, Rmap};
+use lacuna_addr::{Gfn, GfnRange, HvaRange};
 use lacuna_host::MmuNotifier;
-use lacuna_slots::{Overlap, Slot};
-use lacuna_stage2::{Age, Flush, Shootdown};
+use lacuna_slots::Overlap;
+use lacuna_stage2::{Age, Cursor, EntryRef, Flush};
 
 impl MmuNotifier for Mmu {
-    /// Three passes: unmap each page under its stripe, one shoot-down for all, then admit faults
-    /// again. A page that nothing maps is excluded like any other.
-    fn invalidate(&self, pages: &[Hva]) {
-        let slots = self.slots.snapshot();
-        let mut flush = Flush::none(&self.stage2);
-        let mut begun = Vec::with_capacity(pages.len());
-        for &hva in pages {
-            slots.overlapping(page_range(hva), |Overlap { slot, gfns }| {
-                begun.push(gfns.start());
-                flush.join(self.begin_page(slot, gfns.start()));
-            });
-        }
-        // Even if this call has unmapped nothing: somebody else may have, a moment ago, and not
-        // have waited yet (a slot change). The caller will reuse the frames when *this* returns.
-        if flush.is_empty() {
-            Shootdown::wait(&*self.quiescence, self.quiescence.request());
-        } else {
-            flush.finish(&*self.quiescence);
-        }
-        for gfn in begun {
-            self.stage2.fault_cursor(gfn).end();
-        }
+    fn invalidate(&self, ranges: &[HvaRange]) {
+        self.begin_invalidation(Shape::PerLevel, ranges).finish();
     }
 
-    fn age(&self, pages: &[Hva], young: &mut [bool]) {
-        let slots = self.slots.snapshot();
-        for (&hva, young) in pages.iter().zip(young) {
-            *young = false;
-            slots.overlapping(page_range(hva), |Overlap { slot, gfns }| {
-                *young |= self.age_page(slot, gfns.start());
-            });
+    fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
+        for (&range, young) in ranges.iter().zip(young) {
+            *young = self.any_leaf(range, |cursor, at, gfn| cursor.age_at(at, gfn));
         }
     }
 
@@ -46,31 +25,68 @@ impl MmuNotifier for Mmu {
     fn end_of_aging(&self) {
         let _ = self.quiescence.request();
     }
+
+    fn shatter(&self, range: HvaRange) {
+        self.each_part(range, |cursor, rmap, part| {
+            // Without a table, the block's bits go on speaking for all of its pages.
+            let _ = self.split(cursor, rmap, part.start());
+        });
+    }
 }
 
 impl Mmu {
-    fn begin_page(&self, slot: &Slot<Rmap>, gfn: Gfn) -> Flush<'_> {
-        let mut cursor = self.stage2.fault_cursor(gfn);
-        cursor.begin();
-        let page = slot.page(gfn);
-        let at = slot.attach.get(page);
-        let Some((removed, flush)) = at.and_then(|at| cursor.unmap_at(at, gfn)) else {
-            return Flush::none(&self.stage2);
-        };
-        slot.attach.clear(page);
-        if removed.leaf.dirty {
-            self.host.mark_dirty(removed.leaf.pfn);
-        }
-        flush
+    /// Whether a page of `range` was used since it was last aged. Nothing is cleared.
+    pub fn test_young(&self, range: HvaRange) -> bool {
+        self.any_leaf(range, |cursor, at, gfn| cursor.test_young_at(at, gfn))
     }
 
-    fn age_page(&self, slot: &Slot<Rmap>, gfn: Gfn) -> bool {
-        let mut cursor = self.stage2.fault_cursor(gfn);
-        let at = slot.attach.get(slot.page(gfn));
-        at.is_some_and(|at| cursor.age_at(at, gfn) == Age::Young)
+    /// Takes W, and with it D, from every leaf that maps a page of `range`, and tells the host
+    /// which were written. On return no vCPU writes there without a fault. A huge leaf that reaches
+    /// beyond the range is split first; if no table is to be had for that, all of it is protected.
+    pub fn write_protect(&self, range: HvaRange) {
+        // A harvest that finds W gone must not find TLBs that still have it.
+        let _no_harvest = self.lock_layout();
+        let mut flush = Flush::none(&self.stage2);
+        self.each_part(range, |cursor, rmap, part| {
+            if rmap.block(part.start()) == InBlock::Nothing {
+                return;
+            }
+            self.cut(cursor, rmap, part);
+            flush.join(cursor.protect(part, |was| {
+                if was.leaf.dirty {
+                    self.host.mark_dirty(was.leaf.pfn, was.leaf.level);
+                }
+            }));
+        });
+        flush.finish(&*self.quiescence);
     }
-}
 
-fn page_range(hva: Hva) -> HvaRange {
-    HvaRange::new(hva.page(), 1).expect("one aligned page")
+    /// Whether `look` finds any leaf young that maps a page of `range`. All are looked at.
+    fn any_leaf(
+        &self,
+        range: HvaRange,
+        mut look: impl FnMut(&mut Cursor<'_>, EntryRef, Gfn) -> Age,
+    ) -> bool {
+        let mut young = false;
+        self.each_part(range, |cursor, rmap, part| {
+            rmap.leaves(part, |at, gfn| young |= look(cursor, at, gfn) == Age::Young);
+        });
+        young
+    }
+
+    /// Calls `visit` for each part of a block whose backing is in `range`, under its stripe.
+    fn each_part<'s>(
+        &'s self,
+        range: HvaRange,
+        mut visit: impl FnMut(&mut Cursor<'s>, &Rmap, GfnRange),
+    ) {
+        self.slots
+            .read()
+            .overlapping(range, |Overlap { slot, gfns }| {
+                for part in parts(gfns) {
+                    let mut cursor = self.stage2.fault_cursor(part.start());
+                    visit(&mut cursor, &slot.attach, part);
+                }
+            });
+    }
 }

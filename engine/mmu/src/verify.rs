@@ -1,33 +1,61 @@
 //! Slots, reverse maps and tables agree. For tests, the simulator and fuzzers; call when no cursor
 //! is at work.
 
-use crate::Mmu;
-use lacuna_slots::assert_invariants;
+use crate::rmap::parts;
+use crate::{InBlock, Mmu, Rmap};
+use lacuna_addr::{GfnRange, Level};
+use lacuna_slots::{Slot, assert_invariants};
 
 impl Mmu {
     /// Walks everything.
     ///
     /// # Panics
-    /// When an invariant is broken: every rmap word leads to a leaf, every leaf is in exactly one
-    /// rmap, D means W, and the tables are sound in themselves.
+    /// When an invariant is broken: every rmap word leads to a leaf of its level, every leaf is in
+    /// exactly one rmap, block words count exactly, a huge leaf is where one is possible, disallow
+    /// counts are not below what the slot's place says, D means W, and the tables are sound in
+    /// themselves.
     pub fn verify(&self) {
         let slots = self.slots.snapshot();
         assert_invariants(&slots);
         let counts = self.stage2.verify();
-        let mut mapped = 0;
+        let (mut small, mut huge) = (0, 0);
         for slot in slots.iter() {
-            for gfn in slot.gfns.iter() {
-                let Some(at) = slot.attach.get(slot.page(gfn)) else {
-                    continue;
-                };
-                assert_eq!(self.stage2.find(gfn), Some(at), "rmap of gfn {gfn}");
-                mapped += 1;
+            let fresh = Rmap::new(slot.gfns, slot.hvas);
+            for part in parts(slot.gfns) {
+                slot.attach.assert_disallowed_like(&fresh, part.start());
+                match self.verify_block(slot, part) {
+                    InBlock::Nothing => {}
+                    InBlock::Small(count) => small += u64::from(count),
+                    InBlock::Huge(_) => {
+                        assert_eq!(fresh.most(part.start()), Level::L2M, "{part:?}: huge");
+                        huge += 1;
+                    }
+                }
             }
         }
-        assert_eq!(
-            mapped,
-            counts.leaves.iter().sum::<u64>(),
-            "a leaf is in no rmap"
-        );
+        assert_eq!(small, counts.of(Level::L4K), "small leaves in rmaps");
+        assert_eq!(huge, counts.of(Level::L2M), "huge leaves in rmaps");
+    }
+
+    fn verify_block(&self, slot: &Slot<Rmap>, part: GfnRange) -> InBlock {
+        let mut pages = 0;
+        for gfn in part.iter() {
+            if let Some(at) = slot.attach.page(gfn) {
+                assert_eq!(self.stage2.find(gfn), Some(at), "rmap of gfn {gfn}");
+                pages += 1;
+            }
+        }
+        let block = slot.attach.block(part.start());
+        match block {
+            InBlock::Nothing => assert_eq!(pages, 0, "{part:?}: empty"),
+            InBlock::Small(count) => assert_eq!(pages, count, "{part:?}: small leaves"),
+            InBlock::Huge(at) => {
+                assert_eq!(pages, 0, "{part:?}: huge, and small");
+                for gfn in part.iter() {
+                    assert_eq!(self.stage2.find(gfn), Some(at), "rmap of {part:?}");
+                }
+            }
+        }
+        block
     }
 }

@@ -1,8 +1,8 @@
 //! Random accesses, reclaim, aging and slot changes against a plain model of page contents;
 //! everything is verified after every step.
 
-use lacuna_addr::{Access, Gfn, Gpa, Hva, PAGE_SIZE, PageCount};
-use lacuna_host::{Fault, FaultyStore, Host, HostConfig, Io, MmuNotifier};
+use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io, MmuNotifier};
 use lacuna_mmu::{Faulter, Mmu, Outcome};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::Walk;
@@ -11,10 +11,12 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Pages of backing, and the first frames where slot 0 and slot 1 (an alias of half of it) begin.
-const PAGES: u64 = 600;
+/// Pages of backing: three blocks and a rest. The first frames where slot 0 and slot 1 begin; that
+/// is an alias of these pages of it.
+const PAGES: u64 = 1600;
 const HOME: u64 = 0x400;
 const ALIAS: u64 = 0x1_0000;
+const ALIASED: (u64, u64) = (512, 800);
 
 struct Bench {
     clock: Arc<VirtualClock>,
@@ -37,13 +39,16 @@ enum Seen {
 }
 
 impl Bench {
-    fn new(seed: u64) -> Self {
+    fn new(seed: u64, huge: HugePages) -> Self {
         let clock = Arc::new(VirtualClock::default());
         let store = FaultyStore::new(PageCount::new(4 * PAGES));
-        // Far fewer frames than pages: every run evicts.
-        let budget = PageCount::new(Host::minimum_budget(1).get().max(PAGES / 4));
+        // Far fewer frames than pages, so that every run evicts; with huge pages room for one, or
+        // two.
+        let frames = [PAGES / 4, PAGES * 7 / 8][usize::from(huge != HugePages::Never)];
+        let budget = PageCount::new(Host::minimum_budget(1).get().max(frames));
         let host = Host::new(HostConfig {
             budget,
+            huge,
             swap: Box::new(store.clone()),
             io: Io::Virtual {
                 seed,
@@ -73,7 +78,7 @@ impl Bench {
             slots,
         };
         bench.add(0, HOME, 0, PAGES).unwrap();
-        bench.add(1, ALIAS, PAGES / 2, PAGES / 2).unwrap();
+        bench.add(1, ALIAS, ALIASED.0, ALIASED.1).unwrap();
         bench
     }
 
@@ -175,7 +180,10 @@ impl Bench {
 enum Op {
     Read(u64),
     Write(u64, u64),
+    Run(u64),
     Balance,
+    Collapse,
+    Shatter(u64),
     Time(u64),
     Delete(u16),
     Add(u16),
@@ -184,18 +192,22 @@ enum Op {
 }
 
 fn gfn() -> impl Strategy<Value = u64> {
-    prop_oneof![HOME..HOME + PAGES, ALIAS..ALIAS + PAGES / 2, 0..0x2_0000u64]
+    prop_oneof![HOME..HOME + PAGES, ALIAS..ALIAS + ALIASED.1, 0..0x2_0000u64]
 }
 
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         8 => gfn().prop_map(Op::Read),
         8 => (gfn(), any::<u64>()).prop_map(|(gfn, value)| Op::Write(gfn, value)),
+        1 => (HOME..HOME + PAGES - 512).prop_map(Op::Run),
         3 => Just(Op::Balance),
         2 => (0..200_000u64).prop_map(Op::Time),
         1 => (0..2u16).prop_map(Op::Delete),
         1 => (0..2u16).prop_map(Op::Add),
         1 => (0..2u16, 0..0x2_0000u64).prop_map(|(id, gfn)| Op::Move(id, gfn)),
+        1 => (0..2u16, 0..256u64).prop_map(|(id, block)| Op::Move(id, block * 512)),
+        1 => Just(Op::Collapse),
+        1 => (0..3u64).prop_map(Op::Shatter),
         1 => (0..2u16, any::<bool>()).prop_map(|(id, on)| Op::ReadOnly(id, on)),
     ]
 }
@@ -204,7 +216,13 @@ fn apply(bench: &mut Bench, op: &Op) {
     match *op {
         Op::Read(gfn) => bench.check(gfn, None),
         Op::Write(gfn, value) => bench.check(gfn, Some(value)),
+        Op::Run(gfn) => (gfn..gfn + 512).for_each(|gfn| bench.check(gfn, None)),
         Op::Balance => drop(bench.host.balance()),
+        Op::Collapse => drop(bench.host.collapse_step()),
+        Op::Shatter(block) => {
+            let start = bench.backing.checked_add_pages(block * 512).unwrap();
+            bench.mmu.shatter(HvaRange::new(start, 512).unwrap());
+        }
         Op::Time(ns) => bench.pass_time(ns),
         Op::Delete(id) => {
             let known = bench.slots.remove(&id).is_some();
@@ -212,7 +230,7 @@ fn apply(bench: &mut Bench, op: &Op) {
         }
         Op::Add(id) => {
             let [gfn, page, pages] =
-                [[HOME, 0, PAGES], [ALIAS, PAGES / 2, PAGES / 2]][usize::from(id)];
+                [[HOME, 0, PAGES], [ALIAS, ALIASED.0, ALIASED.1]][usize::from(id)];
             let free = !bench.slots.contains_key(&id) && !overlaps(bench, id, gfn, pages);
             assert_eq!(bench.add(id, gfn, page, pages).is_ok(), free);
         }
@@ -259,9 +277,10 @@ proptest! {
     #[test]
     fn contents_survive_everything(
         seed in any::<u64>(),
+        huge in prop::sample::select(vec![HugePages::Never, HugePages::Always]),
         ops in prop::collection::vec(op(), 1..250),
     ) {
-        let mut bench = Bench::new(seed);
+        let mut bench = Bench::new(seed, huge);
         for op in &ops {
             apply(&mut bench, op);
             bench.verify();
@@ -275,7 +294,7 @@ proptest! {
 
 #[test]
 fn four_times_overcommit_keeps_every_word() {
-    let mut bench = Bench::new(1);
+    let mut bench = Bench::new(1, HugePages::Never);
     for round in 1..4u64 {
         (0..PAGES).for_each(|page| bench.check(HOME + page, Some(round << 32 | page)));
         bench.verify();
@@ -294,9 +313,29 @@ fn four_times_overcommit_keeps_every_word() {
     );
 }
 
+/// Blocks are mapped whole at the first touch, split when pages of them must leave, and nothing is
+/// lost on the way.
+#[test]
+fn huge_pages_come_whole_and_leave_by_pages() {
+    let mut bench = Bench::new(5, HugePages::Always);
+    bench.check(HOME + 5, Some(1));
+    let counts = bench.mmu.stage2().counts();
+    assert_eq!(counts.leaves, [0, 1, 0], "one touch, one leaf");
+    for round in 1..4u64 {
+        (0..PAGES).for_each(|page| bench.check(HOME + page, Some(round << 32 | page)));
+        bench.verify();
+        (0..PAGES)
+            .rev()
+            .for_each(|page| bench.check(HOME + page, None));
+        bench.verify();
+    }
+    let stats = bench.host.stats();
+    assert!(stats.splits > 0 && stats.swapped_in > 0, "{stats:?}");
+}
+
 #[test]
 fn pages_only_read_are_dropped_without_a_second_write() {
-    let mut bench = Bench::new(2);
+    let mut bench = Bench::new(2, HugePages::Never);
     (0..PAGES).for_each(|page| bench.check(HOME + page, Some(page + 1)));
     for _ in 0..2 {
         (0..PAGES).for_each(|page| bench.check(HOME + page, None));
@@ -315,7 +354,7 @@ fn pages_only_read_are_dropped_without_a_second_write() {
 
 #[test]
 fn a_lost_page_is_lost_and_never_zero() {
-    let mut bench = Bench::new(3);
+    let mut bench = Bench::new(3, HugePages::Never);
     (0..PAGES).for_each(|page| bench.check(HOME + page, Some(page + 1)));
     bench.store.set_fault(Some(Fault::Read));
     let mut lost = 0;
@@ -334,9 +373,10 @@ fn a_lost_page_is_lost_and_never_zero() {
 /// reused.
 #[test]
 fn reclaim_waits_for_a_slot_change_that_waits() {
-    let mut bench = Bench::new(4);
+    let mut bench = Bench::new(4, HugePages::Never);
     bench.check(HOME, Some(7));
     let (mmu, gfn) = (Arc::clone(&bench.mmu), Gfn::new(HOME).unwrap());
+    let page = HvaRange::new(bench.backing, 1).unwrap();
     let quiescence = Arc::clone(&bench.quiescence);
     let _ = quiescence.online(0);
     std::thread::scope(|scope| {
@@ -344,7 +384,7 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
         while mmu.stage2().find(gfn).is_some() {
             std::thread::yield_now();
         }
-        let reclaim = scope.spawn(|| mmu.invalidate(&[bench.backing]));
+        let reclaim = scope.spawn(|| mmu.invalidate(&[page]));
         // Long enough for a call that does not wait to be over; one that waits cannot be, ever.
         std::thread::sleep(std::time::Duration::from_millis(50));
         let waited = !change.is_finished() && !reclaim.is_finished();

@@ -79,7 +79,7 @@ struct lacuna_status_entry {
     uint32_t kind;
     uint32_t cpu;
     char name[24];             /* NUL-padded */
-    uint64_t pad[2];
+    volatile uint32_t latency_ns[4]; /* lately: median, 99 %, 99.9 %, worst; zero if not kept */
 };
 
 struct lacuna_status {

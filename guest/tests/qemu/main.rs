@@ -1,6 +1,7 @@
 //! The images boot and do their work on a machine that is not ours: QEMU.
 
 mod apf;
+mod churn;
 mod machine;
 mod pause;
 
@@ -36,8 +37,8 @@ fn the_kernel_keeps_its_promises() {
         &Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/kernel.c"),
         &image,
     );
-    for smp in [1, 3] {
-        let outcome = boot_file(&image, smp, "slice_us=10000000");
+    for (smp, words) in [(1, ""), (3, ""), (1, " huge=1")] {
+        let outcome = boot_file(&image, smp, &format!("slice_us=10000000{words}"));
         assert_ended(&outcome, (128 + 14) & 127, "kernel: ok");
         assert!(
             outcome.console.contains("page fault at 123456789000"),
@@ -61,6 +62,37 @@ fn verify_finds_memory_in_order() {
             "{}",
             outcome.console
         );
+    }
+}
+
+#[test]
+fn an_arena_of_2_mib_pages_is_the_same_memory() {
+    if qemu_missing() {
+        return;
+    }
+    let pages = |huge: u32| {
+        let params = format!("rounds=1 clear=1 huge={huge}");
+        let outcome = boot(&format!("verify-huge{huge}"), "verify", 2, &params);
+        assert_ended(&outcome, 0, "failures=0");
+        let (_, rest) = outcome.console.split_once(" pages=").expect("a result");
+        rest.split_whitespace().next().map(str::to_owned)
+    };
+    assert_eq!(pages(1), pages(0));
+}
+
+#[test]
+fn zipf_finds_its_pages_in_order() {
+    if qemu_missing() {
+        return;
+    }
+    for params in [
+        "accesses=50000",
+        "accesses=50000 scatter=1 huge=1",
+        "seconds=1 skew=0",
+    ] {
+        let name = format!("zipf-{}", params.len());
+        let outcome = boot(&name, "zipf", 2, &format!("bytes=16M {params}"));
+        assert_ended(&outcome, 0, "verdict=ok");
     }
 }
 
@@ -166,6 +198,11 @@ fn the_other_workloads_pass() {
         &boot("membound", "membound", 1, "bytes=8M nop=1"),
         0,
         "RESULT rounds=3 ",
+    );
+    assert_ended(
+        &boot("reads", "reads", 2, "reads=20000 bytes=16M huge=1"),
+        0,
+        "RESULT threads=2 reads=4",
     );
     assert_ended(
         &boot("maxpage", "maxpage", 1, ""),

@@ -5,10 +5,10 @@
 //! * resolve of a resident page;
 //! * swap-out and swap-in throughput on a file, reads by the waiter itself and by readers.
 
-use lacuna_addr::{Access, Hva, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    FileStore, FrameCache, Host, HostConfig, Io, MemoryStore, MmuNotifier, Resolution, SwapStore,
-    Ticket,
+    FileStore, Frame, FrameCache, Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier,
+    Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::HostClock;
 use std::path::Path;
@@ -19,14 +19,20 @@ use std::time::Instant;
 struct Unmapped;
 
 impl MmuNotifier for Unmapped {
-    fn invalidate(&self, _pages: &[Hva]) {}
-    fn age(&self, _pages: &[Hva], _young: &mut [bool]) {}
+    fn invalidate(&self, _ranges: &[HvaRange]) {}
+    fn age(&self, _ranges: &[HvaRange], _young: &mut [bool]) {}
+    fn shatter(&self, _range: HvaRange) {}
     fn end_of_aging(&self) {}
 }
 
 fn host(budget: u64, swap: Box<dyn SwapStore>) -> Arc<Host> {
+    host_with(budget, swap, HugePages::Never)
+}
+
+fn host_with(budget: u64, swap: Box<dyn SwapStore>, huge: HugePages) -> Arc<Host> {
     Host::new(HostConfig {
         budget: PageCount::new(budget),
+        huge,
         swap,
         io: Io::Threads { readers: 8 },
         clock: Arc::new(HostClock::default()),
@@ -46,8 +52,8 @@ fn page(start: Hva, index: u64) -> Hva {
 /// Makes a page resident, whatever that takes.
 fn touch(host: &Host, hva: Hva, access: Access, cache: &mut FrameCache) -> Pfn {
     loop {
-        match host.resolve(hva, access, cache) {
-            Resolution::Ready(pfn) => {
+        match host.resolve(hva, access, Level::L4K, cache) {
+            Resolution::Ready(Frame { pfn, .. }) => {
                 cache.release_holds();
                 return pfn;
             }
@@ -112,17 +118,63 @@ fn scaling() {
     );
 }
 
-fn zeroing(pages: usize, name: &str) {
+/// First touch of 1 GiB with `huge` pages, a fault every `step` pages, medians in nanoseconds: what
+/// one costs, and what is left of that without the zeroing of whole blocks.
+fn first_touch(huge: HugePages, step: u64) -> (u64, u64) {
+    const PAGES: u64 = 1 << 18;
+    let host = host_with(PAGES + 16384, Box::new(MemoryStore::new()), huge);
+    let real = host.pool_huge_bytes().map(|bytes| bytes >> 20);
+    println!("pool: {real:?} MiB of it in huge pages");
+    let mut cache = host.frame_cache().expect("a cache");
+    let (mut totals, mut faults) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        let count = PageCount::new(PAGES);
+        let range = host
+            .add_region(count, Arc::new(Unmapped))
+            .expect("a region");
+        let mut zeroed = host.stats().zeroing_ns;
+        for i in (0..PAGES).step_by(step as usize) {
+            let hva = page(range.start(), i);
+            let start = Instant::now();
+            let found = host.resolve(hva, Access::Write, Level::L2M, &mut cache);
+            let total = start.elapsed().as_nanos() as u64;
+            assert!(matches!(found, Resolution::Ready(_)));
+            cache.release_holds();
+            let zeroing = host.stats().zeroing_ns;
+            totals.push(total);
+            faults.push(total - (zeroing - zeroed));
+            zeroed = zeroing;
+        }
+        host.remove_region(range).expect("removed");
+    }
+    (median(totals), median(faults))
+}
+
+fn median(mut all: Vec<u64>) -> u64 {
+    let middle = all.len() / 2;
+    *all.select_nth_unstable(middle).1
+}
+
+fn huge_faults() {
+    let (total, fault) = first_touch(HugePages::Always, 512);
+    let total = total / 1000;
+    println!("first touch of a block: {total} us, {fault} ns of it without the zeroing");
+    let (total, _) = first_touch(HugePages::Never, 1);
+    let all = total * 512 / 1000;
+    println!("first touch of its 512 pages: {all} us, {total} ns each, zeroing included");
+}
+
+fn zeroing(pages: usize, size: usize, name: &str) {
     let mut memory = vec![1u8; pages * PAGE_SIZE];
     let mut best = f64::MAX;
     for _ in 0..20 {
         let start = Instant::now();
-        for page in memory.chunks_mut(PAGE_SIZE) {
+        for page in memory.chunks_mut(size) {
             std::hint::black_box(page).fill(0);
         }
         best = best.min(per(pages as u64, start));
     }
-    println!("zeroing alone, {name}: {best:.0} ns");
+    println!("zeroing alone, {name}: {best:.0} ns a page");
 }
 
 fn swap(name: &str, store: Box<dyn SwapStore>) {
@@ -161,7 +213,7 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
         let tickets: Vec<Ticket> = (0..16)
             .filter_map(|_| {
                 let hva = page(range.start(), rng.u64(0..PAGES));
-                match host.resolve(hva, Access::Read, &mut cache) {
+                match host.resolve(hva, Access::Read, Level::L4K, &mut cache) {
                     Resolution::Pending(ticket) => Some(ticket),
                     Resolution::NoMemory => {
                         let _ = host.reclaim_direct().expect("reclaim");
@@ -184,11 +236,13 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
 fn main() {
     let dir = std::env::args().skip(1).find(|arg| !arg.starts_with('-'));
     let dir = dir.unwrap_or_else(|| std::env::temp_dir().display().to_string());
-    zeroing(256, "warm");
-    zeroing(65536, "cold");
+    zeroing(256, PAGE_SIZE, "warm");
+    zeroing(65536, PAGE_SIZE, "cold");
+    zeroing(65536, 512 * PAGE_SIZE, "cold, 2 MiB at once");
     resident_faults(256, 200, "warm");
     resident_faults(65536, 8, "cold");
     scaling();
+    huge_faults();
     let capacity = PageCount::new(1 << 16);
     swap(
         "file",

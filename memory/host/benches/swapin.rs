@@ -7,10 +7,10 @@
 //! whole process but for the computing: reading, reclaim, interrupts and wake-ups are all in it, on
 //! whatever thread they ran.
 
-use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    FileStore, FrameCache, Host, HostConfig, Io, Latency, MemoryStore, MmuNotifier, Resolution,
-    SwapStore,
+    FileStore, Frame, FrameCache, Host, HostConfig, HugePages, Io, Latency, MemoryStore,
+    MmuNotifier, Resolution, SwapStore,
 };
 use lacuna_sync::{Clock, Dial, HostClock};
 use rustix::time::{ClockId, clock_gettime};
@@ -27,8 +27,9 @@ const VCPUS: u64 = 2;
 struct Unmapped;
 
 impl MmuNotifier for Unmapped {
-    fn invalidate(&self, _pages: &[Hva]) {}
-    fn age(&self, _pages: &[Hva], _young: &mut [bool]) {}
+    fn invalidate(&self, _ranges: &[HvaRange]) {}
+    fn age(&self, _ranges: &[HvaRange], _young: &mut [bool]) {}
+    fn shatter(&self, _range: HvaRange) {}
     fn end_of_aging(&self) {}
 }
 
@@ -109,8 +110,8 @@ impl<'a> Vcpu<'a> {
     /// One fault: the page is used if it is there and started if it is not.
     fn fault(&mut self, hva: Hva, access: Access) {
         loop {
-            match self.host.resolve(hva, access, &mut self.cache) {
-                Resolution::Ready(pfn) => {
+            match self.host.resolve(hva, access, Level::L4K, &mut self.cache) {
+                Resolution::Ready(Frame { pfn, .. }) => {
                     if access == Access::Write {
                         let value = self.rng.u64(1..).to_le_bytes();
                         self.host.frame(pfn).write(0, &value.repeat(PAGE_SIZE / 8));
@@ -185,6 +186,7 @@ fn measure(io: Io, store: Box<dyn SwapStore>, load: &Load, alone: f64) {
     let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
     let host = Host::new(HostConfig {
         budget: PageCount::new(BUDGET),
+        huge: HugePages::Never,
         swap: store,
         io,
         clock: clock.clone(),

@@ -1,7 +1,8 @@
 //! When to reclaim: in the background between the watermarks, directly when a fault found nothing.
 
+use crate::collapse::Collapse;
 use crate::error::HostError;
-use crate::host::{Core, Host, lock};
+use crate::host::{Core, Host, HugePages, lock};
 use crate::reclaim::Mercy;
 use crate::stats::Counters;
 use crate::writeback::CLUSTER;
@@ -19,6 +20,11 @@ const GENTLE: usize = 8;
 const MAX_FAILURES: usize = 4;
 /// Milliseconds, about, without any progress after which direct reclaim gives up.
 const PATIENCE: usize = 2000;
+
+/// Between two looks for pages that can be a whole block: moving one takes a fiftieth of that.
+const PACE: Duration = Duration::from_millis(10);
+/// After a look at all of them.
+const REST: Duration = Duration::from_secs(1);
 
 /// What a step of reclaim has done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -121,6 +127,8 @@ impl Host {
             let gentle = rounds < GENTLE && sweep.progress.scanned < 2 * core.frames.len();
             let mercy = if gentle {
                 Mercy::SecondChance
+            } else if sweep.progress.scanned < 3 * core.frames.len() {
+                Mercy::Blocks
             } else {
                 Mercy::None
             };
@@ -133,7 +141,8 @@ impl Host {
         sweep
     }
 
-    /// Starts the thread that keeps free frames between the watermarks. It ends when the guard is
+    /// Starts the thread that keeps free frames between the watermarks, and makes blocks whole when
+    /// there is nothing to reclaim. It ends when the guard is
     /// dropped.
     pub fn spawn_background(self: &Arc<Self>) -> Result<Background, HostError> {
         let stop = Arc::new(AtomicBool::new(false));
@@ -152,7 +161,7 @@ impl Host {
     fn run_background(&self, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             if !self.core.is_low() {
-                std::thread::park();
+                self.idle();
                 continue;
             }
             let mut barren = 0;
@@ -176,6 +185,22 @@ impl Host {
                 }
             }
         }
+    }
+}
+
+impl Host {
+    /// Nothing to reclaim: makes blocks whole, at a pace that nobody notices, until somebody wakes
+    /// the thread.
+    fn idle(&self) {
+        if self.core.huge == HugePages::Never {
+            std::thread::park();
+            return;
+        }
+        let pause = match self.collapse_step() {
+            Collapse::Made | Collapse::Looked => PACE,
+            Collapse::Idle => REST,
+        };
+        std::thread::park_timeout(pause);
     }
 }
 

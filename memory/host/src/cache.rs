@@ -51,22 +51,34 @@ pub(crate) struct FaultCounters {
     pub rescued: AtomicU64,
     pub swap_in: AtomicU64,
     pub shared_ticket: AtomicU64,
+    pub huge_fill: AtomicU64,
+    pub huge_fallback: AtomicU64,
+    pub zeroing_ns: AtomicU64,
 }
 
 impl FaultCounters {
     /// Adds one; only the owner calls it.
     #[inline]
     pub fn bump(counter: &AtomicU64) {
-        counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        Self::add(counter, 1);
     }
 
-    pub fn all(&self) -> [&AtomicU64; 5] {
+    /// Adds `count`; only the owner calls it.
+    #[inline]
+    pub fn add(counter: &AtomicU64, count: u64) {
+        counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
+    }
+
+    pub fn all(&self) -> [&AtomicU64; 8] {
         [
             &self.zero_fill,
             &self.resident,
             &self.rescued,
             &self.swap_in,
             &self.shared_ticket,
+            &self.huge_fill,
+            &self.huge_fallback,
+            &self.zeroing_ns,
         ]
     }
 }

@@ -5,11 +5,13 @@
 
 use crate::cache::FrameCache;
 use crate::error::HostError;
+use crate::head::BlockNo;
 use crate::host::{Core, Host};
 use crate::pool::FramePtr;
+use crate::region::Place;
 use crate::residency::{PageNo, PageState};
-use crate::resolve::Resolution;
-use lacuna_addr::{Access, Hva, PAGE_SIZE, Pfn};
+use crate::resolve::{Frame, Resolution, small};
+use lacuna_addr::{Access, Hva, Level, PAGE_SIZE};
 
 /// How often [`Host::peek`] tries a page that reclaim is looking at.
 const PEEKS: usize = 64;
@@ -36,7 +38,7 @@ impl Host {
         while !out.is_empty() {
             let (offset, len) = within_page(hva, out.len());
             let (now, rest) = out.split_at_mut(len);
-            if self.core.state_of(hva) == Some(PageState::Empty) {
+            if self.core.place_of(hva) == Some(Place::Page(PageState::Empty)) {
                 now.fill(0);
             } else {
                 let copy = |frame: FramePtr<'_>| frame.read(offset, now);
@@ -55,14 +57,22 @@ impl Host {
             return None;
         }
         for _ in 0..PEEKS {
-            let PageState::Resident { frame, .. } = self.core.state_of(hva)? else {
-                return None;
+            let frame = match self.core.place_of(hva)? {
+                Place::Block(block) => Some(Frame {
+                    pfn: block.frame_of(PageNo::of(hva)),
+                    level: Level::L2M,
+                }),
+                Place::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
+                // A collapse is at it.
+                Place::Page(PageState::Merged) => None,
+                Place::Page(_) => return None,
             };
-            if self
-                .core
-                .pinned(frame, PageNo::of(hva), |page| page.read(offset, out))
-                .is_some()
-            {
+            let page = PageNo::of(hva);
+            let read = |frame| {
+                self.core
+                    .pinned(frame, page, |bytes| bytes.read(offset, out))
+            };
+            if frame.and_then(read).is_some() {
                 return Some(());
             }
             std::thread::yield_now();
@@ -80,12 +90,12 @@ impl Host {
         let mut copy = Some(copy);
         loop {
             let seen = self.core.settled.generation();
-            match self.resolve(hva, access, cache) {
+            match self.resolve(hva, access, Level::L4K, cache) {
                 Resolution::Ready(frame) => {
                     let pinned = self.core.pinned(frame, PageNo::of(hva), |page| {
                         copy.take().into_iter().for_each(|copy| copy(page));
                         if access.is_write() {
-                            self.mark_dirty(frame);
+                            self.mark_dirty(frame.pfn, Level::L4K);
                         }
                     });
                     if pinned.is_some() {
@@ -108,14 +118,25 @@ impl Host {
 }
 
 impl Core {
-    fn state_of(&self, hva: Hva) -> Option<PageState> {
+    fn place_of(&self, hva: Hva) -> Option<Place> {
         let page = PageNo::of(hva);
-        self.regions.find(page)?.word(page).map(|word| word.load())
+        self.regions.find(page)?.place(page)
     }
 
     /// Runs `copy` while nobody can take the frame from `page`. `None` if somebody else is about
     /// to, or already has.
-    fn pinned(&self, frame: Pfn, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
+    fn pinned(&self, frame: Frame, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
+        if frame.level != Level::L4K {
+            let desc = self.frames.block(BlockNo::of(frame.pfn));
+            let owner = desc.isolate()?;
+            let own = owner == page.block_start();
+            if own {
+                copy(self.frames.pool.frame(frame.pfn));
+            }
+            desc.publish();
+            return own.then_some(());
+        }
+        let frame = frame.pfn;
         let desc = self.frames.desc(frame);
         let owner = desc.isolate()?;
         if owner == page {

@@ -22,7 +22,7 @@ use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum FrameState {
-    /// The free list.
+    /// The free map; or the frame rests in a whole block (see `block`).
     Free,
     /// A vCPU's magazine, or a fault that has not published it yet.
     Cached,
@@ -54,11 +54,12 @@ pub struct Desc {
     /// that writes it out. A stale fault may set it on a frame that has since moved to another
     /// page, which costs a needless write and nothing else.
     dirty: AtomicU8,
-    /// Swapped in since the clock hand last passed: its faulter may not have come back yet.
+    /// Swapped in since the clock hand last passed, so that its faulter may not have come back yet;
+    /// or found accessed by somebody who was not the hand.
     recent: AtomicU8,
 }
 
-/// A frame costs no more than this beside its 4 KiB, and 4 bytes on the free list.
+/// A frame costs no more than this beside its 4 KiB, and a bit in the free map.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Desc>() == 16);
 
@@ -70,6 +71,18 @@ impl Desc {
             dirty: AtomicU8::new(0),
             recent: AtomicU8::new(0),
         }
+    }
+
+    /// The free map has it.
+    pub fn free(&self) {
+        self.dirty.store(0, Ordering::Relaxed);
+        self.set_state(FrameState::Free);
+    }
+
+    /// Its block is being split: whose it is going to be. Its dirty mark counts already.
+    pub fn adopt(&self, owner: PageNo) {
+        self.owner.store(owner.get(), Ordering::Relaxed);
+        self.recent.store(0, Ordering::Relaxed);
     }
 
     /// Before the page word names the frame: whose it is going to be.
@@ -117,6 +130,15 @@ impl Desc {
     pub fn mark_dirty(&self) {
         if self.dirty.load(Ordering::Relaxed) == 0 {
             self.dirty.store(1, Ordering::Release);
+        }
+    }
+
+    /// Reads alone.
+    pub fn dirt(&self) -> Dirt {
+        if self.dirty.load(Ordering::Acquire) != 0 {
+            Dirt::Dirty
+        } else {
+            Dirt::Clean
         }
     }
 

@@ -1,26 +1,33 @@
-//! The frames of the budget: the pool, its descriptors, the free list, and the watermarks.
+//! The frames of the budget: the pool, its descriptors, the free map, and the watermarks.
 //!
 //! ```text
 //! free frames   0 ....... reserve ........ low ................ high ............
 //!                 store only   | direct reclaim  | background reclaim | nothing to do
 //!                              |                 | is woken           |
 //! ```
-//! The free list is one vector behind one lock, and nobody takes single frames from it: a vCPU's
-//! magazine moves a batch at a time.
+//! The free map is behind one lock, and nobody takes single frames from it: a vCPU's magazine moves
+//! a batch at a time. A whole block is given only while all of `high` is left besides: huge pages
+//! are made of plenty, never of what somebody may need to make progress.
 
+use crate::block::{BlockDesc, Marked, Parts};
 use crate::desc::{Desc, FrameState};
+use crate::free::FreeMap;
+use crate::head::{BLOCK, BlockNo};
 use crate::pool::{FramePtr, Pool};
-use lacuna_addr::Pfn;
+use crate::region::Span;
+use lacuna_addr::{Level, Pfn};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Most frames that move between a magazine and the free list at once.
+/// Most frames that move between a magazine and the free map at once.
 pub(crate) const BATCH: usize = 32;
 
 pub(crate) struct Frames {
     pub pool: Pool,
     descs: Box<[Desc]>,
-    free: Mutex<Vec<u32>>,
+    /// Of the blocks that the pool's end does not cut.
+    blocks: Box<[BlockDesc]>,
+    free: Mutex<FreeMap>,
     /// Length of `free`, for those who only want to know.
     free_now: AtomicUsize,
     free_min: AtomicUsize,
@@ -35,12 +42,11 @@ pub(crate) struct Frames {
 impl Frames {
     pub fn new(pool: Pool) -> Self {
         let frames = pool.frames();
-        // Reversed: the first frames out are neighbours, in ascending order.
-        let free: Vec<u32> = (0..frames as u32).rev().collect();
         let low = (frames / 64).clamp(16, 4096).min(frames / 4);
         Self {
             descs: (0..frames).map(|_| Desc::new()).collect(),
-            free: Mutex::new(free),
+            blocks: (0..frames / BLOCK).map(|_| BlockDesc::new()).collect(),
+            free: Mutex::new(FreeMap::new(frames)),
             free_now: AtomicUsize::new(frames),
             free_min: AtomicUsize::new(frames),
             store: AtomicUsize::new(0),
@@ -60,7 +66,48 @@ impl Frames {
         &self.descs[pfn.index()]
     }
 
-    /// Frames on the free list, a moment ago.
+    #[inline]
+    pub fn block(&self, block: BlockNo) -> &BlockDesc {
+        &self.blocks[block.index()]
+    }
+
+    /// The block that `frame` lies in; `None` in the one that the pool's end cuts.
+    pub fn block_of(&self, frame: Pfn) -> Option<(BlockNo, &BlockDesc)> {
+        let block = BlockNo::of(frame);
+        self.blocks.get(block.index()).map(|desc| (block, desc))
+    }
+
+    /// The pages of `span` with the frames of `block`, which they are in or go to.
+    pub fn parts<'a>(&'a self, span: Span<'a>, block: BlockNo) -> Parts<'a> {
+        let first = block.index() * BLOCK;
+        Parts {
+            head: span.head,
+            words: span.words,
+            number: block,
+            desc: self.block(block),
+            frames: &self.descs[first..first + BLOCK],
+        }
+    }
+
+    /// See [`crate::Host::mark_dirty`].
+    #[inline]
+    pub fn mark_dirty(&self, pfn: Pfn, level: Level) {
+        match level {
+            Level::L4K => self.desc(pfn).mark_dirty(),
+            _ => self.mark_block_dirty(pfn),
+        }
+    }
+
+    fn mark_block_dirty(&self, pfn: Pfn) {
+        let block = BlockNo::of(pfn);
+        if self.block(block).mark_dirty() == Marked::Loose {
+            let first = block.index() * BLOCK;
+            let frames = &self.descs[first..first + BLOCK];
+            frames.iter().for_each(Desc::mark_dirty);
+        }
+    }
+
+    /// Frames in the free map, a moment ago.
     pub fn free_now(&self) -> usize {
         self.free_now.load(Ordering::Relaxed)
     }
@@ -89,28 +136,52 @@ impl Frames {
             .len()
             .saturating_sub(self.reserve.load(Ordering::Relaxed));
         let count = available.div_ceil(8).min(BATCH);
-        let kept = free.len() - count;
-        // Reversed again: the magazine hands out from its end.
-        out.extend(free.drain(kept..).rev());
-        for &index in &out[out.len() - count..] {
+        let kept = out.len();
+        free.take(count, out);
+        for &index in &out[kept..] {
             self.descs[index as usize].set_state(FrameState::Cached);
         }
+        // The magazine hands out from its end: in ascending order, neighbours after each other.
+        out[kept..].reverse();
         self.note_free(free.len());
+    }
+
+    /// Takes a whole block, if there is plenty besides.
+    pub fn take_block(&self) -> Option<BlockNo> {
+        if !self.has_plenty() {
+            return None;
+        }
+        let mut free = self.lock();
+        let block = free.take_block()?;
+        self.note_free(free.len());
+        Some(block)
+    }
+
+    /// Whether a block's worth of frames may go without reclaim being wanted soon.
+    pub fn has_plenty(&self) -> bool {
+        self.available() >= self.high + BLOCK
     }
 
     /// Puts frames back, whoever had them.
     pub fn give(&self, frames: impl IntoIterator<Item = u32>) {
         let mut free = self.lock();
         for index in frames {
-            self.descs[index as usize].set_state(FrameState::Free);
-            free.push(index);
+            self.descs[index as usize].free();
+            free.give(index);
         }
         self.note_free(free.len());
     }
 
-    /// Every free frame, for `verify`.
-    pub fn free_list(&self) -> Vec<u32> {
-        self.lock().clone()
+    /// Puts a whole block back, whose frames' descriptors rest.
+    pub fn give_block(&self, block: BlockNo) {
+        let mut free = self.lock();
+        free.give_block(block);
+        self.note_free(free.len());
+    }
+
+    /// The free map, for `verify`.
+    pub fn with_free<T>(&self, read: impl FnOnce(&FreeMap) -> T) -> T {
+        read(&self.lock())
     }
 
     fn note_free(&self, now: usize) {
@@ -118,7 +189,7 @@ impl Frames {
         self.free_min.fetch_min(now, Ordering::Relaxed);
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<u32>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, FreeMap> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -145,10 +216,11 @@ impl StoreFrames {
     /// A frame, from the reserve too if need be. `None` when there is none left at all.
     pub fn take(&self) -> Option<Pfn> {
         let mut free = self.0.lock();
-        let index = free.pop()?;
+        let mut taken = Vec::with_capacity(1);
+        free.take(1, &mut taken);
+        let pfn = Pfn::new(taken.pop()?);
         self.0.note_free(free.len());
         self.0.store.fetch_add(1, Ordering::Relaxed);
-        let pfn = Pfn::new(index);
         self.0.desc(pfn).set_state(FrameState::Store);
         Some(pfn)
     }

@@ -1,19 +1,20 @@
 //! The manager: what it is made of, and regions coming and going.
 
 use crate::cache::{FrameCache, MAX_HOLDS, Shared};
-use crate::desc::FrameState;
+use crate::collapse::Collapser;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
 use crate::io::{Executor, Io};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
-use crate::region::{MmuNotifier, Region, Regions};
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::region::{MmuNotifier, Regions};
+use crate::residency::PageNo;
 use crate::settled::Settled;
 use crate::stats::Counters;
 use crate::swap::{Reads, Slot, SlotMap, SwapStore};
 use crate::ticket::Ticket;
+use crate::trial::Trials;
 use crate::writeback::Failure;
-use lacuna_addr::{HvaRange, PageCount, Pfn};
+use lacuna_addr::{HvaRange, Level, PageCount, Pfn};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicUsize;
@@ -26,12 +27,26 @@ const BASE_FRAMES: u64 = 64;
 /// What one more vCPU can keep from everybody else: its holds and a full magazine.
 const FRAMES_PER_VCPU: u64 = (MAX_HOLDS + BATCH) as u64;
 
+/// Where pages are made 512 at a time, in aligned blocks of 2 MiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum HugePages {
+    /// Nowhere.
+    #[default]
+    Never,
+    /// Where [`Host::advise_huge`] was called.
+    Madvise,
+    /// Wherever a block of frames is free.
+    Always,
+}
+
 /// What a [`Host`] is made of.
 pub struct HostConfig {
     /// Frames of the resident budget, shared by every region.
     pub budget: PageCount,
     /// Where pages go when the budget is needed for others.
     pub swap: Box<dyn SwapStore>,
+    /// Where pages are made 512 at a time.
+    pub huge: HugePages,
     /// Who carries out reads and completes operations.
     pub io: Io,
     /// The time that device latencies are measured by.
@@ -48,15 +63,23 @@ pub struct Host {
 pub(crate) struct Core {
     pub frames: Arc<Frames>,
     pub regions: Regions,
+    pub huge: HugePages,
     pub store: Box<dyn SwapStore>,
     pub device: String,
     pub slots: Mutex<SlotMap>,
     /// Reads in flight by page.
     pub tickets: Mutex<BTreeMap<PageNo, Ticket>>,
-    lost: Mutex<BTreeMap<PageNo, Arc<str>>>,
+    pub lost: Mutex<BTreeMap<PageNo, Arc<str>>>,
     caches: Mutex<Vec<Arc<Shared>>>,
-    /// The clock hand: the next frame that reclaim looks at.
+    /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
+    /// Which whole block is to be split next though it is in use.
+    pub trials: Mutex<Trials>,
+    /// Held while page words become Merged and until their head says so: a fault that is caught in
+    /// between waits for it.
+    pub merging: Mutex<()>,
+    /// Where the collapse in the background is.
+    pub collapser: Mutex<Collapser>,
     /// Room for copies of pages on their way out.
     pub buffers: Mutex<Vec<Vec<Page>>>,
     /// Pages being written out.
@@ -79,6 +102,7 @@ impl Host {
     pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
         let HostConfig {
             budget,
+            huge,
             swap: mut store,
             io,
             clock,
@@ -95,6 +119,7 @@ impl Host {
         let core = Core {
             frames,
             regions: Regions::default(),
+            huge,
             device: store.describe(),
             slots: Mutex::new(SlotMap::new(store.capacity().get())),
             store,
@@ -102,6 +127,9 @@ impl Host {
             lost: Mutex::default(),
             caches: Mutex::default(),
             hand: AtomicUsize::new(0),
+            trials: Mutex::default(),
+            merging: Mutex::default(),
+            collapser: Mutex::default(),
             buffers: Mutex::default(),
             writing: AtomicUsize::new(0),
             settled: Settled::default(),
@@ -136,25 +164,17 @@ impl Host {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<HvaRange, HostError> {
-        self.core.regions.add(pages, notifier)
+        self.core.regions.add(pages, self.core.huge, notifier)
     }
 
-    /// Removes a whole region with its pages, in frames and in swap. The caller has unmapped it and
-    /// stopped whoever could fault there; a fault that comes nevertheless finds the page lost.
-    /// Waits for the region's reads and writes in flight, so it is called with no lock held.
-    pub fn remove_region(&self, range: HvaRange) -> Result<(), HostError> {
-        let region = self.core.regions.remove(range)?;
-        loop {
-            let seen = self.core.settled.generation();
-            let mut left = 0;
-            for (page, word) in region.pages() {
-                left += usize::from(self.core.remove_page(&region, page, word) == Removal::Busy);
-            }
-            if left == 0 {
-                return Ok(());
-            }
-            self.io.help(&self.core, seen);
-        }
+    /// Makes the blocks that lie wholly inside `range` whole from here on, where they can be, under
+    /// [`HugePages::Madvise`].
+    pub fn advise_huge(&self, range: HvaRange) -> Result<(), HostError> {
+        let region = self.core.regions.find(PageNo::of(range.start()));
+        let region = region.filter(|region| region.range().intersect(range) == Some(range));
+        let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
+        region.advise(range);
+        Ok(())
     }
 
     /// Frame `pfn`'s bytes. Which page they belong to is the caller's knowledge, from a
@@ -164,11 +184,11 @@ impl Host {
         self.core.frames.pool.frame(pfn)
     }
 
-    /// The page in `pfn` has been written: a leaf with D set that maps it was removed, or is known
-    /// of.
+    /// The page in `pfn`, or the block of pages that begins there, has been written: a leaf with D
+    /// set that maps it was removed, or is known of.
     #[inline]
-    pub fn mark_dirty(&self, pfn: Pfn) {
-        self.core.frames.desc(pfn).mark_dirty();
+    pub fn mark_dirty(&self, pfn: Pfn, level: Level) {
+        self.core.frames.mark_dirty(pfn, level);
     }
 
     /// The last write-out's failure, if none has succeeded since.
@@ -244,12 +264,6 @@ fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
     Ok(())
 }
 
-#[derive(PartialEq, Eq)]
-enum Removal {
-    Done,
-    Busy,
-}
-
 impl Core {
     pub fn register(&self, cache: &Arc<Shared>) {
         lock(&self.caches).push(cache.clone());
@@ -290,49 +304,5 @@ impl Core {
 
     pub fn note_lost(&self, page: PageNo, reason: Arc<str>) {
         lock(&self.lost).insert(page, reason);
-    }
-
-    /// Empties one page of a removed region.
-    fn remove_page(&self, region: &Region, page: PageNo, word: &PageWord) -> Removal {
-        let state = word.load();
-        let removed = match (state, state.removed()) {
-            (PageState::Gone, _) => return Removal::Done,
-            (PageState::Reading { .. }, _) => {
-                self.cancel_read(page);
-                return Removal::Busy;
-            }
-            (_, None) => return Removal::Busy,
-            (_, Some(removed)) => removed,
-        };
-        if let Some(frame) = state.frame() {
-            let desc = self.frames.desc(frame);
-            match desc.isolate() {
-                Some(owner) if owner == page => {}
-                Some(_) => {
-                    // The page has just left the frame, which is another's now.
-                    desc.publish();
-                    return Removal::Busy;
-                }
-                None => return Removal::Busy,
-            }
-        }
-        if word.change(state, removed).is_err() {
-            if let Some(frame) = state.frame() {
-                self.frames.desc(frame).publish();
-            }
-            return Removal::Busy;
-        }
-        if let Some(frame) = state.frame() {
-            debug_assert_eq!(self.frames.desc(frame).state(), FrameState::Isolated);
-            self.frames.give([frame.index() as u32]);
-            region.add_resident(-1);
-        }
-        if let Some(slot) = state.slot() {
-            self.free_slot(slot);
-        }
-        if state == PageState::Lost {
-            lock(&self.lost).remove(&page);
-        }
-        Removal::Done
     }
 }

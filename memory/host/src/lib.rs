@@ -10,7 +10,10 @@
 //! A [`Host`] is shared by one or more VMs. Their memory slots point into *regions* of its own
 //! numbering ([`lacuna_addr::Hva`]): never pointers. Which frame a page is in, if any, is one
 //! 64-bit word a page and one state machine (`residency`); who may take a frame from its page is
-//! the frame's descriptor (`desc`). Principles:
+//! the frame's descriptor (`desc`). 512 pages may be kept together, in one aligned block of frames:
+//! a head word a block says so (`head`), a descriptor a block says who may split it (`block`); the
+//! clock hand decides which are split (`trial`), the background makes others whole (`collapse`).
+//! Principles:
 //!
 //! * **Nothing waits under a lock.** [`Host::resolve`] never sleeps and does no I/O; what waits
 //!   ([`Host::wait`], [`Host::reclaim_direct`]) is called with no lock held, and so are listeners.
@@ -26,23 +29,28 @@
 //!
 //! # Unsafe
 //! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool`
-//! only; the other blocks, in `resolve`, `swapin` and `io::ring`, state why they own the frame that
-//! they, or the kernel for them, fill.
+//! only; the other blocks, in `resolve`, `collapse`, `swapin` and `io::ring`, state why they own
+//! the frame that they, or the kernel for them, fill.
 //!
 //! Neighbours: imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` turns a
 //! [`FramePtr`] into what its processors touch.
 
 mod balance;
+mod block;
 mod cache;
+mod collapse;
 mod copy;
 mod desc;
 mod error;
 mod frames;
+mod free;
+mod head;
 mod host;
 mod io;
 mod pool;
 mod reclaim;
 mod region;
+mod removal;
 mod residency;
 mod resolve;
 mod settled;
@@ -50,19 +58,21 @@ mod stats;
 mod swap;
 mod swapin;
 mod ticket;
+mod trial;
 mod verify;
 mod writeback;
 
 pub use balance::{Background, Progress};
 pub use cache::{FrameCache, MAX_HOLDS};
+pub use collapse::Collapse;
 pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
-pub use host::{Host, HostConfig, Polling};
+pub use host::{Host, HostConfig, HugePages, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_sync::Dial;
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
-pub use resolve::Resolution;
+pub use resolve::{Frame, Resolution};
 pub use stats::HostStats;
 pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, Slot, SwapStore};
 pub use ticket::Ticket;

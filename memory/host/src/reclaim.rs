@@ -9,36 +9,41 @@
 //! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in,
 //! is passed over once. Held pages, pages of a region at its floor, and frames that somebody has
 //! isolated are not picked. Several threads may reclaim at once: the hand deals each its own window
-//! of frames.
+//! of frames. What it does about blocks that are whole is in `trial`.
 //!
 //! Listeners are called with no lock held; a page can be taken back by a fault at any moment until
 //! its frame is free.
 
 use crate::desc::{Dirt, FrameState};
 use crate::error::HostError;
+use crate::head::BLOCK;
 use crate::host::{Core, Host};
 use crate::pool::{Content, Page};
-use crate::region::{Region, find};
+use crate::region::{MmuNotifier, Region, RegionList};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
+use crate::trial::Window;
 use crate::writeback::CLUSTER;
-use lacuna_addr::{Hva, Pfn};
+use lacuna_addr::{HvaRange, Pfn};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Frames that the hand deals at once.
+/// Frames that the hand deals at once: a part of one block.
 const WINDOW: usize = 64;
 /// Pages looked at closely in one batch.
 const PICK: usize = 2 * CLUSTER;
-/// Frames passed in one batch before it is enough.
+/// Looks in one batch before it is enough: a frame is one, and so is a window that is passed over.
 const SCAN: usize = 1024;
+const _: () = assert!(BLOCK.is_multiple_of(WINDOW));
 
 /// What a batch does with pages in use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Mercy {
     /// Spares pages accessed since the hand's last turn.
     SecondChance,
-    /// None: somebody waits, and everything was accessed.
+    /// Spares blocks: somebody waits, and a page is less to lose.
+    Blocks,
+    /// None: there is nothing but blocks.
     None,
 }
 
@@ -56,30 +61,99 @@ impl Victim {
 }
 
 /// What one batch has come to.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Batch {
     pub scanned: usize,
     pub error: Option<HostError>,
 }
 
+/// One batch's view of who has what, and whom it has asked.
+pub(crate) struct Round {
+    pub mercy: Mercy,
+    scanned: usize,
+    held: Vec<PageNo>,
+    regions: RegionList,
+    /// Pages that may be taken from each region.
+    allowance: Vec<i64>,
+    aged: Vec<(usize, Arc<dyn MmuNotifier>)>,
+}
+
+impl Round {
+    pub fn new(core: &Core, mercy: Mercy) -> Self {
+        let regions = core.regions.snapshot();
+        // What a store in memory has taken is no region's to share.
+        let pages = core.frames.len() - core.frames.in_store();
+        let allowance = regions
+            .iter()
+            .map(|region| region.resident() - region.floor(pages, regions.len()))
+            .collect();
+        Self {
+            mercy,
+            scanned: 0,
+            held: core.held_pages(),
+            regions,
+            allowance,
+            aged: Vec::new(),
+        }
+    }
+
+    /// Whether the region of `page` is above its floor.
+    pub fn may_take_from(&self, page: PageNo) -> bool {
+        self.find(page).is_some_and(|at| self.allowance[at] > 0)
+    }
+
+    /// Takes one page from the region of `page`, if that is above its floor.
+    fn take_from(&mut self, page: PageNo) -> Option<Arc<Region>> {
+        let at = self.find(page).filter(|&at| self.allowance[at] > 0)?;
+        self.allowance[at] -= 1;
+        Some(self.regions[at].clone())
+    }
+
+    fn find(&self, page: PageNo) -> Option<usize> {
+        let after = self
+            .regions
+            .partition_point(|region| region.range().start() <= page.hva());
+        let at = after.checked_sub(1)?;
+        self.regions[at].contains(page).then_some(at)
+    }
+
+    /// Asks `region`'s listener which of `ranges` were accessed.
+    pub fn age(&mut self, region: &Region, ranges: &[HvaRange], young: &mut [bool]) {
+        region.notifier.age(ranges, young);
+        if self.aged.iter().all(|(aged, _)| *aged != region.listener) {
+            self.aged.push((region.listener, region.notifier.clone()));
+        }
+    }
+
+    /// No more questions: processors may be told to look again.
+    pub fn end(&mut self) {
+        for (_, notifier) in self.aged.drain(..) {
+            notifier.end_of_aging();
+        }
+    }
+}
+
 impl Host {
     pub(crate) fn reclaim_batch(&self, mercy: Mercy) -> Batch {
         let core = &*self.core;
-        let mut batch = Batch::default();
-        let picked = core.pick(&mut batch.scanned);
+        let mut round = Round::new(core, mercy);
+        let picked = core.pick(&mut round);
         let victims = match mercy {
-            Mercy::SecondChance => core.spare_young(picked),
-            Mercy::None => picked,
+            Mercy::SecondChance => core.spare_young(&mut round, picked),
+            Mercy::Blocks | Mercy::None => picked,
         };
+        round.end();
         let victims = core.evict(victims);
         let out = core.sort_out(victims);
         core.release(out.freed);
         let (writes, result) = core.prepare_write(out.dirty, out.pages);
-        batch.error = result.err();
         for write in writes {
             self.io.write(core, write);
         }
-        batch
+        Batch {
+            scanned: round.scanned,
+            error: result.err(),
+        }
     }
 }
 
@@ -94,43 +168,35 @@ struct Sorted {
 
 impl Core {
     /// Isolates the next pages under the clock hand that may be taken, by listener and address.
-    fn pick(&self, scanned: &mut usize) -> Vec<Victim> {
-        let held = self.held_pages();
-        let regions = self.regions.snapshot();
+    fn pick(&self, round: &mut Round) -> Vec<Victim> {
         let total = self.frames.len();
-        // What a store in memory has taken is no region's to share.
-        let pages = total - self.frames.in_store();
-        let mut allowance: Vec<i64> = regions
-            .iter()
-            .map(|region| region.resident() - region.floor(pages, regions.len()))
-            .collect();
         let mut picked = Vec::with_capacity(PICK);
-        while picked.len() < PICK && *scanned < SCAN.min(total) {
-            let start = self.hand.fetch_add(WINDOW, Ordering::Relaxed);
-            *scanned += WINDOW;
-            for i in start..start + WINDOW {
-                let frame = Pfn::new((i % total) as u32);
-                let Some(page) = self.try_isolate(frame, &held) else {
+        let mut looks = 0;
+        while picked.len() < PICK && looks < SCAN && round.scanned < total {
+            let window = self.hand.fetch_add(1, Ordering::Relaxed) % total.div_ceil(WINDOW);
+            let frames = window * WINDOW..total.min((window + 1) * WINDOW);
+            round.scanned += frames.len();
+            if self.meet_block(round, Pfn::new(frames.start as u32)) == Window::Passed {
+                looks += 1;
+                continue;
+            }
+            looks += frames.len();
+            for index in frames {
+                let frame = Pfn::new(index as u32);
+                let Some(page) = self.try_isolate(frame, &round.held) else {
                     continue;
                 };
-                let at = regions.partition_point(|region| region.range().start() <= page.hva());
-                match (
-                    find(&regions, page),
-                    at.checked_sub(1).map(|at| &mut allowance[at]),
-                ) {
-                    (Some(region), Some(left)) if *left > 0 => {
-                        *left -= 1;
-                        picked.push(Victim {
-                            frame,
-                            page,
-                            region: region.clone(),
-                        });
-                    }
-                    _ => self.frames.desc(frame).publish(),
+                match round.take_from(page) {
+                    Some(region) => picked.push(Victim {
+                        frame,
+                        page,
+                        region,
+                    }),
+                    None => self.frames.desc(frame).publish(),
                 }
             }
         }
-        Counters::add(&self.stats.scanned, *scanned as u64);
+        Counters::add(&self.stats.scanned, round.scanned as u64);
         picked.sort_unstable_by_key(|victim| (victim.region.listener, victim.page));
         picked
     }
@@ -149,14 +215,13 @@ impl Core {
     }
 
     /// Asks the listeners which pages were accessed, and lets those go.
-    fn spare_young(&self, picked: Vec<Victim>) -> Vec<Victim> {
+    fn spare_young(&self, round: &mut Round, picked: Vec<Victim>) -> Vec<Victim> {
         let mut young = vec![false; picked.len()];
         let mut start = 0;
         for group in picked.chunk_by(|a, b| a.region.listener == b.region.listener) {
-            let pages: Vec<Hva> = group.iter().map(|victim| victim.page.hva()).collect();
-            let notifier = &group[0].region.notifier;
-            notifier.age(&pages, &mut young[start..start + group.len()]);
-            notifier.end_of_aging();
+            let pages: Vec<_> = group.iter().map(|victim| victim.page.range()).collect();
+            let young = &mut young[start..start + group.len()];
+            round.age(&group[0].region, &pages, young);
             start += group.len();
         }
         let mut old = Vec::with_capacity(picked.len());
@@ -181,8 +246,8 @@ impl Core {
             }
         }
         for group in evicting.chunk_by(|a, b| a.region.listener == b.region.listener) {
-            let pages: Vec<Hva> = group.iter().map(|victim| victim.page.hva()).collect();
-            group[0].region.notifier.invalidate(&pages);
+            let pages = group.iter().map(|victim| victim.page.range());
+            group[0].region.notifier.invalidate(&joined(pages));
         }
         evicting
     }
@@ -255,4 +320,20 @@ impl Core {
             .for_each(|victim| victim.region.add_resident(-1));
         self.settled.bump();
     }
+}
+
+/// `ranges`, ascending, with neighbours made one.
+fn joined(ranges: impl Iterator<Item = HvaRange>) -> Vec<HvaRange> {
+    let mut joined: Vec<HvaRange> = Vec::new();
+    for range in ranges {
+        let last = joined.last_mut();
+        match last.filter(|last| last.end() == range.start()) {
+            Some(last) => {
+                let pages = last.pages() + range.pages();
+                *last = HvaRange::new(last.start(), pages).expect("both are ranges");
+            }
+            None => joined.push(range),
+        }
+    }
+    joined
 }

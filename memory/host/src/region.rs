@@ -1,26 +1,34 @@
 //! Regions: what a VM's memory slots point into.
 //!
 //! The manager numbers pages with a counter; a region is a run of numbers, followed by one that is
-//! never given to anybody, so that an access past a region's end cannot reach the next. The set of
+//! never given to anybody, so that an access past a region's end cannot reach the next; it begins
+//! with a block of 512. Pages at its end that do not fill a block are always small. The set of
 //! regions is an immutable snapshot swapped whole: a vCPU keeps the regions that it used last.
 
 use crate::error::HostError;
-use crate::residency::{PageNo, PageWord};
-use lacuna_addr::{Hva, HvaRange, PageCount};
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use crate::head::{BLOCK, BlockNo, Head, HeadState};
+use crate::host::HugePages;
+use crate::residency::{PageNo, PageState, PageWord};
+use lacuna_addr::{HvaRange, PageCount};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// Who maps the manager's pages and must hear when one goes away. Called with no lock held, on the
 /// thread that reclaims.
 pub trait MmuNotifier: Send + Sync {
-    /// Unmaps `pages`. On return nothing maps them and no vCPU can touch them: it waits for
-    /// quiescence. Calls [`crate::Host::mark_dirty`] for the frame of every leaf it removed that
-    /// had D set.
-    fn invalidate(&self, pages: &[Hva]);
+    /// Unmaps `ranges`, ascending and disjoint. On return nothing maps them and no vCPU can touch
+    /// them: it waits for quiescence. Calls [`crate::Host::mark_dirty`] for every leaf it removed
+    /// that had D set.
+    fn invalidate(&self, ranges: &[HvaRange]);
 
-    /// Tests and clears the accessed bit of every leaf that maps `pages[i]`, and stores in
-    /// `young[i]` whether any was set.
-    fn age(&self, pages: &[Hva], young: &mut [bool]);
+    /// Tests and clears the accessed bit of every leaf that maps a page of `ranges[i]`, and stores
+    /// in `young[i]` whether any was set.
+    fn age(&self, ranges: &[HvaRange], young: &mut [bool]);
+
+    /// From here on each page of the 2 MiB block `range` has an accessed and a dirty bit of its
+    /// own, if it is mapped: the host is going to look at them one by one. Best effort: where there
+    /// is no room for a table, the block's bits go on speaking for all of its pages.
+    fn shatter(&self, range: HvaRange);
 
     /// An aging pass is over. Processors that cache translations set A only on a miss: bump the TLB
     /// generation once, or hot pages look cold.
@@ -30,12 +38,33 @@ pub trait MmuNotifier: Send + Sync {
 pub(crate) struct Region {
     first: PageNo,
     words: Box<[PageWord]>,
+    /// Of every block that `words` fills; none where huge pages are not wanted at all.
+    heads: Box<[Head]>,
+    /// A bit a head: [`crate::Host::advise_huge`] was called.
+    advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
     removed: AtomicBool,
     /// Pages that have a frame. Magazines report late, so that it may be a batch too low.
     resident: AtomicI64,
+}
+
+/// A block of a region's pages.
+#[derive(Clone, Copy)]
+pub(crate) struct Span<'a> {
+    pub first: PageNo,
+    pub head: &'a Head,
+    pub words: &'a [PageWord],
+}
+
+/// Where a page is, whichever word says so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// By itself, as its word says.
+    Page(PageState),
+    /// In this whole block.
+    Block(BlockNo),
 }
 
 impl Region {
@@ -54,13 +83,69 @@ impl Region {
             .get(page.get().wrapping_sub(self.first.get()) as usize)
     }
 
-    /// Every page with its word.
-    pub fn pages(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
-        let first = self.first.get();
-        self.words
-            .iter()
-            .enumerate()
-            .map(move |(i, word)| (PageNo::new(first + i as u64), word))
+    /// The head of `page`'s block; `None` where pages are always small.
+    #[inline]
+    pub fn head(&self, page: PageNo) -> Option<&Head> {
+        self.heads
+            .get(page.get().wrapping_sub(self.first.get()) as usize / BLOCK)
+    }
+
+    /// Where `page` is; `None` outside.
+    pub fn place(&self, page: PageNo) -> Option<Place> {
+        let state = self.word(page)?.load();
+        if matches!(state, PageState::Empty | PageState::Merged)
+            && let Some(HeadState::Whole { block }) = self.head(page).map(Head::load)
+        {
+            return Some(Place::Block(block));
+        }
+        Some(Place::Page(state))
+    }
+
+    /// The block that `page` lies in; `None` where pages are always small.
+    pub fn span(&self, page: PageNo) -> Option<Span<'_>> {
+        let head = self.head(page)?;
+        let first = page.block_start();
+        let at = (first.get() - self.first.get()) as usize;
+        Some(Span {
+            first,
+            head,
+            words: &self.words[at..at + BLOCK],
+        })
+    }
+
+    /// Every block that has a head.
+    pub fn spans(&self) -> impl Iterator<Item = Span<'_>> {
+        let starts = (0..self.heads.len()).map(|i| self.first.plus(i * BLOCK));
+        starts.filter_map(|first| self.span(first))
+    }
+
+    /// Every page with its word, of those that have no head.
+    pub fn headless(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
+        let from = self.heads.len() * BLOCK;
+        numbered(self.first.plus(from), &self.words[from..])
+    }
+
+    /// Marks the blocks that lie wholly inside `range`.
+    pub fn advise(&self, range: HvaRange) {
+        for (i, span) in self.spans().enumerate() {
+            let block = span.first.block_range();
+            if block.intersect(range) == Some(block) {
+                self.advised[i / 64].fetch_or(1 << (i % 64), Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether `page`'s block should be whole if it can be.
+    pub fn wants_huge(&self, huge: HugePages, page: PageNo) -> bool {
+        match huge {
+            HugePages::Never => false,
+            HugePages::Always => true,
+            HugePages::Madvise => {
+                let block = (page.get() - self.first.get()) as usize / BLOCK;
+                let word = self.advised.get(block / 64);
+                word.is_some_and(|word| word.load(Ordering::Relaxed) >> (block % 64) & 1 == 1)
+            }
+        }
     }
 
     pub fn is_removed(&self) -> bool {
@@ -97,9 +182,23 @@ struct Numbers {
     next_listener: usize,
 }
 
+impl Span<'_> {
+    /// Every page with its word.
+    pub fn pages(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
+        numbered(self.first, self.words)
+    }
+}
+
+fn numbered(first: PageNo, words: &[PageWord]) -> impl Iterator<Item = (PageNo, &PageWord)> {
+    words
+        .iter()
+        .enumerate()
+        .map(move |(i, word)| (first.plus(i), word))
+}
+
 impl Default for Numbers {
     fn default() -> Self {
-        // Page 0 is never a page, so that zero can mean none.
+        // Page 0 is never a page, so that zero can mean none. Every region begins with a block.
         Self {
             next_page: 1 << 20,
             next_listener: 0,
@@ -125,6 +224,7 @@ impl Regions {
     pub fn add(
         &self,
         pages: PageCount,
+        huge: HugePages,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<HvaRange, HostError> {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -133,16 +233,22 @@ impl Regions {
             return Err(HostError::BadRegion(pages));
         }
         let first = PageNo::new(numbers.next_page);
-        numbers.next_page += pages.get() + 1;
+        numbers.next_page = (first.get() + pages.get() + 1).next_multiple_of(BLOCK as u64);
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         let same = list
             .iter()
             .find(|region| Arc::ptr_eq(&region.notifier, &notifier));
         let listener = same.map_or(numbers.next_listener, |region| region.listener);
         numbers.next_listener = numbers.next_listener.max(listener + 1);
+        let heads = match huge {
+            HugePages::Never => 0,
+            HugePages::Madvise | HugePages::Always => pages.get() as usize / BLOCK,
+        };
         let region = Arc::new(Region {
             first,
             words: (0..pages.get()).map(|_| PageWord::new()).collect(),
+            heads: (0..heads).map(|_| Head::new()).collect(),
+            advised: (0..heads.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             notifier,
             listener,
             removed: AtomicBool::new(false),

@@ -21,10 +21,15 @@
 //! compare-and-swap and the reclaimer, whose own then fails, lets go. Frames are moved away from a
 //! page only by whoever isolated their descriptor (see `desc`), so two reclaimers never meet here.
 //!
+//! A ninth state, `Merged`, says that the page is part of a whole block and that the block's head
+//! tells the rest (see `head`): from Resident, Evicting or Empty by a collapse, to Resident by a
+//! split. `Empty` too asks the head: a block that was touched as a whole has only Empty words.
+//!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 slot + 1 (0 for none).
 
+use crate::head::BLOCK;
 use crate::swap::Slot;
-use lacuna_addr::{Hva, PAGE_SHIFT, Pfn};
+use lacuna_addr::{Hva, HvaRange, PAGE_SHIFT, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
 /// Bits of a frame number in a page word.
@@ -53,6 +58,31 @@ impl PageNo {
     pub const fn hva(self) -> Hva {
         Hva::new(self.0 << PAGE_SHIFT)
     }
+
+    /// The page `count` further on.
+    pub const fn plus(self, count: usize) -> Self {
+        Self(self.0 + count as u64)
+    }
+
+    /// Its index in its block.
+    pub const fn in_block(self) -> usize {
+        self.0 as usize % BLOCK
+    }
+
+    /// The first page of its block.
+    pub const fn block_start(self) -> Self {
+        Self(self.0 - self.in_block() as u64)
+    }
+
+    /// The whole block that begins with this page.
+    pub fn block_range(self) -> HvaRange {
+        HvaRange::new(self.hva(), BLOCK as u64).expect("aligned")
+    }
+
+    /// This page alone.
+    pub fn range(self) -> HvaRange {
+        HvaRange::new(self.hva(), 1).expect("aligned")
+    }
 }
 
 /// Where a page is.
@@ -74,9 +104,14 @@ pub enum PageState {
     Lost,
     /// Its region was removed.
     Gone,
+    /// In its block's frames, or about to be: the block's head tells (see `head`).
+    Merged,
 }
 
-use PageState::{Empty, Evicting, Gone, Lost, Reading, Resident, Swapped, Writeback};
+use PageState::{Empty, Evicting, Gone, Lost, Merged, Reading, Resident, Swapped, Writeback};
+
+/// The frame field of a page that is in none tells Merged from Gone.
+const MERGED: u64 = 1;
 
 impl PageState {
     #[inline]
@@ -97,6 +132,7 @@ impl PageState {
             Reading { frame, slot } => pack(5, frame.get(), Some(slot)),
             Lost => pack(6, 0, None),
             Gone => pack(7, 0, None),
+            Merged => pack(7, MERGED, None),
         }
     }
 
@@ -116,6 +152,7 @@ impl PageState {
             (4, Some(slot)) => Swapped { slot },
             (5, Some(slot)) => Reading { frame, slot },
             (6, _) => Lost,
+            (7, _) if frame.get() == MERGED => Merged,
             (7, _) => Gone,
             _ => Empty,
         }
@@ -128,7 +165,7 @@ impl PageState {
             | Evicting { frame, .. }
             | Writeback { frame, .. }
             | Reading { frame, .. } => Some(frame),
-            Empty | Swapped { .. } | Lost | Gone => None,
+            Empty | Swapped { .. } | Lost | Gone | Merged => None,
         }
     }
 
@@ -137,7 +174,7 @@ impl PageState {
         match self {
             Resident { slot, .. } | Evicting { slot, .. } => slot,
             Writeback { slot, .. } | Swapped { slot } | Reading { slot, .. } => Some(slot),
-            Empty | Lost | Gone => None,
+            Empty | Lost | Gone | Merged => None,
         }
     }
 
@@ -237,7 +274,15 @@ impl PageState {
     pub const fn removed(self) -> Option<Self> {
         match self {
             Empty | Resident { .. } | Swapped { .. } | Lost => Some(Gone),
-            Evicting { .. } | Writeback { .. } | Reading { .. } | Gone => None,
+            Evicting { .. } | Writeback { .. } | Reading { .. } | Gone | Merged => None,
+        }
+    }
+
+    /// The page's block was whole and is split: the page has `frame` to itself.
+    pub const fn split_off(self, frame: Pfn) -> Option<Self> {
+        match self {
+            Empty | Merged => Some(Resident { frame, slot: None }),
+            _ => None,
         }
     }
 }
@@ -313,6 +358,7 @@ mod tests {
             Reading { frame, slot },
             Lost,
             Gone,
+            Merged,
         ] {
             assert_eq!(PageState::decode(state.encode()), state);
         }

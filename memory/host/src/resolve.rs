@@ -1,19 +1,31 @@
 //! From an address to a frame: the fault path. It never sleeps and does no I/O.
 
+use crate::block::Marked;
 use crate::cache::{FaultCounters, FrameCache};
 use crate::desc::Dirt;
 use crate::error::LostPage;
+use crate::head::{BlockNo, Head, HeadState};
 use crate::host::{Core, Host, lock};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::ticket::Ticket;
-use lacuna_addr::{Access, Hva, Pfn};
+use lacuna_addr::{Access, Hva, Level, Pfn};
+
+/// A page's frame.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Frame {
+    /// The frame of this very page.
+    pub pfn: Pfn,
+    /// [`Level::L2M`]: the whole 2 MiB block around the page, as the region numbers pages, is in
+    /// one aligned block of frames, and may be mapped as one.
+    pub level: Level,
+}
 
 /// Where a page is, for whoever wants to use it.
 #[derive(Debug)]
 #[must_use]
 pub enum Resolution {
     /// In this frame, until its listener is told otherwise.
-    Ready(Pfn),
+    Ready(Frame),
     /// On its way in. Hand the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
     /// Until somebody does, nobody reads.
     Pending(Ticket),
@@ -32,25 +44,51 @@ impl Host {
     /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
     /// install it under the protection of the invalidation sequence that was read before this call.
     ///
+    /// `most` is the largest leaf that the caller can map there: the most that is worth making for
+    /// a page that nobody has touched yet.
+    ///
     /// `cache` must be one of this host's.
     #[inline]
-    pub fn resolve(&self, hva: Hva, access: Access, cache: &mut FrameCache) -> Resolution {
+    pub fn resolve(
+        &self,
+        hva: Hva,
+        access: Access,
+        most: Level,
+        cache: &mut FrameCache,
+    ) -> Resolution {
         debug_assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );
-        self.core.resolve(PageNo::of(hva), access, cache)
+        self.core.resolve(PageNo::of(hva), access, most, cache)
     }
 }
 
 impl Core {
     #[inline]
-    pub fn resolve(&self, page: PageNo, access: Access, cache: &mut FrameCache) -> Resolution {
+    fn resolve(
+        &self,
+        page: PageNo,
+        access: Access,
+        most: Level,
+        cache: &mut FrameCache,
+    ) -> Resolution {
         cache.shared.hold(page);
         if cache.find(page).is_none() {
             return Resolution::Lost(self.lost_page(page));
         }
         loop {
+            // Who can map a whole block asks the head at once: 512 pages are likely to share it,
+            // and a page word that nobody reads costs not even the memory that it is in.
+            if most >= Level::L2M
+                && let Some(head) = cache.region().head(page).map(Head::load)
+                && head != HeadState::Small
+            {
+                match self.by_head(page, head, access, most, cache) {
+                    Some(resolution) => return resolution,
+                    None => continue,
+                }
+            }
             let Some(state) = cache.region().word(page).map(PageWord::load) else {
                 return Resolution::Lost(self.lost_page(page));
             };
@@ -59,12 +97,19 @@ impl Core {
                     FaultCounters::bump(&cache.shared.count.resident);
                     Some(self.ready(frame, access))
                 }
-                PageState::Empty => self.fill(page, access, cache),
+                PageState::Empty => match cache.region().head(page).map(Head::load) {
+                    None | Some(HeadState::Small) => self.fill(page, access, cache),
+                    Some(head) => self.by_head(page, head, access, most, cache),
+                },
                 PageState::Evicting { .. } | PageState::Writeback { .. } => {
                     self.rescue(page, state, access, cache)
                 }
                 PageState::Swapped { .. } => self.begin_read(page, state, cache),
                 PageState::Reading { .. } => self.join_read(page, cache),
+                PageState::Merged => match cache.region().head(page).map(Head::load) {
+                    Some(head) => self.by_head(page, head, access, most, cache),
+                    None => unreachable!("{page:?} is merged, but its block has no head"),
+                },
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
             };
             // None: somebody changed the page meanwhile; look again.
@@ -79,7 +124,90 @@ impl Core {
         if access.is_write() {
             self.frames.desc(frame).mark_dirty();
         }
-        Resolution::Ready(frame)
+        Resolution::Ready(small(frame))
+    }
+
+    /// The page's own word does not know; its block's head said `head`. Out of line: the paths of
+    /// small pages are the shorter for it.
+    #[inline(never)]
+    fn by_head(
+        &self,
+        page: PageNo,
+        head: HeadState,
+        access: Access,
+        most: Level,
+        cache: &mut FrameCache,
+    ) -> Option<Resolution> {
+        match head {
+            HeadState::Untouched => self.fill_block(page, access, most, cache),
+            HeadState::Whole { block } => {
+                FaultCounters::bump(&cache.shared.count.resident);
+                Some(self.ready_in(block, page, access))
+            }
+            // A collapse has got as far as this page: it is done, or undone, in microseconds. Or
+            // the block has been split since the word was read.
+            HeadState::Small => {
+                drop(lock(&self.merging));
+                None
+            }
+            HeadState::Gone => Some(Resolution::Lost(self.lost_page(page))),
+        }
+    }
+
+    /// The page is part of a whole block.
+    fn ready_in(&self, block: BlockNo, page: PageNo, access: Access) -> Resolution {
+        let pfn = block.frame_of(page);
+        if access.is_write() && self.frames.block(block).mark_dirty() == Marked::Loose {
+            self.frames.desc(pfn).mark_dirty();
+        }
+        let level = Level::L2M;
+        Resolution::Ready(Frame { pfn, level })
+    }
+
+    /// First touch of a block: 512 frames of zeros if they are wanted and there, or else the head
+    /// says from here on that its pages are made one by one.
+    fn fill_block(
+        &self,
+        page: PageNo,
+        access: Access,
+        most: Level,
+        cache: &FrameCache,
+    ) -> Option<Resolution> {
+        let region = cache.region();
+        let head = region.head(page)?;
+        let mut block = None;
+        if most >= Level::L2M && region.wants_huge(self.huge, page) {
+            block = self.frames.take_block();
+            if block.is_none() {
+                FaultCounters::bump(&cache.shared.count.huge_fallback);
+            }
+        }
+        let Some(block) = block else {
+            // Whoever else may have changed it: the caller looks again.
+            let _ = head.change(HeadState::Untouched, HeadState::Small);
+            return None;
+        };
+        let begun = self.clock.now();
+        // SAFETY: the block comes from the free map and no head names it yet.
+        unsafe { self.frames.pool.zero_block(block) };
+        let zeroing = self.clock.now().since(begun);
+        FaultCounters::add(&cache.shared.count.zeroing_ns, zeroing);
+        let desc = self.frames.block(block);
+        desc.prepare(page.block_start(), Dirt::Clean);
+        // Two vCPUs may both have come this far: one has zeroed in vain, which happens less often
+        // than anybody would otherwise have to wait for the other's zeroing.
+        if head
+            .change(HeadState::Untouched, HeadState::Whole { block })
+            .is_err()
+        {
+            self.frames.give_block(block);
+            return None;
+        }
+        desc.publish();
+        region.add_resident(Level::L2M.pages() as i64);
+        self.stats.note_whole();
+        FaultCounters::bump(&cache.shared.count.huge_fill);
+        Some(self.ready_in(block, page, access))
     }
 
     /// First touch: a frame of zeros.
@@ -109,7 +237,7 @@ impl Core {
         desc.publish();
         cache.shared.allocated();
         FaultCounters::bump(&cache.shared.count.zero_fill);
-        Some(Resolution::Ready(frame))
+        Some(Resolution::Ready(small(frame)))
     }
 
     /// The page is on its way out but still has its frame.
@@ -168,4 +296,10 @@ impl Core {
         FaultCounters::bump(&cache.shared.count.shared_ticket);
         Some(Resolution::Pending(ticket))
     }
+}
+
+#[inline]
+pub(crate) const fn small(pfn: Pfn) -> Frame {
+    let level = Level::L4K;
+    Frame { pfn, level }
 }

@@ -22,11 +22,26 @@ pub(crate) struct Counters {
     pub scanned: AtomicU64,
     pub young: AtomicU64,
     pub direct_reclaims: AtomicU64,
+    /// Whole blocks that there are.
+    pub huge_pages: AtomicU64,
+    pub splits: AtomicU64,
+    pub collapses: AtomicU64,
+    pub collapse_failures: AtomicU64,
 }
 
 impl Counters {
     pub fn add(counter: &AtomicU64, count: u64) {
         counter.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// One whole block more.
+    pub fn note_whole(&self) {
+        Self::add(&self.huge_pages, 1);
+    }
+
+    /// One whole block less.
+    pub fn note_loose(&self) {
+        self.huge_pages.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Keeps what a vanishing vCPU has counted.
@@ -85,6 +100,20 @@ pub struct HostStats {
     pub young: u64,
     /// Times that somebody had to reclaim for itself.
     pub direct_reclaims: u64,
+    /// Blocks of 512 pages that are whole now.
+    pub huge_pages: u64,
+    /// Faults that made one.
+    pub huge_faults: u64,
+    /// Faults that would have made one, but free frames were too few or lay apart.
+    pub huge_fallbacks: u64,
+    /// Nanoseconds of `huge_faults` that zeroing took: nearly all.
+    pub zeroing_ns: u64,
+    /// Whole blocks that reclaim has made into pages.
+    pub splits: u64,
+    /// Blocks of pages that were made whole.
+    pub collapses: u64,
+    /// Times that this was tried and a fault was quicker, or no block of frames was free.
+    pub collapse_failures: u64,
 }
 
 impl HostStats {
@@ -104,6 +133,12 @@ impl Host {
     pub fn stats(&self) -> HostStats {
         self.core.stats()
     }
+
+    /// How much of the budget the machine under us backs with huge pages of its own, in bytes.
+    /// `None` where the kernel does not say.
+    pub fn pool_huge_bytes(&self) -> Option<u64> {
+        self.core.frames.pool.huge_bytes()
+    }
 }
 
 impl Core {
@@ -120,7 +155,16 @@ impl Core {
                 }
             }
         });
-        let [zero_fill, resident, rescued, swap_in, shared_ticket] = faults;
+        let [
+            zero_fill,
+            resident,
+            rescued,
+            swap_in,
+            shared_ticket,
+            huge,
+            fallback,
+            zeroing_ns,
+        ] = faults;
         let frames = &self.frames;
         let slots = lock(&self.slots).used() as u64;
         let elsewhere = (frames.free_now() + frames.in_store()) as u64 + cached;
@@ -147,6 +191,13 @@ impl Core {
             scanned: get(&counters.scanned),
             young: get(&counters.young),
             direct_reclaims: get(&counters.direct_reclaims),
+            huge_pages: get(&counters.huge_pages),
+            huge_faults: huge,
+            huge_fallbacks: fallback,
+            zeroing_ns,
+            splits: get(&counters.splits),
+            collapses: get(&counters.collapses),
+            collapse_failures: get(&counters.collapse_failures),
         }
     }
 }

@@ -1,14 +1,22 @@
 //! The manager's books, audited: for tests, between steps, when nobody else is in it.
 
+use crate::block::BlockState;
+use crate::cache::Shared;
 use crate::desc::FrameState;
+use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, lock};
-use crate::residency::PageState;
+use crate::region::{Region, Span};
+use crate::residency::{PageNo, PageState, PageWord};
+use crate::swap::Slot;
+use lacuna_addr::Pfn;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
 
 impl Host {
     /// Walks everything and panics at the first contradiction:
-    /// * every frame is in exactly one place: free list, magazine, page, swap store;
-    /// * a page's word and its frame's descriptor name each other;
+    /// * every frame is in exactly one place: free map, magazine, page, whole block, swap store;
+    /// * a page's word and its frame's descriptor name each other, and so do a head and a block;
+    /// * the words of a block are what its head allows;
     /// * every slot in use belongs to exactly one page or one write in flight;
     /// * reads in flight and tickets are the same set; the counts are right.
     ///
@@ -18,125 +26,181 @@ impl Host {
     }
 }
 
+/// What the pages say.
+#[derive(Default)]
+struct Found {
+    /// Frames that a page has to itself.
+    frames: BTreeSet<usize>,
+    blocks: BTreeSet<usize>,
+    slots: BTreeSet<Slot>,
+    reading: usize,
+}
+
+impl Found {
+    fn resident(&self) -> usize {
+        self.frames.len() + self.blocks.len() * BLOCK
+    }
+}
+
 impl Core {
     fn verify(&self) {
-        let used = self.verify_pages();
+        let found = self.verify_pages();
+        self.verify_blocks(&found);
         let mut count = BTreeMap::new();
+        let mut resting = 0;
         for index in 0..self.frames.len() {
-            let state = self
-                .frames
-                .desc(lacuna_addr::Pfn::new(index as u32))
-                .state();
+            let frame = Pfn::new(index as u32);
+            let state = self.frames.desc(frame).state();
             *count.entry(state as u8).or_insert(0usize) += 1;
-            let in_page = used.contains(&index);
+            let in_page = found.frames.contains(&index);
+            let in_block = found.blocks.contains(&BlockNo::of(frame).index());
+            let free = self.frames.with_free(|map| map.contains(frame));
+            resting += usize::from(in_block);
             match state {
                 FrameState::Used | FrameState::Isolated => {
                     assert!(in_page, "frame {index} is {state:?}, but no page has it");
                 }
-                FrameState::Free | FrameState::Store => {
+                FrameState::Free => assert!(
+                    free != in_block && !in_page,
+                    "frame {index} is Free: free {free}, in a page {in_page}, block {in_block}"
+                ),
+                FrameState::Store => {
                     assert!(!in_page, "frame {index} is {state:?}, but a page has it");
                 }
                 // A magazine's, or one being read into.
                 FrameState::Cached => {}
             }
+            assert!(
+                state == FrameState::Free || !free && !in_block,
+                "frame {index} is {state:?}, but free {free}, in a block {in_block}"
+            );
         }
         let of = |state: FrameState| count.get(&(state as u8)).copied().unwrap_or(0);
-        let free: BTreeSet<u32> = self.frames.free_list().into_iter().collect();
-        assert_eq!(
-            free.len(),
-            of(FrameState::Free),
-            "free list against descriptors"
-        );
-        assert_eq!(free.len(), self.frames.free_now(), "free count");
-        assert_eq!(
-            of(FrameState::Store),
-            self.frames.in_store(),
-            "the store's frames"
-        );
-        let magazines: usize = self.with_caches(|caches| {
-            let cached = |cache: &std::sync::Arc<crate::cache::Shared>| {
-                cache.cached.load(std::sync::atomic::Ordering::Relaxed) as usize
-            };
-            caches.iter().map(cached).sum()
+        let free = self.frames.with_free(|map| {
+            map.verify();
+            map.len()
         });
-        let reading = lock(&self.tickets).len();
-        assert_eq!(
-            of(FrameState::Cached),
-            magazines + reading,
-            "magazines and reads"
-        );
-        let total = free.len() + magazines + used.len() + self.frames.in_store();
+        let frees = of(FrameState::Free);
+        assert_eq!(free + resting, frees, "free map against descriptors");
+        assert_eq!(free, self.frames.free_now(), "free count");
+        let store = self.frames.in_store();
+        assert_eq!(of(FrameState::Store), store, "the store's frames");
+        let magazines: usize = self.with_caches(|caches| {
+            let cached = caches.iter().map(|cache| &cache.cached);
+            cached.map(|n| n.load(Ordering::Relaxed) as usize).sum()
+        });
+        let cached = of(FrameState::Cached);
+        assert_eq!(cached, magazines + found.reading, "magazines and reads");
+        let total = free + magazines + found.resident() + store;
         assert_eq!(total, self.frames.len(), "every frame is somewhere");
     }
 
-    /// The frames that pages have.
-    fn verify_pages(&self) -> BTreeSet<usize> {
-        let (mut frames, mut slots) = (BTreeSet::new(), BTreeSet::new());
-        let (mut reading, mut resident, mut reported) = (0, 0, 0);
-        for region in self.regions.snapshot().iter() {
-            reported += region.resident();
-            reported += self.with_caches(|caches| {
-                caches
-                    .iter()
-                    .map(|cache| cache.unreported_to(region))
-                    .sum::<i64>()
-            });
-            for (page, word) in region.pages() {
-                let state = word.load();
-                if let Some(frame) = state.frame() {
-                    resident += 1;
-                    assert!(frames.insert(frame.index()), "{frame:?} has two pages");
-                    let desc = self.frames.desc(frame);
-                    assert_eq!(desc.owner(), page, "{frame:?} belongs to another page");
-                    self.verify_frame_state(state, desc.state());
-                }
-                if let Some(slot) = state.slot() {
-                    assert!(slots.insert(slot), "{slot:?} has two pages");
-                    assert!(
-                        lock(&self.slots).is_used(slot),
-                        "{slot:?} of {page:?} is free"
-                    );
-                }
-                if matches!(state, PageState::Reading { .. }) {
-                    reading += 1;
-                    assert!(
-                        lock(&self.tickets).contains_key(&page),
-                        "{page:?} has no ticket"
-                    );
-                }
-            }
+    /// Every block descriptor against the heads.
+    fn verify_blocks(&self, found: &Found) {
+        for index in 0..self.frames.len() / BLOCK {
+            let state = self.frames.block(BlockNo::new(index as u32)).state();
+            assert_eq!(
+                state != BlockState::Loose,
+                found.blocks.contains(&index),
+                "block {index} is {state:?}"
+            );
         }
-        assert_eq!(reported, resident, "pages counted as resident");
-        assert_eq!(
-            reading,
-            lock(&self.tickets).len(),
-            "tickets against pages being read"
-        );
-        // Slots of writes that were overtaken by a rescue are freed when the write completes.
-        let used = lock(&self.slots).used();
-        let writing = self.writing.load(std::sync::atomic::Ordering::Relaxed);
-        assert!(slots.len() <= used, "a page's slot is not counted");
-        assert!(
-            used == slots.len() || writing > 0,
-            "{} slots leaked",
-            used - slots.len()
-        );
-        frames
+        let whole = self.stats.huge_pages.load(Ordering::Relaxed);
+        assert_eq!(whole, found.blocks.len() as u64, "whole blocks");
     }
 
-    fn verify_frame_state(&self, page: PageState, frame: FrameState) {
-        let agree = match page {
-            PageState::Resident { .. } => {
-                matches!(frame, FrameState::Used | FrameState::Isolated)
+    fn verify_pages(&self) -> Found {
+        let mut found = Found::default();
+        let mut reported = 0;
+        for region in self.regions.snapshot().iter() {
+            reported += region.resident() + self.unreported_to(region);
+            for (page, word) in region.headless() {
+                self.verify_page(page, word, &mut found);
             }
-            PageState::Evicting { .. } | PageState::Writeback { .. } => {
-                frame == FrameState::Isolated
+            for span in region.spans() {
+                self.verify_span(span, &mut found);
             }
-            PageState::Reading { .. } => frame == FrameState::Cached,
-            PageState::Empty | PageState::Swapped { .. } | PageState::Lost | PageState::Gone => {
-                false
-            }
-        };
-        assert!(agree, "page {page:?} in a frame that is {frame:?}");
+        }
+        assert_eq!(
+            reported,
+            found.resident() as i64,
+            "pages counted as resident"
+        );
+        let tickets = lock(&self.tickets).len();
+        assert_eq!(found.reading, tickets, "tickets against pages being read");
+        // Slots of writes that were overtaken by a rescue are freed when the write completes.
+        let used = lock(&self.slots).used();
+        let slots = found.slots.len();
+        let writing = self.writing.load(Ordering::Relaxed);
+        assert!(slots <= used, "a page's slot is not counted");
+        assert!(
+            used == slots || writing > 0,
+            "{} slots leaked",
+            used - slots
+        );
+        found
     }
+
+    fn unreported_to(&self, region: &Region) -> i64 {
+        self.with_caches(|caches| {
+            let unreported = |cache: &std::sync::Arc<Shared>| cache.unreported_to(region);
+            caches.iter().map(unreported).sum()
+        })
+    }
+
+    fn verify_span(&self, span: Span<'_>, found: &mut Found) {
+        let head = span.head.load();
+        for (page, word) in span.pages() {
+            let state = word.load();
+            let allowed = match head {
+                HeadState::Untouched => state == PageState::Empty,
+                HeadState::Whole { .. } => matches!(state, PageState::Empty | PageState::Merged),
+                HeadState::Small => state != PageState::Merged,
+                HeadState::Gone => false,
+            };
+            assert!(allowed, "{page:?} is {state:?} in a block that is {head:?}");
+            self.verify_page(page, word, found);
+        }
+        if let HeadState::Whole { block } = head {
+            assert!(found.blocks.insert(block.index()), "{block:?} twice");
+            let owner = self.frames.block(block).owner();
+            assert_eq!(owner, span.first, "{block:?} belongs to other pages");
+        }
+    }
+
+    fn verify_page(&self, page: PageNo, word: &PageWord, found: &mut Found) {
+        let state = word.load();
+        if let Some(frame) = state.frame() {
+            assert!(found.frames.insert(frame.index()), "{frame:?} twice");
+            let desc = self.frames.desc(frame);
+            assert_eq!(desc.owner(), page, "{frame:?} belongs to another page");
+            verify_frame_state(state, desc.state());
+        }
+        if let Some(slot) = state.slot() {
+            assert!(found.slots.insert(slot), "{slot:?} has two pages");
+            let used = lock(&self.slots).is_used(slot);
+            assert!(used, "{slot:?} of {page:?} is free");
+        }
+        if matches!(state, PageState::Reading { .. }) {
+            found.reading += 1;
+            let known = lock(&self.tickets).contains_key(&page);
+            assert!(known, "{page:?} has no ticket");
+        }
+    }
+}
+
+fn verify_frame_state(page: PageState, frame: FrameState) {
+    let agree = match page {
+        PageState::Resident { .. } => {
+            matches!(frame, FrameState::Used | FrameState::Isolated)
+        }
+        PageState::Evicting { .. } | PageState::Writeback { .. } => frame == FrameState::Isolated,
+        PageState::Reading { .. } => frame == FrameState::Cached,
+        PageState::Empty
+        | PageState::Swapped { .. }
+        | PageState::Lost
+        | PageState::Gone
+        | PageState::Merged => false,
+    };
+    assert!(agree, "page {page:?} in a frame that is {frame:?}");
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Use, Vm, virtual_host};
-use lacuna_addr::{Access, PageCount};
+use lacuna_addr::{Access, Level, PageCount};
 use lacuna_host::{FaultyStore, Host, MAX_HOLDS, Resolution};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -104,7 +104,7 @@ fn a_ticket_calls_back() {
     (0..1000).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
     while vm.step_time() {}
     let hva = vm.hva(0);
-    let mut pending = || match host.resolve(hva, Access::Read, &mut vm.cache) {
+    let mut pending = || match host.resolve(hva, Access::Read, Level::L4K, &mut vm.cache) {
         Resolution::Pending(ticket) => ticket,
         other => panic!("{other:?}"),
     };

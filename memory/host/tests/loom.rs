@@ -7,6 +7,8 @@
 
 #[path = "../src/desc.rs"]
 mod desc;
+#[path = "../src/head.rs"]
+mod head;
 #[path = "../src/residency.rs"]
 mod residency;
 #[path = "../src/io/watch.rs"]

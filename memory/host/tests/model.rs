@@ -2,11 +2,11 @@
 
 mod common;
 
-use common::{Use, Vm, ring_host, virtual_host};
-use lacuna_addr::{Access, PageCount};
+use common::{Use, Vm, huge_host, ring_host, virtual_host};
+use lacuna_addr::{Access, HvaRange, Level, PageCount};
 use lacuna_host::{
-    Dial, Fault, FaultyStore, FileStore, Host, HostError, Latency, MemoryStore, Resolution,
-    SwapStore, Ticket,
+    Collapse, Dial, Fault, FaultyStore, FileStore, Host, HostError, HugePages, Latency,
+    MemoryStore, Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use proptest::prelude::*;
@@ -51,21 +51,55 @@ enum Op {
         page: u64,
         value: u64,
     },
+    CopyOut {
+        vm: usize,
+        page: u64,
+    },
+    /// Some steps of making blocks whole, if there is memory.
+    Collapse,
+    Advise {
+        vm: usize,
+        page: u64,
+    },
+    /// From here on the VM can map this much.
+    Most {
+        vm: usize,
+        most: Level,
+    },
 }
 
-const PAGES: [u64; 2] = [300, 200];
-const BUDGET: u64 = 256;
+/// The size of a world.
+#[derive(Clone, Copy)]
+struct Size {
+    pages: [u64; 2],
+    budget: u64,
+    /// The longest run of writes.
+    sweep: u64,
+}
 
-fn op() -> impl Strategy<Value = Op> {
+const SMALL: Size = Size {
+    pages: [300, 200],
+    budget: 256,
+    sweep: 90,
+};
+
+/// Blocks that the budget's and the regions' ends cut.
+const LARGE: Size = Size {
+    pages: [4 * 512 + 100, 2 * 512 + 7],
+    budget: 4 * 512 + 300,
+    sweep: 900,
+};
+
+fn op(size: Size) -> impl Strategy<Value = Op> {
     let vm = 0..2usize;
-    let page = 0..300u64;
+    let page = 0..size.pages[0];
     // Zero often: all-zero pages are dropped unwritten.
     let value = prop_oneof![1 => Just(0), 3 => any::<u64>()];
     prop_oneof![
         8 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::Read { vm, page }),
         8 => (vm.clone(), page.clone(), value.clone())
             .prop_map(|(vm, page, value)| Op::Write { vm, page, value }),
-        4 => (vm.clone(), page.clone(), 10..90u64, value.clone())
+        4 => (vm.clone(), page.clone(), 10..size.sweep, value.clone())
             .prop_map(|(vm, page, count, value)| Op::Sweep { vm, page, count, value }),
         4 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::Prefetch { vm, page }),
         4 => Just(Op::Balance),
@@ -78,11 +112,18 @@ fn op() -> impl Strategy<Value = Op> {
         2 => Just(Op::Break(None)),
         1 => vm.clone().prop_map(|vm| Op::Replace { vm }),
         1 => vm.clone().prop_map(|vm| Op::Flush { vm }),
-        2 => (vm, page, value).prop_map(|(vm, page, value)| Op::CopyIn { vm, page, value }),
+        2 => (vm.clone(), page.clone(), value)
+            .prop_map(|(vm, page, value)| Op::CopyIn { vm, page, value }),
+        1 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::CopyOut { vm, page }),
+        3 => Just(Op::Collapse),
+        1 => (vm.clone(), page).prop_map(|(vm, page)| Op::Advise { vm, page }),
+        1 => (vm, prop_oneof![Just(Level::L4K), Just(Level::L2M)])
+            .prop_map(|(vm, most)| Op::Most { vm, most }),
     ]
 }
 
 struct World {
+    size: Size,
     host: Arc<Host>,
     clock: Arc<VirtualClock>,
     store: Option<FaultyStore>,
@@ -92,15 +133,21 @@ struct World {
 
 impl World {
     fn new(swap: Box<dyn SwapStore>, store: Option<FaultyStore>) -> Self {
-        Self::on(virtual_host(BUDGET, swap), store)
+        Self::on(SMALL, virtual_host(SMALL.budget, swap), store)
     }
 
-    fn on((host, clock): (Arc<Host>, Arc<VirtualClock>), store: Option<FaultyStore>) -> Self {
-        let vms = PAGES
+    fn on(
+        size: Size,
+        (host, clock): (Arc<Host>, Arc<VirtualClock>),
+        store: Option<FaultyStore>,
+    ) -> Self {
+        let vms = size
+            .pages
             .iter()
             .map(|&pages| Vm::new(&host, &clock, pages))
             .collect();
         Self {
+            size,
             host,
             clock,
             store,
@@ -127,7 +174,8 @@ impl World {
                 let vm = &mut self.vms[vm];
                 let hva = vm.hva(page);
                 if let Resolution::Pending(ticket) =
-                    self.host.resolve(hva, Access::Read, &mut vm.cache)
+                    self.host
+                        .resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
                 {
                     if page % 2 == 0 {
                         self.host.start(&ticket);
@@ -143,7 +191,7 @@ impl World {
                 self.host.remove_region(self.vms[vm].range).unwrap();
                 self.vms.remove(vm);
                 self.vms
-                    .insert(vm, Vm::new(&self.host, &self.clock, PAGES[vm]));
+                    .insert(vm, Vm::new(&self.host, &self.clock, self.size.pages[vm]));
             }
             Op::Flush { vm } => self.vms[vm].cache.flush(),
             Op::CopyIn { vm, page, value } => {
@@ -154,6 +202,25 @@ impl World {
                     Err(error) => self.may_fail(&error),
                 }
             }
+            Op::CopyOut { vm, page } => {
+                let vm = &self.vms[vm];
+                let (hva, mut word) = (vm.hva(page), [0; 8]);
+                match self.host.copy_out(hva, &mut word) {
+                    Ok(()) => {
+                        let want = vm.model.get(&hva.get()).copied().unwrap_or(0);
+                        assert_eq!(u64::from_le_bytes(word), want);
+                    }
+                    Err(error) => self.may_fail(&error),
+                }
+            }
+            Op::Collapse => while self.host.collapse_step() != Collapse::Idle {},
+            Op::Advise { vm, page } => {
+                let range = self.vms[vm].range;
+                let from = self.vms[vm].hva(page);
+                let range = range.intersect(HvaRange::new(from, 1000).unwrap()).unwrap();
+                self.host.advise_huge(range).unwrap();
+            }
+            Op::Most { vm, most } => self.vms[vm].most = most,
         }
         self.host.verify();
     }
@@ -206,7 +273,7 @@ impl World {
 
     /// A device that ended early stays small: swap-in may find no room. What can be read is right.
     fn check_in_place(&mut self) {
-        for (vm, pages) in PAGES.into_iter().enumerate() {
+        for (vm, pages) in self.size.pages.into_iter().enumerate() {
             (0..pages).for_each(|page| self.touch(vm, page, Use::Read));
         }
     }
@@ -230,20 +297,20 @@ proptest! {
     #![proptest_config(config())]
 
     #[test]
-    fn pages_keep_their_contents(ops in prop::collection::vec(op(), 1..120)) {
+    fn pages_keep_their_contents(ops in prop::collection::vec(op(SMALL), 1..120)) {
         let store = FaultyStore::new(PageCount::new(2000));
         run(World::new(Box::new(store), None), &ops);
     }
 
     #[test]
-    fn pages_keep_their_contents_when_writes_fail(ops in prop::collection::vec(op(), 1..120)) {
+    fn pages_keep_their_contents_when_writes_fail(ops in prop::collection::vec(op(SMALL), 1..120)) {
         let store = FaultyStore::new(PageCount::new(2000));
         run(World::new(Box::new(store.clone()), Some(store)), &ops);
     }
 
     #[test]
     fn pages_keep_their_contents_in_compressed_memory(
-        ops in prop::collection::vec(op(), 1..120)
+        ops in prop::collection::vec(op(SMALL), 1..120)
     ) {
         let latency = Dial::new(Duration::from_micros(50));
         let store = Latency::new(MemoryStore::new(), latency);
@@ -255,10 +322,39 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..config() })]
 
     #[test]
-    fn pages_keep_their_contents_in_a_file(ops in prop::collection::vec(op(), 1..60)) {
+    fn pages_keep_their_contents_in_a_file(ops in prop::collection::vec(op(SMALL), 1..60)) {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::create(dir.path(), PageCount::new(2000)).unwrap();
-        run(World::on(ring_host(BUDGET, Box::new(store)), None), &ops);
+        run(World::on(SMALL, ring_host(SMALL.budget, Box::new(store)), None), &ops);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..config() })]
+
+    #[test]
+    fn huge_pages_keep_their_contents(ops in prop::collection::vec(op(LARGE), 1..100)) {
+        let store = FaultyStore::new(PageCount::new(20_000));
+        let host = huge_host(LARGE.budget, Box::new(store), HugePages::Always);
+        run(World::on(LARGE, host, None), &ops);
+    }
+
+    #[test]
+    fn huge_pages_keep_their_contents_where_advised(
+        ops in prop::collection::vec(op(LARGE), 1..100)
+    ) {
+        let store = FaultyStore::new(PageCount::new(20_000));
+        let host = huge_host(LARGE.budget, Box::new(store.clone()), HugePages::Madvise);
+        run(World::on(LARGE, host, Some(store)), &ops);
+    }
+
+    #[test]
+    fn huge_pages_keep_their_contents_in_compressed_memory(
+        ops in prop::collection::vec(op(LARGE), 1..100)
+    ) {
+        let store = Box::new(MemoryStore::new());
+        let host = huge_host(LARGE.budget, store, HugePages::Always);
+        run(World::on(LARGE, host, None), &ops);
     }
 }
 
@@ -266,7 +362,7 @@ proptest! {
 #[test]
 fn a_virtual_run_repeats_itself() {
     let once = || {
-        let (host, clock) = virtual_host(BUDGET, Box::new(MemoryStore::new()));
+        let (host, clock) = virtual_host(SMALL.budget, Box::new(MemoryStore::new()));
         let mut vm = Vm::new(&host, &clock, 700);
         let mut rng = fastrand::Rng::with_seed(3);
         for _ in 0..3000 {

@@ -3,9 +3,10 @@
 mod common;
 
 use common::{Use, Vm, virtual_host};
-use lacuna_addr::{Access, Hva, PageCount};
+use lacuna_addr::{Access, Hva, Level, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, FileStore, Host, HostConfig, HostError, Io, MemoryStore, Resolution,
+    Fault, FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, MemoryStore,
+    Resolution,
 };
 use lacuna_sync::HostClock;
 use std::path::Path;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 fn config(budget: u64) -> HostConfig {
     HostConfig {
         budget: PageCount::new(budget),
+        huge: HugePages::Never,
         swap: Box::new(MemoryStore::new()),
         io: Io::Threads { readers: 1 },
         clock: Arc::new(HostClock::default()),
@@ -83,7 +85,8 @@ fn a_region_of_nothing_and_addresses_of_nobody() {
         .unwrap_err();
     assert_eq!(none.to_string(), "cannot add a region of 0 pages");
     for hva in [Hva::new(0), vm.range.end(), Hva::new(u64::MAX)] {
-        let Resolution::Lost(lost) = host.resolve(hva, Access::Read, &mut vm.cache) else {
+        let Resolution::Lost(lost) = host.resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
+        else {
             panic!("{hva} is nobody's");
         };
         assert_eq!(lost.reason.as_ref(), "no region holds it");
@@ -93,7 +96,7 @@ fn a_region_of_nothing_and_addresses_of_nobody() {
         host.remove_region(vm.range),
         Err(HostError::NoSuchRegion(_))
     ));
-    let gone = host.resolve(vm.range.start(), Access::Write, &mut vm.cache);
+    let gone = host.resolve(vm.range.start(), Access::Write, Level::L4K, &mut vm.cache);
     assert!(matches!(gone, Resolution::Lost(_)));
     host.verify();
 }

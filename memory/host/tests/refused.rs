@@ -4,8 +4,8 @@
 mod common;
 
 use common::FakeMmu;
-use lacuna_addr::{Access, PAGE_SIZE, PageCount};
-use lacuna_host::{FileStore, Host, HostConfig, Io, Resolution};
+use lacuna_addr::{Access, Level, PAGE_SIZE, PageCount};
+use lacuna_host::{FileStore, Host, HostConfig, HugePages, Io, Resolution};
 use lacuna_sync::HostClock;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
@@ -23,6 +23,7 @@ fn threads_stand_in_for_a_ring_that_cannot_be() {
     setrlimit(Resource::Nofile, none).unwrap();
     let host = Host::new(HostConfig {
         budget: PageCount::new(256),
+        huge: HugePages::Never,
         swap: Box::new(store),
         io: Io::Ring { readers: 2 },
         clock: Arc::new(HostClock::default()),
@@ -40,7 +41,8 @@ fn threads_stand_in_for_a_ring_that_cannot_be() {
         let bytes = (page + 1).to_le_bytes().repeat(PAGE_SIZE / 8);
         host.copy_in(at(page), &bytes).unwrap();
     }
-    let Resolution::Pending(ticket) = host.resolve(at(0), Access::Read, &mut cache) else {
+    let Resolution::Pending(ticket) = host.resolve(at(0), Access::Read, Level::L4K, &mut cache)
+    else {
         panic!("the first page left long ago");
     };
     host.start(&ticket);

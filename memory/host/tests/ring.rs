@@ -5,10 +5,10 @@
 mod common;
 
 use common::FakeMmu;
-use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, Io, Latency, Page, Reads,
-    Resolution, Slot, SwapError, SwapStore, Ticket, WriteFailed,
+    Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HugePages, Io, Latency,
+    Page, Reads, Resolution, Slot, SwapError, SwapStore, Ticket, WriteFailed,
 };
 use lacuna_sync::HostClock;
 use std::fs::File;
@@ -31,6 +31,7 @@ impl Guest {
     fn swapped_out(swap: Box<dyn SwapStore>) -> Self {
         let host = Host::new(HostConfig {
             budget: PageCount::new(1024),
+            huge: HugePages::Never,
             swap,
             io: Io::Ring { readers: 2 },
             clock: Arc::new(HostClock::default()),
@@ -61,7 +62,10 @@ impl Guest {
         let mut tickets = Vec::new();
         for page in 0..PAGES {
             let hva = at(self.range, page);
-            match self.host.resolve(hva, Access::Read, &mut self.cache) {
+            match self
+                .host
+                .resolve(hva, Access::Read, Level::L4K, &mut self.cache)
+            {
                 Resolution::Pending(ticket) => {
                     self.host.start(&ticket);
                     tickets.push(ticket);

@@ -4,46 +4,94 @@
 //! The stage 2 is a map behind a lock, so that an access and an invalidation exclude each other:
 //! what is tested is the manager, not a shoot-down protocol.
 
-use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    Dial, FileStore, Host, HostConfig, Io, Latency, MemoryStore, MmuNotifier, Resolution, SwapStore,
+    Dial, FileStore, Frame, Host, HostConfig, HugePages, Io, Latency, MemoryStore, MmuNotifier,
+    Resolution, SwapStore,
 };
 use lacuna_sync::{Clock, HostClock};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
+#[derive(Clone, Copy)]
 struct Leaf {
+    /// The frame of the leaf's first page.
     pfn: Pfn,
     accessed: bool,
     dirty: bool,
 }
 
-/// Stage 2 by page, in shards, with a sequence that every invalidation moves.
+/// What is mapped of one block of 512 pages: all of it at once, or page by page.
+#[derive(Default)]
+struct Block {
+    whole: Option<Leaf>,
+    pages: HashMap<u64, Leaf>,
+}
+
+const BLOCK: u64 = 2 << 20;
+
+impl Block {
+    /// Gives each page a leaf of its own.
+    fn shatter(&mut self, start: u64) {
+        let Some(whole) = self.whole.take() else {
+            return;
+        };
+        for i in 0..512 {
+            let leaf = Leaf {
+                pfn: Pfn::new((whole.pfn.get() + i) as u32),
+                ..whole
+            };
+            self.pages.insert(start + i * PAGE_SIZE as u64, leaf);
+        }
+    }
+
+    fn leaf(&mut self, hva: Hva) -> Option<&mut Leaf> {
+        match &mut self.whole {
+            Some(whole) => Some(whole),
+            None => self.pages.get_mut(&hva.get()),
+        }
+    }
+}
+
+/// Stage 2 by block, in shards, with a sequence that every invalidation moves.
 struct Stage2 {
     host: OnceLock<Weak<Host>>,
     seq: AtomicU64,
-    leaves: Vec<Mutex<HashMap<u64, Leaf>>>,
+    blocks: Vec<Mutex<HashMap<u64, Block>>>,
 }
 
 impl Stage2 {
     fn new() -> Self {
-        let leaves = (0..16).map(|_| Mutex::default()).collect();
+        let blocks = (0..16).map(|_| Mutex::default()).collect();
         Self {
             host: OnceLock::new(),
             seq: AtomicU64::new(0),
-            leaves,
+            blocks,
         }
     }
 
-    fn shard(&self, page: Hva) -> &Mutex<HashMap<u64, Leaf>> {
-        &self.leaves[(page.get() >> 12) as usize % self.leaves.len()]
+    /// Runs `visit` on the part of each block that `range` covers.
+    fn visit(&self, range: HvaRange, mut visit: impl FnMut(&mut Block, u64, HvaRange)) {
+        let mut start = range.start().get() & !(BLOCK - 1);
+        while start < range.end().get() {
+            let block = HvaRange::new(Hva::new(start), 512).unwrap();
+            let part = block.intersect(range).unwrap();
+            self.with(Hva::new(start), |block| visit(block, start, part));
+            start += BLOCK;
+        }
+    }
+
+    fn with<T>(&self, hva: Hva, run: impl FnOnce(&mut Block) -> T) -> T {
+        let start = hva.get() & !(BLOCK - 1);
+        let shard = &self.blocks[(start / BLOCK) as usize % self.blocks.len()];
+        run(shard.lock().unwrap().entry(start).or_default())
     }
 }
 
 impl MmuNotifier for Stage2 {
-    fn invalidate(&self, pages: &[Hva]) {
+    fn invalidate(&self, ranges: &[HvaRange]) {
         let host = self
             .host
             .get()
@@ -51,21 +99,44 @@ impl MmuNotifier for Stage2 {
             .expect("the host calls");
         // Before and after: a fault that resolved earlier, or meanwhile, does not install.
         self.seq.fetch_add(1, Ordering::SeqCst);
-        for page in pages {
-            let leaf = self.shard(*page).lock().unwrap().remove(&page.get());
-            if let Some(leaf) = leaf.filter(|leaf| leaf.dirty) {
-                host.mark_dirty(leaf.pfn);
-            }
+        for range in ranges {
+            self.visit(*range, |block, start, part| {
+                if part.pages() == 512
+                    && let Some(leaf) = block.whole.take_if(|leaf| leaf.dirty)
+                {
+                    host.mark_dirty(leaf.pfn, Level::L2M);
+                } else if part.pages() == 512 {
+                    block.whole = None;
+                } else {
+                    block.shatter(start);
+                }
+                block.pages.retain(|page, leaf| {
+                    let inside = part.contains(Hva::new(*page));
+                    if inside && leaf.dirty {
+                        host.mark_dirty(leaf.pfn, Level::L4K);
+                    }
+                    !inside
+                });
+            });
         }
         self.seq.fetch_add(1, Ordering::SeqCst);
     }
 
-    fn age(&self, pages: &[Hva], young: &mut [bool]) {
-        for (page, young) in pages.iter().zip(young) {
-            if let Some(leaf) = self.shard(*page).lock().unwrap().get_mut(&page.get()) {
-                *young = std::mem::take(&mut leaf.accessed);
-            }
+    fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
+        for (range, young) in ranges.iter().zip(young) {
+            self.visit(*range, |block, _, part| {
+                let whole = block.whole.as_mut();
+                let pages = block.pages.iter_mut();
+                let pages = pages.filter(|(page, _)| part.contains(Hva::new(**page)));
+                for leaf in pages.map(|(_, leaf)| leaf).chain(whole) {
+                    *young |= std::mem::take(&mut leaf.accessed);
+                }
+            });
         }
+    }
+
+    fn shatter(&self, range: HvaRange) {
+        self.visit(range, |block, start, _| block.shatter(start));
     }
 
     fn end_of_aging(&self) {}
@@ -87,6 +158,8 @@ struct Vcpu {
     rng: fastrand::Rng,
     first: u64,
     step: u64,
+    /// The largest leaf that it asks for.
+    most: Level,
     model: HashMap<u64, u64>,
 }
 
@@ -104,8 +177,8 @@ impl Vcpu {
                 Access::Read
             };
             let seq = self.stage2.seq.load(Ordering::SeqCst);
-            match self.host.resolve(hva, access, &mut cache) {
-                Resolution::Ready(pfn) => self.access(hva, pfn, access, seq),
+            match self.host.resolve(hva, access, self.most, &mut cache) {
+                Resolution::Ready(frame) => self.access(hva, frame, access, seq),
                 Resolution::Pending(ticket) if self.rng.bool() => self.host.start(&ticket),
                 Resolution::Pending(ticket) => self.host.wait(&ticket).unwrap(),
                 Resolution::NoMemory => _ = self.host.reclaim_direct().unwrap(),
@@ -125,72 +198,173 @@ impl Vcpu {
     }
 
     /// Installs the leaf if nothing was invalidated since `seq`, and uses it.
-    fn access(&mut self, hva: Hva, pfn: Pfn, access: Access, seq: u64) {
-        let mut leaves = self.stage2.shard(hva).lock().unwrap();
-        if self.stage2.seq.load(Ordering::SeqCst) != seq || seq % 2 == 1 {
-            return;
-        }
-        let leaf = leaves.entry(hva.get()).or_insert(Leaf {
-            pfn,
+    fn access(&mut self, hva: Hva, Frame { pfn, level }: Frame, access: Access, seq: u64) {
+        let stage2 = self.stage2.clone();
+        stage2.with(hva, |block| {
+            if stage2.seq.load(Ordering::SeqCst) == seq && seq.is_multiple_of(2) {
+                self.install(block, hva, Frame { pfn, level }, access);
+            }
+        });
+    }
+
+    fn install(&mut self, block: &mut Block, hva: Hva, frame: Frame, access: Access) {
+        let index = (hva.get() % BLOCK) / PAGE_SIZE as u64;
+        let leaf = |pfn: u64| Leaf {
+            pfn: Pfn::new(pfn as u32),
             accessed: true,
             dirty: false,
-        });
-        leaf.accessed = true;
-        assert_eq!(leaf.pfn, pfn, "a page moves only by an invalidation");
-        let frame = self.host.frame(pfn);
+        };
+        let pfn = frame.pfn.get();
+        if block.whole.is_none() && block.pages.is_empty() && frame.level == Level::L2M {
+            assert_eq!(pfn % 512, index, "a whole block is aligned");
+            block.whole = Some(leaf(pfn - index));
+        }
+        match &block.whole {
+            Some(whole) => assert_eq!(whole.pfn.get() + index, pfn, "a page does not just move"),
+            None => {
+                let page = block.pages.entry(hva.get()).or_insert_with(|| leaf(pfn));
+                assert_eq!(page.pfn, frame.pfn, "a page moves only by an invalidation");
+            }
+        }
+        let bytes_of = self.host.clone();
+        let shared = bytes_of.frame(frame.pfn);
         let mut bytes = [0; PAGE_SIZE];
-        frame.read(0, &mut bytes);
+        shared.read(0, &mut bytes);
         let want = self.model.get(&hva.get()).copied().unwrap_or(0);
         assert!(
             bytes.chunks(8).all(|word| word == want.to_le_bytes()),
             "{hva} is not {want:#x}"
         );
+        let leaf = block.leaf(hva).expect("installed");
+        leaf.accessed = true;
         if access.is_write() {
             let value = self.rng.u64(0..4) * self.rng.u64(..1 << 60);
             leaf.dirty = true;
-            frame.write(0, &value.to_le_bytes().repeat(PAGE_SIZE / 8));
+            shared.write(0, &value.to_le_bytes().repeat(PAGE_SIZE / 8));
             self.model.insert(hva.get(), value);
         }
     }
 }
 
+struct World {
+    host: Arc<Host>,
+    clock: Arc<HostClock>,
+    stage2: Arc<Stage2>,
+    range: HvaRange,
+    polls: Polls,
+}
+
+impl World {
+    fn new(config: impl FnOnce(Arc<HostClock>) -> HostConfig, pages: u64, polls: Polls) -> Self {
+        let clock = Arc::new(HostClock::default());
+        let host = Host::new(config(clock.clone())).unwrap();
+        let (stage2, range) = add_region(&host, pages);
+        Self {
+            host,
+            clock,
+            stage2,
+            range,
+            polls,
+        }
+    }
+
+    fn vcpu(&self, first: u64) -> Vcpu {
+        Vcpu {
+            host: self.host.clone(),
+            clock: self.clock.clone(),
+            polls: self.polls,
+            stage2: self.stage2.clone(),
+            range: self.range,
+            rng: fastrand::Rng::with_seed(first),
+            first,
+            step: 3,
+            most: Level::L2M,
+            model: HashMap::new(),
+        }
+    }
+
+    fn finish(self) {
+        let stats = self.host.stats();
+        assert!(stats.swapped_in > 0 && stats.swapped_out > 0, "{stats:?}");
+        self.host.remove_region(self.range).unwrap();
+        self.host.verify();
+        let stats = self.host.stats();
+        assert_eq!((stats.resident, stats.slots, stats.huge_pages), (0, 0, 0));
+    }
+}
+
+fn add_region(host: &Arc<Host>, pages: u64) -> (Arc<Stage2>, HvaRange) {
+    let stage2 = Arc::new(Stage2::new());
+    stage2.host.set(Arc::downgrade(host)).unwrap();
+    let range = host
+        .add_region(PageCount::new(pages), stage2.clone())
+        .unwrap();
+    (stage2, range)
+}
+
 fn stress(swap: Box<dyn SwapStore>, io: Io, polls: Polls, accesses: usize) {
-    let clock = Arc::new(HostClock::default());
-    let host = Host::new(HostConfig {
+    let config = |clock: Arc<HostClock>| HostConfig {
         budget: PageCount::new(512),
+        huge: HugePages::Never,
         swap,
         io,
-        clock: clock.clone(),
-    })
-    .unwrap();
-    let stage2 = Arc::new(Stage2::new());
-    stage2.host.set(Arc::downgrade(&host)).unwrap();
-    let range = host
-        .add_region(PageCount::new(2048), stage2.clone())
-        .unwrap();
-    let background = host.spawn_background().unwrap();
+        clock,
+    };
+    let world = World::new(config, 2048, polls);
+    let background = world.host.spawn_background().unwrap();
     std::thread::scope(|scope| {
         for first in 0..3 {
-            let vcpu = Vcpu {
-                host: host.clone(),
-                clock: clock.clone(),
-                polls,
-                stage2: stage2.clone(),
-                range,
-                rng: fastrand::Rng::with_seed(first),
-                first,
-                step: 3,
-                model: HashMap::new(),
-            };
+            let vcpu = world.vcpu(first);
             scope.spawn(move || vcpu.run(accesses));
         }
     });
     drop(background);
-    let stats = host.stats();
-    assert!(stats.swapped_in > 0 && stats.swapped_out > 0, "{stats:?}");
-    host.remove_region(range).unwrap();
-    host.verify();
-    assert_eq!((host.stats().resident, host.stats().slots), (0, 0));
+    world.finish();
+}
+
+/// Blocks are made, split, and made whole again under the vCPUs that use them: memory is short, but
+/// each time that another VM ends, some is not.
+fn stress_huge(swap: Box<dyn SwapStore>, accesses: usize) {
+    let config = |clock: Arc<HostClock>| HostConfig {
+        budget: PageCount::new(6 * 512 + 100),
+        huge: HugePages::Always,
+        swap,
+        io: THREADS,
+        clock,
+    };
+    let world = World::new(config, 8 * 512 + 10, Polls::Never);
+    let background = world.host.spawn_background().unwrap();
+    let running = AtomicBool::new(true);
+    std::thread::scope(|scope| {
+        let vcpus: Vec<_> = (0..3)
+            .map(|first| {
+                let vcpu = world.vcpu(first);
+                scope.spawn(move || vcpu.run(accesses))
+            })
+            .collect();
+        scope.spawn(|| {
+            while running.load(Ordering::Relaxed) {
+                let _ = world.host.collapse_step();
+            }
+        });
+        scope.spawn(|| {
+            while running.load(Ordering::Relaxed) {
+                let (stage2, range) = add_region(&world.host, 2 * 512);
+                let mut vcpu = world.vcpu(0);
+                (vcpu.stage2, vcpu.range, vcpu.step) = (stage2, range, 1);
+                vcpu.run(3000);
+                world.host.remove_region(range).unwrap();
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        let ended: Vec<_> = vcpus.into_iter().map(|vcpu| vcpu.join()).collect();
+        running.store(false, Ordering::Relaxed);
+        ended.into_iter().for_each(|ended| ended.unwrap());
+    });
+    drop(background);
+    let stats = world.host.stats();
+    assert!(stats.huge_faults > 0 && stats.splits > 0, "{stats:?}");
+    world.finish();
 }
 
 const THREADS: Io = Io::Threads { readers: 2 };
@@ -241,4 +415,52 @@ fn three_vcpus_on_a_slow_device() {
         Polls::Never,
         10_000,
     );
+}
+
+/// Pages become blocks under the vCPUs that write to them: there is memory for all.
+#[test]
+fn three_vcpus_while_their_pages_become_blocks() {
+    const PAGES: u64 = 4 * 512;
+    let config = |clock: Arc<HostClock>| HostConfig {
+        budget: PageCount::new(16 * 512),
+        huge: HugePages::Always,
+        swap: Box::new(MemoryStore::new()),
+        io: THREADS,
+        clock,
+    };
+    let mut world = World::new(config, PAGES, Polls::Never);
+    for _ in 0..12 {
+        let running = AtomicBool::new(true);
+        std::thread::scope(|scope| {
+            let vcpus = [0, 1, 2].map(|first| {
+                let mut vcpu = world.vcpu(first);
+                vcpu.most = Level::L4K;
+                scope.spawn(move || vcpu.run(8_000))
+            });
+            scope.spawn(|| {
+                while running.load(Ordering::Relaxed) {
+                    let _ = world.host.collapse_step();
+                }
+            });
+            let ended = vcpus.map(|vcpu| vcpu.join());
+            running.store(false, Ordering::Relaxed);
+            ended.into_iter().for_each(|ended| ended.unwrap());
+        });
+        world.host.verify();
+        world.host.remove_region(world.range).unwrap();
+        (world.stage2, world.range) = add_region(&world.host, PAGES);
+    }
+    let stats = world.host.stats();
+    assert!(stats.collapses > 12, "{stats:?}");
+    assert_eq!(stats.huge_faults, 0, "{stats:?}");
+}
+
+#[test]
+fn three_vcpus_in_huge_pages_on_compressed_memory() {
+    stress_huge(Box::new(MemoryStore::new()), 60_000);
+}
+
+#[test]
+fn three_vcpus_in_huge_pages_on_a_slow_device() {
+    stress_huge(Box::new(slow(MemoryStore::new())), 10_000);
 }

@@ -1,4 +1,5 @@
-//! What a fault pays to find its slot, in nanoseconds: `cargo bench -p lacuna-slots`.
+//! What a fault, and an invalidation, pay to find their slot, in nanoseconds:
+//! `cargo bench -p lacuna-slots`.
 
 use lacuna_addr::{Gfn, Hva, HvaRange, PAGE_SIZE};
 use lacuna_slots::{Limits, SlotFlags, SlotId, SlotSpec, Slots};
@@ -6,9 +7,10 @@ use std::hint::black_box;
 use std::time::Instant;
 
 const STEPS: u64 = 5_000_000;
+const BLOCK: u64 = 512 * PAGE_SIZE as u64;
 
 fn main() {
-    for count in [1, 8, 64, 500] {
+    for count in [1, 8, 64, 512] {
         let slots = slots(count);
         let mut reader = slots.reader();
         let same = per_step(|_| {
@@ -21,23 +23,36 @@ fn main() {
                 .wrapping_add(1442695040888963407);
             black_box(reader.find(gfn((x >> 33) % (u64::from(count) * 1024))));
         });
-        let snapshot = slots.snapshot();
-        let page = HvaRange::new(Hva::new(1 << 30), 1).expect("a page");
         let mut nodes = 0;
-        let by_hva = per_step(|_| {
-            nodes = snapshot.overlapping(page, |hit| {
-                black_box(hit.gfns);
-            });
+        let mut by_hva = |block: &mut dyn FnMut() -> u64| {
+            per_step(|_| {
+                let start = Hva::new((1 << 30) + block() * BLOCK);
+                let range = HvaRange::new(black_box(start), 512).expect("a block");
+                nodes = slots.read().overlapping(range, |hit| {
+                    black_box(hit.gfns);
+                });
+            })
+        };
+        let blocks = u64::from(count) * 2;
+        let same_block = by_hva(&mut || blocks / 3);
+        let random_block = by_hva(&mut || {
+            x = x
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (x >> 33) % blocks
         });
         println!(
-            "{count:4} slots: same slot {same:5.1} ns, random slot {random:5.1} ns, one hit by \
-             host address {by_hva:6.1} ns ({nodes} nodes)"
+            "{count:4} slots: by gfn: same {same:5.1} ns, random {random:5.1} ns; \
+             by host block: same {same_block:5.1} ns, random {random_block:5.1} ns, {nodes} nodes"
         );
     }
 }
 
 fn slots(count: u16) -> Slots<()> {
-    let slots = Slots::new(Limits::default());
+    let slots = Slots::new(Limits {
+        slots: 512,
+        ..Limits::default()
+    });
     for i in 0..count {
         let bytes = 1024 * PAGE_SIZE as u64;
         let guest = u64::from(i) * bytes;
@@ -49,7 +64,7 @@ fn slots(count: u16) -> Slots<()> {
             bytes,
             flags: SlotFlags::empty(),
         };
-        slots.add(spec, ()).expect("room");
+        slots.add(spec, |_, _| ()).expect("room");
     }
     slots
 }

@@ -1,82 +1,105 @@
-//! Slots by backing address: an interval tree without pointers.
+//! Slots by backing address.
 //!
-//! Slots may share backing (a framebuffer mapped twice, a ROM aliased below 1 MiB), so a sorted
-//! array alone cannot be searched. The array sorted by start is read as a balanced tree, the middle
-//! of each part its root, and each node knows the largest end in its part:
+//! Slots may share backing (a framebuffer mapped twice, a ROM aliased below 1 MiB), so a range can
+//! lie in several slots that are far apart in the order of their starts. Each node therefore knows
+//! its *outer*: the nearest node before it that ends beyond it.
 //!
 //! ```text
-//!                      [start end | max_end]
-//!             left half                     right half
-//!   all starts <= ours                 all starts >= ours
+//! starts   [a]    [b]    [c]    [d]    [e]      the binary search reads nothing else
+//! a        |=================================|
+//! b               |====|                         outer = a
+//! c                      |==|                    outer = a: b ends before c does
+//! d                             |=====|          outer = a
+//!                                  ^ searched: from d, the last that starts in time, downward:
+//!                                    d hit, c miss, so is all above its outer; a hit, end
 //! ```
-//! A query skips a part whose `max_end` is at or below its start, and a right half whose root
-//! starts at or beyond its end: O(log n + hits).
+//! A node that ends too early takes all between itself and its outer with it. So a search costs
+//! log2(n) nodes for the last that starts in time, then one node a hit and one for each slot nested
+//! in others that ends before the range begins: with disjoint slots, one in all.
 
+use core::hint::select_unpredictable;
 use lacuna_addr::HvaRange;
 
+/// No node before this one ends beyond it.
+const NONE: u32 = u32::MAX;
+
 /// One slot's backing, and where the slot is in the gfn order.
+#[derive(Clone, Copy)]
 struct Node {
-    hvas: HvaRange,
-    max_end: u64,
+    end: u64,
+    outer: u32,
     slot: u32,
 }
 
-pub(crate) struct ByHva(Box<[Node]>);
+pub(crate) struct ByHva {
+    starts: Box<[u64]>,
+    nodes: Box<[Node]>,
+}
 
 impl ByHva {
     /// From the backing of each slot, in the order of the slots.
     pub(crate) fn new(backings: impl Iterator<Item = HvaRange>) -> Self {
-        let node = |(slot, hvas): (usize, HvaRange)| {
-            let slot = u32::try_from(slot).expect("ids are 16 bits");
-            Node {
-                hvas,
-                max_end: 0,
-                slot,
+        let mut sorted: Vec<(HvaRange, u32)> = backings.zip(0..).collect();
+        sorted.sort_unstable_by_key(|(hvas, slot)| (hvas.start().get(), *slot));
+        let mut nodes: Vec<Node> = Vec::with_capacity(sorted.len());
+        for (hvas, slot) in &sorted {
+            let end = hvas.end().get();
+            let mut outer = nodes.len().checked_sub(1).map_or(NONE, |last| last as u32);
+            while outer != NONE && nodes[outer as usize].end <= end {
+                outer = nodes[outer as usize].outer;
             }
-        };
-        let mut nodes: Box<[Node]> = backings.enumerate().map(node).collect();
-        nodes.sort_unstable_by_key(|n| (n.hvas.start().get(), n.slot));
-        fill(&mut nodes);
-        Self(nodes)
+            let slot = *slot;
+            nodes.push(Node { end, outer, slot });
+        }
+        Self {
+            starts: sorted.iter().map(|(hvas, _)| hvas.start().get()).collect(),
+            nodes: nodes.into(),
+        }
     }
 
-    /// Calls `hit` with each slot whose backing overlaps `range`, in order of its start. Returns
-    /// the nodes looked at.
+    /// Calls `hit` with each slot whose backing overlaps `range`, in descending order of its start.
+    /// Returns how often it looked at a node.
+    #[inline]
     pub(crate) fn overlapping(&self, range: HvaRange, mut hit: impl FnMut(usize)) -> usize {
-        let mut steps = 0;
-        search(&self.0, range, &mut steps, &mut |node| {
-            hit(node.slot as usize)
-        });
+        let (from, to) = (range.start().get(), range.end().get());
+        let (last, mut steps) = self.last_below(to);
+        let mut next = last;
+        while next != NONE {
+            let node = self.nodes[next as usize];
+            // The search has looked at `last`.
+            steps += usize::from(next != last);
+            next = if node.end > from {
+                hit(node.slot as usize);
+                next.wrapping_sub(1)
+            } else {
+                node.outer
+            };
+        }
         steps
     }
-}
 
-/// Sets `max_end` in each part; returns the whole part's.
-fn fill(part: &mut [Node]) -> u64 {
-    if part.is_empty() {
-        return 0;
-    }
-    let middle = part.len() / 2;
-    let (left, rest) = part.split_at_mut(middle);
-    let (root, right) = rest.split_first_mut().expect("not empty");
-    root.max_end = root.hvas.end().get().max(fill(left)).max(fill(right));
-    root.max_end
-}
-
-fn search(part: &[Node], range: HvaRange, steps: &mut usize, hit: &mut impl FnMut(&Node)) {
-    let (left, rest) = part.split_at(part.len() / 2);
-    let Some((root, right)) = rest.split_first() else {
-        return;
-    };
-    *steps += 1;
-    if root.max_end <= range.start().get() {
-        return;
-    }
-    search(left, range, steps, hit);
-    if root.hvas.intersect(range).is_some() {
-        hit(root);
-    }
-    if root.hvas.start() < range.end() {
-        search(right, range, steps, hit);
+    /// The last node that starts below `address`, and the looks it took. Without a branch that
+    /// could be guessed wrongly: each step halves what is left and moves the base, which starts
+    /// below `address` unless it is the first, by a conditional move.
+    #[inline]
+    fn last_below(&self, address: u64) -> (u32, usize) {
+        let mut base = 0;
+        let mut left = self.starts.len();
+        let mut steps = 0;
+        while left > 1 {
+            let half = left / 2;
+            let below = self.starts[base + half] < address;
+            base = select_unpredictable(below, base + half, base);
+            left -= half;
+            steps += 1;
+        }
+        if base > 0 {
+            return (base as u32, steps);
+        }
+        match self.starts.first() {
+            Some(first) if *first < address => (0, steps + 1),
+            Some(_) => (NONE, steps + 1),
+            None => (NONE, steps),
+        }
     }
 }

@@ -7,7 +7,7 @@
 //! ```text
 //! Slots ---- current ----> Snapshot, generation n
 //!   |                        by gfn   [slot 3][slot 0][slot 7]   sorted, disjoint: binary search
-//!   add, remove, move        by hva   [0: ..][7: ..][3: ..]      sorted, may overlap: a tree
+//!   add, remove              by hva   [0: ..][7: ..][3: ..]      sorted, may overlap: links
 //!   v
 //! Snapshot, generation n+1  (the old one lives until its last reader looks again)
 //! ```
@@ -29,12 +29,16 @@
 #![forbid(unsafe_code)]
 
 mod by_hva;
+mod dirty_bitmap;
+mod dirty_ring;
 mod error;
 mod reader;
 mod slot;
 mod slots;
 mod snapshot;
 
+pub use dirty_bitmap::{ClearError, DirtyBitmap, Marked};
+pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, Room, dirty_ring};
 pub use error::SlotError;
 pub use reader::Reader;
 pub use slot::{Slot, SlotFlags, SlotId, SlotSpec};

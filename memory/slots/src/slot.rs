@@ -38,8 +38,7 @@ pub struct SlotSpec {
 }
 
 /// A range of guest frames with its backing, as one snapshot has it. `X` is what the user of the
-/// slots keeps for each of them (the MMU: its reverse map); it stays with the slot through moves
-/// and changes of flags.
+/// slots keeps for each of them (the MMU: its reverse map).
 #[derive(Clone, Debug)]
 pub struct Slot<X> {
     /// Its name.
@@ -116,12 +115,7 @@ impl SlotSpec {
 }
 
 /// `pages` frames from `first`, if they end at or below `gfn_limit`.
-pub(crate) fn gfn_range(
-    id: SlotId,
-    first: u64,
-    pages: u64,
-    gfn_limit: u64,
-) -> Result<GfnRange, SlotError> {
+fn gfn_range(id: SlotId, first: u64, pages: u64, gfn_limit: u64) -> Result<GfnRange, SlotError> {
     first
         .checked_add(pages)
         .filter(|end| *end <= gfn_limit)

@@ -1,10 +1,10 @@
 //! The slots of one VM, and how they change.
 
-use crate::slot::gfn_range;
-use crate::{Generation, Reader, Slot, SlotError, SlotFlags, SlotId, SlotSpec, Snapshot};
+use crate::{Generation, Reader, Slot, SlotError, SlotId, SlotSpec, Snapshot};
 use arc_swap::ArcSwap;
-use lacuna_addr::{GPA_BITS, Gpa, PAGE_SIZE};
+use lacuna_addr::{GPA_BITS, GfnRange, HvaRange, PAGE_SIZE};
 use lacuna_sync::shim::Mutex;
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// What a VM may have.
@@ -19,7 +19,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            slots: 509,
+            slots: 512,
             address_bits: GPA_BITS,
         }
     }
@@ -56,16 +56,28 @@ impl<X> Slots<X> {
         self.current.load_full()
     }
 
+    /// The slots now, for a moment: no shared count moves. Few of these may be held at a time by
+    /// one thread before they cost what [`Slots::snapshot`] costs.
+    #[inline]
+    pub fn read(&self) -> impl Deref<Target = Arc<Snapshot<X>>> + use<'_, X> {
+        self.current.load()
+    }
+
     /// A reader of one's own: one per vCPU.
     pub fn reader(&self) -> Reader<X> {
         Reader::new(Arc::clone(&self.current))
     }
 
-    /// Adds a slot.
+    /// Adds a slot. `attach` makes the user's own from its frames and their backing, once it is
+    /// clear that they can be.
     ///
     /// # Errors
     /// See [`SlotError`]; nothing has changed then.
-    pub fn add(&self, spec: SlotSpec, attach: X) -> Result<Arc<Slot<X>>, SlotError> {
+    pub fn add(
+        &self,
+        spec: SlotSpec,
+        attach: impl FnOnce(GfnRange, HvaRange) -> X,
+    ) -> Result<Arc<Slot<X>>, SlotError> {
         let SlotSpec { id, flags, .. } = spec;
         let (gfns, hvas) = spec.ranges(self.gfn_limit())?;
         self.change(|slots| {
@@ -78,16 +90,16 @@ impl<X> Slots<X> {
                     limit: self.limits.slots,
                 });
             }
-            insert(
-                slots,
-                Slot {
-                    id,
-                    gfns,
-                    hvas,
-                    flags,
-                    attach,
-                },
-            )
+            check_free(slots, id, gfns)?;
+            let slot = Arc::new(Slot {
+                id,
+                gfns,
+                hvas,
+                flags,
+                attach: attach(gfns, hvas),
+            });
+            slots.push(Arc::clone(&slot));
+            Ok(slot)
         })
     }
 
@@ -120,51 +132,6 @@ impl<X> Slots<X> {
     }
 }
 
-impl<X: Clone> Slots<X> {
-    /// Moves a slot to another guest address, with its backing and attachment. Returns the slot as
-    /// it was and as it is: the old mappings are the caller's to remove, afterwards.
-    ///
-    /// # Errors
-    /// See [`SlotError`]; nothing has changed then.
-    pub fn relocate(&self, id: SlotId, guest: Gpa) -> Result<[Arc<Slot<X>>; 2], SlotError> {
-        if guest.offset() != 0 {
-            let (what, value) = ("guest address", guest.get());
-            return Err(SlotError::Misaligned { id, what, value });
-        }
-        self.change(|slots| {
-            let was = take(slots, id)?;
-            let gfns = gfn_range(id, guest.gfn().get(), was.gfns.pages(), self.gfn_limit())?;
-            let is = insert(
-                slots,
-                Slot {
-                    gfns,
-                    ..Slot::clone(&was)
-                },
-            )?;
-            Ok([was, is])
-        })
-    }
-
-    /// Changes a slot's flags. Returns the slot as it was and as it is: when it became read-only,
-    /// its writable mappings are the caller's to remove, afterwards.
-    ///
-    /// # Errors
-    /// [`SlotError::Unknown`].
-    pub fn set_flags(&self, id: SlotId, flags: SlotFlags) -> Result<[Arc<Slot<X>>; 2], SlotError> {
-        self.change(|slots| {
-            let was = take(slots, id)?;
-            let is = insert(
-                slots,
-                Slot {
-                    flags,
-                    ..Slot::clone(&was)
-                },
-            )?;
-            Ok([was, is])
-        })
-    }
-}
-
 fn take<X>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, SlotError> {
     let i = slots
         .iter()
@@ -173,21 +140,16 @@ fn take<X>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, Sl
     Ok(slots.remove(i))
 }
 
-/// Adds `slot` if its frames are free.
-fn insert<X>(slots: &mut Vec<Arc<Slot<X>>>, slot: Slot<X>) -> Result<Arc<Slot<X>>, SlotError> {
-    let Slot { id, gfns, .. } = slot;
-    if let Some(other) = slots
-        .iter()
-        .find(|other| other.gfns.intersect(gfns).is_some())
-    {
-        return Err(SlotError::Overlap {
+/// That `gfns` are no other slot's.
+fn check_free<X>(slots: &[Arc<Slot<X>>], id: SlotId, gfns: GfnRange) -> Result<(), SlotError> {
+    let taken = |other: &&Arc<Slot<X>>| other.gfns.intersect(gfns).is_some();
+    match slots.iter().find(taken) {
+        None => Ok(()),
+        Some(other) => Err(SlotError::Overlap {
             id,
             gfns,
             other: other.id,
             other_gfns: other.gfns,
-        });
+        }),
     }
-    let slot = Arc::new(slot);
-    slots.push(Arc::clone(&slot));
-    Ok(slot)
 }

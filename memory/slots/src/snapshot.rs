@@ -67,8 +67,10 @@ impl<X> Snapshot<X> {
         self.position(gfn).map(|i| &self.slots[i])
     }
 
-    /// Calls `hit` with each slot that has backing in `hvas`, whichever slots share it. O(log n +
-    /// hits); returns the tree nodes looked at.
+    /// Calls `hit` with each slot that has backing in `hvas`, whichever slots share it, in
+    /// descending order of where their backing starts. Returns how often it looked at a node of the
+    /// index: at most log2(slots) + 2 when one slot holds all of `hvas` and none shares it.
+    #[inline]
     pub fn overlapping(&self, hvas: HvaRange, mut hit: impl FnMut(Overlap<'_, X>)) -> usize {
         self.by_hva.overlapping(hvas, |i| {
             let slot = &self.slots[i];

@@ -16,7 +16,8 @@ pub enum Age {
 }
 
 impl Cursor<'_> {
-    /// Reads and clears A of the leaf that maps `gfn`.
+    /// Reads and clears A of the leaf that maps `gfn`: one answer, and one A, for the whole block
+    /// when that is a 2 MiB leaf.
     ///
     /// A TLB that still holds the page goes on using it without setting A again. No flush is asked
     /// for each page: end the *pass* with one shoot-down request that nobody waits for, or hot
@@ -46,10 +47,37 @@ impl Cursor<'_> {
             }),
             other => other,
         });
-        match old {
-            Entry::Leaf(leaf) if leaf.accessed => Age::Young,
-            Entry::Leaf(_) => Age::Old,
-            _ => Age::Absent,
+        Age::of(old)
+    }
+
+    /// Reads A of the leaf that maps `gfn`, and leaves it as it is.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`.
+    pub fn test_young(&self, gfn: Gfn) -> Age {
+        self.assert_holds(gfn);
+        match self.stage2.find(gfn) {
+            Some(at) => self.test_young_at(at, gfn),
+            None => Age::Absent,
+        }
+    }
+
+    /// [`Cursor::test_young`] without the walk: `at` is where `gfn` is mapped.
+    ///
+    /// # Panics
+    /// As [`Cursor::age_at`].
+    pub fn test_young_at(&self, at: EntryRef, gfn: Gfn) -> Age {
+        self.assert_maps(at, gfn);
+        Age::of(self.stage2.read(at))
+    }
+}
+
+impl Age {
+    fn of(entry: Entry) -> Self {
+        match entry {
+            Entry::Leaf(leaf) if leaf.accessed => Self::Young,
+            Entry::Leaf(_) => Self::Old,
+            _ => Self::Absent,
         }
     }
 }

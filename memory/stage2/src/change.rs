@@ -1,8 +1,18 @@
-//! The choke point: every write to an entry, except the walker's A and D, is a `change`.
+//! The choke point: every write to an entry, except the walker's A and D and the W of a repair, is
+//! a `change`, and so is legal:
+//!
+//! ```text
+//!  Absent --> Leaf, Table, Frozen      Leaf --> the same frames with other rights, A, D
+//!  Leaf, Table --> Absent, Frozen      Frozen --> nothing: its table is dead
+//!  Leaf W D --> W          update_taking_dirty only: the D goes to the caller
+//!  Leaf 2 MiB --> Table    link_split only: the table is filled with the leaf's parts
+//!  Table --> Leaf 2 MiB    link_collapsed only: the table's leaves are the leaf's parts
+//! ```
 
 use crate::{Entry, EntryRef, Leaf, Stage2, format};
-use core::sync::atomic::{AtomicU64, Ordering};
-use lacuna_addr::{Gfn, Level};
+use lacuna_addr::{Gfn, GfnRange, Level};
+use lacuna_sync::shim::{AtomicU64, Ordering};
+use lacuna_tables::TableId;
 
 /// How much is mapped, by leaf size, and by how many tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -90,6 +100,58 @@ impl Stage2 {
         if let Some(wrong) = illegal(old, new) {
             panic!("stage-2 entry of gfn {gfn}: {wrong} ({old:?} -> {new:?})");
         }
+        self.replace(at, gfn, old, new)
+    }
+
+    /// Fills `table`, which nobody else knows, with the parts of `leaf`, which maps `block`, and
+    /// links it at `at`, where `leaf` must be. When it is not any more, a walk has set A or D:
+    /// returns what is there, and the table may be filled again.
+    pub(crate) fn link_split(
+        &self,
+        at: EntryRef,
+        block: GfnRange,
+        leaf: Leaf,
+        table: TableId,
+    ) -> Result<(), Entry> {
+        assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves are split");
+        for gfn in block.iter() {
+            let part = format::encode(Entry::Leaf(leaf.part(gfn)));
+            // Published by the exchange below.
+            self.entry(EntryRef::page_of(table, gfn))
+                .store(part, Ordering::Relaxed);
+        }
+        let gfn = block.start();
+        self.replace(at, gfn, Entry::Leaf(leaf), Entry::Table(table))?;
+        let counts = self.counts_of(gfn);
+        counts.count(Entry::Leaf(leaf.part(gfn)), block.pages());
+        Ok(())
+    }
+
+    /// Replaces `table` at `at` by `leaf`, which maps `block`. The table's leaves map the same
+    /// frames, or nothing, and still count: they are frozen next.
+    pub(crate) fn link_collapsed(&self, at: EntryRef, block: GfnRange, table: TableId, leaf: Leaf) {
+        assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves replace tables");
+        assert_eq!(leaf.defect(), None, "{leaf:?} at {block:?}");
+        debug_assert!(
+            block.iter().all(|gfn| {
+                match self.read(EntryRef::page_of(table, gfn)) {
+                    Entry::Absent => true,
+                    Entry::Leaf(child) => {
+                        // W may have come since, by a repair: it is joined in later.
+                        child.pfn == leaf.frame_of(gfn) && leaf.exec >= child.exec
+                    }
+                    Entry::Table(_) | Entry::Frozen => false,
+                }
+            }),
+            "{leaf:?} does not do for {block:?} what its table does"
+        );
+        self.replace(at, block.start(), Entry::Table(table), Entry::Leaf(leaf))
+            .expect("only a cursor takes a table away");
+    }
+
+    /// The exchange, and the counts. Legality is the caller's.
+    #[inline]
+    fn replace(&self, at: EntryRef, gfn: Gfn, old: Entry, new: Entry) -> Result<(), Entry> {
         // Release: whoever walks to the new table or frame sees it zeroed and filled. Acquire on
         // removal is not needed: frames are reused after a shoot-down, which orders the guest's
         // accesses.
@@ -128,6 +190,58 @@ impl Stage2 {
         }
     }
 
+    /// [`Stage2::update`] of a leaf, and the one way to take D and leave W: whoever calls it tells
+    /// the owner of the page. Returns what was there.
+    pub(crate) fn update_taking_dirty(
+        &self,
+        at: EntryRef,
+        gfn: Gfn,
+        next: impl Fn(Leaf) -> Leaf,
+    ) -> Entry {
+        let mut old = self.read(at);
+        loop {
+            let Entry::Leaf(leaf) = old else { return old };
+            let new = next(leaf);
+            if new == leaf {
+                return old;
+            }
+            let kept = Leaf {
+                dirty: leaf.dirty && new.is_writable(),
+                ..new
+            };
+            assert_eq!(
+                illegal(old, Entry::Leaf(kept)),
+                None,
+                "gfn {gfn}: more than D"
+            );
+            match self.replace(at, gfn, old, Entry::Leaf(new)) {
+                Ok(()) => return old,
+                Err(seen) => old = seen,
+            }
+        }
+    }
+
+    /// Rights, A or D of a leaf, beside the cursor: whether the entry was `old`.
+    pub(crate) fn exchange(&self, at: EntryRef, old: Entry, new: Entry, order: Ordering) -> bool {
+        debug_assert_eq!(illegal(old, new), None, "{old:?} -> {new:?}");
+        old == new
+            || self
+                .entry(at)
+                .compare_exchange(
+                    format::encode(old),
+                    format::encode(new),
+                    order,
+                    Ordering::Relaxed,
+                )
+                .is_ok()
+    }
+
+    /// The table that `at` points to, if it does: [`Stage2::read`] where it nearly always does.
+    #[inline]
+    pub(crate) fn read_table(&self, at: EntryRef) -> Option<TableId> {
+        format::table(self.entry(at).load(Ordering::Acquire))
+    }
+
     #[inline]
     pub(crate) fn read(&self, at: EntryRef) -> Entry {
         format::decode(self.entry(at).load(Ordering::Acquire))
@@ -148,8 +262,8 @@ fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
         (Entry::Leaf(old), Entry::Leaf(new)) => illegal_leaf(old, new),
         (Entry::Frozen, _) => Some("a frozen entry belongs to a dead table"),
         (Entry::Absent, Entry::Absent) => Some("no change"),
-        (Entry::Table(_), Entry::Leaf(_)) => Some("a table must be unlinked before a leaf"),
-        (Entry::Leaf(_), Entry::Table(_)) => Some("a leaf must be unmapped before a table"),
+        (Entry::Table(_), Entry::Leaf(_)) => Some("a table must be unlinked or collapsed"),
+        (Entry::Leaf(_), Entry::Table(_)) => Some("a leaf must be unmapped or split"),
         (Entry::Table(_), Entry::Table(_)) => Some("a table must not replace a table"),
     }
 }
@@ -164,5 +278,57 @@ fn illegal_leaf(old: Leaf, new: Leaf) -> Option<&'static str> {
         Some("D must not be lost while W stays")
     } else {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::illegal;
+    use crate::{Entry, Leaf, Write};
+    use lacuna_addr::{Level, Pfn};
+    use lacuna_tables::TableId;
+
+    const TABLE: Entry = Entry::Table(TableId::new(1).expect("not zero"));
+
+    fn refused(old: Entry, new: Entry) -> bool {
+        illegal(old, new).is_some()
+    }
+
+    #[test]
+    fn a_table_and_a_leaf_take_each_others_place_by_split_and_collapse_only() {
+        let large = Entry::Leaf(Leaf::clean(Pfn::new(512)).at(Level::L2M));
+        assert!(refused(large, TABLE) && refused(TABLE, large));
+        assert!(refused(TABLE, TABLE));
+        for gone in [Entry::Absent, Entry::Frozen] {
+            assert!(!refused(large, gone) && !refused(TABLE, gone));
+            assert!(refused(Entry::Frozen, gone), "a dead table stays dead");
+        }
+    }
+
+    #[test]
+    fn a_leaf_keeps_its_frames_and_its_d() {
+        let dirty = Leaf::dirty(Pfn::new(512));
+        let clean = Leaf {
+            dirty: false,
+            ..dirty
+        };
+        let protected = Leaf {
+            write: Write::OnFault,
+            ..clean
+        };
+        let of = |old: Leaf, new: Leaf| refused(Entry::Leaf(old), Entry::Leaf(new));
+        assert!(of(dirty, clean), "D must not go while W stays");
+        assert!(!of(dirty, protected) && !of(clean, dirty));
+        assert!(of(
+            clean,
+            Leaf {
+                pfn: Pfn::new(1),
+                ..clean
+            }
+        ));
+        assert!(
+            of(clean, clean.at(Level::L2M)),
+            "another size is another leaf"
+        );
     }
 }

@@ -11,9 +11,9 @@
 //!
 //! A cursor locks stripes (see `lacuna_sync::Stripes`), each a set of 2 MiB blocks, ascending, so
 //! two cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor nobody else
-//! changes an entry of its blocks, except a walk that sets A or D. The tables above a block are
-//! shared between stripes: they are linked by compare-and-swap, and unlinked only under a cursor
-//! over all they span.
+//! changes an entry of its blocks, except a walk that sets A or D, and a repair that gives W back to
+//! a 4 KiB leaf. The tables above a block are shared between stripes: they are linked by
+//! compare-and-swap, and unlinked only under a cursor over all they span.
 
 use crate::{Flush, Stage2};
 use lacuna_addr::{Gfn, GfnRange};
@@ -65,6 +65,21 @@ impl<'s> Cursor<'s> {
     /// An invalidation in this range begins: until its end no fault is admitted near it.
     pub fn begin(&mut self) {
         self.for_each_guard(StripeGuard::begin);
+    }
+
+    /// What others may have removed here and not waited for yet: nothing, unless an invalidation is
+    /// in progress. Who finds nothing to unmap but must be sure that no TLB holds it asks before
+    /// [`Cursor::begin`], and finishes this.
+    pub fn unsettled(&self) -> Flush<'s> {
+        let mut flush = self.flush();
+        let busy = match &self.guards {
+            Guards::One(guard) => guard.is_busy(),
+            Guards::Many(guards) => guards.iter().any(StripeGuard::is_busy),
+        };
+        if busy {
+            flush.add_stale(self.range);
+        }
+        flush
     }
 
     /// The invalidation that a cursor over the same range began has ended: its flush is finished.

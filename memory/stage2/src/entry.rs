@@ -1,6 +1,6 @@
 //! Table entries, decoded.
 
-use crate::format;
+use crate::format::{self, Height};
 use core::num::NonZeroU32;
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_tables::{ENTRIES, Index, TableId};
@@ -84,6 +84,35 @@ impl Leaf {
         Self { level, ..self }
     }
 
+    /// The 4 KiB leaf that does for `gfn`, one of the guest frames that this leaf maps, what this
+    /// one does.
+    #[inline]
+    #[must_use]
+    pub const fn part(self, gfn: Gfn) -> Self {
+        Self {
+            pfn: self.frame_of(gfn),
+            level: Level::L4K,
+            ..self
+        }
+    }
+
+    /// Both leaves' rights, A and D, on this one's frames.
+    #[must_use]
+    pub(crate) fn merged(self, other: Self) -> Self {
+        Self {
+            write: self.write.max(other.write),
+            exec: self.exec || other.exec,
+            accessed: self.accessed || other.accessed,
+            dirty: self.dirty || other.dirty,
+            ..self
+        }
+    }
+
+    /// Whether it grants all that `other` grants.
+    pub(crate) fn covers(self, other: Self) -> bool {
+        self.write >= other.write && self.exec >= other.exec
+    }
+
     /// Whether a write goes through (W).
     pub const fn is_writable(self) -> bool {
         matches!(self.write, Write::Allowed)
@@ -124,6 +153,17 @@ impl EntryRef {
     pub(crate) fn new(table: TableId, index: Index) -> Self {
         let packed = table.get() * ENTRIES as u32 + u32::from(index.get());
         Self(NonZeroU32::new(packed).expect("a TableId is not zero"))
+    }
+
+    /// Where the 4 KiB leaf of `gfn` is in `table`, which translates its block.
+    pub(crate) fn page_of(table: TableId, gfn: Gfn) -> Self {
+        Self::new(table, Height::of_leaf(Level::L4K).index(gfn))
+    }
+
+    /// Where the 4 KiB leaf of `gfn` is, if this is where another one of the same block is.
+    #[must_use]
+    pub fn beside(self, gfn: Gfn) -> Self {
+        Self::page_of(self.table(), gfn)
     }
 
     /// The table it is in.

@@ -1,17 +1,20 @@
 //! A stale TLB is a value.
 //!
-//! Whatever can leave one returns a [`Flush`]. Only finishing it (request a shoot-down, wait until
-//! every vCPU has passed) makes frames and tables reusable, and the tables it unlinked travel
-//! inside it.
+//! Whatever can leave one returns a [`Flush`], which knows the blocks that it is about. Only
+//! finishing it (request a shoot-down of those blocks, wait until every vCPU that may hold them has
+//! passed) makes frames and tables reusable, and the tables it unlinked travel inside it.
 //!
 //! ```text
 //! Flush --start--> Waiting --wait--> done: frames may be reused, its tables are free
 //!   \---------------finish-------------^
+//!   \--retire--> done, when only tables are in it: nobody waits, a later reap frees them
 //! ```
 
 use crate::Stage2;
+use crate::format::blocks_of;
+use lacuna_addr::GfnRange;
 use lacuna_sync::shim::{spin_loop, yield_now};
-use lacuna_sync::{Epoch, Quiescence};
+use lacuna_sync::{Blocks, Epoch, Quiescence};
 use lacuna_tables::Detached;
 
 /// Who makes the vCPUs forget. Called without any lock held.
@@ -19,7 +22,15 @@ pub trait Shootdown {
     /// Asks every vCPU to flush its TLB, after the entries are gone. Does not wait.
     fn request(&self) -> Epoch;
 
-    /// Whether every vCPU has done so, or run no guest code, since `epoch` was requested.
+    /// Asks those vCPUs only that may hold something of `blocks`. By default everybody: right for
+    /// who does not know better.
+    fn request_for(&self, blocks: &Blocks) -> Epoch {
+        let _ = blocks;
+        self.request()
+    }
+
+    /// Whether every vCPU that was asked has done so, or run no guest code, since `epoch` was
+    /// requested.
     fn passed(&self, epoch: Epoch) -> bool;
 
     /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline first, or it
@@ -39,17 +50,32 @@ impl Shootdown for Quiescence {
         Self::request(self)
     }
 
+    fn request_for(&self, blocks: &Blocks) -> Epoch {
+        Self::request_for(self, blocks)
+    }
+
     fn passed(&self, epoch: Epoch) -> bool {
         Self::passed(self, epoch)
     }
 }
 
-/// TLBs may hold what the tables no longer say.
+/// TLBs may hold what the tables no longer say, or walks be inside of tables that are unlinked.
 #[must_use = "frames and tables may be reused only after the flush is finished"]
 pub struct Flush<'s> {
     stage2: &'s Stage2,
-    stale: bool,
+    /// Where something has changed; empty when there is nothing to do.
+    blocks: Blocks,
+    stale: Stale,
     tables: Vec<Detached>,
+}
+
+/// What may be wrong in somebody's hands.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Stale {
+    /// A walk may be inside of an unlinked table; every TLB entry is right.
+    Tables,
+    /// A TLB may allow what the tables do not: frames wait.
+    Translations,
 }
 
 /// A shoot-down that was requested.
@@ -64,14 +90,26 @@ impl<'s> Flush<'s> {
     pub fn none(stage2: &'s Stage2) -> Self {
         Self {
             stage2,
-            stale: false,
+            blocks: Blocks::none(),
+            stale: Stale::Tables,
             tables: Vec::new(),
         }
     }
 
     /// Whether there is nothing to flush.
     pub fn is_empty(&self) -> bool {
-        !self.stale
+        self.blocks.is_empty()
+    }
+
+    /// Whether a TLB may hold what the tables do not say: then somebody must wait. Else
+    /// [`Flush::retire`] will do.
+    pub fn must_wait(&self) -> bool {
+        self.stale == Stale::Translations
+    }
+
+    /// The blocks it is about (gfn >> 9).
+    pub fn blocks(&self) -> &Blocks {
+        &self.blocks
     }
 
     /// Takes over another flush of the same VM, so that one shoot-down serves both.
@@ -80,14 +118,16 @@ impl<'s> Flush<'s> {
             core::ptr::eq(self.stage2, other.stage2),
             "flushes of two VMs"
         );
-        self.stale |= core::mem::take(&mut other.stale);
+        self.stale = self.stale.max(other.stale);
+        self.blocks.join(core::mem::take(&mut other.blocks));
         self.tables.append(&mut other.tables);
     }
 
     /// Requests the shoot-down, if anything is stale.
     pub fn start(mut self, shootdown: &impl Shootdown) -> Waiting<'s> {
-        let epoch = core::mem::take(&mut self.stale).then(|| {
-            let epoch = shootdown.request();
+        let blocks = core::mem::take(&mut self.blocks);
+        let epoch = (!blocks.is_empty()).then(|| {
+            let epoch = shootdown.request_for(&blocks);
             self.stage2.arena.retire(self.tables.drain(..), epoch);
             epoch
         });
@@ -102,12 +142,28 @@ impl<'s> Flush<'s> {
         self.start(shootdown).wait(shootdown);
     }
 
-    pub(crate) fn add_stale(&mut self) {
-        self.stale = true;
+    /// Requests the shoot-down, and waits for nothing: the tables are freed by a later flush, or by
+    /// [`Stage2::reap`]. For a flush of tables alone; a vCPU's own thread may call it online.
+    ///
+    /// # Panics
+    /// When a TLB may hold what the tables do not say: nobody would wait for the frames.
+    pub fn retire(self, shootdown: &impl Shootdown) {
+        assert!(!self.must_wait(), "stale translations must be waited for");
+        let stage2 = self.stage2;
+        let _ = self.start(shootdown);
+        stage2.reap(shootdown);
     }
 
-    pub(crate) fn add_table(&mut self, table: Detached) {
-        self.stale = true;
+    /// Something in `span` maps no longer what a TLB may hold.
+    #[inline]
+    pub(crate) fn add_stale(&mut self, span: GfnRange) {
+        self.stale = Stale::Translations;
+        self.blocks.add(blocks_of(span));
+    }
+
+    /// `table`, which translated `span`, is unlinked.
+    pub(crate) fn add_table(&mut self, table: Detached, span: GfnRange) {
+        self.blocks.add(blocks_of(span));
         self.tables.push(table);
     }
 }
@@ -115,7 +171,7 @@ impl<'s> Flush<'s> {
 impl Drop for Flush<'_> {
     fn drop(&mut self) {
         debug_assert!(
-            !self.stale || std::thread::panicking(),
+            self.blocks.is_empty() || std::thread::panicking(),
             "a flush was dropped unfinished"
         );
     }
@@ -126,7 +182,15 @@ impl Waiting<'_> {
     pub fn wait(self, shootdown: &impl Shootdown) {
         if let Some(epoch) = self.epoch {
             shootdown.wait(epoch);
-            self.stage2.arena.reap(|epoch| shootdown.passed(epoch));
+            self.stage2.reap(shootdown);
         }
+    }
+}
+
+impl Stage2 {
+    /// Frees the unlinked tables whose shoot-down has passed, and returns how many: worth a try
+    /// when tables are exhausted and some are in limbo.
+    pub fn reap(&self, shootdown: &impl Shootdown) -> u32 {
+        self.arena.reap(|epoch| shootdown.passed(epoch))
     }
 }

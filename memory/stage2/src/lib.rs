@@ -6,14 +6,17 @@
 //! | `entry` | the same entries, decoded |
 //! | `walk` | plays the hardware: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
-//! | `map` `unmap` `protect` `age` | one verb each |
+//! | `map` `unmap` `protect` `age` `split` `collapse` | one verb each |
+//! | `pml` | the log of a walk that notes what it makes dirty |
+//! | `dirty` | D apart from W; W given back without a lock |
 //! | `change` | the one function that writes an entry: counts and asserts legality |
 //! | `flush` | a stale TLB is a value that must be dealt with |
 //! | `verify` | walks everything and asserts |
 //!
 //! Three rules. *The cursor is the lock*: entries change under the stripe of their block, so faults
-//! on different 2 MiB blocks do not meet; only A and D change beside it, by the walker. *A leaf
-//! never changes its frame*: it is unmapped, shot down, and mapped anew. *Prepare may fail, commit
+//! on different 2 MiB blocks do not meet; beside it change only A and D, by the walker, and W, by a
+//! repair. *A frame never changes its mapping in place*: it is unmapped, shot down, and mapped
+//! anew; split and collapse change only the size of the leaves over it. *Prepare may fail, commit
 //! may not.*
 //!
 //! Imports `addr`, `sync`, `tables`. No `unsafe`.
@@ -21,12 +24,16 @@
 
 mod age;
 mod change;
+mod collapse;
 mod cursor;
+mod dirty;
 mod entry;
 mod flush;
 mod format;
 mod map;
+mod pml;
 mod protect;
+mod split;
 mod stage2;
 mod unmap;
 mod verify;
@@ -34,12 +41,15 @@ mod walk;
 
 pub use age::Age;
 pub use change::Counts;
+pub use collapse::{Collapsed, NotUniform};
 pub use cursor::Cursor;
 pub use entry::{Entry, EntryRef, Leaf, Write};
 pub use flush::{Flush, Shootdown, Waiting};
-pub use lacuna_sync::Snapshot;
+pub use lacuna_sync::{Blocks, Snapshot};
 pub use lacuna_tables::{Arena, ArenaError, Exhausted, TableId, Usage};
 pub use map::{MapError, Mapped, Place};
+pub use pml::{LogFull, PmlLog};
+pub use split::Split;
 pub use stage2::Stage2;
 pub use unmap::Removed;
 pub use walk::{Cause, Translation, Violation, Walk};

@@ -1,7 +1,7 @@
 //! Mapping: prepare, which may fail, then commit, which may not.
 
 use crate::format::Height;
-use crate::{Cursor, Entry, EntryRef, Leaf};
+use crate::{Cursor, Entry, EntryRef, Leaf, Stage2};
 use lacuna_addr::{Gfn, Level};
 use lacuna_tables::{Exhausted, TableId};
 
@@ -46,13 +46,17 @@ pub enum Mapped {
     Upgraded(EntryRef),
     /// The same frame was there with all that was asked for: another vCPU was faster.
     Spurious(EntryRef),
+    /// A 4 KiB leaf needs rights that the 2 MiB leaf over its frame does not have: that became a
+    /// table of 512 leaves, this one upgraded. All 512 are new to the reverse map
+    /// ([`EntryRef::beside`]).
+    Split(EntryRef),
 }
 
 impl Mapped {
-    /// Where the leaf is.
+    /// Where the leaf is. For a 4 KiB leaf of which a 2 MiB leaf does the work, where that is.
     pub const fn at(self) -> EntryRef {
         match self {
-            Self::New(at) | Self::Upgraded(at) | Self::Spurious(at) => at,
+            Self::New(at) | Self::Upgraded(at) | Self::Spurious(at) | Self::Split(at) => at,
         }
     }
 }
@@ -64,6 +68,16 @@ pub struct Place<'c, 's> {
     gfn: Gfn,
     at: EntryRef,
     leaf: Leaf,
+    /// A table for the large leaf at `at`, which must be split first.
+    spare: Option<TableId>,
+}
+
+/// Why a leaf does not simply have an entry of its own.
+enum Detour {
+    /// A 2 MiB leaf, which is here, maps the same frame.
+    Inside(EntryRef),
+    /// It cannot be mapped.
+    No(MapError),
 }
 
 impl<'s> Cursor<'s> {
@@ -73,10 +87,16 @@ impl<'s> Cursor<'s> {
     /// As `prepare`.
     #[inline]
     pub fn map(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Mapped, MapError> {
-        Ok(self.prepare(gfn, leaf)?.commit())
+        match self.way(gfn, leaf) {
+            Ok(at) => Ok(install(self.stage2, at, gfn, leaf)),
+            Err(Detour::Inside(at)) => Ok(self.inside(at, gfn, leaf)?.commit()),
+            Err(Detour::No(error)) => Err(error),
+        }
     }
 
-    /// Finds the place of `leaf` at `gfn`, adding the tables that lack.
+    /// Finds the place of `leaf` at `gfn`, adding the tables that lack. The place of a 4 KiB leaf
+    /// may be inside a 2 MiB leaf over the same frame: one that grants the access does its work,
+    /// and another is split by the commit.
     ///
     /// # Errors
     /// [`MapError::Exhausted`]: finish flushes, or give the VM more tables. The others are bugs of
@@ -84,10 +104,25 @@ impl<'s> Cursor<'s> {
     ///
     /// # Panics
     /// When the cursor does not hold `gfn`.
-    #[inline]
     pub fn prepare(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's>, MapError> {
+        match self.way(gfn, leaf) {
+            Err(Detour::Inside(at)) => self.inside(at, gfn, leaf),
+            Err(Detour::No(error)) => Err(error),
+            Ok(at) => Ok(Place {
+                cursor: self,
+                gfn,
+                at,
+                leaf,
+                spare: None,
+            }),
+        }
+    }
+
+    /// Where `leaf` at `gfn` is, or will be, with every table above it.
+    #[inline]
+    fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<EntryRef, Detour> {
         self.assert_holds(gfn);
-        check_shape(gfn, leaf)?;
+        check_shape(gfn, leaf).map_err(Detour::No)?;
         let target = Height::of_leaf(leaf.level);
         let mut table = self.stage2.root;
         let mut at = EntryRef::new(table, Height::ROOT.index(gfn));
@@ -96,34 +131,45 @@ impl<'s> Cursor<'s> {
             if height == target {
                 break;
             }
-            table = match self.stage2.read(at) {
-                Entry::Table(below) => below,
-                Entry::Absent => self.link(at, gfn)?,
-                found => {
-                    return Err(MapError::Occupied {
-                        gfn,
-                        wanted: leaf,
-                        found,
-                    });
-                }
+            table = match self.stage2.read_table(at) {
+                Some(below) => below,
+                None => self.step(at, gfn, leaf)?,
             };
         }
         match self.stage2.read(at) {
-            Entry::Absent => {}
-            Entry::Leaf(found) if (found.pfn, found.level) == (leaf.pfn, leaf.level) => {}
-            found => {
-                return Err(MapError::Occupied {
-                    gfn,
-                    wanted: leaf,
-                    found,
-                });
-            }
+            Entry::Absent => Ok(at),
+            Entry::Leaf(found) if (found.pfn, found.level) == (leaf.pfn, leaf.level) => Ok(at),
+            found => Err(Detour::No(occupied(gfn, leaf, found))),
         }
+    }
+
+    /// Down from `at`, above the place of `leaf`, where there was no table.
+    #[cold]
+    fn step(&self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<TableId, Detour> {
+        match self.stage2.read(at) {
+            Entry::Table(below) => Ok(below),
+            Entry::Absent => self.link(at, gfn).map_err(|error| Detour::No(error.into())),
+            Entry::Leaf(large) if large.level == Level::L2M && large.frame_of(gfn) == leaf.pfn => {
+                Err(Detour::Inside(at))
+            }
+            found => Err(Detour::No(occupied(gfn, leaf, found))),
+        }
+    }
+
+    /// A place for the 4 KiB `leaf` in the large leaf at `at`, with a table to split that into if
+    /// it does not grant as much.
+    #[cold]
+    fn inside(&mut self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's>, MapError> {
+        let spare = match self.stage2.read(at) {
+            Entry::Leaf(large) if large.covers(leaf) => None,
+            _ => Some(self.stage2.arena.alloc()?),
+        };
         Ok(Place {
             cursor: self,
             gfn,
             at,
             leaf,
+            spare,
         })
     }
 
@@ -149,22 +195,46 @@ impl<'s> Cursor<'s> {
 impl Place<'_, '_> {
     /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for what
     /// was absent.
-    #[inline]
-    pub fn commit(self) -> Mapped {
-        let wanted = self.leaf;
-        let found = self
-            .cursor
-            .stage2
-            .update(self.at, self.gfn, |found| match found {
-                Entry::Leaf(present) => Entry::Leaf(merge(present, wanted)),
-                _ => Entry::Leaf(wanted),
-            });
-        match found {
-            Entry::Leaf(present) if merge(present, wanted) == present => Mapped::Spurious(self.at),
-            Entry::Leaf(_) => Mapped::Upgraded(self.at),
-            _ => Mapped::New(self.at),
+    pub fn commit(mut self) -> Mapped {
+        match self.spare.take() {
+            Some(table) => self.split_and_upgrade(table),
+            None => install(self.cursor.stage2, self.at, self.gfn, self.leaf),
         }
     }
+
+    fn split_and_upgrade(&self, table: TableId) -> Mapped {
+        let split = self.cursor.split_into(self.at, self.gfn, table);
+        let at = split.first.beside(self.gfn);
+        let _ = install(self.cursor.stage2, at, self.gfn, self.leaf);
+        Mapped::Split(at)
+    }
+}
+
+impl Drop for Place<'_, '_> {
+    fn drop(&mut self) {
+        if let Some(table) = self.spare {
+            self.cursor.stage2.arena.free_unlinked(table);
+        }
+    }
+}
+
+/// `wanted`, joined with the leaf of the same frame that may be there.
+#[inline]
+fn install(stage2: &Stage2, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
+    let found = stage2.update(at, gfn, |found| match found {
+        Entry::Leaf(present) => Entry::Leaf(present.merged(wanted)),
+        _ => Entry::Leaf(wanted),
+    });
+    match found {
+        Entry::Leaf(present) if present.merged(wanted) == present => Mapped::Spurious(at),
+        Entry::Leaf(_) => Mapped::Upgraded(at),
+        _ => Mapped::New(at),
+    }
+}
+
+#[cold]
+fn occupied(gfn: Gfn, wanted: Leaf, found: Entry) -> MapError {
+    MapError::Occupied { gfn, wanted, found }
 }
 
 #[inline]
@@ -177,16 +247,5 @@ fn check_shape(gfn: Gfn, leaf: Leaf) -> Result<(), MapError> {
         Ok(())
     } else {
         Err(MapError::Misaligned { gfn, pfn, level })
-    }
-}
-
-/// Both leaves' rights, A and D, on the frame they share.
-fn merge(a: Leaf, b: Leaf) -> Leaf {
-    Leaf {
-        write: a.write.max(b.write),
-        exec: a.exec || b.exec,
-        accessed: a.accessed || b.accessed,
-        dirty: a.dirty || b.dirty,
-        ..a
     }
 }

@@ -4,8 +4,8 @@ use crate::change::StripeCounts;
 use crate::cursor::{Cursor, Guards};
 use crate::format::{block_of, block_range, blocks_of};
 use crate::{Counts, EntryRef};
-use core::sync::atomic::AtomicU64;
 use lacuna_addr::{Gfn, GfnRange};
+use lacuna_sync::shim::AtomicU64;
 use lacuna_sync::{Snapshot, Stripes};
 use lacuna_tables::{Arena, Exhausted, TableId};
 

@@ -31,24 +31,40 @@ struct Sweep<'a, 's> {
     range: GfnRange,
     flush: Flush<'s>,
     removed: &'a mut dyn FnMut(Removed),
+    /// Entries read.
+    entries: u64,
 }
 
 impl<'s> Cursor<'s> {
-    /// Removes every leaf that maps a frame of `range`, also one that reaches beyond it; `removed`
-    /// is told of each, ascending. The frames may be reused when the flush is finished.
+    /// Removes every leaf that maps a frame of `range`; `removed` is told of each, ascending. A
+    /// 2 MiB leaf that reaches beyond the range goes whole, unless [`Cursor::cut`] has split it
+    /// first. The frames may be reused when the flush is finished.
     ///
     /// # Panics
     /// When the cursor does not hold `range`, or not all of a 1 GiB leaf found in it.
-    pub fn unmap(&mut self, range: GfnRange, mut removed: impl FnMut(Removed)) -> Flush<'s> {
+    pub fn unmap(&mut self, range: GfnRange, removed: impl FnMut(Removed)) -> Flush<'s> {
+        self.unmap_counted(range, removed).0
+    }
+
+    /// [`Cursor::unmap`], with the number of entries that it read on its way down.
+    ///
+    /// # Panics
+    /// As [`Cursor::unmap`].
+    pub fn unmap_counted(
+        &mut self,
+        range: GfnRange,
+        mut removed: impl FnMut(Removed),
+    ) -> (Flush<'s>, u64) {
         self.assert_holds_all(range);
         let mut sweep = Sweep {
             cursor: self,
             range,
             flush: self.flush(),
             removed: &mut removed,
+            entries: 0,
         };
         sweep.table(self.stage2.root, Height::ROOT, range.start());
-        sweep.flush
+        (sweep.flush, sweep.entries)
     }
 
     /// Removes the leaf that maps `gfn`, if any.
@@ -74,7 +90,7 @@ impl<'s> Cursor<'s> {
         let span = leaf.span(gfn);
         self.assert_holds_large(leaf, span);
         let mut flush = self.flush();
-        flush.add_stale();
+        flush.add_stale(span);
         Some((
             Removed {
                 gfn: span.start(),
@@ -125,6 +141,7 @@ impl Sweep<'_, '_> {
     fn table(&mut self, table: TableId, height: Height, inside: Gfn) {
         for (index, span) in height.entries(inside, self.range) {
             let at = EntryRef::new(table, index);
+            self.entries += 1;
             match self.cursor.stage2.read(at) {
                 Entry::Absent => {}
                 Entry::Table(below) if self.range.intersect(span) == Some(span) => {
@@ -134,7 +151,7 @@ impl Sweep<'_, '_> {
                 Entry::Leaf(leaf) => {
                     self.cursor.assert_holds_large(leaf, span);
                     let old = self.cursor.stage2.update(at, span.start(), removal);
-                    self.report(at, span.start(), old);
+                    self.report(at, span, old);
                 }
                 Entry::Frozen => unreachable!("a frozen entry in a linked table"),
             }
@@ -151,21 +168,24 @@ impl Sweep<'_, '_> {
         // The range covers the table, so these are all of its entries.
         for (index, span) in height.entries(first, self.range) {
             let at = EntryRef::new(table, index);
+            self.entries += 1;
             let old = self
                 .cursor
                 .stage2
                 .update(at, span.start(), |_| Entry::Frozen);
             match old {
                 Entry::Table(below) => self.freeze(below, height.below(), span.start()),
-                old => self.report(at, span.start(), old),
+                old => self.report(at, span, old),
             }
         }
-        self.flush.add_table(self.cursor.stage2.arena.detach(table));
+        let dead = self.cursor.stage2.arena.detach(table);
+        self.flush.add_table(dead, height.table_span(first));
     }
 
-    fn report(&mut self, at: EntryRef, gfn: Gfn, old: Entry) {
+    fn report(&mut self, at: EntryRef, span: GfnRange, old: Entry) {
         if let Entry::Leaf(leaf) = old {
-            self.flush.add_stale();
+            let gfn = span.start();
+            self.flush.add_stale(span);
             (self.removed)(Removed { gfn, at, leaf });
         }
     }

@@ -7,9 +7,10 @@
 //! reused.
 
 use crate::format::{self, Height};
+use crate::pml::{Log, LogFull, PmlLog, Unlogged};
 use crate::{Entry, Leaf, Stage2};
-use core::sync::atomic::Ordering;
 use lacuna_addr::{Access, Gfn, Level, Pfn};
+use lacuna_sync::shim::Ordering;
 
 /// The outcome of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -66,6 +67,8 @@ enum Step {
     Done(Walk),
     /// Somebody changed the entry between our look and our update.
     Again,
+    /// A or D must be set, and the log has no room.
+    Full,
 }
 
 impl Stage2 {
@@ -73,14 +76,30 @@ impl Stage2 {
     #[inline]
     pub fn walk(&self, gfn: Gfn, access: Access) -> Walk {
         loop {
-            if let Step::Done(outcome) = self.walk_once(gfn, access) {
+            if let Step::Done(outcome) = self.walk_once(gfn, access, &mut Unlogged) {
                 return outcome;
             }
         }
     }
 
+    /// [`Stage2::walk`] by a processor whose page-modification logging is on: each page whose D it
+    /// sets goes into `log`.
+    ///
+    /// # Errors
+    /// [`LogFull`]: A or D would have to be set. Nothing has changed.
     #[inline]
-    fn walk_once(&self, gfn: Gfn, access: Access) -> Step {
+    pub fn walk_logged(&self, gfn: Gfn, access: Access, log: &mut PmlLog) -> Result<Walk, LogFull> {
+        loop {
+            match self.walk_once(gfn, access, log) {
+                Step::Done(outcome) => return Ok(outcome),
+                Step::Again => {}
+                Step::Full => return Err(LogFull),
+            }
+        }
+    }
+
+    #[inline]
+    fn walk_once(&self, gfn: Gfn, access: Access, log: &mut impl Log) -> Step {
         let mut table = self.root;
         for height in Height::DOWN {
             let entry = self.arena.entry(table, height.index(gfn));
@@ -97,6 +116,9 @@ impl Stage2 {
                     }
                     let used = used(leaf, access);
                     if used != leaf {
+                        if !log.has_room() {
+                            return Step::Full;
+                        }
                         let bits = format::encode(Entry::Leaf(used));
                         // Relaxed on success: the leaf's publication was acquired by the load
                         // above, and A and D order nothing. D reaches whoever removes the leaf by
@@ -105,6 +127,9 @@ impl Stage2 {
                             entry.compare_exchange(raw, bits, Ordering::Relaxed, Ordering::Relaxed);
                         if swap.is_err() {
                             return Step::Again;
+                        }
+                        if used.dirty != leaf.dirty {
+                            log.written(gfn);
                         }
                     }
                     return Step::Done(Walk::Hit(translation(used, gfn)));
@@ -138,7 +163,7 @@ const fn used(leaf: Leaf, access: Access) -> Leaf {
 }
 
 #[inline]
-const fn translation(leaf: Leaf, gfn: Gfn) -> Translation {
+pub(crate) const fn translation(leaf: Leaf, gfn: Gfn) -> Translation {
     Translation {
         pfn: leaf.frame_of(gfn),
         level: leaf.level,

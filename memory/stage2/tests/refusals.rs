@@ -2,6 +2,7 @@
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Cause, EntryRef, Leaf, MapError, Stage2, Violation, Write};
+use lacuna_sync::Quiescence;
 
 fn stage2(tables: u32) -> Stage2 {
     Stage2::new(Arena::new(tables).expect("address space")).expect("a root")
@@ -82,6 +83,90 @@ fn running_out_of_tables_changes_nothing_that_counts() {
     );
 }
 
+/// A block mapped by one leaf that may not be written yet, and no table left to split it.
+fn a_block_and_no_table() -> Stage2 {
+    let stage2 = stage2(3);
+    let leaf = Leaf::clean(Pfn::new(512)).at(Level::L2M);
+    let mapped = stage2.fault_cursor(gfn(0)).map(gfn(0), leaf);
+    assert!(mapped.is_ok(), "{mapped:?}");
+    stage2
+}
+
+#[test]
+fn a_block_that_cannot_be_split_stays_as_it_is() {
+    let stage2 = a_block_and_no_table();
+    let before = stage2.verify();
+    assert!(stage2.fault_cursor(gfn(9)).split(gfn(9)).is_err());
+    let part = GfnRange::new(gfn(100), 900).expect("a range");
+    let cut = stage2.cursor(part).cut(part, |split| panic!("{split:?}"));
+    assert!(cut.is_err());
+    let error = refusal(&stage2, 9, Leaf::dirty(Pfn::new(521)));
+    assert!(matches!(error, MapError::Exhausted(_)), "{error:?}");
+    assert_eq!(stage2.verify(), before);
+    // It goes whole, and says so.
+    let mut removed = Vec::new();
+    let flush = stage2.cursor(part).unmap(part, |gone| removed.push(gone));
+    flush.finish(&Quiescence::new(0));
+    assert_eq!(removed.len(), 1);
+    assert_eq!(
+        (removed[0].gfn, removed[0].leaf.level),
+        (gfn(0), Level::L2M)
+    );
+}
+
+#[test]
+fn a_split_that_was_prepared_and_not_committed_costs_no_table() {
+    let stage2 = stage2(4);
+    let leaf = Leaf::clean(Pfn::new(512)).at(Level::L2M);
+    let _ = stage2.fault_cursor(gfn(0)).map(gfn(0), leaf).expect("room");
+    let before = (stage2.verify(), stage2.arena().usage());
+    let mut cursor = stage2.fault_cursor(gfn(9));
+    let place = cursor.prepare(gfn(9), Leaf::dirty(Pfn::new(521)));
+    assert!(place.is_ok());
+    drop(place);
+    drop(cursor);
+    assert_eq!((stage2.verify(), stage2.arena().usage()), before);
+}
+
+#[test]
+fn a_table_with_a_stranger_in_it_stays_a_table() {
+    let stage2 = stage2(4);
+    for page in 0..512 {
+        let pfn = Pfn::new(512 + page as u32 + u32::from(page == 300));
+        let _ = stage2
+            .fault_cursor(gfn(page))
+            .map(gfn(page), Leaf::clean(pfn))
+            .expect("room");
+    }
+    let before = stage2.verify();
+    let refused = stage2.fault_cursor(gfn(0)).collapse(gfn(0));
+    let text = refused.err().expect("not uniform").to_string();
+    assert!(
+        text.starts_with("gfn 0x12c keeps its block from being one 2 MiB leaf: Leaf"),
+        "{text}"
+    );
+    assert_eq!(stage2.verify(), before);
+}
+
+#[test]
+fn rights_that_do_not_mix_are_never_invented() {
+    let odd = [
+        Leaf::read_only(Pfn::new(512)),
+        Leaf {
+            exec: false,
+            ..Leaf::clean(Pfn::new(512))
+        },
+    ];
+    for odd in odd {
+        let stage2 = stage2(4);
+        let _ = stage2.fault_cursor(gfn(0)).map(gfn(0), odd).expect("room");
+        let granted = Leaf::dirty(Pfn::new(512)).at(Level::L2M);
+        let refused = stage2.fault_cursor(gfn(0)).collapse_to(gfn(0), granted);
+        assert_eq!(refused.err().map(|error| error.gfn), Some(gfn(0)));
+        stage2.verify();
+    }
+}
+
 #[test]
 #[should_panic(expected = "outside the cursor's")]
 fn a_cursor_is_good_for_its_own_block_only() {
@@ -99,7 +184,7 @@ fn a_range_must_be_held_whole() {
     stage2
         .fault_cursor(gfn(0))
         .unmap(two_blocks, |_| {})
-        .finish(&lacuna_sync::Quiescence::new(0));
+        .finish(&Quiescence::new(0));
 }
 
 #[test]

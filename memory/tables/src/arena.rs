@@ -1,21 +1,9 @@
-//! The arena: one reserved mapping, an allocation cursor, a free list and the limbo list.
-//!
-//! UNSAFETY: `entry` turns an id into a reference by arithmetic on the mapping's base. The mapping
-//! is made once with its final size, readable and writable throughout (`MAP_NORESERVE`: pages cost
-//! nothing until touched), never moved, and unmapped only by `Drop`, after every borrow of the
-//! arena.
-//!
-//! A `TableId` is a plain number, so safe code may still hold a reference into a table that was
-//! freed and handed out again. That is allowed here: entries are only ever touched as atomics,
-//! zeroing included.
+//! The arena: an allocation cursor, a free list and the limbo list over the pages of `backing`.
 
-use crate::{ENTRIES, Index, TableId};
-use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU64, Ordering};
-use lacuna_addr::PAGE_SIZE;
+use crate::backing::Backing;
+use crate::{Index, TableId};
 use lacuna_sync::Epoch;
-use lacuna_sync::shim::{Mutex, MutexGuard};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use lacuna_sync::shim::{AtomicU64, Mutex, MutexGuard, Ordering};
 use std::collections::VecDeque;
 
 /// No table is left: the arena is at its cap.
@@ -66,7 +54,7 @@ pub struct Detached(TableId);
 
 /// An arena of table pages. It grows by touching its reservation, up to its cap.
 pub struct Arena {
-    base: NonNull<AtomicU64>,
+    pages: Backing,
     cap: u32,
     lists: Mutex<Lists>,
 }
@@ -81,12 +69,6 @@ struct Lists {
     detached: u32,
 }
 
-// SAFETY: the pointer is to a mapping that any thread may use; it is only read, and everything
-// behind it is atomic.
-unsafe impl Send for Arena {}
-// SAFETY: as above; the lists have their own lock.
-unsafe impl Sync for Arena {}
-
 impl Arena {
     /// Most tables that one arena can name; id 0 is never used.
     pub const MAX_CAP: u32 = (1 << TableId::BITS) - 1;
@@ -96,22 +78,8 @@ impl Arena {
         if cap == 0 || cap > Self::MAX_CAP {
             return Err(ArenaError::Cap(cap));
         }
-        let bytes = Self::bytes(cap);
-        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces nothing.
-        let base = unsafe {
-            mmap_anonymous(
-                core::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
-        }
-        .map_err(|errno| ArenaError::Reserve { bytes, errno })?;
-        // Walks touch tables at random: with large pages they all share a few host TLB entries.
-        // Where the host has no large pages this changes nothing, so a refusal is no error.
-        // SAFETY: the range is the mapping just made; this advice keeps its contents.
-        let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
-        let base = NonNull::new(base.cast()).expect("mmap succeeded");
+        let pages =
+            Backing::new(cap).map_err(|(bytes, errno)| ArenaError::Reserve { bytes, errno })?;
         let lists = Lists {
             fresh: 1,
             free: Vec::new(),
@@ -119,7 +87,7 @@ impl Arena {
             detached: 0,
         };
         Ok(Self {
-            base,
+            pages,
             cap,
             lists: Mutex::new(lists),
         })
@@ -161,14 +129,7 @@ impl Arena {
     /// If `id` is past the cap, that is, was not handed out by this arena.
     #[inline]
     pub fn entry(&self, id: TableId, index: Index) -> &AtomicU64 {
-        assert!(id.get() <= self.cap, "table id of another arena");
-        let offset = id.get() as usize * ENTRIES + index.get() as usize;
-        // SAFETY: 1. the id is at most `cap` (just checked) and the index below 512 (its type), so
-        // the offset is inside the mapping of `(cap + 1)` tables. 2. The mapping is page-aligned,
-        // so the entry is aligned. 3. It lives until `Drop`, which cannot run during this borrow.
-        // 4. Only atomic accesses are ever made behind `base`, and zero bytes are a valid
-        //   `AtomicU64`.
-        unsafe { self.base.add(offset).as_ref() }
+        self.pages.entry(id, index)
     }
 
     /// Gives back a table that was never linked, so that nobody can be inside.
@@ -218,18 +179,5 @@ impl Arena {
         self.lists
             .lock()
             .expect("no panic while holding the arena's lists")
-    }
-
-    const fn bytes(cap: u32) -> usize {
-        (cap as usize + 1) * PAGE_SIZE
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: the mapping made in `new`, with its size; no reference into it outlives the
-        // arena.
-        let unmapped = unsafe { munmap(self.base.as_ptr().cast(), Self::bytes(self.cap)) };
-        debug_assert!(unmapped.is_ok(), "unmapping our own mapping");
     }
 }

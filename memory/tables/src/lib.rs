@@ -14,6 +14,7 @@
 //! Imports `addr` and `sync`. An *unsafe room*: one mapping, and references into it.
 
 mod arena;
+mod backing;
 mod id;
 
 pub use arena::{Arena, ArenaError, Detached, Exhausted, Usage};

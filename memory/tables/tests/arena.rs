@@ -20,7 +20,7 @@ fn is_zero(arena: &Arena, id: TableId) -> bool {
 
 /// Two epochs, the second requested after the first.
 fn two_epochs() -> (Epoch, Epoch) {
-    let quiescence = Quiescence::new(0);
+    let quiescence = Quiescence::new(1);
     (quiescence.request(), quiescence.request())
 }
 

@@ -15,6 +15,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::size::{Size, parse_duration};
+use lacuna_soft::HugePages;
 
 /// A guest runs in a fraction of the memory it believes it has.
 #[derive(Clone, PartialEq, Eq, Debug, Parser)]
@@ -42,8 +43,8 @@ pub enum Command {
 /// `lacuna run`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub struct RunArgs {
-    /// The path of an ELF64 image, or a built-in guest: bm, verify, membound, touch, cpubench,
-    /// litmus, maxpage, smc, random, msr, triple, hello
+    /// The path of an ELF64 image, or a built-in guest: bm, zipf, reads, verify, membound, touch,
+    /// cpubench, litmus, maxpage, smc, random, msr, triple, hello
     pub image: String,
     /// Memory the guest believes it has
     #[arg(long, value_name = "SIZE", default_value = "2G")]
@@ -61,6 +62,10 @@ pub struct RunArgs {
     /// Whether the guest is told of pages that are on their way (asynchronous page faults)
     #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
     pub apf: Apf,
+    /// Where host memory is given out in 2 MiB pages: nowhere, where it is advised, or wherever a
+    /// whole one is free
+    #[arg(long, value_enum, value_name = "never|madvise|always", default_value_t = Thp::default())]
+    pub thp: Thp,
     /// Run all vCPUs on one thread under the virtual clock: the same seed, the same run
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
@@ -86,10 +91,52 @@ pub enum Apf {
     Off,
 }
 
+/// `--thp`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Thp {
+    /// 4 KiB pages only
+    Never,
+    /// Where the VM has advised it
+    Madvise,
+    /// Wherever a whole 2 MiB page is free
+    Always,
+}
+
+impl Thp {
+    /// The same, to the host.
+    pub const fn pages(self) -> HugePages {
+        match self {
+            Self::Never => HugePages::Never,
+            Self::Madvise => HugePages::Madvise,
+            Self::Always => HugePages::Always,
+        }
+    }
+}
+
+/// The host's own default.
+impl Default for Thp {
+    fn default() -> Self {
+        match HugePages::default() {
+            HugePages::Never => Self::Never,
+            HugePages::Madvise => Self::Madvise,
+            HugePages::Always => Self::Always,
+        }
+    }
+}
+
+/// In `--thp`'s own words.
+impl fmt::Display for Thp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = self.to_possible_value().expect("no value is hidden");
+        f.write_str(value.get_name())
+    }
+}
+
 /// `lacuna lab`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 pub struct LabArgs {
-    /// Which experiments; without a name those that compare a system with its absence: apf
+    /// Which experiments; without a name those that compare a system with its absence: apf,
+    /// thp
     pub experiments: Vec<Experiment>,
     /// Fewer and shorter runs: for CI, not for figures to quote
     #[arg(long)]
@@ -103,7 +150,7 @@ impl LabArgs {
     /// The chosen experiments, each once.
     pub fn chosen(&self) -> Vec<Experiment> {
         if self.experiments.is_empty() {
-            return vec![Experiment::Apf];
+            return vec![Experiment::Apf, Experiment::Thp];
         }
         let all = Experiment::value_variants().iter();
         let chosen = all.filter(|experiment| self.experiments.contains(experiment));
@@ -116,6 +163,8 @@ impl LabArgs {
 pub enum Experiment {
     /// Asynchronous page faults, on and off: who works, who faults, from which latency it pays
     Apf,
+    /// Huge pages: invalidating a range, first touch, reads at random, memory pressure
+    Thp,
     /// Overcommit: what it costs in memory, a fault, an instruction. Only by name
     Base,
 }
@@ -248,7 +297,8 @@ mod tests {
     #[test]
     fn no_command_is_the_lab() {
         assert_eq!(parse("lacuna").unwrap().command, None);
-        assert_eq!(LabArgs::default().chosen(), [Experiment::Apf]);
+        let both = [Experiment::Apf, Experiment::Thp];
+        assert_eq!(LabArgs::default().chosen(), both);
     }
 
     #[test]
@@ -259,7 +309,8 @@ mod tests {
             (Size(2 << 30), Size(512 << 20), 2)
         );
         assert_eq!((args.seed, args.append.as_str()), (None, ""));
-        assert_eq!(args.apf, Apf::On);
+        assert_eq!((args.apf, args.thp), (Apf::On, Thp::default()));
+        assert_eq!(args.thp.pages(), HugePages::default());
         assert!(matches!(args.swap.medium, SwapMedium::File { .. }));
     }
 
@@ -267,14 +318,14 @@ mod tests {
     fn run_reads_everything() {
         let args = run(
             "lacuna run x.elf --memory 64M --resident 16M --vcpus 4 --seed 7 --quiet \
-                        --swap mem,latency=1ms --apf off --append -v --json -",
+                        --swap mem,latency=1ms --apf off --thp always --append -v --json -",
         );
         assert_eq!(
             (args.image.as_str(), args.memory, args.vcpus),
             ("x.elf", Size(64 << 20), 4)
         );
         assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
-        assert_eq!(args.apf, Apf::Off);
+        assert_eq!((args.apf, args.thp), (Apf::Off, Thp::Always));
         let swap = SwapSpec {
             medium: SwapMedium::Memory,
             latency: Duration::from_millis(1),
@@ -323,6 +374,10 @@ mod tests {
             ),
             ("lacuna lab everything", "invalid value 'everything'"),
             ("lacuna run bm --apf maybe", "[possible values: on, off]"),
+            (
+                "lacuna run bm --thp maybe",
+                "[possible values: never, madvise, always]",
+            ),
             ("lacuna walk", "unrecognized subcommand"),
         ] {
             let error = parse(line).unwrap_err();
@@ -337,7 +392,7 @@ mod tests {
             Some(Command::Lab(args)) => args.chosen(),
             other => panic!("{other:?}"),
         };
-        assert_eq!(chosen("lacuna lab"), [Experiment::Apf]);
+        assert_eq!(chosen("lacuna lab"), [Experiment::Apf, Experiment::Thp]);
         let both = [Experiment::Apf, Experiment::Base];
         assert_eq!(chosen("lacuna lab base apf"), both);
         assert_eq!(chosen("lacuna lab base base --quick"), [Experiment::Base]);

@@ -6,7 +6,7 @@ use crate::output::tell;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, base};
+use lacuna_lab::{apf, base, thp};
 
 /// Runs the chosen experiments and tells their results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -14,12 +14,13 @@ pub fn lab(args: &LabArgs) -> Exit {
     if args.quick {
         report.say(
             "A quick look: few and short rounds, for CI and for newcomers. `lacuna lab` measures \
-             properly, in some ten minutes.",
+             properly, in some twenty minutes.",
         );
     }
     let done = options(args).and_then(|options| {
         let run = |experiment| match experiment {
             Experiment::Apf => apf::run(&options, &mut report),
+            Experiment::Thp => thp::run(&options, &mut report),
             Experiment::Base => base::run(&options, &mut report),
         };
         args.chosen().into_iter().try_for_each(run)

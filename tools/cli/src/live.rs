@@ -15,7 +15,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::{short, time};
 
 use crate::size::Size;
-use crate::snapshot::{Apf, Snapshot, Stalls, Thread};
+use crate::snapshot::{Apf, Huge, Snapshot, Stalls, Thread};
 
 /// How often a live view is worth redrawing.
 pub const REDRAW: Duration = Duration::from_millis(200);
@@ -104,8 +104,11 @@ fn totals(now: &Snapshot) -> String {
         .iter()
         .map(|f| format!(" {} {}", f.kind, short(f.count as f64)))
         .collect();
+    let huge = now.huge.map_or(String::new(), |huge| {
+        format!(", {} in 2M pages", Size(huge.pages << 21))
+    });
     format!(
-        "resident {} of {} (guest: {})   swap in {} out {}   faults{faults}",
+        "resident {} of {}{huge} (guest: {})   swap in {} out {}   faults{faults}",
         Size(now.resident_bytes),
         Size(now.budget_bytes),
         Size(now.memory_bytes),
@@ -150,6 +153,9 @@ pub fn summary(last: &Snapshot) -> String {
         Size(last.budget_bytes),
         Size(last.peak_bytes),
     );
+    if let Some(huge) = &last.huge {
+        text.push_str(&huge_line(huge));
+    }
     let _ = writeln!(
         text,
         "swap      {} pages in, {} out",
@@ -169,6 +175,20 @@ pub fn summary(last: &Snapshot) -> String {
     }
     let _ = writeln!(text, "time      {seconds:.1} s");
     text
+}
+
+fn huge_line(huge: &Huge) -> String {
+    let Huge {
+        pages,
+        faults,
+        fallbacks,
+        splits,
+        collapses,
+    } = huge;
+    format!(
+        "huge      {pages} pages of 2M: {faults} by a fault, {collapses} collapsed, {splits} \
+         split; {fallbacks} were not to be had\n"
+    )
 }
 
 /// Asynchronous page faults: the host's side, then the guest's.
@@ -241,6 +261,13 @@ mod tests {
                 p99_ns: 61_500,
                 p999_ns: 2_500_000,
             }],
+            huge: Some(Huge {
+                pages: 150,
+                faults: 192,
+                fallbacks: 64,
+                splits: 50,
+                collapses: 8,
+            }),
             apf: Some(Apf {
                 taken: 640,
                 halted: 3,
@@ -267,6 +294,7 @@ fault-0  fault            50000       12.5k
 work-0   work           8000000        2.0M
 
 memory    guest 2G, budget 512M, highest 520M
+huge      150 pages of 2M: 192 by a fault, 8 collapsed, 50 split; 64 were not to be had
 swap      81000 pages in, 640 out
 faults    131072 zero, 81000 major
 vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
@@ -284,7 +312,7 @@ time      4.0 s
 
     #[test]
     fn the_live_view_has_a_line_a_thread_and_goes_away() {
-        let terminal = InMemoryTerm::new(10, 100);
+        let terminal = InMemoryTerm::new(10, 120);
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
         let mut live = Live::on(target);
         live.update(&snapshot());
@@ -297,8 +325,8 @@ time      4.0 s
             lines[1].starts_with("work-0  8.0M ") && lines[1].ends_with("2.0M/s"),
             "{screen}"
         );
-        let totals = "resident 512M of 512M (guest: 2G)   swap in 81.0k out 640   \
-                      faults zero 131k major 81.0k";
+        let totals = "resident 512M of 512M, 300M in 2M pages (guest: 2G)   swap in 81.0k out \
+                      640   faults zero 131k major 81.0k";
         assert_eq!(lines[2], totals);
         live.finish();
         assert_eq!(terminal.contents().trim(), "");

@@ -1,10 +1,10 @@
 //! From a running VM to a [`Snapshot`].
 
-use crate::snapshot::{Apf, Faults, GuestApf, Snapshot, Stalls, Thread};
+use crate::snapshot::{Apf, Faults, GuestApf, Huge, Snapshot, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::GuestMemory;
-use lacuna_soft::{ApfStats, HostStats, Launch, Observed, Outcome};
+use lacuna_soft::{ApfStats, HostStats, HugePages, Launch, Observed, Outcome};
 use std::time::Duration;
 
 /// Looks at a run now and then.
@@ -18,6 +18,7 @@ impl Observer {
         let last = Snapshot {
             memory_bytes: launch.memory.bytes(),
             budget_bytes: launch.resident.bytes(),
+            huge: (launch.huge != HugePages::Never).then(Huge::default),
             apf: (launch.apf == lacuna_soft::Apf::On).then(Apf::default),
             ..Snapshot::default()
         };
@@ -93,6 +94,15 @@ impl Observer {
             kind: kind.into(),
             count,
         };
+        if let Some(huge) = &mut last.huge {
+            *huge = Huge {
+                pages: host.huge_pages,
+                faults: host.huge_faults,
+                fallbacks: host.huge_fallbacks,
+                splits: host.splits,
+                collapses: host.collapses,
+            };
+        }
         last.faults = vec![
             fault("zero-fill", host.faults_zero_fill),
             fault("resident", host.faults_resident),

@@ -147,6 +147,7 @@ fn launch(args: &RunArgs) -> Launch {
         memory: PageCount::from_bytes(args.memory.0),
         resident: PageCount::from_bytes(args.resident.0),
         vcpus: args.vcpus as usize,
+        huge: args.thp.pages(),
         swap: match &args.swap.medium {
             SwapMedium::File { dir } => Swap::File(dir.clone()),
             SwapMedium::Memory => Swap::Memory,
@@ -169,6 +170,7 @@ fn options(args: &RunArgs, launch: &Launch) -> RunOptions {
         vcpus: args.vcpus,
         swap: args.swap.to_string(),
         apf: args.apf == args::Apf::On,
+        thp: args.thp.to_string(),
         seed: args.seed,
         append: launch.full_command_line(),
     }

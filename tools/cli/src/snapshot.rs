@@ -31,8 +31,25 @@ pub struct Snapshot {
     pub faults: Vec<Faults>,
     /// How long each vCPU was stopped by missing pages.
     pub stalls: Vec<Stalls>,
+    /// Pages of 2 MiB; none where the host makes none (`--thp never`).
+    pub huge: Option<Huge>,
     /// Asynchronous page faults; none where the guest is not offered them.
     pub apf: Option<Apf>,
+}
+
+/// Host memory in pages of 2 MiB.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Huge {
+    /// How many there are.
+    pub pages: u64,
+    /// Faults that made one.
+    pub faults: u64,
+    /// Faults that would have, had 2 MiB been free in one piece.
+    pub fallbacks: u64,
+    /// Those that reclaim has split.
+    pub splits: u64,
+    /// Those made of 4 KiB pages.
+    pub collapses: u64,
 }
 
 /// Asynchronous page faults of all vCPUs, as the host and as the guest counted them.
@@ -144,6 +161,8 @@ pub struct RunOptions {
     pub swap: String,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: bool,
+    /// Where host memory is given out in 2 MiB pages, in `--thp`'s own words.
+    pub thp: String,
     /// The seed of a deterministic run.
     pub seed: Option<u64>,
     /// The guest's command line.

@@ -94,6 +94,22 @@ fn without_asynchronous_faults_none_are_told() {
 }
 
 #[test]
+fn huge_pages_are_made_where_wanted() {
+    let run = |thp: &str| {
+        let line = "run touch --memory 64M --resident 64M --quiet --json -";
+        json_of(&lacuna(&format!("{line} --thp {thp} --append huge=1")).success())
+    };
+    let json = run("always");
+    assert_eq!(json["options"]["thp"], "always");
+    let huge = &json["last"]["huge"];
+    assert!(
+        huge["pages"].as_u64().is_some_and(|pages| pages > 16),
+        "{json}"
+    );
+    assert!(run("never")["last"]["huge"].is_null());
+}
+
+#[test]
 fn a_seed_is_a_run() {
     let hash = |seed: u32| {
         let line = format!("run hello --memory 16M --resident 16M --quiet --json - --seed {seed}");

@@ -25,15 +25,14 @@
 mod alone;
 mod device;
 mod kvm;
-mod session;
 mod slices;
 mod sweep;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, Options, vcpus};
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Dial, Launch, Swap};
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
 use slices::Pace;
 use std::time::Duration;
 
@@ -74,11 +73,6 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     kvm::measure(options, report, &progress)
 }
 
-/// As many vCPUs as the host has cores for.
-fn vcpus() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(16))
-}
-
 /// `bm` with a worker and a faulter for each vCPU, until it is ended.
 fn bm(swap: Swap) -> Launch {
     let vcpus = vcpus();
@@ -86,6 +80,7 @@ fn bm(swap: Swap) -> Launch {
         memory: PageCount::from_bytes(MEMORY_MIB << 20),
         resident: PageCount::from_bytes(RESIDENT_MIB << 20),
         vcpus,
+        huge: HugePages::Never,
         swap,
         latency: Dial::default(),
         apf: Apf::On,

@@ -21,6 +21,7 @@ use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::Report;
 
+pub(crate) use micro::pin;
 pub use micro::{Playground, Touch, touch_together};
 
 /// Measures everything, in the order of the table above.

@@ -15,6 +15,9 @@ pub enum LabError {
     /// The host's memory manager refused.
     #[error(transparent)]
     Host(#[from] lacuna_soft::HostError),
+    /// An MMU could not be made.
+    #[error(transparent)]
+    Mmu(#[from] lacuna_soft::MmuError),
     /// A slot could not be had.
     #[error(transparent)]
     Slot(#[from] lacuna_soft::SlotError),
@@ -48,4 +51,9 @@ pub struct Options {
     pub swap_dir: PathBuf,
     /// Whether to show progress.
     pub verbosity: Verbosity,
+}
+
+/// As many vCPUs as the host has cores for.
+pub(crate) fn vcpus() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(16))
 }

@@ -13,7 +13,8 @@
 //! * [`report`]: the table for people, and progress on stderr.
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: what the host kernel's own page fault costs (the denominator of ours).
-//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`]: the experiments.
+//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`]: they
+//!   themselves.
 //! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
 #![forbid(unsafe_code)]
 
@@ -25,4 +26,6 @@ pub mod host_info;
 pub mod native;
 pub mod report;
 pub mod result;
+mod session;
 pub mod stats;
+pub mod thp;

@@ -3,7 +3,7 @@
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{Board, Ending, Image};
-use lacuna_soft::{Apf, Dial, Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
 use std::sync::{Arc, Mutex};
 
 pub const MIB: u64 = 1 << 20;
@@ -34,6 +34,7 @@ pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> L
         memory: PageCount::from_bytes(memory * MIB),
         resident: PageCount::from_bytes(resident * MIB),
         vcpus,
+        huge: HugePages::Never,
         swap: Swap::File(std::env::temp_dir()),
         latency: Dial::default(),
         apf: Apf::Off,
@@ -66,12 +67,24 @@ pub fn boot(
     clock: Arc<dyn lacuna_sync::Clock>,
     name: &str,
 ) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
+    boot_with(launch, host, clock, name, |_| ())
+}
+
+/// [`boot`], with something to be done before the vCPUs are there.
+pub fn boot_with(
+    launch: &Launch,
+    host: &Arc<lacuna_soft::Host>,
+    clock: Arc<dyn lacuna_sync::Clock>,
+    name: &str,
+    before_vcpus: impl FnOnce(&Vm),
+) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
     let config = VmConfig {
         memory: launch.memory,
         vcpus: launch.vcpus,
         apf: launch.apf,
     };
     let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
+    before_vcpus(&vm);
     let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();
     let lines = Lines::default();
     let board = Arc::new(Board::new(lines.sink()));

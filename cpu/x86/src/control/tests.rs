@@ -40,26 +40,61 @@ fn cr0() {
 fn cr3() {
     assert_eq!(write(3, 1 << 48).err(), Some(GP));
     assert_eq!(write(3, 1 << 63).err(), Some(GP));
-    for (paging, wanted) in [(0, Flush::All), (CR4_PGE, Flush::Local)] {
+    for paging in [0, CR4_PGE] {
         let mut sys = System::long_mode(0);
-        sys.cr4 = sys.cr4 & !CR4_PGE | paging;
+        sys.cr4 |= paging;
         let flush = write_cr(&mut sys, &mut one(), 3, 0xffff_ffff_f018);
+        let wanted = Flush::Space(Pcid(0), Retain::Forget);
         assert_eq!((flush, sys.cr3), (Ok(wanted), 0xffff_ffff_f018));
     }
 }
 
 #[test]
+fn cr3_with_pcids() {
+    let (mut sys, mut apic) = (System::long_mode(0x1000), one());
+    let mut write = |number, value| {
+        let flush = write_cr(&mut sys, &mut apic, number, value);
+        (flush, sys.cr3, sys.pcid())
+    };
+    let space = |pcid, retain| Ok(Flush::Space(Pcid(pcid), retain));
+    let (forget, keep) = (Retain::Forget, Retain::Keep);
+    // Without PCIDE the low bits are PWT and PCD, and bit 63 is reserved.
+    assert_eq!(write(3, 0x1ff8), (space(0, forget), 0x1ff8, Pcid(0)));
+    assert_eq!(write(3, CR3_NO_FLUSH | 0x1000), (Err(GP), 0x1ff8, Pcid(0)));
+    // PCIDE only while CR3 names PCID 0.
+    assert_eq!(write(4, CR4_PAE | CR4_PCIDE), (Err(GP), 0x1ff8, Pcid(0)));
+    assert_eq!(write(3, 0x1000), (space(0, forget), 0x1000, Pcid(0)));
+    assert_eq!(
+        write(4, CR4_PAE | CR4_PCIDE),
+        (Ok(Flush::All), 0x1000, Pcid(0))
+    );
+    assert_eq!(
+        write(3, 0x2fff),
+        (space(0xfff, forget), 0x2fff, Pcid(0xfff))
+    );
+    assert_eq!(
+        write(3, CR3_NO_FLUSH | 0x3001),
+        (space(1, keep), 0x3001, Pcid(1))
+    );
+    for reserved in [1 << 48, 1 << 62, CR3_NO_FLUSH | 1 << 48] {
+        assert_eq!(
+            write(3, reserved),
+            (Err(GP), 0x3001, Pcid(1)),
+            "{reserved:#x}"
+        );
+    }
+    // With PCIDE set already CR4 takes any CR3; without it all is PCID 0 again.
+    let wanted = (Ok(Flush::Keep), 0x3001, Pcid(1));
+    assert_eq!(write(4, CR4_PAE | CR4_PCIDE | CR4_TSD), wanted);
+    assert_eq!(write(4, CR4_PAE), (Ok(Flush::All), 0x3001, Pcid(0)));
+}
+
+#[test]
 fn cr4() {
-    for bad in [
-        0,
-        CR4_PAE | 1 << 9,
-        CR4_PAE | 1 << 12,
-        CR4_PAE | 1 << 17,
-        CR4_PAE | 1 << 21,
-    ] {
+    for bad in [0, CR4_PAE | 1 << 9, CR4_PAE | 1 << 12, CR4_PAE | 1 << 21] {
         assert_eq!(write(4, bad).err(), Some(GP), "{bad:#x}");
     }
-    for paging in [CR4_PGE, CR4_SMEP, CR4_PSE] {
+    for paging in [CR4_PGE, CR4_SMEP, CR4_PSE, CR4_PCIDE] {
         let (flush, sys) = write(4, CR4_PAE | paging).unwrap();
         assert_eq!((flush, sys.cr4), (Flush::All, CR4_PAE | paging));
     }

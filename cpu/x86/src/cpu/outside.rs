@@ -2,10 +2,9 @@
 
 use super::events::Pending;
 use super::{Cpu, Regs};
-use crate::processor::{Core, Kept};
+use crate::processor::Core;
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
-use crate::walk::User;
 use lacuna_addr::Gfn;
 use lacuna_sync::Nanos;
 use std::sync::Arc;
@@ -48,17 +47,9 @@ impl Cpu {
         self.core.replay.push(value);
     }
 
-    /// Forgets translations that are not global: another address space.
-    pub(crate) fn flush_local(&mut self) {
-        match self.core.flush_local() {
-            Kept::Nothing => self.code.new_epoch(),
-            Kept::Supervisor => self.code.begin_epoch(User::User),
-        }
-    }
-
-    /// Forgets every translation: pages were taken back.
+    /// Forgets every translation, those of parked address spaces too: pages were taken back.
     pub fn flush_tlb(&mut self) {
-        self.core.flush_tlb();
+        self.core.translations.flush(self.core.sys.pcid());
         self.code.new_epoch();
     }
 

@@ -53,6 +53,8 @@ fn features_follow_the_machine() {
     last.set_base(0xfee0_0000).unwrap();
     assert_eq!(cpuid(&last, 1, 0).edx & one::APIC, 0);
     assert_eq!(cpuid(&apic(0, 1), 1, 0).edx & one::HTT, 0);
+    assert_ne!(leaf.ecx & one::PCID, 0);
+    assert_eq!(cpuid(&last, 7, 0).ebx & 1 << 10, 0, "no INVPCID");
     let no_vectors = 1 << 0 | 1 << 23 | 1 << 24 | 1 << 25 | 1 << 26;
     assert_eq!(leaf.edx & no_vectors, 0, "FPU, MMX, FXSR, SSE, SSE2");
 }

@@ -198,7 +198,8 @@ proptest! {
                         let dirty = expected[depth - 1] & DIRTY != 0;
                         let writable = write && dirty;
                         let global = false;
-                        let want = Mapping { gfn: gfn(frame), writable, user, exec, global };
+                        let level = Level::ALL[4 - depth];
+                        let want = Mapping { gfn: gfn(frame), writable, user, exec, global, level };
                         prop_assert_eq!(got, Ok(want));
                     }
                 }

@@ -1,7 +1,7 @@
 //! A processor on flat memory: what the tests and benches of this crate run guests in.
 //!
 //! ```text
-//! physical and linear (identity, user pages, 4 KiB leaves):
+//! physical and linear (identity, user pages, 4 KiB leaves or what a test asks for):
 //!   0        page tables, grown as needed
 //!   CODE     the program
 //!   DATA     data, up to the memory's end
@@ -23,11 +23,20 @@ pub const CODE: u64 = 0x40_0000;
 pub const DATA: u64 = 0x80_0000;
 pub const STACK: u64 = DATA + 0x8000;
 
+/// Frames of a block.
+const BLOCK: u64 = 512;
+
 /// Flat guest memory, in huge pages where the host has them.
 pub struct Flat {
     memory: NonNull<u8>,
     layout: Layout,
     pub watched: Vec<bool>,
+    /// Watched pages of each block.
+    watched_in: Vec<u16>,
+    /// Blocks that pages are handed out of as [`Span::Block`], while nothing in them is watched.
+    pub whole: Vec<bool>,
+    /// Calls of [`Bus::page`].
+    pub lookups: u64,
     /// Frames that answer `Stop::Wait` once.
     pub absent: Vec<bool>,
     pub code_writes: Vec<Gfn>,
@@ -50,6 +59,9 @@ impl Flat {
             memory,
             layout,
             watched: vec![false; frames],
+            watched_in: vec![0; frames.div_ceil(BLOCK as usize)],
+            whole: vec![false; frames.div_ceil(BLOCK as usize)],
+            lookups: 0,
             absent: vec![false; frames],
             code_writes: Vec::new(),
         }
@@ -61,10 +73,18 @@ impl Flat {
 
     fn frame(&mut self, gfn: u64) -> HostPage {
         assert!(gfn < self.frames(), "outside the memory");
-        // SAFETY: inside the allocation, page-aligned, and it lives as long as the bus.
+        let block = (gfn / BLOCK) as usize;
+        // SAFETY: inside the allocation, page-aligned, and it lives as long as the bus. A block
+        // that ends inside the memory lies in it as one piece.
         unsafe {
             let base = self.memory.add(gfn as usize * 4096);
-            HostPage::new(base, true, self.watched[gfn as usize])
+            let page = HostPage::new(base, true, self.watched[gfn as usize]);
+            if self.whole[block] && self.watched_in[block] == 0 {
+                assert!((gfn | (BLOCK - 1)) < self.frames(), "a whole block");
+                page.of_block()
+            } else {
+                page
+            }
         }
     }
 
@@ -100,6 +120,7 @@ impl Drop for Flat {
 // SAFETY: the frames live as long as the bus and are never taken back.
 unsafe impl Bus for Flat {
     fn page(&mut self, gfn: Gfn, _access: Access) -> Result<HostPage, Stop> {
+        self.lookups += 1;
         let index = gfn.get() as usize;
         if gfn.get() >= self.frames() {
             return Err(Stop::Mmio(gfn.gpa()));
@@ -111,7 +132,9 @@ unsafe impl Bus for Flat {
     }
 
     fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
-        self.watched[gfn.get() as usize] = true;
+        let watched = &mut self.watched[gfn.get() as usize];
+        self.watched_in[(gfn.get() / BLOCK) as usize] +=
+            u16::from(!std::mem::replace(watched, true));
         Ok(())
     }
 
@@ -140,7 +163,7 @@ impl Machine {
         let clock = Arc::new(VirtualClock::default());
         let apics = Arc::new(ApicBus::new(1, Arc::new(NoWake)));
         let mut memory = Flat::new(bytes);
-        identity(&mut memory, bytes + 4096);
+        identity(&mut memory, bytes + 4096, Leaf::Page);
         let mut cpu = Cpu::new(0, apics, clock.clone());
         let mut system = System::long_mode(0x1000);
         system.cr0 |= 1 << 16;
@@ -158,6 +181,14 @@ impl Machine {
             slots: Quiescence::new(1),
             clock,
         }
+    }
+
+    /// Maps the memory to itself anew by leaves of this size, and hands it out by blocks.
+    pub fn by_blocks(&mut self, leaf: Leaf) {
+        let bytes = self.memory.frames() * 4096;
+        identity(&mut self.memory, bytes, leaf);
+        self.memory.whole.fill(true);
+        self.cpu.flush_tlb();
     }
 
     /// A machine with a program at [`CODE`].
@@ -208,23 +239,41 @@ pub fn assemble(at: u64, program: impl FnOnce(&mut CodeAssembler)) -> Vec<u8> {
     a.assemble(at).expect("a program of this test")
 }
 
-/// Four-level tables at 0x1000 that map `0..bytes` to itself.
-fn identity(memory: &mut Flat, bytes: u64) {
-    const RIGHTS: u64 = 7;
+/// Sizes of a leaf in the guest's tables.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Leaf {
+    Page,
+    Block,
+    Gib,
+}
+
+/// Bits of an entry: present, writable, user.
+pub const RIGHTS: u64 = 7;
+/// PS: a leaf above the last level.
+pub const LARGE: u64 = 1 << 7;
+
+/// Four-level tables at 0x1000 that map `0..bytes` to itself, leaves larger than a page rounded up.
+fn identity(memory: &mut Flat, bytes: u64, leaf: Leaf) {
     let mut next = 0x3000;
     memory.write_u64(0x1000, 0x2000 | RIGHTS);
     for gib in 0..bytes.div_ceil(1 << 30) {
+        if leaf == Leaf::Gib {
+            memory.write_u64(0x2000 + gib * 8, gib << 30 | LARGE | RIGHTS);
+            continue;
+        }
         let directory = next;
         next += 0x1000;
         memory.write_u64(0x2000 + gib * 8, directory | RIGHTS);
         let end = (bytes - (gib << 30)).min(1 << 30);
         for mib2 in 0..end.div_ceil(1 << 21) {
+            let at = (gib << 30) + (mib2 << 21);
+            if leaf == Leaf::Block {
+                memory.write_u64(directory + mib2 * 8, at | LARGE | RIGHTS);
+                continue;
+            }
             memory.write_u64(directory + mib2 * 8, next | RIGHTS);
-            for page in 0..512 {
-                let at = (gib << 30) + (mib2 << 21) + (page << 12);
-                if at < bytes {
-                    memory.write_u64(next + page * 8, at | RIGHTS);
-                }
+            for page in (at..bytes.min(at + (1 << 21))).step_by(4096) {
+                memory.write_u64(next + (page >> 12) % 512 * 8, page | RIGHTS);
             }
             next += 0x1000;
         }

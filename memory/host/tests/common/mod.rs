@@ -2,26 +2,99 @@
 //! one vCPU that faults on it.
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    FrameCache, Host, HostConfig, HostError, Io, MmuNotifier, Resolution, SwapStore,
+    Frame, FrameCache, Host, HostConfig, HostError, HugePages, Io, MmuNotifier, Resolution,
+    SwapStore,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
+const BLOCK: u64 = 2 << 20;
+
 #[derive(Clone, Copy)]
 struct Leaf {
+    /// The frame of the leaf's first page.
     pfn: Pfn,
     accessed: bool,
     dirty: bool,
+}
+
+impl Leaf {
+    fn new(pfn: u64) -> Self {
+        Self {
+            pfn: Pfn::new(pfn as u32),
+            accessed: false,
+            dirty: false,
+        }
+    }
+}
+
+/// Leaves by the address of their first page.
+#[derive(Default)]
+struct Leaves {
+    pages: BTreeMap<u64, Leaf>,
+    blocks: BTreeMap<u64, Leaf>,
+}
+
+impl Leaves {
+    /// The leaf that maps `hva`, and the frame of its page.
+    fn find(&mut self, hva: Hva) -> Option<(&mut Leaf, Pfn)> {
+        let start = hva.get() & !(BLOCK - 1);
+        if let Some(leaf) = self.blocks.get_mut(&start) {
+            let index = (hva.get() - start) / PAGE_SIZE as u64;
+            let pfn = Pfn::new((leaf.pfn.get() + index) as u32);
+            return Some((leaf, pfn));
+        }
+        let leaf = self.pages.get_mut(&hva.get())?;
+        let pfn = leaf.pfn;
+        Some((leaf, pfn))
+    }
+
+    /// Maps what is not mapped yet: the whole block if it may be and no page of it is.
+    fn install(&mut self, hva: Hva, frame: Frame) -> (&mut Leaf, Pfn) {
+        let start = hva.get() & !(BLOCK - 1);
+        let index = (hva.get() - start) / PAGE_SIZE as u64;
+        if self.find(hva).is_none() {
+            let mapped = self.pages.range(start..start + BLOCK).next().is_some();
+            if frame.level == Level::L2M && !mapped {
+                assert_eq!(frame.pfn.get() % 512, index, "a whole block is aligned");
+                let leaf = Leaf::new(frame.pfn.get() - index);
+                self.blocks.insert(start, leaf);
+            } else {
+                self.pages.insert(hva.get(), Leaf::new(frame.pfn.get()));
+            }
+        }
+        let found = self.find(hva).expect("just installed");
+        assert_eq!(found.1, frame.pfn, "a page moves only by an invalidation");
+        found
+    }
+
+    fn shatter(&mut self, start: u64) {
+        let Some(whole) = self.blocks.remove(&start) else {
+            return;
+        };
+        for i in 0..512 {
+            let pfn = Pfn::new((whole.pfn.get() + i) as u32);
+            self.pages
+                .insert(start + i * PAGE_SIZE as u64, Leaf { pfn, ..whole });
+        }
+    }
+
+    /// The first addresses of the huge leaves that `range` meets.
+    fn blocks_of(&self, range: HvaRange) -> Vec<u64> {
+        let first = range.start().get() & !(BLOCK - 1);
+        let blocks = self.blocks.range(first..range.end().get());
+        blocks.map(|(&start, _)| start).collect()
+    }
 }
 
 /// The listener: removes leaves, reports D, ages A.
 #[derive(Default)]
 pub struct FakeMmu {
     host: OnceLock<Weak<Host>>,
-    leaves: Mutex<BTreeMap<u64, Leaf>>,
+    leaves: Mutex<Leaves>,
 }
 
 impl FakeMmu {
@@ -32,30 +105,57 @@ impl FakeMmu {
 }
 
 impl MmuNotifier for FakeMmu {
-    fn invalidate(&self, pages: &[Hva]) {
+    fn invalidate(&self, ranges: &[HvaRange]) {
         let host = self
             .host
             .get()
             .and_then(Weak::upgrade)
             .expect("the host calls");
+        assert!(
+            ranges.is_sorted_by(|a, b| a.end() <= b.start()),
+            "{ranges:?}"
+        );
         let mut leaves = self.leaves.lock().unwrap();
-        for page in pages {
-            if let Some(leaf) = leaves.remove(&page.get())
-                && leaf.dirty
-            {
-                host.mark_dirty(leaf.pfn);
+        for &range in ranges {
+            for start in leaves.blocks_of(range) {
+                let block = HvaRange::new(Hva::new(start), 512).unwrap();
+                if block.intersect(range) != Some(block) {
+                    leaves.shatter(start);
+                } else if let Some(leaf) = leaves.blocks.remove(&start)
+                    && leaf.dirty
+                {
+                    host.mark_dirty(leaf.pfn, Level::L2M);
+                }
+            }
+            let pages = range.start().get()..range.end().get();
+            for (_, leaf) in leaves.pages.extract_if(pages, |_, _| true) {
+                if leaf.dirty {
+                    host.mark_dirty(leaf.pfn, Level::L4K);
+                }
             }
         }
     }
 
-    fn age(&self, pages: &[Hva], young: &mut [bool]) {
-        assert_eq!(pages.len(), young.len());
+    fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
+        assert_eq!(ranges.len(), young.len());
         let mut leaves = self.leaves.lock().unwrap();
-        for (page, young) in pages.iter().zip(young) {
-            if let Some(leaf) = leaves.get_mut(&page.get()) {
-                *young = std::mem::take(&mut leaf.accessed);
+        for (&range, young) in ranges.iter().zip(young) {
+            *young = false;
+            for start in leaves.blocks_of(range) {
+                let leaf = leaves.blocks.get_mut(&start).expect("found");
+                *young |= std::mem::take(&mut leaf.accessed);
+            }
+            let pages = range.start().get()..range.end().get();
+            for (_, leaf) in leaves.pages.range_mut(pages) {
+                *young |= std::mem::take(&mut leaf.accessed);
             }
         }
+    }
+
+    fn shatter(&self, range: HvaRange) {
+        assert!(range.pages() == 512 && range.start().get().is_multiple_of(BLOCK));
+        let mut leaves = self.leaves.lock().unwrap();
+        leaves.shatter(range.start().get());
     }
 
     fn end_of_aging(&self) {}
@@ -75,32 +175,49 @@ pub struct Vm {
     pub cache: FrameCache,
     pub range: HvaRange,
     clock: Arc<VirtualClock>,
+    /// The largest leaf that this VM asks for.
+    pub most: Level,
     /// What every page must contain: its first word, repeated. Absent means zero.
     pub model: BTreeMap<u64, u64>,
 }
 
-/// A host under virtual time.
+/// A host under virtual time, without huge pages.
 pub fn virtual_host(budget: u64, swap: Box<dyn SwapStore>) -> (Arc<Host>, Arc<VirtualClock>) {
+    huge_host(budget, swap, HugePages::Never)
+}
+
+/// A host under virtual time.
+pub fn huge_host(
+    budget: u64,
+    swap: Box<dyn SwapStore>,
+    huge: HugePages,
+) -> (Arc<Host>, Arc<VirtualClock>) {
     let io = Io::Virtual {
         seed: 7,
         latency_ns: 1_000..200_000,
     };
-    host(budget, swap, io)
+    host(budget, swap, huge, io)
 }
 
 /// A host whose device is real: what is started arrives when it does, but only while the caller
 /// polls.
 pub fn ring_host(budget: u64, swap: Box<dyn SwapStore>) -> (Arc<Host>, Arc<VirtualClock>) {
-    let (host, clock) = host(budget, swap, Io::Ring { readers: 1 });
+    let (host, clock) = host(budget, swap, HugePages::Never, Io::Ring { readers: 1 });
     std::mem::forget(host.polling());
     (host, clock)
 }
 
-fn host(budget: u64, swap: Box<dyn SwapStore>, io: Io) -> (Arc<Host>, Arc<VirtualClock>) {
+fn host(
+    budget: u64,
+    swap: Box<dyn SwapStore>,
+    huge: HugePages,
+    io: Io,
+) -> (Arc<Host>, Arc<VirtualClock>) {
     let clock = Arc::new(VirtualClock::default());
     let budget = PageCount::new(budget);
     let host = Host::new(HostConfig {
         budget,
+        huge,
         swap,
         io,
         clock: clock.clone(),
@@ -120,6 +237,7 @@ impl Vm {
             mmu,
             range,
             clock: clock.clone(),
+            most: Level::L2M,
             model: BTreeMap::new(),
         }
     }
@@ -151,11 +269,11 @@ impl Vm {
     }
 
     /// Finds the frame of a page, waiting as a seeded scheduler would.
-    pub fn fault(&mut self, page: u64, access: Access) -> Result<Pfn, HostError> {
+    pub fn fault(&mut self, page: u64, access: Access) -> Result<Frame, HostError> {
         let hva = self.hva(page);
         loop {
-            match self.host.resolve(hva, access, &mut self.cache) {
-                Resolution::Ready(pfn) => return Ok(pfn),
+            match self.host.resolve(hva, access, self.most, &mut self.cache) {
+                Resolution::Ready(frame) => return Ok(frame),
                 Resolution::Pending(ticket) => {
                     self.host.start(&ticket);
                     while !ticket.is_done() {
@@ -176,28 +294,22 @@ impl Vm {
     /// One instruction that touches one page: through the leaf if there is one, else by a fault.
     pub fn touch(&mut self, page: u64, how: Use) -> Result<(), HostError> {
         let hva = self.hva(page);
-        let found = self
-            .mmu
-            .leaves
-            .lock()
-            .unwrap()
-            .get(&hva.get())
-            .map(|leaf| leaf.pfn);
         let access = if how == Use::Read {
             Access::Read
         } else {
             Access::Write
         };
-        let pfn = match found {
-            Some(pfn) => pfn,
+        let mmu = self.mmu.clone();
+        let mapped = mmu.leaves.lock().unwrap().find(hva).map(|(_, pfn)| pfn);
+        let frame = match mapped {
+            Some(pfn) => Frame {
+                pfn,
+                level: Level::L4K,
+            },
             None => self.fault(page, access)?,
         };
-        let mut leaves = self.mmu.leaves.lock().unwrap();
-        let leaf = leaves.entry(hva.get()).or_insert(Leaf {
-            pfn,
-            accessed: true,
-            dirty: false,
-        });
+        let mut leaves = mmu.leaves.lock().unwrap();
+        let (leaf, pfn) = leaves.install(hva, frame);
         leaf.accessed = true;
         // A write through a leaf that a read installed: only D tells.
         leaf.dirty |= access.is_write();
@@ -231,8 +343,14 @@ impl Vm {
         }
     }
 
-    /// Pages that have a leaf.
+    /// Pages that a leaf maps.
     pub fn mapped(&self) -> usize {
-        self.mmu.leaves.lock().unwrap().len()
+        let leaves = self.mmu.leaves.lock().unwrap();
+        leaves.pages.len() + 512 * leaves.blocks.len()
+    }
+
+    /// Blocks that one leaf maps.
+    pub fn mapped_whole(&self) -> usize {
+        self.mmu.leaves.lock().unwrap().blocks.len()
     }
 }

@@ -19,6 +19,8 @@ impl Height {
     pub(crate) const ROOT: Self = Self(4);
     /// The order in which a walk meets them.
     pub(crate) const DOWN: [Self; 4] = [Self(4), Self(3), Self(2), Self(1)];
+    /// Those of them whose entries span more than a block.
+    pub(crate) const ABOVE_BLOCKS: [Self; 2] = [Self(4), Self(3)];
 
     /// The height whose tables hold leaves of `level`.
     pub(crate) const fn of_leaf(level: Level) -> Self {
@@ -55,8 +57,8 @@ impl Height {
         range: GfnRange,
     ) -> impl Iterator<Item = (Index, GfnRange)> {
         let shift = self.entry_shift();
-        let base = inside.get() >> (shift + INDEX_BITS) << (shift + INDEX_BITS);
-        let all = GfnRange::new(gfn(base), 1 << (shift + INDEX_BITS)).expect("a table's span");
+        let all = self.table_span(inside);
+        let base = all.start().get();
         let indices = match range.intersect(all) {
             Some(part) => {
                 (part.start().get() - base) >> shift..((part.end_raw() - 1 - base) >> shift) + 1
@@ -67,6 +69,12 @@ impl Height {
             let span = GfnRange::new(gfn(base + (i << shift)), 1 << shift);
             (Index::truncate(i), span.expect("an entry's span"))
         })
+    }
+
+    /// All frames that the table of this height over `inside` translates.
+    pub(crate) fn table_span(self, inside: Gfn) -> GfnRange {
+        let shift = self.entry_shift() + INDEX_BITS;
+        GfnRange::new(gfn(inside.get() >> shift << shift), 1 << shift).expect("a table's span")
     }
 
     const fn entry_shift(self) -> u32 {

@@ -8,14 +8,14 @@
 //! The swap latency is not given but found: such that without asynchronous faults the program
 //! waits for 30 % of its time.
 
-use super::session::{Session, on_soft};
 use super::slices::{add_stalls, stalls_json, stalls_text};
 use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
+use crate::session::{Session, on_soft};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, Status};
-use lacuna_soft::{Apf, Dial, Launch, Stalls, Swap};
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Stalls, Swap};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -49,6 +49,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         memory: PageCount::from_bytes(MEMORY_MIB << 20),
         resident: PageCount::from_bytes(RESIDENT_MIB << 20),
         vcpus: 1,
+        huge: HugePages::Never,
         swap: Swap::Memory,
         latency: Dial::default(),
         apf: Apf::On,

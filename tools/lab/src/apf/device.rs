@@ -1,10 +1,10 @@
 //! One swap device: workers and faulters together and alone, with asynchronous faults and without.
 
-use super::session::on_soft;
 use super::slices::{Arm, Pace, Runs, Who, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
+use crate::session::on_soft;
 use lacuna_soft::Swap;
 use std::time::Duration;
 
@@ -97,7 +97,7 @@ pub fn measure(device: &Device, options: &Options, report: &mut Report) -> Resul
         Medium::Memory => Swap::Memory,
     });
     let runs = on_soft(&launch, "bm", |session| {
-        session.guest.populated()?;
+        session.guest.prepared()?;
         launch.latency.set(device.latency);
         take_turns(session, &ARMS, pace)
     })?;

@@ -15,11 +15,11 @@
 //! hosts have bad moments of a second or more.
 
 use super::SLICE_US;
-use super::session::{Guest, LastWords, Session, image};
 use super::slices::{Arm, Pace, Runs, Who, take_turns};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
+use crate::session::{Guest, LastWords, Session, image};
 use crate::stats::Summary;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
@@ -154,7 +154,7 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
         command_line: words(),
     };
     on_kvm(&launch, |session| {
-        session.guest.populated()?;
+        session.guest.prepared()?;
         let run = |(ms, _, _)| {
             launch.latency.set(Duration::from_millis(ms));
             take_turns(session, &[Arm::Alone, arm], pace(options, apf))

@@ -1,8 +1,8 @@
 //! Arms of an experiment, and the slices of time in which they take turns in one guest.
 
-use super::session::Session;
 use crate::experiment::LabError;
 use crate::report::{align, short, time};
+use crate::session::Session;
 use crate::stats::{Summary, measures, paired};
 use lacuna_guest::status::Kind;
 use lacuna_soft::{Apf, Stalls};

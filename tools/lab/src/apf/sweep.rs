@@ -16,12 +16,12 @@
 //! upper end by the lower ends of both ratios (that is the one the bar is for), its lower end by
 //! the upper ends. It is infinite when not even the longest latency qualifies.
 
-use super::session::{Session, on_soft};
 use super::slices::{Arm, Pace, Runs, STALLS, Who, stalls_text, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
+use crate::session::{Session, on_soft};
 use crate::stats::Summary;
 use lacuna_soft::{Dial, Swap};
 use serde_json::{Value, json};
@@ -72,7 +72,7 @@ pub fn measure(
 ) -> Result<(), LabError> {
     let launch = bm(Swap::Memory);
     let points = on_soft(&launch, "bm", |session| {
-        session.guest.populated()?;
+        session.guest.prepared()?;
         latencies(options)
             .map(|us| {
                 progress.step(format!("break-even: {us} us a page"));

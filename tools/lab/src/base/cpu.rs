@@ -8,7 +8,7 @@ use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::PageCount;
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, Dial, Launch, Swap};
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -132,6 +132,7 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         // Everything fits: this is about instructions, not about memory.
         resident: PageCount::new(memory.get() + 4096),
         vcpus: 1,
+        huge: HugePages::Never,
         swap: Swap::Memory,
         latency: Dial::default(),
         apf: Apf::Off,

@@ -11,7 +11,8 @@ use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
 use lacuna_soft::{
-    Apf, Dial, Host, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmConfig,
+    Apf, Dial, Host, HugePages, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm,
+    VmConfig,
 };
 use lacuna_sync::{Clock, HostClock};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -61,6 +62,7 @@ impl Playground {
             memory: frames,
             resident: frames,
             vcpus,
+            huge: HugePages::Never,
             swap: Swap::Memory,
             latency: Dial::default(),
             apf: Apf::Off,
@@ -173,7 +175,7 @@ struct Share {
 
 /// Gives the calling thread a core of its own: a fresh thread may start on the core of the one
 /// before it, and a touch is over before the scheduler has noticed.
-fn pin(index: usize) {
+pub fn pin(index: usize) {
     let Ok(allowed) = sched_getaffinity(None) else {
         return;
     };

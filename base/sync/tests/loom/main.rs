@@ -8,7 +8,11 @@
 //! frame is a loom cell that both sides touch as if it were plain memory. Reuse is an exclusive
 //! access: loom fails if any access is not ordered before it, or can come after it, in any
 //! interleaving and any reordering that the memory model allows.
+//!
+//! [`footprint`] does the same for shoot-downs that address only some vCPUs.
 #![cfg(loom)]
+
+mod footprint;
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};

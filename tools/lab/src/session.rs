@@ -118,11 +118,10 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Until `bm` has written every page once (`populate=1`).
-    pub fn populated(&self) -> Result<(), LabError> {
+    /// Until its first process, by counting to 1, says that all is prepared.
+    pub fn prepared(&self) -> Result<(), LabError> {
         self.run_until(PREPARE, |status| {
-            let main = status.threads.iter().find(|thread| thread.name == "bm")?;
-            (main.counter > 0).then_some(())
+            (status.threads.first()?.counter > 0).then_some(())
         })
     }
 }
@@ -218,15 +217,17 @@ pub fn on_soft<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::apf::bm_words;
     use lacuna_addr::PageCount;
-    use lacuna_soft::Swap;
+    use lacuna_soft::{HugePages, Swap};
+
+    const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
 
     fn small(words: &str) -> Launch {
         Launch {
             memory: PageCount::from_bytes(32 << 20),
             resident: PageCount::from_bytes(8 << 20),
             vcpus: 2,
+            huge: HugePages::Never,
             // Not compressed memory: what bm writes at random compresses worse and worse.
             swap: Swap::File(std::env::temp_dir()),
             latency: lacuna_soft::Dial::default(),
@@ -255,9 +256,9 @@ mod tests {
 
     #[test]
     fn kinds_pause_and_go_on_and_faults_are_taken_as_told() {
-        let told = on_soft(&small(&bm_words(2)), "bm", |session| {
+        let told = on_soft(&small(BM), "bm", |session| {
             let guest = &session.guest;
-            guest.populated()?;
+            guest.prepared()?;
             guest.pause(&[Kind::Faulter])?;
             still(guest, Kind::Faulter)?;
             guest.pause(&[Kind::Worker])?;

@@ -1,0 +1,92 @@
+//! Which pages the guest writes: what `lacuna_mmu` does, for a VM with vCPUs.
+//!
+//! ```text
+//! set_delivery    before boot: bitmaps, or a ring for each vCPU
+//! set_detection   any time: write faults, or the vCPUs' own logs
+//! set_logging     on; copy all memory
+//! get_dirty, or collect_rings + reset_rings; copy what they name; again and again
+//! set_logging     off
+//! ```
+//! A vCPU flushes its log whenever it leaves guest code, before it counts as offline; so whoever
+//! harvests only has to ask all vCPUs to leave once. None of these calls is for a vCPU's thread.
+
+use crate::Vm;
+use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
+use lacuna_slots::SlotId;
+
+impl Vm {
+    /// Where marks go, before [`Vm::boot`]: bitmaps, unless this is called.
+    ///
+    /// # Errors
+    /// [`DirtyError::TooLate`].
+    pub fn set_delivery(&self, delivery: Delivery) -> Result<(), DirtyError> {
+        self.mmu.set_delivery(delivery)
+    }
+
+    /// From here on, how writes are noticed, in slots that log already too.
+    pub fn set_detection(&self, detection: Detection) {
+        self.mmu.set_detection(detection);
+    }
+
+    /// The slots, ascending by guest address.
+    pub fn slots(&self) -> Vec<SlotId> {
+        let slots = self.mmu.slots().snapshot();
+        slots.iter().map(|slot| slot.id).collect()
+    }
+
+    /// Whether a slot logs.
+    ///
+    /// # Errors
+    /// As [`lacuna_mmu::Mmu::set_logging`].
+    pub fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
+        self.mmu.set_logging(id, logging)
+    }
+
+    /// Moves a slot's dirty bits into `out`, which has one word for 64 pages.
+    ///
+    /// # Errors
+    /// As [`lacuna_mmu::Mmu::get_dirty`].
+    pub fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
+        self.mmu.get_dirty(id, out)
+    }
+
+    /// Copies a slot's dirty bits into `out`, and leaves them.
+    ///
+    /// # Errors
+    /// As [`lacuna_mmu::Mmu::get_dirty`].
+    pub fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
+        self.mmu.peek_dirty(id, out)
+    }
+
+    /// Clears those dirty bits of `pages` pages from `first_page` on that `mask` names; in `mask`
+    /// remain those that were set.
+    ///
+    /// # Errors
+    /// As [`lacuna_mmu::Mmu::clear_dirty`].
+    pub fn clear_dirty(
+        &self,
+        id: SlotId,
+        first_page: usize,
+        pages: usize,
+        mask: &mut [u64],
+    ) -> Result<(), DirtyError> {
+        self.mmu.clear_dirty(id, first_page, pages, mask)
+    }
+
+    /// Hands out the pages in all vCPUs' rings, and returns how many. Copy them after
+    /// [`Vm::reset_rings`], never before.
+    pub fn collect_rings(&self, each: impl FnMut(SlotId, usize)) -> usize {
+        self.mmu.collect_rings(each)
+    }
+
+    /// Frees the entries that were collected, how many those were: vCPUs that have left with
+    /// [`Exit::DirtyRingFull`](lacuna_machine::Exit::DirtyRingFull) may be entered again.
+    pub fn reset_rings(&self) -> usize {
+        self.mmu.reset_rings()
+    }
+
+    /// What it has cost each vCPU.
+    pub fn dirty_stats(&self) -> Vec<DirtyStats> {
+        self.mmu.dirty_stats()
+    }
+}

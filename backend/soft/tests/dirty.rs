@@ -1,0 +1,172 @@
+//! A monitor keeps a copy of a running guest's memory by replaying harvests; at the end it is the
+//! guest's memory.
+
+mod common;
+
+use common::{boot_with, launch};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{Apf, Ending, Exit, GuestMemory as _, MemoryError, Vcpu as _};
+use lacuna_soft::{Backup, Delivery, Detection, HugePages, Launch, Logging, RingSize, SlotId, Vm};
+use lacuna_sync::HostClock;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::thread::{scope, sleep};
+use std::time::Duration;
+
+const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
+
+fn ring(backup: Backup) -> Delivery {
+    let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
+    Delivery::Ring { size, backup }
+}
+
+/// A copy of all slots, page by page.
+struct Copy(BTreeMap<SlotId, Vec<[u8; PAGE_SIZE]>>);
+
+fn page(vm: &Vm, id: SlotId, page: usize) -> [u8; PAGE_SIZE] {
+    let slots = vm.mmu().slots().snapshot();
+    let slot = slots.get(id).unwrap();
+    let gfn = slot.gfns.start().checked_add(page as u64).unwrap();
+    let mut bytes = [0; PAGE_SIZE];
+    vm.read(gfn.gpa(), &mut bytes).unwrap();
+    bytes
+}
+
+impl Copy {
+    fn begin(vm: &Vm) -> Self {
+        let all = |id| {
+            vm.set_logging(id, Logging::LAZY).unwrap();
+            let pages = vm.mmu().slots().snapshot().get(id).unwrap().gfns.pages() as usize;
+            (id, (0..pages).map(|at| page(vm, id, at)).collect())
+        };
+        Self(vm.slots().into_iter().map(all).collect())
+    }
+
+    /// How many pages were written.
+    fn harvest(&mut self, vm: &Vm) -> usize {
+        let mut dirty = Vec::new();
+        if vm.mmu().delivery() == Delivery::Bitmap {
+            for (id, pages) in &self.0 {
+                let mut words = vec![0; pages.len().div_ceil(64)];
+                vm.get_dirty(*id, &mut words).unwrap();
+                let is_set = |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
+                dirty.extend((0..pages.len()).filter(is_set).map(|at| (*id, at)));
+            }
+        } else {
+            vm.collect_rings(|id, at| dirty.push((id, at)));
+            vm.reset_rings();
+        }
+        for (id, at) in &dirty {
+            self.0.get_mut(id).unwrap()[*at] = page(vm, *id, *at);
+        }
+        dirty.len()
+    }
+
+    fn compare(&self, vm: &Vm) {
+        for (id, pages) in &self.0 {
+            for (at, bytes) in pages.iter().enumerate() {
+                assert!(
+                    *bytes == page(vm, *id, at),
+                    "{id}: page {at} was written unseen"
+                );
+            }
+        }
+    }
+}
+
+/// Runs `name` to its end beside a monitor, `between` two harvests of which anything may happen.
+/// How many pages were harvested.
+fn follow(
+    launch: &Launch,
+    name: &str,
+    (detection, delivery): (Detection, Delivery),
+    mut between: impl FnMut(&Vm, usize),
+) -> usize {
+    let clock = Arc::new(HostClock::default());
+    let host = launch.host(Arc::clone(&clock) as _).unwrap();
+    let background = host.spawn_background().unwrap();
+    let before_boot = |vm: &Vm| vm.set_delivery(delivery).unwrap();
+    let (vm, vcpus, board, lines) = boot_with(launch, &host, clock, name, before_boot);
+    vm.set_detection(detection);
+    let mut copy = Copy::begin(&vm);
+    let mut harvested = 0;
+    scope(|scope| {
+        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
+        for round in 0.. {
+            if runner.is_finished() {
+                break;
+            }
+            sleep(Duration::from_millis(2));
+            harvested += copy.harvest(&vm);
+            between(&vm, round);
+        }
+    });
+    let ending = board.ending();
+    assert!(
+        matches!(ending, Some(Ending::Exited(0))),
+        "{ending:?}\n{}",
+        lines.text()
+    );
+    harvested += copy.harvest(&vm);
+    copy.compare(&vm);
+    drop(background);
+    vm.mmu().verify();
+    harvested
+}
+
+#[test]
+fn every_detection_with_every_delivery() {
+    for vcpus in [1, 2] {
+        for detection in DETECTIONS {
+            for delivery in [Delivery::Bitmap, ring(Backup::None)] {
+                let launch = launch(16, 12, vcpus, "rounds=2");
+                let harvested = follow(&launch, "verify", (detection, delivery), |_, _| ());
+                assert!(
+                    harvested > 2000,
+                    "{detection:?} {delivery:?} {vcpus}: {harvested}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
+    for delivery in [Delivery::Bitmap, ring(Backup::Bitmap)] {
+        let launch = Launch {
+            huge: HugePages::Always,
+            apf: Apf::On,
+            ..launch(32, 20, 2, "rounds=2")
+        };
+        let switch = |vm: &Vm, round: usize| vm.set_detection(DETECTIONS[round / 3 % 2]);
+        follow(&launch, "verify", (Detection::Pml, delivery), switch);
+    }
+}
+
+#[test]
+fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
+    let launch = launch(32, 32, 1, "rounds=1");
+    let clock = Arc::new(HostClock::default());
+    let host = launch.host(Arc::clone(&clock) as _).unwrap();
+    let before_boot = |vm: &Vm| vm.set_delivery(ring(Backup::None)).unwrap();
+    let (vm, mut vcpus, _board, _) = boot_with(&launch, &host, clock, "verify", before_boot);
+    let vcpu = &mut vcpus[0];
+    for detection in DETECTIONS {
+        vm.set_detection(detection);
+        for id in vm.slots() {
+            vm.set_logging(id, Logging::LAZY).unwrap();
+        }
+        while vcpu.run().unwrap() != Exit::DirtyRingFull {}
+        let retired = vm.retired()[0];
+        assert_eq!(vcpu.run().unwrap(), Exit::DirtyRingFull, "again");
+        assert_eq!(vm.retired()[0], retired, "nothing ran meanwhile");
+        assert!(vm.collect_rings(|_, _| ()) >= 1024 - 576);
+        assert!(vm.reset_rings() > 0);
+        assert_ne!(vm.set_logging(SlotId(99), Logging::LAZY), Ok(()));
+    }
+    let refused = vm.write(lacuna_addr::Gpa::new(0x20_0000).unwrap(), &[1]);
+    let Err(MemoryError::Backing { cause, .. }) = refused else {
+        panic!("{refused:?}")
+    };
+    assert!(cause.contains("without a backup bitmap"), "{cause}");
+}

@@ -1,0 +1,173 @@
+//! Which blocks a vCPU's TLB may hold something of.
+//!
+//! A *block* is 512 guest frames, 2 MiB. A footprint has one bit for every block number modulo
+//! [`Footprint::BITS`]: set too often it costs a needless flush, never a missed one.
+//!
+//! ```text
+//! remover                                vCPU
+//! the entry is gone                      note(block):  bit clear? set it, fence
+//! fence, read the bit                    walk: read the entry
+//! ```
+//! Either the remover sees the bit, or the vCPU sees that the entry is gone. A bit once set is good
+//! for every later walk of its block until the vCPU, its TLB flushed, clears all bits.
+
+use crate::shim::{AtomicU64, Ordering, fence};
+use std::ops::Range;
+
+/// A loom model has few blocks, and every word is a state that it explores.
+const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
+
+/// One vCPU's footprint, on cache lines of its own: only the vCPU writes it.
+#[repr(align(64))]
+pub(crate) struct Footprint([AtomicU64; WORDS]);
+
+impl Footprint {
+    /// Blocks that are told apart: 4096, which is 8 GiB.
+    pub(crate) const BITS: u64 = WORDS as u64 * 64;
+
+    /// Every block: what is right for a vCPU that notes nothing.
+    pub(crate) fn everything() -> Self {
+        Self(std::array::from_fn(|_| AtomicU64::new(u64::MAX)))
+    }
+
+    /// Before a walk of `block` reads its first entry.
+    #[inline]
+    pub(crate) fn note(&self, block: u64) {
+        let (word, bit) = place(block);
+        if self.0[word].load(Ordering::Relaxed) & bit == 0 {
+            self.set(word, bit);
+        }
+    }
+
+    #[cold]
+    fn set(&self, word: usize, bit: u64) {
+        self.0[word].fetch_or(bit, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// After the TLB was flushed. Release: a remover that sees a bit clear comes after every access
+    /// that was made through the TLB before.
+    pub(crate) fn clear(&self) {
+        for word in &self.0 {
+            // Most are clear already; a line that is not written stays in the removers' caches.
+            if word.load(Ordering::Relaxed) != 0 {
+                word.store(0, Ordering::Release);
+            }
+        }
+    }
+
+    /// Whether it has any of `blocks`. The caller's SeqCst fence comes first.
+    pub(crate) fn meets(&self, blocks: &Blocks) -> bool {
+        blocks
+            .masks()
+            .any(|(word, mask)| self.0[word].load(Ordering::Acquire) & mask != 0)
+    }
+}
+
+/// A set of blocks, no finer than a footprint can tell them apart. One block, or a run of
+/// neighbours, needs no allocation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blocks(Set);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Set {
+    /// These; none when empty.
+    Run(Range<u64>),
+    /// One bit a block number modulo [`Footprint::BITS`].
+    Bits(Box<[u64; WORDS]>),
+}
+
+impl Default for Blocks {
+    fn default() -> Self {
+        Self::none()
+    }
+}
+
+impl Blocks {
+    /// No block.
+    pub const fn none() -> Self {
+        Self(Set::Run(0..0))
+    }
+
+    /// One block, by its number (gfn >> 9).
+    pub const fn one(block: u64) -> Self {
+        Self(Set::Run(block..block + 1))
+    }
+
+    /// Whether there is none in it.
+    pub fn is_empty(&self) -> bool {
+        matches!(&self.0, Set::Run(run) if run.is_empty())
+    }
+
+    /// Adds a run of blocks.
+    pub fn add(&mut self, more: Range<u64>) {
+        if more.is_empty() {
+            return;
+        }
+        match &mut self.0 {
+            Set::Run(run) if run.is_empty() => *run = more,
+            Set::Run(run) if more.start <= run.end && run.start <= more.end => {
+                *run = run.start.min(more.start)..run.end.max(more.end);
+            }
+            Set::Run(run) => {
+                let mut bits = Box::new([0; WORDS]);
+                set(&mut bits, run);
+                set(&mut bits, &more);
+                self.0 = Set::Bits(bits);
+            }
+            Set::Bits(bits) => set(bits, &more),
+        }
+    }
+
+    /// Adds all that is in `other`.
+    pub fn join(&mut self, mut other: Self) {
+        // The one with bits takes the one without.
+        if let Set::Bits(_) = other.0 {
+            std::mem::swap(self, &mut other);
+        }
+        match other.0 {
+            Set::Run(run) => self.add(run),
+            Set::Bits(more) => {
+                let Set::Bits(bits) = &mut self.0 else {
+                    unreachable!("swapped above: both have bits")
+                };
+                bits.iter_mut()
+                    .zip(more.iter())
+                    .for_each(|(word, more)| *word |= more);
+            }
+        }
+    }
+
+    /// The footprint words that it concerns, each with the bits in it.
+    fn masks(&self) -> impl Iterator<Item = (usize, u64)> {
+        let (run, bits) = match &self.0 {
+            Set::Run(run) => (run.clone(), None),
+            Set::Bits(bits) => (0..0, Some(bits.iter().copied().enumerate())),
+        };
+        run_masks(&run).chain(bits.into_iter().flatten())
+    }
+}
+
+fn set(bits: &mut [u64; WORDS], run: &Range<u64>) {
+    run_masks(run).for_each(|(word, mask)| bits[word] |= mask);
+}
+
+/// Word by word; a run longer than the footprint meets every bit once.
+fn run_masks(run: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
+    let end = run.end.min(run.start.saturating_add(Footprint::BITS));
+    let mut next = run.start;
+    std::iter::from_fn(move || {
+        if next >= end {
+            return None;
+        }
+        let (word, _) = place(next);
+        let upto = (next / 64 + 1).saturating_mul(64).min(end);
+        let mask = u64::MAX >> (64 - (upto - next)) << (next % 64);
+        next = upto;
+        Some((word, mask))
+    })
+}
+
+const fn place(block: u64) -> (usize, u64) {
+    ((block % Footprint::BITS / 64) as usize, 1 << (block % 64))
+}

@@ -1,0 +1,204 @@
+//! Shoot-downs that address only those who may hold the block.
+//!
+//! Two pages in two blocks, each with its frame. A vCPU notes before it looks, and empties its
+//! footprint with its TLB.
+
+use lacuna_sync::shim::thread::{self, yield_now};
+use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
+use lacuna_sync::{Blocks, Epoch, Quiescence, VcpuSlot};
+use loom::cell::UnsafeCell;
+
+struct World {
+    quiescence: Quiescence,
+    mapped: [AtomicBool; 2],
+    frames: [UnsafeCell<()>; 2],
+}
+
+// SAFETY: as in the parent: loom fails the test on the race that `Sync` would rule out.
+unsafe impl Sync for World {}
+// SAFETY: as above.
+unsafe impl Send for World {}
+
+impl World {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            quiescence: Quiescence::new(1),
+            mapped: [AtomicBool::new(true), AtomicBool::new(true)],
+            frames: [UnsafeCell::new(()), UnsafeCell::new(())],
+        })
+    }
+
+    fn unmap_and_request(&self, block: usize) -> Epoch {
+        self.mapped[block].swap(false, Ordering::AcqRel);
+        self.quiescence.request_for(&Blocks::one(block as u64))
+    }
+
+    fn wait_and_reuse(&self, block: usize, epoch: Epoch) {
+        while !self.quiescence.passed(epoch) {
+            yield_now();
+        }
+        self.frames[block].with_mut(|_| ());
+    }
+
+    /// Takes the frame of `block` away and gives it to somebody else.
+    fn invalidate(&self, block: usize) {
+        self.wait_and_reuse(block, self.unmap_and_request(block));
+    }
+}
+
+struct Vcpu {
+    world: Arc<World>,
+    tlb: [bool; 2],
+    flushed_at: Epoch,
+}
+
+impl Vcpu {
+    /// Online, with an empty TLB, and a footprint that is kept from here on.
+    fn new(world: &Arc<World>) -> Self {
+        let mut vcpu = Self {
+            world: Arc::clone(world),
+            tlb: [false; 2],
+            flushed_at: Epoch::default(),
+        };
+        vcpu.online();
+        vcpu.slot().flushed();
+        vcpu
+    }
+
+    fn slot(&self) -> &VcpuSlot {
+        self.world.quiescence.vcpu(0)
+    }
+
+    fn online(&mut self) {
+        let epoch = self.world.quiescence.online(0);
+        if self.flushed_at < epoch {
+            self.flush();
+            self.flushed_at = epoch;
+        }
+    }
+
+    fn flush(&mut self) {
+        self.tlb = [false; 2];
+        self.slot().flushed();
+    }
+
+    fn boundary(&mut self) {
+        if self.slot().poked() {
+            self.slot().take();
+            self.online();
+        }
+    }
+
+    fn access(&mut self, block: usize) {
+        if !self.tlb[block] {
+            self.slot().note(block as u64);
+            self.tlb[block] = self.world.mapped[block].load(Ordering::Acquire);
+        }
+        if self.tlb[block] {
+            self.world.frames[block].with(|_| ());
+        }
+    }
+
+    fn offline(&self) {
+        self.world.quiescence.offline(0);
+    }
+}
+
+fn run(
+    vcpu: impl Fn(&mut Vcpu) + Sync + Send + Copy + 'static,
+    remove: impl Fn(&World) + Sync + Send + 'static,
+) {
+    loom::model(move || {
+        let world = World::new();
+        let thread = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut new = Vcpu::new(&world);
+                vcpu(&mut new);
+                new.offline();
+            })
+        };
+        remove(&world);
+        thread.join().expect("vCPU");
+    });
+}
+
+#[test]
+fn a_walk_is_seen_or_sees_that_the_leaf_is_gone() {
+    run(
+        |vcpu| {
+            vcpu.access(0);
+            vcpu.boundary();
+            vcpu.access(0);
+        },
+        |world| world.invalidate(0),
+    );
+}
+
+#[test]
+fn a_footprint_that_is_emptied_forgets_nothing_that_is_held() {
+    // A flush of its own accord, then the same block again: the remover may see the bit before,
+    // between, or after.
+    run(
+        |vcpu| {
+            vcpu.access(0);
+            vcpu.flush();
+            vcpu.access(0);
+        },
+        |world| world.invalidate(0),
+    );
+}
+
+#[test]
+fn a_vcpu_that_went_offline_with_its_tlb_comes_back_flushed() {
+    run(
+        |vcpu| {
+            vcpu.access(0);
+            vcpu.offline();
+            vcpu.online();
+            vcpu.access(0);
+        },
+        |world| world.invalidate(0),
+    );
+}
+
+#[test]
+fn shoot_downs_of_two_blocks_do_not_cover_for_each_other() {
+    loom::model(|| {
+        let world = World::new();
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world);
+                vcpu.access(0);
+                vcpu.boundary();
+                vcpu.access(1);
+                vcpu.offline();
+            })
+        };
+        let other = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.unmap_and_request(1))
+        };
+        world.invalidate(0);
+        let epoch = other.join().expect("other remover");
+        world.wait_and_reuse(1, epoch);
+        vcpu.join().expect("vCPU");
+    });
+}
+
+#[test]
+fn a_noted_vcpu_lets_the_remover_go_on() {
+    // Only the poke can end the wait: the vCPU stays online until it has flushed, or was not asked.
+    run(
+        |vcpu| {
+            vcpu.access(0);
+            while vcpu.tlb[0] && vcpu.flushed_at == Epoch::default() {
+                yield_now();
+                vcpu.boundary();
+            }
+            vcpu.access(0);
+        },
+        |world| world.invalidate(0),
+    );
+}

@@ -1,0 +1,260 @@
+//! What a processor has learned of translations: for each privilege, and of more address spaces
+//! than the one it is in (SDM vol 3 4.10.1, process-context identifiers).
+//!
+//! ```text
+//! front, back   a TLB for the privilege that runs, and one for the other; they change places
+//! supervisor's  one: a kernel maps itself globally. As soon as something in it is not global it is
+//!               good for one address space
+//! user's        the current address space's, with its WalkCache
+//!                 MOV CR3 to another PCID: parked ----------+
+//! parked        the user's of up to 3 others, by PCID  <----+   bit 63: taken out as it was left,
+//!                                                               else emptied first
+//! ```
+//! Without CR4.PCIDE every address space is PCID 0, and nothing is ever parked. TLBs may forget at
+//! any time, so the least recently used one makes room.
+//!
+//! TLBs hold host pointers. [`Translations::flush`] is what the machine around relies on when it
+//! takes pages back, so it empties all of them, those of parked address spaces too.
+
+use crate::cache::UserCode;
+use crate::state::Pcid;
+use crate::walk::{Mapping, User, WalkCache};
+use lacuna_addr::{Gfn, Level};
+use lacuna_cpu::{HostPage, Rights, Span, Tlb};
+
+/// Address spaces parked, 160 KiB each as soon as they are used.
+const PARKED: usize = 3;
+
+/// Whether a switch of address space keeps what is known of the one it goes to: bit 63 of the value
+/// written to CR3.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Retain {
+    /// Its translations are still good.
+    Keep,
+    /// They may have changed.
+    Forget,
+}
+
+/// Which links between blocks hold after a switch of address space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kept {
+    /// All of them.
+    All,
+    /// None.
+    Nothing,
+    /// Those of the address space that is back, as they were when it was left.
+    Parked(UserCode),
+}
+
+/// What a switch of address space has done to links.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub(crate) struct Switched {
+    pub(crate) supervisor: Kept,
+    pub(crate) user: Kept,
+}
+
+/// What was learned for one privilege.
+#[derive(Default)]
+pub(crate) struct Learned {
+    pub(crate) tlb: Tlb,
+    /// Some of it from a page that is not global.
+    local: bool,
+    /// Some of it from a global page.
+    global: bool,
+    /// The largest leaf that any of it is from; `None`: nothing is known.
+    most: Option<Level>,
+}
+
+impl Learned {
+    /// Remembers a translation.
+    pub(crate) fn insert(&mut self, va: u64, mapping: &Mapping, page: HostPage) {
+        let rights = Rights {
+            write: mapping.writable,
+            exec: mapping.exec,
+        };
+        self.local |= !mapping.global;
+        self.global |= mapping.global;
+        self.most = self.most.max(Some(mapping.level));
+        let span = match mapping.level {
+            Level::L4K => Span::Page,
+            Level::L2M | Level::L1G => Span::Block,
+        };
+        self.tlb.insert(va, mapping.gfn, page.within(span), rights);
+    }
+
+    fn forget(&mut self, va: u64) {
+        if let Some(most) = self.most {
+            self.tlb.forget(va, most);
+        }
+    }
+
+    fn flush(&mut self) {
+        let Self {
+            tlb,
+            local,
+            global,
+            most,
+        } = self;
+        tlb.flush();
+        (*local, *global, *most) = (false, false, None);
+    }
+}
+
+/// An address space that is not current.
+#[derive(Default)]
+struct Parked {
+    pcid: Pcid,
+    user: Learned,
+    walk: WalkCache,
+    /// `None`: its links are void.
+    code: Option<UserCode>,
+}
+
+impl Parked {
+    fn flush(&mut self) {
+        let Self {
+            pcid: _,
+            user,
+            walk,
+            code,
+        } = self;
+        user.flush();
+        walk.flush();
+        *code = None;
+    }
+}
+
+/// Every translation that a processor knows.
+#[derive(Default)]
+pub(crate) struct Translations {
+    /// For the privilege that runs.
+    pub(crate) front: Learned,
+    /// For the other one.
+    back: Learned,
+    pub(crate) walk: WalkCache,
+    pcid: Pcid,
+    /// The least recently used first.
+    parked: Vec<Parked>,
+}
+
+impl Translations {
+    /// Follows a change of privilege.
+    pub(crate) fn swap(&mut self) {
+        std::mem::swap(&mut self.front, &mut self.back);
+    }
+
+    /// What is known for `user` while `running` runs.
+    #[inline(always)]
+    pub(crate) fn of(&mut self, user: User, running: User) -> &mut Learned {
+        if user == running {
+            &mut self.front
+        } else {
+            &mut self.back
+        }
+    }
+
+    /// Forgets everything of every address space; `pcid` is the current one from now on.
+    pub(crate) fn flush(&mut self, pcid: Pcid) {
+        // Field by field, so that a new one is not left out.
+        let Self {
+            front,
+            back,
+            walk,
+            pcid: current,
+            parked,
+        } = self;
+        front.flush();
+        back.flush();
+        walk.flush();
+        *current = pcid;
+        parked.iter_mut().for_each(Parked::flush);
+    }
+
+    /// Takes the write right from every translation to `gfn`, in every address space.
+    pub(crate) fn protect(&mut self, gfn: Gfn) {
+        let parked = self.parked.iter_mut().map(|parked| &mut parked.user);
+        for learned in [&mut self.front, &mut self.back].into_iter().chain(parked) {
+            learned.tlb.protect(gfn);
+        }
+    }
+
+    /// INVLPG (SDM vol 3 4.10.4.1): what the leaf that holds `va` has given to this address space,
+    /// global pages in all of them, and this one's paging-structure cache.
+    pub(crate) fn invalidate(&mut self, va: u64) {
+        self.front.forget(va);
+        self.back.forget(va);
+        self.walk.flush();
+        for parked in self.parked.iter_mut().filter(|parked| parked.user.global) {
+            parked.user.forget(va);
+            parked.code = None;
+        }
+    }
+
+    /// A page fault at `va` (SDM vol 3 4.10.4.1): drops what would translate it. The walk has seen
+    /// to its cache.
+    pub(crate) fn faulted(&mut self, va: u64) {
+        self.front.forget(va);
+        self.back.forget(va);
+    }
+
+    /// MOV to CR3, while `running` runs with `code` as the links of its user code.
+    pub(crate) fn switch(
+        &mut self,
+        to: Pcid,
+        retain: Retain,
+        running: User,
+        code: UserCode,
+    ) -> Switched {
+        if to == self.pcid && retain == Retain::Keep {
+            return Switched {
+                supervisor: Kept::All,
+                user: Kept::All,
+            };
+        }
+        let supervisor = self.of(User::Supervisor, running);
+        let links = if supervisor.local {
+            supervisor.flush();
+            Kept::Nothing
+        } else {
+            Kept::All
+        };
+        if to == self.pcid {
+            self.of(User::User, running).flush();
+            self.walk.flush();
+            return Switched {
+                supervisor: links,
+                user: Kept::Nothing,
+            };
+        }
+        let mut next = self.unpark(to);
+        if retain == Retain::Forget {
+            next.flush();
+        }
+        std::mem::swap(self.of(User::User, running), &mut next.user);
+        std::mem::swap(&mut self.walk, &mut next.walk);
+        next.pcid = std::mem::replace(&mut self.pcid, to);
+        let user = next.code.replace(code).map_or(Kept::Nothing, Kept::Parked);
+        self.parked.push(next);
+        Switched {
+            supervisor: links,
+            user,
+        }
+    }
+
+    /// The address space `pcid`, empty if it is not known.
+    fn unpark(&mut self, pcid: Pcid) -> Parked {
+        if let Some(at) = self.parked.iter().position(|parked| parked.pcid == pcid) {
+            return self.parked.remove(at);
+        }
+        if self.parked.len() < PARKED {
+            return Parked::default();
+        }
+        let mut oldest = self.parked.remove(0);
+        oldest.flush();
+        oldest
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,284 @@
+//! Which pages of a slot are written: the states and the rules; `logging` switches them, `harvest`
+//! reads them.
+//!
+//! ```text
+//! vCPU                                     monitor, holding `layout`
+//! W or D appears: by a fault under the     kick: who runs flushes its log into bitmap or ring
+//!   stripe, a repair or a logging walk     take the marks
+//! then the page is marked: bitmap, ring,   re-arm under the stripe: W goes, or D
+//!   or first the log, which is flushed     one targeted shoot-down, waited for
+//!   before the vCPU counts as offline      copy the pages
+//! ```
+//! Wherever vCPUs walk without logging, a leaf that has W has D. The only leaves without D are in
+//! slots that log, while every vCPU logs.
+
+use crate::Rmap;
+use lacuna_slots::{ClearError, DirtyBitmap, RingConsumer, RingSize, Slot, SlotError, SlotId};
+use lacuna_sync::shim::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// How writes are noticed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Detection {
+    /// The first write to a page faults.
+    WriteProtect,
+    /// vCPUs log the pages whose D they set.
+    Pml,
+}
+
+/// Where a vCPU's marks go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Delivery {
+    /// A bit a page, for each slot.
+    Bitmap,
+    /// A ring for each vCPU.
+    Ring {
+        /// Of each ring.
+        size: RingSize,
+        /// Where writes go that no vCPU does.
+        backup: Backup,
+    },
+}
+
+/// Where writes go that no vCPU does, beside rings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backup {
+    /// Nowhere: such writes to a slot that logs are refused, and so are the calls of a bitmap.
+    None,
+    /// Into a bitmap.
+    Bitmap,
+}
+
+/// Whether a slot logs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Logging {
+    /// It does not.
+    Off,
+    /// It does.
+    On {
+        /// What counts as written at first.
+        initially: Initially,
+        /// When huge leaves are split.
+        huge: HugeLeaves,
+    },
+}
+
+impl Logging {
+    /// From a clean slate, huge leaves split when they are written to.
+    pub const LAZY: Self = Self::On {
+        initially: Initially::Clean,
+        huge: HugeLeaves::Lazy,
+    };
+}
+
+/// What counts as written when logging begins.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Initially {
+    /// Nothing: all is armed at once.
+    Clean,
+    /// Everything: nothing is armed before it is cleared. Needs a bitmap.
+    AllSet,
+}
+
+/// When the huge leaves of a slot that logs become small ones.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HugeLeaves {
+    /// At the first write to each.
+    Lazy,
+    /// When they are armed, as far as there are tables.
+    Eager,
+}
+
+/// Why a call about dirty pages is refused. Nothing has changed then.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DirtyError {
+    /// No such slot.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// Not KVM's rules for what may be cleared.
+    #[error(transparent)]
+    Clear(#[from] ClearError),
+    /// Nobody asked this slot to log.
+    #[error("{0} does not log its writes: turn logging on first")]
+    NotLogging(SlotId),
+    /// The VM delivers by rings.
+    #[error("this VM delivers by rings without a backup bitmap: collect from the rings")]
+    NoBitmap,
+    /// There is a vCPU already.
+    #[error("the delivery of dirty pages is chosen once, before the first vCPU")]
+    TooLate,
+    /// A buffer that does not fit the slot.
+    #[error("{id} has {needed} words of dirty bits, not {given}")]
+    Words {
+        /// The slot.
+        id: SlotId,
+        /// Words of its bitmap.
+        needed: usize,
+        /// Words of the buffer.
+        given: usize,
+    },
+}
+
+/// What one vCPU's tracking of writes has cost, counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DirtyStats {
+    /// Write faults that a page was marked for, under the stripe.
+    pub faults: u64,
+    /// Write faults repaired without a lock.
+    pub repairs: u64,
+    /// Walks that ended because the log was full.
+    pub log_full: u64,
+    /// Flushes of a log with something in it.
+    pub flushes: u64,
+    /// Pages logged.
+    pub logged: u64,
+}
+
+/// The same, written by one vCPU, read by anybody.
+#[derive(Default)]
+pub(crate) struct Counts([AtomicU64; 5]);
+
+/// What is counted.
+#[derive(Clone, Copy)]
+pub(crate) enum Count {
+    Fault,
+    Repair,
+    LogFull,
+    Flush,
+    Logged,
+}
+
+impl Counts {
+    #[inline]
+    pub(crate) fn add(&self, what: Count, more: u64) {
+        let count = &self.0[what as usize];
+        // A load and a store: one writer.
+        count.store(count.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+    }
+
+    fn read(&self) -> DirtyStats {
+        let [faults, repairs, log_full, flushes, logged] =
+            [0, 1, 2, 3, 4].map(|i: usize| self.0[i].load(Ordering::Relaxed));
+        DirtyStats {
+            faults,
+            repairs,
+            log_full,
+            flushes,
+            logged,
+        }
+    }
+}
+
+/// A VM's tracking.
+#[derive(Default)]
+pub(crate) struct Tracking {
+    /// How pages are re-armed: by clearing D. Exact under `layout`.
+    by_log: AtomicBool,
+    /// Whether vCPUs log. Off only where no leaf has W without D.
+    pub(crate) vcpus_log: AtomicBool,
+    delivery: OnceLock<Delivery>,
+    pub(crate) rings: Mutex<Vec<RingConsumer>>,
+    pub(crate) counts: Mutex<Vec<Arc<Counts>>>,
+}
+
+impl Tracking {
+    /// The first look settles it.
+    pub(crate) fn delivery(&self) -> Delivery {
+        *self.delivery.get_or_init(|| Delivery::Bitmap)
+    }
+
+    pub(crate) fn choose(&self, delivery: Delivery) -> Result<(), DirtyError> {
+        self.delivery.set(delivery).map_err(|_| DirtyError::TooLate)
+    }
+
+    pub(crate) fn has_bitmaps(&self) -> bool {
+        !matches!(
+            self.delivery(),
+            Delivery::Ring {
+                backup: Backup::None,
+                ..
+            }
+        )
+    }
+
+    pub(crate) fn detection(&self) -> Detection {
+        match self.by_log.load(Ordering::Relaxed) {
+            true => Detection::Pml,
+            false => Detection::WriteProtect,
+        }
+    }
+
+    pub(crate) fn set_detection(&self, detection: Detection) {
+        self.by_log
+            .store(detection == Detection::Pml, Ordering::Relaxed);
+    }
+
+    pub(crate) fn stats(&self) -> Vec<DirtyStats> {
+        let counts = self.counts.lock().expect("no panic under this lock");
+        counts.iter().map(|counts| counts.read()).collect()
+    }
+}
+
+/// A slot's log; a slot that moves or changes its flags takes it along.
+#[derive(Default)]
+pub(crate) struct SlotLog {
+    /// Exact under a stripe of the slot, for that block. Else a hint.
+    on: AtomicBool,
+    eager: AtomicBool,
+    bitmap: OnceLock<DirtyBitmap>,
+}
+
+impl SlotLog {
+    #[inline]
+    pub(crate) fn is_on(&self) -> bool {
+        self.on.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn huge(&self) -> HugeLeaves {
+        match self.eager.load(Ordering::Relaxed) {
+            true => HugeLeaves::Eager,
+            false => HugeLeaves::Lazy,
+        }
+    }
+
+    pub(crate) fn turn_on(&self, huge: HugeLeaves) {
+        self.eager
+            .store(huge == HugeLeaves::Eager, Ordering::Relaxed);
+        // Who sees a leaf without D, by a log's flush, sees this.
+        self.on.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn turn_off(&self) {
+        self.on.store(false, Ordering::Release);
+    }
+
+    pub(crate) fn bitmap(&self) -> Option<&DirtyBitmap> {
+        self.bitmap.get()
+    }
+
+    /// A bitmap with nothing in it.
+    pub(crate) fn clean_bitmap(&self, pages: usize) -> &DirtyBitmap {
+        let bitmap = self.bitmap.get_or_init(|| DirtyBitmap::new(pages));
+        let mut dropped = vec![0; bitmap.words()];
+        bitmap.take(0, &mut dropped);
+        bitmap
+    }
+
+    /// The page is written by nobody's vCPU, or by one of a VM without rings.
+    #[inline]
+    pub(crate) fn mark(&self, page: usize) {
+        if let Some(bitmap) = self.bitmap.get() {
+            let _ = bitmap.mark(page);
+        }
+    }
+}
+
+/// The bitmap of a slot that logs.
+pub(crate) fn bitmap_of(slot: &Slot<Rmap>) -> Result<&DirtyBitmap, DirtyError> {
+    let log = slot.attach.log();
+    if !log.is_on() {
+        return Err(DirtyError::NotLogging(slot.id));
+    }
+    log.bitmap().ok_or(DirtyError::NoBitmap)
+}

@@ -1,0 +1,154 @@
+//! One vCPU's side: what it keeps between faults so that it shares nothing, and how it tells of the
+//! pages it writes.
+
+use crate::dirty::{Count, Counts, Delivery};
+use crate::{Mmu, Rmap};
+use lacuna_addr::{Access, Gfn};
+use lacuna_host::{FrameCache, HostError};
+use lacuna_slots::{Reader, RingProducer, Room, Slot, dirty_ring};
+use lacuna_stage2::{PmlLog, Translation, Walk};
+use lacuna_sync::shim::Ordering;
+use std::sync::Arc;
+
+/// One vCPU's side of the fault path.
+pub struct Faulter {
+    pub(crate) reader: Reader<Rmap>,
+    pub(crate) cache: FrameCache,
+    pub(crate) marker: Marker,
+    log: PmlLog,
+}
+
+/// Where its marks go.
+pub(crate) struct Marker {
+    ring: Option<RingProducer>,
+    room: Room,
+    counts: Arc<Counts>,
+}
+
+impl Marker {
+    /// The page has got W or D. Never before it has.
+    #[inline]
+    pub(crate) fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, why: Count) {
+        self.counts.add(why, 1);
+        let page = slot.page(gfn);
+        match &mut self.ring {
+            Some(ring) => self.room = ring.push(slot.id, page),
+            None => slot.attach.log().mark(page),
+        }
+    }
+}
+
+impl Mmu {
+    /// A new vCPU's faulter.
+    ///
+    /// # Errors
+    /// The budget cannot promise one more vCPU its progress.
+    pub fn faulter(&self) -> Result<Faulter, HostError> {
+        let cache = self.host.frame_cache()?;
+        let ring = match self.dirty.delivery() {
+            Delivery::Bitmap => None,
+            Delivery::Ring { size, .. } => {
+                let (producer, consumer) = dirty_ring(size);
+                let mut rings = self.dirty.rings.lock().expect("no panic under this lock");
+                rings.push(consumer);
+                Some(producer)
+            }
+        };
+        let counts = Arc::<Counts>::default();
+        let mut all = self.dirty.counts.lock().expect("no panic under this lock");
+        all.push(Arc::clone(&counts));
+        Ok(Faulter {
+            reader: self.slots.reader(),
+            cache,
+            marker: Marker {
+                ring,
+                room: Room::Yes,
+                counts,
+            },
+            log: PmlLog::new(),
+        })
+    }
+
+    /// [`Stage2::walk`](lacuna_stage2::Stage2::walk), logged while the VM's vCPUs log. A log that
+    /// is full is flushed on the way: hardware would leave the guest for it.
+    #[inline]
+    pub fn walk(&self, faulter: &mut Faulter, gfn: Gfn, access: Access) -> Walk {
+        if !self.dirty.vcpus_log.load(Ordering::Relaxed) {
+            return self.stage2.walk(gfn, access);
+        }
+        loop {
+            if let Ok(walk) = self.stage2.walk_logged(gfn, access, &mut faulter.log) {
+                return walk;
+            }
+            faulter.marker.counts.add(Count::LogFull, 1);
+            self.flush_log(faulter);
+        }
+    }
+
+    /// Marks what the vCPU has logged. To be called at every exit from guest code, *before* the
+    /// vCPU goes offline in the VM's `Quiescence`: a harvest waits for that and for nothing else.
+    #[inline]
+    pub fn flush_log(&self, faulter: &mut Faulter) {
+        if !faulter.log.is_empty() {
+            faulter.flush();
+        }
+    }
+
+    /// A write fault that only wants to be known of: repaired without a lock, and marked.
+    pub(crate) fn repair(&self, faulter: &mut Faulter, gfn: Gfn) -> Option<Translation> {
+        let hit = self.stage2.repair(gfn)?;
+        // Looked up again: should the slot have moved meanwhile, W was given to a leaf of the new
+        // one.
+        if let Some(slot) = faulter.reader.find(gfn) {
+            faulter.marker.mark(slot, gfn, Count::Repair);
+        }
+        Some(hit)
+    }
+}
+
+impl Faulter {
+    /// The instruction that faulted has retired: reclaim may have its pages.
+    pub fn retired(&mut self) {
+        self.cache.release_holds();
+    }
+
+    /// Whether the vCPU may go on in the guest. After [`Room::SoftFull`] it has to leave for its
+    /// VMM, and come back when this says so.
+    #[inline]
+    pub fn room(&mut self) -> Room {
+        if self.marker.room == Room::SoftFull
+            && let Some(ring) = &mut self.marker.ring
+        {
+            self.marker.room = ring.room();
+        }
+        self.marker.room
+    }
+
+    /// The vCPU itself has written to `gfn` past its TLB.
+    pub fn wrote(&mut self, gfn: Gfn) {
+        if let Some(slot) = self.reader.find(gfn)
+            && slot.attach.log().is_on()
+        {
+            self.marker.mark(slot, gfn, Count::Fault);
+        }
+    }
+
+    #[cold]
+    fn flush(&mut self) {
+        let Self {
+            reader,
+            marker,
+            log,
+            ..
+        } = self;
+        marker.counts.add(Count::Flush, 1);
+        log.flush(|gfn| {
+            // Logged for nobody: a slot that has stopped to log, or is gone.
+            if let Some(slot) = reader.find(gfn)
+                && slot.attach.log().is_on()
+            {
+                marker.mark(slot, gfn, Count::Logged);
+            }
+        });
+    }
+}

@@ -1,0 +1,109 @@
+//! Putting a leaf where the host has a page: at which level, and what of the leaves that are there.
+//!
+//! ```text
+//! what the host has   in stage 2      becomes
+//! 4 KiB               nothing         a small leaf
+//! 4 KiB               a huge leaf     the same if it grants the access; else split, one upgraded
+//! 2 MiB, allowed      nothing         a huge leaf
+//! 2 MiB, allowed      small leaves    collapsed in place to a huge one
+//! ```
+//! The host said of a block that it is whole after the snapshot that the cursor has admitted, so
+//! the small leaves found in it map the frames that a huge leaf maps. Should they not (a bug, or
+//! rights that do not mix) the page gets its small leaf.
+
+use crate::rmap::{BLOCK, Rmap, block_range};
+use crate::{InBlock, Mmu};
+use lacuna_addr::{Gfn, Level, Pfn};
+use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
+
+impl Mmu {
+    /// Maps `gfn` by the small `leaf`, or the block around it alike, if the host `has` it whole.
+    /// Returns the level of the leaf that is there then.
+    #[inline]
+    pub(crate) fn install(
+        &self,
+        cursor: &mut Cursor<'_>,
+        rmap: &Rmap,
+        gfn: Gfn,
+        leaf: Leaf,
+        has: Level,
+    ) -> Result<Level, Exhausted> {
+        // Asked again: it may have been disallowed since the host was.
+        // And where every first write counts, a huge leaf would count for 512 pages.
+        let most = match rmap.log().is_on() {
+            true => Level::L4K,
+            false => rmap.most(gfn),
+        };
+        if has.min(most) >= Level::L2M && self.install_huge(cursor, rmap, gfn, leaf)? {
+            return Ok(Level::L2M);
+        }
+        install_small(cursor, rmap, gfn, leaf)
+    }
+
+    /// Whether the block around `gfn` is mapped as one now.
+    fn install_huge(
+        &self,
+        cursor: &mut Cursor<'_>,
+        rmap: &Rmap,
+        gfn: Gfn,
+        leaf: Leaf,
+    ) -> Result<bool, Exhausted> {
+        let first = leaf.pfn.get() - gfn.get() % BLOCK;
+        let huge = Leaf {
+            pfn: Pfn::new(u32::try_from(first).expect("frame numbers have 32 bits")),
+            ..leaf.at(Level::L2M)
+        };
+        match cursor.map(block_range(gfn).start(), huge) {
+            Ok(mapped) => {
+                if let Mapped::New(at) = mapped {
+                    rmap.set_huge(gfn, at);
+                }
+                return Ok(true);
+            }
+            Err(MapError::Exhausted(error)) => return Err(error),
+            Err(MapError::Occupied { .. }) => {}
+            Err(error) => unreachable!("a whole block is aligned: {error}"),
+        }
+        let Ok(Some((collapsed, table))) = cursor.collapse_to(gfn, huge) else {
+            return Ok(false);
+        };
+        rmap.collapse(gfn, collapsed.at);
+        table.retire(&*self.quiescence);
+        Ok(true)
+    }
+
+    /// Splits the huge leaf around `gfn`, if there is one.
+    pub(crate) fn split(
+        &self,
+        cursor: &mut Cursor<'_>,
+        rmap: &Rmap,
+        gfn: Gfn,
+    ) -> Result<(), Exhausted> {
+        if let InBlock::Huge(_) = rmap.block(gfn)
+            && let Some(split) = cursor.split(gfn)?
+        {
+            rmap.split(gfn, split.first);
+        }
+        Ok(())
+    }
+}
+
+#[inline]
+fn install_small(
+    cursor: &mut Cursor<'_>,
+    rmap: &Rmap,
+    gfn: Gfn,
+    leaf: Leaf,
+) -> Result<Level, Exhausted> {
+    match cursor.map(gfn, leaf) {
+        Ok(Mapped::New(at)) => rmap.set_page(gfn, at),
+        Ok(Mapped::Split(at)) => rmap.split(gfn, at),
+        Ok(Mapped::Upgraded(_) | Mapped::Spurious(_)) => {}
+        Err(MapError::Exhausted(error)) => return Err(error),
+        Err(error) => unreachable!("the recheck admits no stale frame: {error}"),
+    }
+    Ok(match rmap.block(gfn) {
+        InBlock::Huge(_) => Level::L2M,
+        InBlock::Nothing | InBlock::Small(_) => Level::L4K,
+    })
+}

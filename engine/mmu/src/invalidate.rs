@@ -1,0 +1,182 @@
+//! The host takes a range of pages back.
+//!
+//! ```text
+//! begin   for each slot with backing in the range, each 2 MiB block: lock its stripe, busy += 1,
+//!         unmap what the reverse map has: one leaf if it is huge, each small one otherwise
+//! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
+//!         lock each stripe again: seq += 1, busy -= 1: faults are admitted
+//! ```
+//! A page that nothing maps is excluded like any other. A block in which nothing was mapped needs
+//! no shoot-down, unless somebody else was at work in its stripe: he may have unmapped it a moment
+//! ago and not have waited yet, and the frames will be reused when *this* call returns.
+//!
+//! A huge leaf that reaches beyond the range is split in place, and only the part goes. If no table
+//! is to be had for that, all of it goes.
+
+use crate::Mmu;
+use crate::rmap::{BLOCK, Rmap, parts};
+use crate::shape::Shape;
+use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use lacuna_slots::{Overlap, Snapshot};
+use lacuna_stage2::{Cursor, EntryRef, Flush, Removed};
+
+/// What an invalidation did, counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Steps {
+    /// Slots, or nodes of their index, looked at.
+    pub slots: u64,
+    /// Words of reverse maps visited, at every level.
+    pub words: u64,
+    /// Table entries read to find leaves, or to remove them.
+    pub entries: u64,
+    /// Leaves removed, of any level.
+    pub leaves: u64,
+}
+
+/// An invalidation that has unmapped its ranges and keeps faults out of them. Some vCPU may still
+/// use the pages, and those near them wait, until it is finished.
+#[must_use = "faults near the ranges wait until it is finished"]
+pub struct Invalidation<'m> {
+    mmu: &'m Mmu,
+    begun: Begun,
+    flush: Flush<'m>,
+    steps: Steps,
+}
+
+/// Where an invalidation has begun. One piece, the common case, needs no allocation.
+#[derive(Default)]
+struct Begun {
+    first: Option<GfnRange>,
+    more: Vec<GfnRange>,
+}
+
+/// What a visit of some part works on and adds to.
+pub(crate) struct Visit<'v, 's> {
+    pub(crate) cursor: &'v mut Cursor<'s>,
+    pub(crate) rmap: &'v Rmap,
+    pub(crate) flush: &'v mut Flush<'s>,
+    pub(crate) steps: &'v mut Steps,
+}
+
+impl Mmu {
+    /// Unmaps `ranges` and excludes faults there; what is left to do is
+    /// [`Invalidation::finish`]. `shape` is the way to find what is mapped:
+    /// [`Shape::PerLevel`], unless ways are to be compared.
+    pub fn begin_invalidation(&self, shape: Shape, ranges: &[HvaRange]) -> Invalidation<'_> {
+        let slots = self.slots.read();
+        let mut done = Invalidation {
+            mmu: self,
+            begun: Begun::default(),
+            flush: Flush::none(&self.stage2),
+            steps: Steps::default(),
+        };
+        for &range in ranges {
+            let nodes = slots.overlapping(range, |overlap| done.begin(&slots, shape, overlap));
+            done.steps.slots += shape.slots_for_range(&slots, range).unwrap_or(nodes as u64);
+        }
+        done
+    }
+
+    /// Invalidates `range` by one of the ways to do it, and says what it took.
+    pub fn invalidate_as(&self, shape: Shape, range: HvaRange) -> Steps {
+        let begun = self.begin_invalidation(shape, &[range]);
+        let steps = begun.steps();
+        begun.finish();
+        steps
+    }
+}
+
+impl<'m> Invalidation<'m> {
+    fn begin(&mut self, slots: &Snapshot<Rmap>, shape: Shape, overlap: Overlap<'_, Rmap>) {
+        let Overlap { slot, gfns } = overlap;
+        self.begun.push(gfns);
+        for part in parts(gfns) {
+            let mut cursor = self.mmu.stage2.fault_cursor(part.start());
+            self.flush.join(cursor.unsettled());
+            cursor.begin();
+            let mut visit = Visit {
+                cursor: &mut cursor,
+                rmap: &slot.attach,
+                flush: &mut self.flush,
+                steps: &mut self.steps,
+            };
+            shape.unmap(self.mmu, slots, slot, part, &mut visit);
+        }
+    }
+
+    /// What has been done so far.
+    pub fn steps(&self) -> Steps {
+        self.steps
+    }
+
+    /// Whether some vCPU may hold what was unmapped.
+    pub fn must_flush(&self) -> bool {
+        !self.flush.is_empty()
+    }
+
+    /// Waits until no vCPU can use the ranges, then admits faults again.
+    pub fn finish(self) {
+        if !self.flush.is_empty() {
+            self.flush.finish(&*self.mmu.quiescence);
+        }
+        for gfns in self.begun.iter() {
+            for part in parts(gfns) {
+                self.mmu.stage2.fault_cursor(part.start()).end();
+            }
+        }
+    }
+}
+
+impl Mmu {
+    /// Unmaps `part`, which is inside the visit's block: each level once.
+    #[inline]
+    pub(crate) fn unmap_part(&self, part: GfnRange, visit: &mut Visit<'_, '_>) {
+        self.cut(visit.cursor, visit.rmap, part);
+        let rmap = visit.rmap;
+        visit.steps.words += rmap.leaves(part, |at, gfn| self.unmap_leaf(at, gfn, visit));
+    }
+
+    /// If `part` is not its whole block, splits the block's huge leaf.
+    #[inline]
+    pub(crate) fn cut(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) {
+        if part.pages() < BLOCK {
+            // Without a table the leaf stays huge, and goes whole.
+            let _ = self.split(cursor, rmap, part.start());
+        }
+    }
+
+    /// Unmaps the leaf at `at`, which maps `gfn`.
+    #[inline]
+    pub(crate) fn unmap_leaf(&self, at: EntryRef, gfn: Gfn, visit: &mut Visit<'_, '_>) {
+        visit.steps.entries += 1;
+        let (removed, flush) = visit
+            .cursor
+            .unmap_at(at, gfn)
+            .expect("the reverse map leads to leaves");
+        visit.flush.join(flush);
+        self.forget(visit.rmap, visit.steps, removed);
+    }
+
+    /// A leaf is gone: so must be its word, and its D must be known.
+    #[inline]
+    pub(crate) fn forget(&self, rmap: &Rmap, steps: &mut Steps, removed: Removed) {
+        steps.leaves += 1;
+        rmap.clear(&removed);
+        if removed.leaf.dirty {
+            self.host.mark_dirty(removed.leaf.pfn, removed.leaf.level);
+        }
+    }
+}
+
+impl Begun {
+    fn push(&mut self, gfns: GfnRange) {
+        match self.first {
+            None => self.first = Some(gfns),
+            Some(_) => self.more.push(gfns),
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = GfnRange> {
+        self.first.into_iter().chain(self.more.iter().copied())
+    }
+}

@@ -1,0 +1,123 @@
+//! The ways to find what is mapped in a range, for comparison: they hold the same lock, and end in
+//! the same removal of the same leaves.
+//!
+//! | shape | for a range of n pages in one of s slots |
+//! |---|---|
+//! | `PageLoop` | for each page: every slot is compared, then a word at every level: n (s + 2) |
+//! | `RangeThenPages` | the slots once; then for each page a word at every level: s + 2n |
+//! | `PerLevel` | slots by their index; one word a block; page words where small leaves are |
+//! | `Walk` | slots by their index; no reverse map: the tables are descended |
+//!
+//! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
+//! `PerLevel` the whole of it and what Lacuna does, `Walk` what KVM does where it has no reverse
+//! maps. Which stripes to lock is found by the index in each shape, uncounted: the lock is not what
+//! is compared.
+
+use crate::invalidate::Visit;
+use crate::{InBlock, Mmu, Rmap};
+use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use lacuna_slots::{Slot, Snapshot};
+use std::sync::Arc;
+
+/// A way to find what is mapped in a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Shape {
+    /// Page by page, each over all slots and levels.
+    PageLoop,
+    /// Over the slots once, then page by page over all levels.
+    RangeThenPages,
+    /// Slots by interval search, each level visited once.
+    PerLevel,
+    /// Slots by interval search, then down the tables, without a reverse map.
+    Walk,
+}
+
+impl Shape {
+    /// Every shape, oldest first.
+    pub const ALL: [Self; 4] = [
+        Self::PageLoop,
+        Self::RangeThenPages,
+        Self::PerLevel,
+        Self::Walk,
+    ];
+
+    /// Slots looked at to find those of `range`, if it is not by the index.
+    pub(crate) fn slots_for_range(self, slots: &Snapshot<Rmap>, range: HvaRange) -> Option<u64> {
+        match self {
+            // Page by page, under the lock.
+            Self::PageLoop => Some(0),
+            Self::RangeThenPages => {
+                let hits = slots.iter().filter(|s| s.hvas.intersect(range).is_some());
+                std::hint::black_box(hits.count());
+                Some(slots.len() as u64)
+            }
+            Self::PerLevel | Self::Walk => None,
+        }
+    }
+
+    /// Unmaps `part` of `slot`, inside the visit's block.
+    #[inline]
+    pub(crate) fn unmap(
+        self,
+        mmu: &Mmu,
+        slots: &Snapshot<Rmap>,
+        slot: &Arc<Slot<Rmap>>,
+        part: GfnRange,
+        visit: &mut Visit<'_, '_>,
+    ) {
+        match self {
+            Self::PerLevel => mmu.unmap_part(part, visit),
+            Self::PageLoop => mmu.unmap_page_loop(slots, slot, part, visit),
+            Self::RangeThenPages => part.iter().for_each(|gfn| mmu.unmap_page(gfn, part, visit)),
+            Self::Walk => mmu.unmap_walk(part, visit),
+        }
+    }
+}
+
+impl Mmu {
+    fn unmap_page_loop(
+        &self,
+        slots: &Snapshot<Rmap>,
+        slot: &Arc<Slot<Rmap>>,
+        part: GfnRange,
+        visit: &mut Visit<'_, '_>,
+    ) {
+        for gfn in part.iter() {
+            let hva = slot.hva(gfn);
+            for other in slots.iter() {
+                visit.steps.slots += 1;
+                // Another slot with the same backing has its turn under its own lock.
+                if other.hvas.contains(hva) && Arc::ptr_eq(other, slot) {
+                    self.unmap_page(gfn, part, visit);
+                }
+            }
+        }
+    }
+
+    /// One page of `part`: the word at every level.
+    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_>) {
+        visit.steps.words += 2;
+        self.cut(visit.cursor, visit.rmap, part);
+        if let InBlock::Huge(at) = visit.rmap.block(gfn) {
+            self.unmap_leaf(at, gfn, visit);
+        }
+        if let Some(at) = visit.rmap.page(gfn) {
+            self.unmap_leaf(at, gfn, visit);
+        }
+    }
+
+    fn unmap_walk(&self, part: GfnRange, visit: &mut Visit<'_, '_>) {
+        let Visit {
+            cursor,
+            rmap,
+            flush,
+            steps,
+        } = visit;
+        // Without a table the leaf stays huge, and goes whole.
+        let _ = cursor.cut(part, |split| rmap.split(split.gfn, split.first));
+        let (stale, entries) =
+            cursor.unmap_counted(part, |removed| self.forget(rmap, steps, removed));
+        flush.join(stale);
+        steps.entries += entries;
+    }
+}

@@ -1,0 +1,121 @@
+//! Leaves of both levels against a plain model, verified after every step. The host is not asked:
+//! page n of the backing is in frame n, and a test says at which level the host has it, so that
+//! every mixture of leaves can be made at will.
+
+mod legality;
+mod plain;
+mod retry;
+mod shapes;
+mod tables;
+mod threads;
+
+use crate::rmap::parts;
+use crate::{InBlock, Mmu, Shape};
+use lacuna_addr::{Access, Gfn, GfnRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
+use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
+use lacuna_stage2::{Age, Exhausted, Leaf};
+use lacuna_sync::{HostClock, Quiescence};
+use std::sync::{Arc, OnceLock};
+
+/// Pages of backing: four blocks.
+const PAGES: u64 = 2048;
+/// The backing's first page: it starts a block.
+const BACKING: u64 = 0x10_0000;
+
+/// Where a slot is: its first guest frame, its first page of the backing, its pages.
+type Place = (u64, u64, u64);
+
+/// One slot of whole blocks; one whose frames and backing are aligned differently; two that meet
+/// inside a block, the upper with a whole block in it. All share backing.
+const SLOTS: [Place; 4] = [
+    (0x400, 0, PAGES),
+    (0x1_0001, 512, 600),
+    (0x2_0000 + 300, 300, 1024),
+    (0x2_0000, 1024, 300),
+];
+
+/// Gives frames their numbers; nothing is in them.
+fn host() -> Arc<Host> {
+    static HOST: OnceLock<Arc<Host>> = OnceLock::new();
+    let make = || {
+        let config = HostConfig {
+            budget: PageCount::new(2 * PAGES),
+            huge: HugePages::Never,
+            swap: Box::new(MemoryStore::new()),
+            io: Io::Threads { readers: 1 },
+            clock: Arc::new(HostClock::default()),
+        };
+        Host::new(config).expect("a small host")
+    };
+    Arc::clone(HOST.get_or_init(make))
+}
+
+/// An MMU with no slots, at most `tables` table pages, and vCPUs that are offline.
+fn mmu(tables: u32) -> Arc<Mmu> {
+    Mmu::new(host(), Arc::new(Quiescence::new(2)), tables).expect("an MMU")
+}
+
+fn spec(id: u16, (gfn, page, pages): Place) -> SlotSpec {
+    SlotSpec {
+        id: SlotId(id),
+        guest: gfn * PAGE_SIZE as u64,
+        host: hva(page),
+        bytes: pages * PAGE_SIZE as u64,
+        flags: SlotFlags::empty(),
+    }
+}
+
+fn add(mmu: &Mmu, slots: &[Place]) {
+    for (id, place) in (0..).zip(slots) {
+        mmu.add_slot(spec(id, *place)).expect("room");
+    }
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a frame")
+}
+
+fn hva(page: u64) -> Hva {
+    Hva::new((BACKING + page) * PAGE_SIZE as u64)
+}
+
+fn range(page: u64, pages: u64) -> HvaRange {
+    HvaRange::new(hva(page), pages).expect("a range")
+}
+
+/// The end of a fault at `at`, once the host has said that it has the page at level `has`. `None`
+/// where no slot is.
+fn touch(mmu: &Mmu, at: u64, access: Access, has: Level) -> Option<Result<Level, Exhausted>> {
+    let at = gfn(at);
+    let slots = mmu.slots.snapshot();
+    let slot = slots.find(at)?;
+    let frame = slot.hva(at).get() / PAGE_SIZE as u64 - BACKING;
+    let pfn = lacuna_addr::Pfn::new(frame as u32);
+    let leaf = match access {
+        Access::Write => Leaf::dirty(pfn),
+        Access::Read | Access::Fetch => Leaf::clean(pfn),
+    };
+    let mut cursor = mmu.stage2.fault_cursor(at);
+    Some(mmu.install(&mut cursor, &slot.attach, at, leaf, has))
+}
+
+/// Every leaf, as the reverse maps have them: first frame, level, and whether it is young.
+fn leaves(mmu: &Mmu) -> Vec<(u64, Level, bool)> {
+    let mut found = Vec::new();
+    for slot in mmu.slots.snapshot().iter() {
+        for part in parts(slot.gfns) {
+            let cursor = mmu.stage2.fault_cursor(part.start());
+            let level = match slot.attach.block(part.start()) {
+                InBlock::Huge(_) => Level::L2M,
+                InBlock::Nothing | InBlock::Small(_) => Level::L4K,
+            };
+            slot.attach.leaves(part, |at, gfn| {
+                let young = cursor.test_young_at(at, gfn) == Age::Young;
+                found.push((gfn.get(), level, young));
+            });
+        }
+    }
+    found.sort_unstable();
+    found
+}

@@ -1,0 +1,384 @@
+//! Anything in any order, against a map of leaves.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Touch(u64, Access, Level),
+    Invalidate(u64, u64, Shape),
+    Age(u64, u64),
+    TestYoung(u64, u64),
+    Protect(u64, u64),
+    Shatter(u64),
+    Disallow(u64, u64),
+    Allow,
+    Delete(u16),
+    Add(u16),
+    Move(u16, u64),
+}
+
+/// A leaf of the model.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Plain {
+    level: Level,
+    young: bool,
+    write: bool,
+}
+
+/// Leaves by their first frame, slots by their number, and what was disallowed in which life of
+/// which slot.
+#[derive(Default)]
+struct Model {
+    leaves: BTreeMap<u64, Plain>,
+    slots: BTreeMap<u16, (Place, u32)>,
+    lives: u32,
+    disallowed: Vec<GfnRange>,
+    counts: BTreeMap<(u16, u64), u32>,
+}
+
+impl Model {
+    fn slot_of(&self, gfn: u64) -> Option<(u16, Place)> {
+        let inside = |(first, _, pages): Place| (first..first + pages).contains(&gfn);
+        let mut slots = self.slots.iter().map(|(id, (place, _))| (*id, *place));
+        slots.find(|(_, place)| inside(*place))
+    }
+
+    fn allows_huge(&self, gfn: u64) -> bool {
+        let Some((id, (first, page, pages))) = self.slot_of(gfn) else {
+            return false;
+        };
+        let block = gfn & !511;
+        first <= block
+            && block + 512 <= first + pages
+            && first % 512 == page % 512
+            && self
+                .counts
+                .get(&(id, block))
+                .is_none_or(|count| *count == 0)
+    }
+
+    fn huge(&self, gfn: u64) -> Option<Plain> {
+        let leaf = self.leaves.get(&(gfn & !511)).copied();
+        leaf.filter(|leaf| leaf.level == Level::L2M)
+    }
+
+    fn split(&mut self, gfn: u64) {
+        if let Some(huge) = self.huge(gfn) {
+            let level = Level::L4K;
+            let block = gfn & !511;
+            self.leaves
+                .extend((block..block + 512).map(|gfn| (gfn, Plain { level, ..huge })));
+        }
+    }
+
+    /// The leaves of the block become one, joined with `new`.
+    fn join(&mut self, gfn: u64, new: Plain) {
+        let block = gfn & !511;
+        let mut joined = new;
+        for page in block..block + 512 {
+            if let Some(old) = self.leaves.remove(&page) {
+                joined.young |= old.young;
+                joined.write |= old.write;
+            }
+        }
+        self.leaves.insert(
+            block,
+            Plain {
+                level: Level::L2M,
+                ..joined
+            },
+        );
+    }
+
+    fn touch(&mut self, gfn: u64, write: bool, has: Level) {
+        let new = Plain {
+            level: Level::L4K,
+            young: true,
+            write,
+        };
+        if has == Level::L2M && self.allows_huge(gfn) {
+            self.join(gfn, new);
+        } else if let Some(huge) = self.huge(gfn)
+            && (huge.write || !write)
+        {
+            self.leaves.insert(
+                gfn & !511,
+                Plain {
+                    young: true,
+                    ..huge
+                },
+            );
+        } else {
+            self.split(gfn);
+            let old = self.leaves.get(&gfn).is_some_and(|old| old.write);
+            self.leaves.insert(
+                gfn,
+                Plain {
+                    write: write || old,
+                    ..new
+                },
+            );
+        }
+    }
+
+    /// The guest frames of pages `page..page + pages` of the backing, in ranges.
+    fn gfns(&self, page: u64, pages: u64) -> Vec<std::ops::Range<u64>> {
+        let part = |((gfn, first, count), _): &(Place, u32)| {
+            let start = page.max(*first);
+            let end = (page + pages).min(first + count);
+            (start < end).then(|| gfn + start - first..gfn + end - first)
+        };
+        self.slots.values().filter_map(part).collect()
+    }
+
+    /// Applies `act` to the first frames of the leaves that map these pages of the backing, when
+    /// they have been cut at the edges.
+    fn each(&mut self, page: u64, pages: u64, cut: bool, mut act: impl FnMut(&mut Self, u64)) {
+        for gfns in self.gfns(page, pages) {
+            for edge in [gfns.start, gfns.end - 1] {
+                let block = edge & !511;
+                if cut && (block < gfns.start || gfns.end < block + 512) {
+                    self.split(edge);
+                }
+            }
+            let mut hit: Vec<u64> = gfns
+                .clone()
+                .filter(|g| self.leaves.contains_key(g))
+                .collect();
+            // A huge leaf that begins before the range.
+            if !hit.contains(&(gfns.start & !511)) && self.huge(gfns.start).is_some() {
+                hit.push(gfns.start & !511);
+            }
+            hit.into_iter().for_each(|gfn| act(self, gfn));
+        }
+    }
+
+    fn forget_slot(&mut self, id: u16) -> Option<Place> {
+        let ((gfn, page, pages), _) = self.slots.remove(&id)?;
+        self.leaves.retain(|at, _| !(gfn..gfn + pages).contains(at));
+        self.counts.retain(|(other, _), _| *other != id);
+        Some((gfn, page, pages))
+    }
+
+    fn fits(&self, id: u16, (gfn, _, pages): Place) -> bool {
+        let meets = |(other, ((first, _, count), _)): (&u16, &(Place, u32))| {
+            *other != id && gfn < first + count && *first < gfn + pages
+        };
+        !self.slots.iter().any(meets)
+    }
+
+    fn insert(&mut self, id: u16, place: Place) {
+        self.lives += 1;
+        self.slots.insert(id, (place, self.lives));
+    }
+
+    /// The slots and blocks that a range of guest frames touches.
+    fn blocks(&self, gfns: GfnRange) -> Vec<(u16, u64)> {
+        let of_slot = |(id, ((first, _, pages), _)): (&u16, &(Place, u32))| {
+            let slot = GfnRange::new(gfn(*first), *pages).expect("a slot");
+            let id = *id;
+            let blocks = slot.intersect(gfns).into_iter().flat_map(parts);
+            blocks
+                .map(move |part| (id, part.start().get() & !511))
+                .collect::<Vec<_>>()
+        };
+        self.slots.iter().flat_map(of_slot).collect()
+    }
+}
+
+fn step(mmu: &Mmu, model: &mut Model, op: Op) {
+    match op {
+        Op::Touch(gfn, access, has) => {
+            let done = touch(mmu, gfn, access, has);
+            assert_eq!(done.is_some(), model.slot_of(gfn).is_some());
+            if let Some(level) = done {
+                model.touch(gfn, access.is_write(), has);
+                let huge = model.huge(gfn).is_some();
+                assert_eq!(level.expect("tables") == Level::L2M, huge);
+            }
+        }
+        Op::Invalidate(page, pages, shape) => {
+            let steps = mmu.invalidate_as(shape, range(page, pages));
+            let mut removed = 0;
+            model.each(page, pages, true, |model, gfn| {
+                removed += u64::from(model.leaves.remove(&gfn).is_some());
+            });
+            assert_eq!(steps.leaves, removed, "{steps:?}");
+        }
+        Op::Age(page, pages) => {
+            let mut young = [false];
+            mmu.age(&[range(page, pages)], &mut young);
+            let mut expected = false;
+            model.each(page, pages, false, |model, gfn| {
+                let leaf = model.leaves.get_mut(&gfn).expect("a leaf");
+                expected |= std::mem::take(&mut leaf.young);
+            });
+            assert_eq!(young, [expected]);
+        }
+        Op::TestYoung(page, pages) => {
+            let mut expected = false;
+            model.each(page, pages, false, |model, gfn| {
+                expected |= model.leaves[&gfn].young
+            });
+            assert_eq!(mmu.test_young(range(page, pages)), expected);
+        }
+        Op::Protect(page, pages) => {
+            mmu.write_protect(range(page, pages));
+            model.each(page, pages, true, |model, gfn| {
+                model.leaves.get_mut(&gfn).expect("a leaf").write = false;
+            });
+        }
+        Op::Shatter(block) => {
+            mmu.shatter(range(block * 512, 512));
+            for gfns in model.gfns(block * 512, 512) {
+                gfns.step_by(64).for_each(|gfn| model.split(gfn));
+            }
+        }
+        op => step_levels(mmu, model, op),
+    }
+}
+
+/// The steps that change slots, or what they allow.
+fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
+    match op {
+        Op::Disallow(first, pages) => {
+            let gfns = GfnRange::new(gfn(first), pages).expect("a range");
+            mmu.disallow_huge(gfns).expect("tables");
+            model.disallowed.push(gfns);
+            for block in model.blocks(gfns) {
+                *model.counts.entry(block).or_default() += 1;
+                model.split(block.1);
+            }
+        }
+        Op::Allow => {
+            // Slots that came after a range was disallowed have no count to take back.
+            let Some(gfns) = model.disallowed.pop() else {
+                return;
+            };
+            let blocks = model.blocks(gfns);
+            if blocks
+                .iter()
+                .any(|at| model.counts.get(at).is_none_or(|count| *count == 0))
+            {
+                return;
+            }
+            mmu.allow_huge(gfns);
+            for at in blocks {
+                *model.counts.get_mut(&at).expect("counted") -= 1;
+                let full = (at.1..at.1 + 512).all(|gfn| model.leaves.contains_key(&gfn));
+                if full && model.allows_huge(at.1) {
+                    let first = model.leaves[&at.1];
+                    model.join(at.1, first);
+                }
+            }
+        }
+        Op::Delete(id) => {
+            let known = model.forget_slot(id).is_some();
+            assert_eq!(mmu.delete_slot(SlotId(id)).is_ok(), known);
+        }
+        Op::Add(id) => {
+            let place = SLOTS[usize::from(id)];
+            let free = !model.slots.contains_key(&id) && model.fits(id, place);
+            assert_eq!(mmu.add_slot(spec(id, place)).is_ok(), free);
+            if free {
+                model.insert(id, place);
+            }
+        }
+        Op::Move(id, to) => {
+            let target = gfn(to).gpa();
+            let Some(((_, page, pages), _)) = model.slots.get(&id).copied() else {
+                assert!(mmu.move_slot(SlotId(id), target).is_err());
+                return;
+            };
+            let place = (to, page, pages);
+            let free = model.fits(id, place);
+            assert_eq!(mmu.move_slot(SlotId(id), target).is_ok(), free);
+            // A move that is refused has unmapped the slot all the same.
+            let was = model.forget_slot(id).expect("it is there");
+            model.insert(id, if free { place } else { was });
+        }
+        _ => unreachable!("a step of leaves"),
+    }
+}
+
+fn compare(mmu: &Mmu, model: &Model) {
+    mmu.verify();
+    let expected: Vec<_> = model
+        .leaves
+        .iter()
+        .map(|(gfn, p)| (*gfn, p.level, p.young))
+        .collect();
+    let found = leaves(mmu);
+    if found != expected {
+        let differ = found.iter().zip(&expected).find(|(a, b)| a != b);
+        panic!(
+            "{} leaves, not {}; first {differ:?}",
+            found.len(),
+            expected.len()
+        );
+    }
+    for (id, ((first, _, pages), _)) in &model.slots {
+        for block in (*first..first + pages).step_by(256) {
+            let huge = mmu.most(gfn(block)) == Some(Level::L2M);
+            assert_eq!(huge, model.allows_huge(block), "slot {id}, gfn {block:#x}");
+        }
+    }
+}
+
+fn guest_frame() -> impl Strategy<Value = u64> {
+    let inside = |(first, _, pages): Place| first..first + pages;
+    prop_oneof![
+        4 => inside(SLOTS[0]),
+        1 => inside(SLOTS[1]),
+        2 => inside(SLOTS[2]),
+        1 => inside(SLOTS[3]),
+        1 => 0x3_0000..0x3_1000u64,
+    ]
+}
+
+fn pages() -> impl Strategy<Value = (u64, u64)> {
+    prop_oneof![
+        (0..PAGES, 1..4u64),
+        (0..PAGES, 1..PAGES),
+        (0..4u64, 1..3u64).prop_map(|(block, blocks)| (block * 512, blocks * 512)),
+    ]
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let access = prop::sample::select(vec![Access::Read, Access::Write]);
+    let level = prop::sample::select(vec![Level::L4K, Level::L2M, Level::L2M]);
+    let place = prop::sample::select(vec![0x3_0000u64, 0x3_0001, 0x3_0200, 0x3_0000 + 300, 0x480]);
+    prop_oneof![
+        16 => (guest_frame(), access, level).prop_map(|(g, a, l)| Op::Touch(g, a, l)),
+        4 => (pages(), prop::sample::select(Shape::ALL.to_vec()))
+            .prop_map(|((page, pages), shape)| Op::Invalidate(page, pages, shape)),
+        2 => pages().prop_map(|(page, pages)| Op::Age(page, pages)),
+        1 => pages().prop_map(|(page, pages)| Op::TestYoung(page, pages)),
+        2 => pages().prop_map(|(page, pages)| Op::Protect(page, pages)),
+        2 => (0..4u64).prop_map(Op::Shatter),
+        1 => (guest_frame(), 1..1500u64).prop_map(|(gfn, pages)| Op::Disallow(gfn, pages)),
+        2 => Just(Op::Allow),
+        1 => (0..4u16).prop_map(Op::Delete),
+        2 => (0..4u16).prop_map(Op::Add),
+        1 => (0..4u16, place).prop_map(|(id, to)| Op::Move(id, to)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn leaves_are_what_a_plain_map_says(ops in prop::collection::vec(op(), 1..120)) {
+        let mmu = mmu(4096);
+        let mut model = Model::default();
+        for id in 0..4 {
+            step(&mmu, &mut model, Op::Add(id));
+        }
+        for op in ops {
+            step(&mmu, &mut model, op);
+            compare(&mmu, &model);
+        }
+    }
+}

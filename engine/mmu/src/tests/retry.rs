@@ -1,0 +1,93 @@
+//! Which faults an invalidation refuses, and which vCPUs it waits for.
+
+use super::*;
+use crate::Invalidation;
+
+fn one_slot() -> Arc<Mmu> {
+    let mmu = mmu(4096);
+    add(&mmu, &SLOTS[..1]);
+    mmu
+}
+
+const HOME: u64 = SLOTS[0].0;
+
+/// Whether a fault that took its snapshot at the start of `meanwhile` is admitted after it.
+fn admitted(mmu: &Mmu, at: u64, meanwhile: impl FnOnce()) -> bool {
+    let snapshot = mmu.stage2.snapshot(gfn(at));
+    meanwhile();
+    mmu.stage2.fault_cursor(gfn(at)).admits(snapshot)
+}
+
+#[test]
+fn a_fault_is_refused_if_an_invalidation_began_after_its_snapshot() {
+    let mmu = one_slot();
+    let begin = |page, pages| mmu.begin_invalidation(Shape::PerLevel, &[range(page, pages)]);
+    let mut open = None;
+    assert!(
+        !admitted(&mmu, HOME + 5, || open = Some(begin(0, 512))),
+        "it has begun"
+    );
+    assert!(!admitted(&mmu, HOME + 5, || {}), "it is under way");
+    open.take().expect("begun above").finish();
+    assert!(admitted(&mmu, HOME + 5, || {}), "it is over");
+    assert!(
+        !admitted(&mmu, HOME + 5, || begin(0, 512).finish()),
+        "it has come and gone"
+    );
+    // A neighbour in the block retries once; another block does not even that.
+    assert!(!admitted(&mmu, HOME + 5, || begin(100, 1).finish()));
+    assert!(admitted(&mmu, HOME + 5, || {}));
+    assert!(admitted(&mmu, HOME + 5, || begin(512, 512).finish()));
+}
+
+#[test]
+fn nothing_unmapped_needs_no_shootdown_unless_somebody_is_at_work_there() {
+    let mmu = one_slot();
+    let _ = touch(&mmu, HOME, Access::Read, Level::L4K)
+        .expect("a slot")
+        .expect("tables");
+    let begin = |page| mmu.begin_invalidation(Shape::PerLevel, &[range(page, 1)]);
+    let first = begin(0);
+    assert!(first.must_flush(), "a leaf is gone");
+    let second = begin(0);
+    assert!(second.must_flush(), "the first has not waited yet");
+    let far = begin(1024);
+    assert!(!far.must_flush(), "nothing was there, and nobody else is");
+    [first, second, far]
+        .into_iter()
+        .for_each(Invalidation::finish);
+    let again = begin(0);
+    assert!(
+        !again.must_flush(),
+        "all that was there has been waited for"
+    );
+    again.finish();
+}
+
+#[test]
+fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
+    let mmu = one_slot();
+    let quiescence = &mmu.quiescence;
+    let vcpu = quiescence.vcpu(0);
+    let _ = quiescence.online(0);
+    vcpu.flushed();
+    vcpu.note((HOME + 512) / 512);
+    for at in [HOME, HOME + 512] {
+        let _ = touch(&mmu, at, Access::Read, Level::L2M)
+            .expect("a slot")
+            .expect("tables");
+    }
+    // It is online and passes no quiescent point: a call that waited for it would not return.
+    let steps = mmu.invalidate_as(Shape::PerLevel, range(0, 512));
+    assert_eq!(steps.leaves, 1);
+    assert!(!vcpu.poked());
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| mmu.invalidate(&[range(512, 512)]));
+        while !vcpu.poked() {
+            std::thread::yield_now();
+        }
+        assert!(!other.is_finished());
+        quiescence.offline(0);
+        other.join().expect("the vCPU has passed");
+    });
+}

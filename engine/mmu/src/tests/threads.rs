@@ -1,0 +1,194 @@
+//! vCPUs on threads, with TLBs of their own, against everything that takes leaves away or changes
+//! their size.
+//!
+//! Each page of the backing has a generation. Whoever invalidates pages owns them when the call has
+//! returned, and moves their generations on, as if the frames had been reused. A vCPU notes the
+//! generation when a walk gives it a page: as long as its TLB holds the page, it must not move.
+
+use super::*;
+use lacuna_stage2::Walk;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+const HOME: u64 = SLOTS[0].0;
+const ROUNDS: u64 = 250;
+
+struct World {
+    mmu: Arc<Mmu>,
+    /// Odd while the page is being taken back: the host would not give it out.
+    generations: Vec<AtomicU64>,
+    /// One bit a block: the host has it whole.
+    whole: AtomicU64,
+    done: AtomicBool,
+}
+
+/// A vCPU's thread ends, perhaps by a failed assertion: nobody shall wait for it.
+struct Gone<'w>(&'w World, usize);
+
+impl Drop for Gone<'_> {
+    fn drop(&mut self) {
+        self.0.mmu.quiescence.offline(self.1);
+        self.0.done.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The disturber's thread ends, however.
+struct Done<'w>(&'w World);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.done.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A small generator: the test needs variety, not quality.
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % n
+    }
+}
+
+impl World {
+    fn generation(&self, page: u64) -> u64 {
+        self.generations[page as usize].load(Ordering::SeqCst)
+    }
+
+    /// A fault, as `Mmu::fault` does it.
+    fn fault(&self, page: u64, access: Access, rng: &mut Rng) {
+        let (mmu, at) = (&self.mmu, gfn(HOME + page));
+        let snapshot = mmu.stage2.snapshot(at);
+        let whole = self.whole.load(Ordering::SeqCst) >> (page / 512) & 1 == 1;
+        let mut block = page & !511..(page & !511) + 512;
+        let there = |page| self.generation(page).is_multiple_of(2);
+        let has = match there(page) {
+            false => return,
+            true if whole && block.all(there) => Level::L2M,
+            true => Level::L4K,
+        };
+        let slots = mmu.slots.snapshot();
+        let slot = slots.find(at).expect("the slot stays");
+        let pfn = lacuna_addr::Pfn::new(page as u32);
+        let leaf = match access {
+            Access::Write => Leaf::dirty(pfn),
+            Access::Read | Access::Fetch => Leaf::clean(pfn),
+        };
+        if rng.below(8) == 0 {
+            // What the host said grows old.
+            std::thread::yield_now();
+        }
+        let mut cursor = mmu.stage2.fault_cursor(at);
+        if cursor.admits(snapshot) {
+            let _ = mmu
+                .install(&mut cursor, &slot.attach, at, leaf, has)
+                .expect("tables");
+        }
+    }
+
+    fn vcpu(&self, index: usize) -> u64 {
+        let (quiescence, mut rng) = (&self.mmu.quiescence, Rng(7 + index as u64));
+        let (mut tlb, mut hits) = (HashMap::new(), 0);
+        let _gone = Gone(self, index);
+        let mut last = None;
+        while !self.done.load(Ordering::Relaxed) {
+            // Before it comes online: a poke after that stays.
+            let poked = quiescence.vcpu(index).take() != 0;
+            let wanted = quiescence.online(index);
+            if poked || last != Some(wanted) {
+                tlb.clear();
+                quiescence.vcpu(index).flushed();
+                last = Some(wanted);
+            }
+            while !quiescence.vcpu(index).poked() && !self.done.load(Ordering::Relaxed) {
+                // Two of the four blocks are more this vCPU's than the other's.
+                let own = (index as u64 * 2 + rng.below(2)) % 4 * 512 + rng.below(512);
+                let page = [own, rng.below(PAGES)][usize::from(rng.below(8) == 0)];
+                if let Some(seen) = tlb.get(&page) {
+                    assert_eq!(self.generation(page) / 2, *seen, "page {page} was reused");
+                    hits += 1;
+                    continue;
+                }
+                quiescence.vcpu(index).note((HOME + page) / 512);
+                let access = [Access::Read, Access::Write][rng.below(2) as usize];
+                match self.mmu.stage2.walk(gfn(HOME + page), access) {
+                    Walk::Hit(hit) => {
+                        assert_eq!(hit.pfn.get(), page);
+                        tlb.insert(page, self.generation(page) / 2);
+                    }
+                    Walk::Violation(_) => self.fault(page, access, &mut rng),
+                }
+            }
+            if rng.below(4) == 0 {
+                quiescence.offline(index);
+            }
+        }
+        hits
+    }
+
+    fn take_back(&self, page: u64, pages: u64) {
+        let pages = page..(page + pages).min(PAGES);
+        for page in pages.clone() {
+            self.generations[page as usize].fetch_add(1, Ordering::SeqCst);
+        }
+        self.mmu
+            .invalidate(&[range(pages.start, pages.end - pages.start)]);
+        for page in pages {
+            self.generations[page as usize].fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    fn disturb(&self) {
+        let _done = Done(self);
+        let mut rng = Rng(99);
+        let mut disallowed = Vec::new();
+        for _ in 0..ROUNDS {
+            let (page, block) = (rng.below(PAGES), rng.below(4));
+            match rng.below(8) {
+                0 | 1 => self.take_back(page, 1 + rng.below(4)),
+                2 => self.take_back(page, 1 + rng.below(700)),
+                3 => self.take_back(block * 512, 512),
+                4 => drop(self.whole.fetch_xor(1 << block, Ordering::SeqCst)),
+                5 => self.mmu.shatter(range(block * 512, 512)),
+                6 => self.mmu.write_protect(range(page, 1 + rng.below(300))),
+                _ => match disallowed.pop() {
+                    Some(gfns) => self.mmu.allow_huge(gfns),
+                    None => {
+                        let gfns = GfnRange::new(gfn(HOME + page), 1 + rng.below(600));
+                        let gfns = gfns.expect("a range");
+                        self.mmu.disallow_huge(gfns).expect("tables");
+                        disallowed.push(gfns);
+                    }
+                },
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn no_tlb_outlives_an_invalidation() {
+    let world = World {
+        mmu: mmu(4096),
+        generations: (0..PAGES).map(|_| AtomicU64::new(0)).collect(),
+        whole: AtomicU64::new(0b0101),
+        done: AtomicBool::new(false),
+    };
+    add(&world.mmu, &SLOTS[..1]);
+    let hits: u64 = std::thread::scope(|scope| {
+        let vcpus = [0, 1].map(|index| {
+            let world = &world;
+            scope.spawn(move || world.vcpu(index))
+        });
+        world.disturb();
+        vcpus
+            .into_iter()
+            .map(|vcpu| vcpu.join().expect("a vCPU"))
+            .sum()
+    });
+    assert!(hits > 0, "the TLBs were used");
+    world.mmu.verify();
+}

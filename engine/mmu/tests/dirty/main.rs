@@ -1,0 +1,297 @@
+//! A copy of memory that is kept by replaying harvests is right, whatever else goes on: reclaim,
+//! splits, collapses, slot changes, switches of detection.
+
+mod bed;
+mod threads;
+
+use bed::{Bed, Monitor, PAGES, PLACES, SLOT, Stuck, Vcpu, Words, ring};
+use lacuna_addr::{Access, GfnRange, HvaRange, Level};
+use lacuna_host::{HugePages, MmuNotifier};
+use lacuna_mmu::{Backup, Delivery, Detection, DirtyError, HugeLeaves, Initially, Logging};
+use lacuna_slots::SlotFlags;
+use lacuna_stage2::Walk;
+use proptest::prelude::*;
+
+fn deliveries() -> [Delivery; 3] {
+    [Delivery::Bitmap, ring(Backup::Bitmap), bare_ring()]
+}
+
+fn bare_ring() -> Delivery {
+    ring(Backup::None)
+}
+
+const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
+
+#[derive(Clone, Debug)]
+enum Op {
+    Write(usize, u64, u64),
+    Run(usize, u64, u64),
+    Read(usize, u64),
+    HostWrite(u64, u64),
+    Harvest,
+    ClearSome(usize, usize),
+    Lose,
+    Detect(Detection),
+    Restart(Initially, HugeLeaves),
+    Balance,
+    Collapse,
+    Shatter(u64),
+    Disallow(u64, u64),
+    Allow,
+    Move(usize),
+    Flags,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let page = || 0..PAGES;
+    let initially = prop::sample::select(vec![Initially::Clean, Initially::AllSet]);
+    let huge = prop::sample::select(vec![HugeLeaves::Lazy, HugeLeaves::Eager]);
+    prop_oneof![
+        20 => (0..2usize, page(), any::<u64>()).prop_map(|(v, p, x)| Op::Write(v, p, x)),
+        6 => (0..2usize, page(), any::<u64>()).prop_map(|(v, p, x)| Op::Run(v, p, x)),
+        6 => (0..2usize, page()).prop_map(|(v, p)| Op::Read(v, p)),
+        3 => (page(), any::<u64>()).prop_map(|(p, x)| Op::HostWrite(p, x)),
+        8 => Just(Op::Harvest),
+        4 => (0..25usize, 1..12usize).prop_map(|(from, n)| Op::ClearSome(from, n)),
+        2 => Just(Op::Lose),
+        3 => prop::sample::select(DETECTIONS.to_vec()).prop_map(Op::Detect),
+        3 => (initially, huge).prop_map(|(i, h)| Op::Restart(i, h)),
+        3 => Just(Op::Balance),
+        2 => Just(Op::Collapse),
+        2 => (0..3u64).prop_map(Op::Shatter),
+        1 => (page(), 1..700u64).prop_map(|(p, n)| Op::Disallow(p, n.min(PAGES - p))),
+        1 => Just(Op::Allow),
+        2 => (0..2usize).prop_map(Op::Move),
+        1 => Just(Op::Flags),
+    ]
+}
+
+struct World {
+    bed: Bed,
+    vcpus: [Vcpu; 2],
+    monitor: Monitor,
+    truth: Vec<Words>,
+    disallowed: Vec<GfnRange>,
+}
+
+impl World {
+    fn new(huge: HugePages, delivery: Delivery) -> Self {
+        let (bed, vcpus) = Bed::new(huge, delivery);
+        let monitor = Monitor::begin(&bed, Initially::Clean, HugeLeaves::Lazy);
+        Self {
+            bed,
+            vcpus,
+            monitor,
+            truth: vec![[0; 3]; PAGES as usize],
+            disallowed: Vec::new(),
+        }
+    }
+
+    fn access(&mut self, vcpu: usize, page: u64, write: Option<u64>) {
+        let seen = match self.vcpus[vcpu].access(&self.bed, page, write) {
+            Err(Stuck::Ring) => {
+                self.monitor.harvest(&self.bed);
+                self.vcpus[vcpu].access(&self.bed, page, write)
+            }
+            other => other,
+        };
+        let word = &mut self.truth[page as usize][vcpu];
+        *word = write.unwrap_or(*word);
+        assert_eq!(seen, Ok(*word));
+    }
+
+    fn check(&mut self) {
+        self.monitor.harvest(&self.bed);
+        for (page, truth) in self.truth.iter().enumerate() {
+            assert_eq!(
+                self.monitor.shadow[page], *truth,
+                "page {page} was written unseen"
+            );
+        }
+        self.bed.mmu.verify();
+    }
+
+    /// A slot that is replaced goes on logging into its bitmap, or no more.
+    fn replaced(&mut self) {
+        if self.bed.mmu.delivery() == bare_ring() {
+            self.restart(Initially::Clean, HugeLeaves::Lazy);
+        }
+    }
+
+    fn restart(&mut self, initially: Initially, huge: HugeLeaves) {
+        self.bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+        self.monitor = Monitor::begin(&self.bed, initially, huge);
+    }
+
+    fn step(&mut self, op: &Op) {
+        match *op {
+            Op::Write(vcpu, page, value) => self.access(vcpu, page, Some(value)),
+            Op::Run(vcpu, page, value) => {
+                for page in page..(page + 90).min(PAGES) {
+                    self.access(vcpu, page, Some(value ^ page));
+                }
+            }
+            Op::Read(vcpu, page) => self.access(vcpu, page, None),
+            Op::HostWrite(page, value) => match self.bed.host_write(page, value) {
+                Ok(()) => self.truth[page as usize][2] = value,
+                Err(error) => assert_eq!(
+                    (error, self.bed.mmu.delivery()),
+                    (DirtyError::NoBitmap, bare_ring())
+                ),
+            },
+            Op::Harvest => self.check(),
+            Op::ClearSome(from, count) => self.monitor.clear_some(&self.bed, from, count),
+            Op::Lose => self.monitor.lose(&self.bed),
+            Op::Detect(detection) => self.bed.mmu.set_detection(detection),
+            Op::Restart(initially, huge) => self.restart(initially, huge),
+            Op::Balance => drop(self.bed.host.balance()),
+            Op::Collapse => drop(self.bed.host.collapse_step()),
+            Op::Shatter(block) => {
+                let start = self.bed.backing.start().checked_add_pages(block * 512);
+                let block = HvaRange::new(start.unwrap(), 512).unwrap();
+                self.bed.mmu.shatter(block);
+            }
+            Op::Disallow(page, pages) => {
+                let gfns = GfnRange::new(self.bed.gfn(page), pages).unwrap();
+                self.bed.mmu.disallow_huge(gfns).unwrap();
+                self.disallowed.push(gfns);
+            }
+            Op::Allow => {
+                if let Some(gfns) = self.disallowed.pop() {
+                    self.bed.mmu.allow_huge(gfns);
+                }
+            }
+            Op::Move(place) => {
+                self.disallowed.clear();
+                self.bed.move_to(PLACES[place]);
+                self.replaced();
+            }
+            Op::Flags => {
+                self.disallowed.clear();
+                for flags in [SlotFlags::READONLY, SlotFlags::empty()] {
+                    self.bed.mmu.set_slot_flags(SLOT, flags).unwrap();
+                }
+                self.replaced();
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_replayed_copy_is_right(
+        huge in prop::sample::select(vec![HugePages::Never, HugePages::Always]),
+        delivery in prop::sample::select(deliveries().to_vec()),
+        ops in prop::collection::vec(op(), 1..200),
+    ) {
+        let mut world = World::new(huge, delivery);
+        for op in &ops {
+            world.step(op);
+        }
+        world.check();
+    }
+}
+
+fn fill(world: &mut World) {
+    (0..PAGES).for_each(|page| world.access(0, page, Some(page + 1)));
+}
+
+/// With the detections and deliveries one by one: every page once, all of them, twice over.
+#[test]
+fn every_detection_with_every_delivery() {
+    for detection in DETECTIONS {
+        for delivery in deliveries() {
+            let mut world = World::new(HugePages::Never, delivery);
+            world.bed.mmu.set_detection(detection);
+            for _ in 0..2 {
+                fill(&mut world);
+                world.check();
+            }
+            let stats = world.bed.mmu.dirty_stats()[0];
+            let noticed = stats.faults + stats.repairs + stats.logged;
+            assert!(
+                noticed >= 2 * PAGES,
+                "{detection:?} {delivery:?}: {stats:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
+    let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap);
+    bed.mmu.set_detection(Detection::Pml);
+    for round in 0..3 {
+        for page in 0..PAGES {
+            vcpus[0].access(&bed, page, Some(round)).unwrap();
+        }
+    }
+    let stats = bed.mmu.dirty_stats()[0];
+    assert_eq!((stats.flushes, stats.logged), (0, 0), "{stats:?}");
+    let mut words = [0; 25];
+    assert_eq!(
+        bed.mmu.get_dirty(SLOT, &mut words),
+        Err(DirtyError::NotLogging(SLOT))
+    );
+}
+
+/// Huge leaves are split page by page of what is written, and are back at once afterwards.
+#[test]
+fn huge_leaves_go_lazily_and_come_back_in_place() {
+    for detection in DETECTIONS {
+        let (bed, [mut vcpu, _]) = Bed::new(HugePages::Always, Delivery::Bitmap);
+        bed.mmu.set_detection(detection);
+        let mut write = |page| {
+            vcpu.access(&bed, page, Some(page)).unwrap();
+        };
+        (0..1024).for_each(&mut write);
+        let huge = || bed.mmu.stage2().counts().of(Level::L2M);
+        assert_eq!(huge(), 2);
+        let monitor = Monitor::begin(&bed, Initially::Clean, HugeLeaves::Lazy);
+        assert_eq!(huge(), 2, "protected, not split");
+        write(5);
+        assert_eq!(huge(), 1, "{detection:?}");
+        let mut words = [0; 25];
+        bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+        assert_eq!((words[0], words[1..].iter().max()), (1 << 5, Some(&0)));
+        bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+        assert_eq!(huge(), 2, "put together in place");
+        drop(monitor);
+        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+        let eager = Logging::On {
+            initially: Initially::Clean,
+            huge: HugeLeaves::Eager,
+        };
+        bed.mmu.set_logging(SLOT, eager).unwrap();
+        assert_eq!(huge(), 0);
+        let walk = bed.mmu.stage2().walk(bed.gfn(700), Access::Read);
+        assert!(matches!(walk, Walk::Hit(_)), "nothing was unmapped");
+        bed.mmu.verify();
+    }
+}
+
+#[test]
+fn what_a_ring_vm_refuses() {
+    let (bed, _) = Bed::new(HugePages::Never, bare_ring());
+    let all_set = Logging::On {
+        initially: Initially::AllSet,
+        huge: HugeLeaves::Lazy,
+    };
+    assert_eq!(
+        bed.mmu.set_logging(SLOT, all_set),
+        Err(DirtyError::NoBitmap)
+    );
+    assert_eq!(bed.host_write(1, 1), Ok(()), "nobody logs yet");
+    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    assert_eq!(bed.host_write(1, 1), Err(DirtyError::NoBitmap));
+    let text = bed.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap_err();
+    assert!(
+        text.to_string().contains("collect from the rings"),
+        "{text}"
+    );
+    let late = bed.mmu.set_delivery(Delivery::Bitmap);
+    assert_eq!(late, Err(DirtyError::TooLate));
+}

@@ -1,0 +1,211 @@
+/*
+ * A transactional object heap (objects.h), a process for each processor, each with a heap of its
+ * own: a transaction looks up four objects, reads them, updates some, and sometimes frees one and
+ * makes it anew. It happens in the hot part of the heap or, `cold` of 10000, in the large rest:
+ * that is the dial of how many pages are newly dirtied each second. `hot=0` leaves only the rest.
+ *
+ * Counters are transactions; each status entry has the latency percentiles of the last window. A
+ * latency is the time since the transaction before, so that it has all that the host takes. The
+ * first entry counts to 1 when all heaps are made. At the end every object is checked.
+ */
+#include "crowd.h"
+#include "latency.h"
+#include "objects.h"
+
+#define EACH 4  /* objects of a transaction */
+#define READS 8 /* words of an object, all of a small one, that are read */
+#define KIND LACUNA_KIND_WORKER
+
+/* What a process leaves for the first one: its pages follow that of crowd(). */
+struct record {
+    struct latency latency;
+    uint64_t updates, cold_updates, replaced;
+    uint64_t ended; /* nanoseconds: before the check */
+};
+
+#define RECORD_PAGES 2
+_Static_assert(sizeof(struct record) <= RECORD_PAGES * PAGE, "and a block has room for them all");
+_Static_assert(1 + LACUNA_MAX_THREADS * RECORD_PAGES <= BLOCK / PAGE, "the first block");
+
+static struct worker {
+    struct objects hot, cold;
+    uint64_t random, writes, frees, colds; /* of 65536 each */
+    uint64_t read;                         /* so that reads are not optimised away */
+    struct record *record;
+    struct lacuna_status_entry *me;
+    struct latency window;
+    uint64_t window_end, window_cycles, last; /* TSC */
+} worker;
+
+static struct record *record_of(uint64_t index) {
+    return (struct record *)(lacuna_arena() + PAGE + index * RECORD_PAGES * PAGE);
+}
+
+static uint64_t processes(void) { return lacuna_param("processes", lacuna_cpus()); }
+static uint64_t share_bytes(void) { return (crowd_bytes() - BLOCK) / processes() & ~(BLOCK - 1); }
+static uint64_t hot_pages(void) {
+    return lacuna_param("hot", crowd_bytes() / 8) / processes() / PAGE;
+}
+
+static int report_wrong(const char *what, const void *where) {
+    lacuna_printf("churn: %s: gpa=%lx\n", what, lacuna_gpa(where));
+    return 1;
+}
+
+/* One object: read, and updated if its turn has come; false if it is not there. */
+static bool visit(struct worker *w, struct objects *h, uint64_t number, uint64_t r) {
+    uint64_t *o = objects_find(h, number);
+    if (!o)
+        return false;
+    uint64_t words = objects_words(objects_size(h, h->place[number]));
+    for (uint64_t i = 0; i < READS; i++)
+        w->read += o[i * words / READS];
+    if ((r & 0xffff) < w->writes) {
+        objects_update(h, o, 2 + lacuna_below(r << 16, words - 2), w->read ^ r);
+        w->record->updates++;
+        w->record->cold_updates += h == &w->cold;
+    }
+    return true;
+}
+
+static int transaction(struct worker *w) {
+    uint64_t r = lacuna_random(&w->random), number = 0;
+    bool cold = !w->hot.count || (r & 0xffff) < w->colds, replace = (r >> 16 & 0xffff) < w->frees;
+    struct objects *h = cold ? &w->cold : &w->hot;
+    for (int i = 0; i < EACH; i++) {
+        r = lacuna_random(&w->random);
+        number = lacuna_below(r, h->count);
+        if (!visit(w, h, number, r))
+            return report_wrong("lost", &h->place[number]);
+    }
+    if (replace) {
+        w->record->replaced++;
+        if (objects_replace(h, number, lacuna_random(&w->random)))
+            return report_wrong("free list", &h->place[number]);
+    }
+    return 0;
+}
+
+static uint32_t nanoseconds(uint64_t cycles) {
+    uint64_t ns = lacuna_tsc_to_ns(cycles);
+    return ns < UINT32_MAX ? (uint32_t)ns : UINT32_MAX;
+}
+
+static void end_window(struct worker *w) {
+    static const uint64_t percentiles[4] = {5000, 9900, 9990, 10000};
+    for (int i = 0; i < 4; i++)
+        w->me->latency_ns[i] = nanoseconds(latency_percentile(&w->window, percentiles[i]));
+    latency_merge(&w->record->latency, &w->window);
+    memset(&w->window, 0, sizeof w->window);
+    w->window_end = w->last + w->window_cycles;
+}
+
+static void count(struct worker *w) {
+    uint64_t now = lacuna_tsc();
+    latency_add(&w->window, now - w->last);
+    w->last = now;
+    w->me->counter++;
+    if (now >= w->window_end)
+        end_window(w);
+}
+
+static int check(const struct objects *h) {
+    const void *where = NULL;
+    const char *wrong = objects_check(h, &where);
+    return wrong ? report_wrong(wrong, where) : 0;
+}
+
+static void make(struct worker *w, uint64_t index) {
+    uint64_t seed = lacuna_mix(lacuna_param("seed", 1) + index), hot = hot_pages();
+    char *at = lacuna_arena() + BLOCK + index * share_bytes();
+    objects_init(&w->hot, at, hot, seed);
+    objects_init(&w->cold, at + hot * PAGE, share_bytes() / PAGE - hot, seed + 1);
+    w->random = seed | 1;
+    w->colds = lacuna_param("cold", 1000) * 65536 / 10000;
+    w->writes = lacuna_param("writes", 50) * 65536 / 100;
+    w->frees = lacuna_param("frees", 5) * 65536 / 100;
+    w->record = record_of(index);
+    memset(w->record, 0, sizeof *w->record);
+}
+
+static int process(uint64_t index) {
+    struct worker *w = &worker;
+    uint64_t goal = lacuna_param("transactions", 0);
+    int wrong = 0;
+    w->me = crowd_member(KIND, "churn", index, goal);
+    make(w, index);
+    __atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST);
+    while (crowd()->left)
+        lacuna_sleep_ns(1000000);
+    const struct lacuna_info *info = (const struct lacuna_info *)LACUNA_INFO_VA;
+    w->window_cycles = info->tsc_khz * lacuna_param("window_ms", 1000);
+    w->last = lacuna_tsc();
+    w->window_end = w->last + w->window_cycles;
+    while (!crowd()->stop && (!goal || w->me->counter < goal) && !wrong) {
+        if (lacuna_paused(KIND)) {
+            crowd_while_paused(KIND);
+            w->last = lacuna_tsc(); /* no latency of a transaction's */
+        }
+        wrong = transaction(w);
+        count(w);
+    }
+    end_window(w);
+    w->record->ended = lacuna_now_ns();
+    return wrong || check(&w->hot) || check(&w->cold);
+}
+
+static void report(const char *name, uint64_t value, const struct latency *l) {
+    lacuna_printf("RESULT %s=%lu transactions=%lu p50_ns=%lu p99_ns=%lu p999_ns=%lu max_ns=%lu\n",
+                  name, value, l->total, lacuna_tsc_to_ns(latency_percentile(l, 5000)),
+                  lacuna_tsc_to_ns(latency_percentile(l, 9900)),
+                  lacuna_tsc_to_ns(latency_percentile(l, 9990)), lacuna_tsc_to_ns(l->max));
+}
+
+static int end(uint64_t start) {
+    static struct record all;
+    int worst = lacuna_wait();
+    for (uint64_t i = 0; i < processes(); i++) {
+        const struct record *r = record_of(i);
+        report("process", i, &r->latency);
+        latency_merge(&all.latency, &r->latency);
+        all.updates += r->updates;
+        all.cold_updates += r->cold_updates;
+        all.replaced += r->replaced;
+        if (r->ended > all.ended)
+            all.ended = r->ended;
+    }
+    report("processes", processes(), &all.latency);
+    lacuna_printf("RESULT updates=%lu cold_updates=%lu replaced=%lu ns=%lu verdict=%s\n",
+                  all.updates, all.cold_updates, all.replaced, all.ended - start,
+                  worst ? "wrong" : "ok");
+    return worst;
+}
+
+int main(void) {
+    uint64_t n = processes();
+    if (!n || n >= LACUNA_MAX_THREADS || crowd_bytes() < (n + 1) * BLOCK ||
+        (hot_pages() + 64) * PAGE > share_bytes() || (hot_pages() && hot_pages() < 64)) {
+        lacuna_printf("churn: processes=%lu bytes=%lu hot=%lu cannot be: 2 MiB each, and 2; of a "
+                      "share at least 64 pages cold, and 64 or none hot\n",
+                      n, crowd_bytes(), lacuna_param("hot", crowd_bytes() / 8));
+        return 2;
+    }
+    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "main", 0);
+    crowd()->stop = 0;
+    crowd()->left = n;
+    for (uint64_t i = 0; i < n; i++) {
+        if (lacuna_spawn(process, i, i % lacuna_cpus()) < 0) {
+            lacuna_printf("churn: no memory for process %lu\n", i);
+            return 2;
+        }
+    }
+    while (crowd()->left)
+        lacuna_sleep_ns(1000000);
+    me->counter = 1; /* the host may begin to measure */
+    uint64_t start = lacuna_now_ns();
+    if (!lacuna_param("transactions", 0)) {
+        lacuna_sleep_ns(lacuna_param("seconds", 10) * 1000000000);
+        crowd()->stop = 1;
+    }
+    return end(start);
+}

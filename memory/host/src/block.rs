@@ -1,0 +1,224 @@
+//! What is known of a block of frames, and the two changes between whole and small.
+//!
+//! ```text
+//!            head CAS won                       isolate (CAS)
+//!   Loose ----------------> Used <-----------------------------> Isolated
+//!     ^                                          publish            |
+//!     '-------------------------------------------------------------'
+//!                        split, or the region is gone
+//! ```
+//! *Loose*: its frames go their own ways, free or not. While a block is whole its frames'
+//! descriptors rest: they say Free, though the free map does not have them, and only their dirty
+//! marks count. The block has a dirty mark too, which speaks for all 512 pages. Whoever splits the
+//! block hands that mark down, and whoever sets it may come at that moment:
+//!
+//! ```text
+//! marker                              splitter
+//! dirty := 1; fence                   state := Loose; fence
+//! state is Loose? marks the frame(s)  dirty was 1? marks every frame
+//! ```
+//! One of them sees the other.
+
+use crate::desc::{Desc, Dirt};
+use crate::head::{BlockNo, Head, HeadState};
+use crate::residency::{PageNo, PageState, PageWord};
+use lacuna_sync::shim::atomic::AtomicU8;
+use lacuna_sync::shim::{AtomicU64, Ordering, fence};
+
+/// Who has a block of frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum BlockState {
+    /// Nobody: see its frames.
+    Loose,
+    /// A block of pages.
+    Used,
+    /// A block of pages, and somebody who may split it.
+    Isolated,
+}
+
+/// A block's descriptor.
+pub struct BlockDesc {
+    /// The first of its pages, while Used or Isolated.
+    owner: AtomicU64,
+    state: AtomicU8,
+    dirty: AtomicU8,
+    /// Turns of the clock hand at which it was found accessed, the last one in the highest bit.
+    history: AtomicU8,
+    /// Split on trial: its pages have until the hand's next turn to show that they are in use.
+    trial: AtomicU8,
+}
+
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<BlockDesc>() == 16);
+
+/// What a mark on a block has come to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Marked {
+    /// The block is whole, or whoever splits it sees the mark.
+    Done,
+    /// It may have been split before: mark the frames.
+    Loose,
+}
+
+impl BlockDesc {
+    pub fn new() -> Self {
+        Self {
+            owner: AtomicU64::new(0),
+            state: AtomicU8::new(BlockState::Loose as u8),
+            dirty: AtomicU8::new(0),
+            history: AtomicU8::new(0),
+            trial: AtomicU8::new(0),
+        }
+    }
+
+    /// Before the head names a block of fresh frames: whose it is going to be.
+    pub fn prepare(&self, owner: PageNo, dirty: Dirt) {
+        self.adopt(owner);
+        self.dirty
+            .store(u8::from(dirty == Dirt::Dirty), Ordering::Relaxed);
+    }
+
+    /// As `prepare`, for frames that are mapped already: a mark that is there stays.
+    pub fn adopt(&self, owner: PageNo) {
+        self.owner.store(owner.get(), Ordering::Relaxed);
+        self.history.store(u8::MAX, Ordering::Relaxed);
+        self.trial.store(0, Ordering::Relaxed);
+    }
+
+    /// After the head names it, or when whoever isolated it lets it be.
+    pub fn publish(&self) {
+        self.state.store(BlockState::Used as u8, Ordering::Release);
+    }
+
+    /// The isolated block's frames go their own ways.
+    pub fn loosen(&self) {
+        self.state.store(BlockState::Loose as u8, Ordering::Release);
+        fence(Ordering::SeqCst);
+    }
+
+    pub fn state(&self) -> BlockState {
+        match self.state.load(Ordering::Acquire) {
+            0 => BlockState::Loose,
+            1 => BlockState::Used,
+            _ => BlockState::Isolated,
+        }
+    }
+
+    /// Takes the right to split the block, or the promise that nobody does. `None` when somebody
+    /// else has it, or the block is loose.
+    pub fn isolate(&self) -> Option<PageNo> {
+        let (used, isolated) = (BlockState::Used as u8, BlockState::Isolated as u8);
+        self.state
+            .compare_exchange(used, isolated, Ordering::AcqRel, Ordering::Relaxed)
+            .ok()
+            .map(|_| self.owner())
+    }
+
+    /// The first of its pages; meaningful while Used or Isolated.
+    pub fn owner(&self) -> PageNo {
+        PageNo::new(self.owner.load(Ordering::Relaxed))
+    }
+
+    /// Some page of it was, or is about to be, written.
+    #[inline]
+    pub fn mark_dirty(&self) -> Marked {
+        if self.dirty.load(Ordering::Relaxed) == 0 {
+            self.dirty.store(1, Ordering::Release);
+        }
+        // Also after a mark that was there already: it may be one that came too late.
+        fence(Ordering::SeqCst);
+        match self.state() {
+            BlockState::Loose => Marked::Loose,
+            BlockState::Used | BlockState::Isolated => Marked::Done,
+        }
+    }
+
+    /// Notes what the clock hand has found, and says how warm the block was before.
+    pub fn remember(&self, young: Youth) -> u8 {
+        let before = self.history.load(Ordering::Relaxed);
+        let now = before >> 1 | u8::from(young == Youth::Young) << 7;
+        self.history.store(now, Ordering::Relaxed);
+        before
+    }
+
+    pub fn begin_trial(&self) {
+        self.trial.store(1, Ordering::Relaxed);
+    }
+
+    pub fn is_on_trial(&self) -> bool {
+        self.trial.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether it was on trial, which it is no more.
+    pub fn end_trial(&self) -> bool {
+        self.is_on_trial() && self.trial.swap(0, Ordering::Relaxed) != 0
+    }
+}
+
+/// Whether something was accessed since the hand last passed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Youth {
+    /// It was.
+    Young,
+    /// It was not.
+    Old,
+}
+
+/// A block of pages: its head and its words, and those of the frames it is in or goes to.
+#[derive(Clone, Copy)]
+pub struct Parts<'a> {
+    pub head: &'a Head,
+    pub words: &'a [PageWord],
+    pub number: BlockNo,
+    pub desc: &'a BlockDesc,
+    pub frames: &'a [Desc],
+}
+
+impl Parts<'_> {
+    /// Whole -> Small. The caller has isolated the block. The pages stay in their frames, so that
+    /// nobody need hear of it for the sake of what is mapped.
+    pub fn split(self, first: PageNo) {
+        for (i, (word, desc)) in self.words.iter().zip(self.frames).enumerate() {
+            desc.adopt(first.plus(i));
+            let frame = self.number.frame(i);
+            word.advance(|state| state.split_off(frame))
+                .expect("no word of a whole block changes by itself");
+        }
+        let block = self.number;
+        self.head
+            .change(HeadState::Whole { block }, HeadState::Small)
+            .expect("only who isolated a block changes its head");
+        self.desc.loosen();
+        if self.desc.dirty.swap(0, Ordering::AcqRel) != 0 {
+            self.frames.iter().for_each(Desc::mark_dirty);
+        }
+        self.frames.iter().for_each(Desc::publish);
+    }
+
+    /// Small -> Whole, if every page still is where the caller has put it: `from`, a word's state
+    /// each. Otherwise all words are again as they were. A fault that meets a Merged word under a
+    /// head that says Small waits for the caller's lock.
+    pub fn merge(self, from: &[PageState]) -> Result<(), TakenBack> {
+        let pairs = || self.words.iter().zip(from);
+        for (done, (word, &state)) in pairs().enumerate() {
+            if word.change(state, PageState::Merged).is_err() {
+                for (word, &state) in pairs().take(done) {
+                    word.change(PageState::Merged, state)
+                        .expect("nobody moves a merged page");
+                }
+                return Err(TakenBack);
+            }
+        }
+        let block = self.number;
+        self.head
+            .change(HeadState::Small, HeadState::Whole { block })
+            .expect("only who isolated its pages changes a head from Small");
+        Ok(())
+    }
+}
+
+/// A fault was quicker than a collapse.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TakenBack;

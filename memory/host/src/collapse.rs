@@ -1,0 +1,316 @@
+//! Pages become a whole block again.
+//!
+//! ```text
+//! gather ------> age -----> in place: all 512 are in one block already ----------> Merged, Whole
+//! isolate all,   in use?                                                           then unmapped
+//! or none        |
+//!                '--------> by copy: Evicting, unmapped, copied to a free block -> Merged, Whole
+//! ```
+//! *In place* the pages stay in their frames, so that what is mapped stays right; they are unmapped
+//! afterwards only so that the next access maps them as one. *By copy* a page that a fault takes
+//! back meanwhile spoils it, and everything is put back. In both, no page can leave its frame in
+//! between, because all their descriptors are isolated.
+//!
+//! Slots go: a whole block has no copy in swap, and pages that had one count as dirty.
+
+use crate::desc::{Desc, Dirt, FrameState};
+use crate::head::{BLOCK, BlockNo, HeadState};
+use crate::host::{Core, Host, HugePages, lock};
+use crate::reclaim::{Mercy, Round};
+use crate::region::{Region, RegionList};
+use crate::residency::{PageNo, PageState};
+use crate::stats::Counters;
+use lacuna_addr::{HvaRange, Pfn};
+use std::sync::Arc;
+
+/// Pages of a block that may be Empty: the most memory, in 512ths, that a collapse may add.
+const EMPTY: usize = BLOCK / 16;
+/// Pages that must have been accessed since somebody last asked.
+const IN_USE: usize = BLOCK / 2;
+/// Blocks of pages that one step looks at.
+const LOOK: usize = 64;
+
+/// What a step of [`Host::collapse_step`] has come to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Collapse {
+    /// A block of pages is whole now.
+    Made,
+    /// Nothing yet; there are more to look at.
+    Looked,
+    /// Nothing, and that was the last of them; or there is no memory for it.
+    Idle,
+}
+
+/// Where the collapse in the background is: the block of pages that it looks at next.
+pub(crate) struct Collapser {
+    next: PageNo,
+}
+
+impl Default for Collapser {
+    fn default() -> Self {
+        let next = PageNo::new(0);
+        Self { next }
+    }
+}
+
+/// The pages of a small block, none of which can leave its frame until they are let be.
+pub(crate) struct Gathered {
+    region: Arc<Region>,
+    first: PageNo,
+    /// A page each: Resident, or Empty.
+    pub states: Vec<PageState>,
+}
+
+impl Gathered {
+    /// Which of the pages were accessed, which they are no more.
+    pub fn age(&self, round: &mut Round) -> Vec<bool> {
+        let ranges: Vec<HvaRange> = (0..BLOCK).map(|i| self.first.plus(i).range()).collect();
+        let mut young = vec![false; BLOCK];
+        round.age(&self.region, &ranges, &mut young);
+        young
+    }
+
+    /// The block of frames that every page is in, at its place.
+    fn block(&self) -> Option<BlockNo> {
+        let block = BlockNo::of(self.states[0].frame()?);
+        let own = (0..BLOCK).map(|i| Some(block.frame(i)));
+        let frames = self.states.iter().map(|state| state.frame());
+        frames.eq(own).then_some(block)
+    }
+
+    fn frames(&self) -> impl Iterator<Item = Pfn> {
+        self.states.iter().filter_map(|state| state.frame())
+    }
+}
+
+impl Host {
+    /// One step of making blocks whole in the background, for whoever has no better to do: looks at
+    /// some, and makes one whole if its pages are there, in use, and a block of frames is free. It
+    /// calls listeners, so no lock may be held.
+    pub fn collapse_step(&self) -> Collapse {
+        let core = &*self.core;
+        if core.huge == HugePages::Never || core.is_low() {
+            return Collapse::Idle;
+        }
+        let mut round = Round::new(core, Mercy::SecondChance);
+        let step = core.collapse_next(&mut round);
+        round.end();
+        step
+    }
+}
+
+impl Core {
+    fn collapse_next(&self, round: &mut Round) -> Collapse {
+        let regions = self.regions.snapshot();
+        for _ in 0..LOOK {
+            let Some((region, first)) = self.next_block(&regions) else {
+                return Collapse::Idle;
+            };
+            if region.wants_huge(self.huge, first)
+                && let Some(pages) = self.gather(&region, first)
+            {
+                return self.collapse(round, pages);
+            }
+        }
+        Collapse::Looked
+    }
+
+    /// The next block that has a head; `None` once after the last.
+    fn next_block(&self, regions: &RegionList) -> Option<(Arc<Region>, PageNo)> {
+        let mut collapser = lock(&self.collapser);
+        let next = regions.iter().find_map(|region| {
+            let first = PageNo::of(region.range().start()).max(collapser.next);
+            region.span(first).map(|span| (region.clone(), span.first))
+        });
+        collapser.next = match &next {
+            Some((_, first)) => first.plus(BLOCK),
+            None => PageNo::new(0),
+        };
+        next
+    }
+
+    fn collapse(&self, round: &mut Round, pages: Gathered) -> Collapse {
+        let young = pages.age(round);
+        if young.iter().filter(|young| **young).count() < IN_USE {
+            self.spare(&pages, &young);
+            self.let_be(pages);
+            return Collapse::Looked;
+        }
+        if let Some(block) = pages.block() {
+            self.merge_in_place(pages, block);
+            return Collapse::Made;
+        }
+        self.spare(&pages, &young);
+        let made = match self.frames.take_block() {
+            Some(block) => self.merge_by_copy(pages, block),
+            None => {
+                self.let_be(pages);
+                Collapse::Looked
+            }
+        };
+        if made != Collapse::Made {
+            Counters::add(&self.stats.collapse_failures, 1);
+        }
+        made
+    }
+
+    /// Isolates the pages of a small block if all of them are resident, or as good as.
+    fn gather(&self, region: &Arc<Region>, first: PageNo) -> Option<Gathered> {
+        let span = region.span(first)?;
+        if span.head.load() != HeadState::Small {
+            return None;
+        }
+        let mut pages = Gathered {
+            region: region.clone(),
+            first,
+            states: Vec::new(),
+        };
+        let states: Vec<PageState> = span.words.iter().map(|word| word.load()).collect();
+        let empty = states.iter().filter(|state| **state == PageState::Empty);
+        let there = states
+            .iter()
+            .all(|state| matches!(state, PageState::Resident { .. } | PageState::Empty));
+        if !there || empty.count() > EMPTY {
+            return None;
+        }
+        for (i, state) in states.into_iter().enumerate() {
+            let isolated = match state.frame() {
+                Some(frame) => self.isolate_from(frame, first.plus(i)),
+                None => true,
+            };
+            // Isolated now, the page stays where it is; but it may have moved before.
+            if isolated && span.words[i].load() == state {
+                pages.states.push(state);
+                continue;
+            }
+            if let Some(frame) = state.frame().filter(|_| isolated) {
+                self.frames.desc(frame).publish();
+            }
+            self.let_be(pages);
+            return None;
+        }
+        Some(pages)
+    }
+
+    /// Isolates the pages of a block of frames if all of them are there, each in its place.
+    pub fn gather_frames(&self, block: BlockNo) -> Option<Gathered> {
+        let first = self.frames.desc(block.frame(0)).owner();
+        let region = self.regions.find(first)?;
+        if first != first.block_start() {
+            return None;
+        }
+        let pages = self.gather(&region, first)?;
+        if pages.block() != Some(block) {
+            self.let_be(pages);
+            return None;
+        }
+        Some(pages)
+    }
+
+    fn isolate_from(&self, frame: Pfn, page: PageNo) -> bool {
+        let desc = self.frames.desc(frame);
+        match desc.isolate() {
+            Some(owner) if owner == page => true,
+            Some(_) => {
+                desc.publish();
+                false
+            }
+            None => false,
+        }
+    }
+
+    /// The pages may leave their frames again.
+    pub fn let_be(&self, pages: Gathered) {
+        pages
+            .frames()
+            .for_each(|frame| self.frames.desc(frame).publish());
+    }
+
+    /// Makes pages whole that are in their places.
+    pub fn merge_in_place(&self, pages: Gathered, block: BlockNo) {
+        let span = pages.region.span(pages.first).expect("gathered from it");
+        let parts = self.frames.parts(span, block);
+        for (state, desc) in pages.states.iter().zip(parts.frames) {
+            if state.slot().is_some() {
+                desc.mark_dirty();
+            }
+        }
+        parts.desc.adopt(pages.first);
+        {
+            let _turn = lock(&self.merging);
+            parts.merge(&pages.states)
+        }
+        .expect("nobody moves an isolated page that is resident");
+        // They rest; their dirty marks stay.
+        let rest = |desc: &Desc| desc.set_state(FrameState::Free);
+        parts.frames.iter().for_each(rest);
+        parts.desc.publish();
+        self.stats.note_whole();
+        Counters::add(&self.stats.collapses, 1);
+        self.free_slots(&pages.states);
+        let range = pages.first.block_range();
+        pages.region.notifier.invalidate(&[range]);
+    }
+
+    /// Moves pages to a block of their own.
+    fn merge_by_copy(&self, pages: Gathered, block: BlockNo) -> Collapse {
+        let span = pages.region.span(pages.first).expect("gathered from it");
+        let parts = self.frames.parts(span, block);
+        let from: Vec<PageState> = pages
+            .states
+            .iter()
+            .map(|state| state.evicted().unwrap_or(*state))
+            .collect();
+        for (word, state) in span.words.iter().zip(&pages.states) {
+            if state.frame().is_some() {
+                word.advance(PageState::evicted)
+                    .expect("nobody moves an isolated page that is resident");
+            }
+        }
+        let range = pages.first.block_range();
+        pages.region.notifier.invalidate(&[range]);
+        for (i, state) in pages.states.iter().enumerate() {
+            // SAFETY: the block comes from the free map, and no head names it yet.
+            let to = unsafe { self.frames.pool.exclusive(block.frame(i)) };
+            let Some(frame) = state.frame() else {
+                to.0.fill(0);
+                continue;
+            };
+            self.frames.pool.frame(frame).read(0, &mut to.0);
+            if state.slot().is_some() || self.frames.desc(frame).dirt() == Dirt::Dirty {
+                parts.frames[i].mark_dirty();
+            }
+        }
+        parts.desc.prepare(pages.first, Dirt::Clean);
+        let merged = {
+            let _turn = lock(&self.merging);
+            parts.merge(&from)
+        };
+        if merged.is_err() {
+            for word in span.words {
+                // Err: a fault has taken it back, or it is Empty.
+                let _ = word.advance(PageState::rescued);
+            }
+            parts.frames.iter().for_each(Desc::free);
+            self.frames.give_block(block);
+            self.let_be(pages);
+            return Collapse::Looked;
+        }
+        parts.desc.publish();
+        self.stats.note_whole();
+        Counters::add(&self.stats.collapses, 1);
+        let moved = pages.frames().count();
+        pages.region.add_resident((BLOCK - moved) as i64);
+        self.free_slots(&pages.states);
+        self.frames
+            .give(pages.frames().map(|frame| frame.index() as u32));
+        self.settled.bump();
+        Collapse::Made
+    }
+
+    fn free_slots(&self, states: &[PageState]) {
+        let slots = states.iter().filter_map(|state| state.slot());
+        slots.for_each(|slot| self.free_slot(slot));
+    }
+}

@@ -1,0 +1,221 @@
+//! Which frames are free: a bit each, counted by block, so that whole blocks are found at once.
+//!
+//! ```text
+//! block       0         1         2         3      (cut)
+//! bits    [..#.#..] [........] [#######] [......]         . = free
+//! counts      5         8          0        6
+//! partial     x                             x      <- single frames come from the lowest of these
+//! whole                 x                          <- then from the lowest of these, broken up
+//! ```
+//! Lowest first is what keeps blocks whole: frames in use gather at the low end. A block that is
+//! cut off by the pool's end is never whole.
+
+use crate::head::{BLOCK, BlockNo};
+use lacuna_addr::Pfn;
+
+const WORDS: usize = BLOCK / 64;
+
+pub(crate) struct FreeMap {
+    /// Set = free.
+    bits: Box<[[u64; WORDS]]>,
+    counts: Box<[u16]>,
+    /// Blocks that have free frames and others.
+    partial: BlockSet,
+    /// Blocks whose every frame is free.
+    whole: BlockSet,
+    len: usize,
+}
+
+impl FreeMap {
+    /// `frames` frames, all free.
+    pub fn new(frames: usize) -> Self {
+        let blocks = frames.div_ceil(BLOCK);
+        let mut map = Self {
+            bits: vec![[0; WORDS]; blocks].into(),
+            counts: vec![0; blocks].into(),
+            partial: BlockSet::new(blocks),
+            whole: BlockSet::new(blocks),
+            len: 0,
+        };
+        (0..frames).for_each(|frame| map.give(frame as u32));
+        map
+    }
+
+    /// How many frames are free.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether `frame` is free.
+    pub fn contains(&self, frame: Pfn) -> bool {
+        let (block, word, bit) = place(frame.index());
+        self.bits[block][word] & bit != 0
+    }
+
+    /// Moves up to `count` frames to `out`, ascending where they lie together.
+    pub fn take(&mut self, count: usize, out: &mut Vec<u32>) {
+        let end = out.len() + count;
+        while out.len() < end {
+            let Some(block) = self.partial.first().or_else(|| self.whole.first()) else {
+                return;
+            };
+            let before = out.len();
+            for (i, bits) in self.bits[block].iter_mut().enumerate() {
+                while *bits != 0 && out.len() < end {
+                    out.push((block * BLOCK + i * 64) as u32 + bits.trailing_zeros());
+                    *bits &= *bits - 1;
+                }
+            }
+            let taken = out.len() - before;
+            self.len -= taken;
+            self.recount(block, usize::from(self.counts[block]) - taken);
+        }
+    }
+
+    /// Takes a whole block.
+    pub fn take_block(&mut self) -> Option<BlockNo> {
+        let block = self.whole.first()?;
+        self.bits[block] = [0; WORDS];
+        self.len -= BLOCK;
+        self.recount(block, 0);
+        Some(BlockNo::new(block as u32))
+    }
+
+    /// Takes one frame back.
+    pub fn give(&mut self, frame: u32) {
+        let (block, word, bit) = place(frame as usize);
+        let bits = &mut self.bits[block][word];
+        assert!(*bits & bit == 0, "frame {frame} freed twice");
+        *bits |= bit;
+        self.len += 1;
+        self.recount(block, usize::from(self.counts[block]) + 1);
+    }
+
+    /// Takes a block back, none of whose frames is free.
+    pub fn give_block(&mut self, block: BlockNo) {
+        let block = block.index();
+        assert!(self.counts[block] == 0, "frames of block {block} are free");
+        self.bits[block] = [u64::MAX; WORDS];
+        self.len += BLOCK;
+        self.recount(block, BLOCK);
+    }
+
+    fn recount(&mut self, block: usize, count: usize) {
+        self.counts[block] = count as u16;
+        match count {
+            0 => {
+                self.partial.remove(block);
+                self.whole.remove(block);
+            }
+            BLOCK => {
+                self.partial.remove(block);
+                self.whole.insert(block);
+            }
+            _ => {
+                self.whole.remove(block);
+                self.partial.insert(block);
+            }
+        }
+    }
+
+    /// Panics if counts and sets are not what the bits say.
+    pub fn verify(&self) {
+        let mut len = 0;
+        for (block, bits) in self.bits.iter().enumerate() {
+            let count: usize = bits.iter().map(|bits| bits.count_ones() as usize).sum();
+            assert_eq!(
+                count,
+                usize::from(self.counts[block]),
+                "free in block {block}"
+            );
+            assert_eq!(self.whole.contains(block), count == BLOCK, "block {block}");
+            let partial = 0 < count && count < BLOCK;
+            assert_eq!(self.partial.contains(block), partial, "block {block}");
+            len += count;
+        }
+        assert_eq!(len, self.len, "free frames");
+    }
+}
+
+fn place(frame: usize) -> (usize, usize, u64) {
+    (frame / BLOCK, frame % BLOCK / 64, 1 << (frame % 64))
+}
+
+/// Numbers, of which the lowest is found soon.
+struct BlockSet {
+    words: Box<[u64]>,
+    /// No member lies in a word before this one.
+    low: usize,
+}
+
+impl BlockSet {
+    fn new(len: usize) -> Self {
+        let words = vec![0; len.div_ceil(64)].into();
+        Self { words, low: 0 }
+    }
+
+    fn first(&self) -> Option<usize> {
+        let words = &self.words[self.low..];
+        let at = words.iter().position(|&word| word != 0)?;
+        Some((self.low + at) * 64 + words[at].trailing_zeros() as usize)
+    }
+
+    fn contains(&self, number: usize) -> bool {
+        self.words[number / 64] >> (number % 64) & 1 == 1
+    }
+
+    fn insert(&mut self, number: usize) {
+        self.words[number / 64] |= 1 << (number % 64);
+        self.low = self.low.min(number / 64);
+    }
+
+    fn remove(&mut self, number: usize) {
+        self.words[number / 64] &= !(1 << (number % 64));
+        while self.words.get(self.low) == Some(&0) {
+            self.low += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(map: &mut FreeMap, count: usize) -> Vec<u32> {
+        let mut out = Vec::new();
+        map.take(count, &mut out);
+        map.verify();
+        out
+    }
+
+    #[test]
+    fn single_frames_spare_whole_blocks() {
+        let mut map = FreeMap::new(3 * BLOCK + 10);
+        assert_eq!(take(&mut map, 4), [1536, 1537, 1538, 1539], "the cut block");
+        assert_eq!(map.take_block(), Some(BlockNo::new(0)));
+        assert_eq!(take(&mut map, 8).last(), Some(&513), "then one is broken");
+        assert_eq!(map.take_block(), Some(BlockNo::new(2)));
+        assert_eq!(map.take_block(), None);
+        map.give_block(BlockNo::new(0));
+        assert_eq!(take(&mut map, 1), [514], "and used up before the next");
+        (512..515).for_each(|frame| map.give(frame));
+        map.verify();
+        assert_eq!(map.take_block(), Some(BlockNo::new(0)));
+        assert_eq!(map.take_block(), Some(BlockNo::new(1)), "it has healed");
+        assert_eq!(take(&mut map, 1), [], "the rest is in use");
+        assert_eq!(map.len(), 0);
+    }
+
+    #[test]
+    fn a_pool_smaller_than_a_block() {
+        let mut map = FreeMap::new(100);
+        assert_eq!(map.take_block(), None);
+        assert_eq!(take(&mut map, 200).len(), 100);
+    }
+
+    #[test]
+    #[should_panic(expected = "freed twice")]
+    fn a_frame_is_given_back_once() {
+        FreeMap::new(100).give(7);
+    }
+}

@@ -1,0 +1,203 @@
+//! The clock hand meets a block: which whole blocks stay, and which are split.
+//!
+//! ```text
+//!             not accessed for a turn                  its pages leave like any others, the hand
+//!   whole --------------------------------> split      goes on over them at once
+//!     ^ |
+//!     | | accessed, but pages that were evicted had to be read back meanwhile,
+//!     | | and it is the coldest of its round
+//!     | '--------------------------------> on trial: split, its pages left alone for one turn
+//!     |                                        |
+//!     | three in four were accessed            | fewer
+//!     '----------------------------------------+-----> the others leave
+//! ```
+//! The accessed bit of a block says little: one busy page of 512 sets it. So a block that is not
+//! accessed for a whole turn is colder than any page that is not, and goes first. But a block that
+//! always is accessed may still be mostly cold, and were it spared for ever, small pages would be
+//! thrashed in what room is left. That shows: pages come back from swap. Each time some have, one
+//! block is chosen, the one with the least history of those that the hand has met, and is put on
+//! trial when the hand meets it again. It costs little to be wrong: no page moves, and a block that
+//! turns out to be in use all over is made whole again in place.
+
+use crate::block::{BlockState, Youth};
+use crate::collapse::Gathered;
+use crate::head::{BLOCK, BlockNo};
+use crate::host::{Core, lock};
+use crate::reclaim::{Mercy, Round};
+use crate::region::Region;
+use crate::residency::PageNo;
+use crate::stats::Counters;
+use lacuna_addr::Pfn;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Whole blocks that the hand meets before the coldest of them is put on trial.
+const ROUND: usize = 16;
+/// Pages read back from swap before another block is put on trial: about what one sets free.
+const READ_BACK: u64 = 64;
+/// Pages of a block on trial that must be accessed for it to be made whole again.
+const IN_USE: usize = BLOCK / 4 * 3;
+
+/// What the hand does with a window of frames.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Window {
+    /// Looks at each.
+    Frames,
+    /// Passes over it: it belongs to a whole block, or to one on trial.
+    Passed,
+}
+
+/// The blocks of this round.
+#[derive(Default)]
+pub(crate) struct Trials {
+    met: usize,
+    coldest: Option<(u8, BlockNo)>,
+    /// Whose trial begins when the hand meets it.
+    chosen: Option<BlockNo>,
+    /// Pages that had been read back when the last trial began.
+    read_back: u64,
+}
+
+/// A whole block that this thread has isolated.
+struct Whole {
+    block: BlockNo,
+    first: PageNo,
+    region: Arc<Region>,
+}
+
+/// What becomes of a block that is in use.
+enum Verdict {
+    Spared,
+    Trial,
+}
+
+/// Whether the hand leaves a split block's pages alone for a turn.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Grace {
+    OneTurn,
+    None,
+}
+
+impl Core {
+    /// The hand reaches a window of frames, all of one block.
+    pub fn meet_block(&self, round: &mut Round, start: Pfn) -> Window {
+        let Some((block, desc)) = self.frames.block_of(start) else {
+            return Window::Frames;
+        };
+        let first_window = start == block.frame(0);
+        match desc.state() {
+            BlockState::Loose if round.mercy == Mercy::None => Window::Frames,
+            BlockState::Loose if first_window && desc.end_trial() => self.judge(round, block),
+            BlockState::Loose if desc.is_on_trial() => Window::Passed,
+            BlockState::Loose => Window::Frames,
+            BlockState::Used if first_window && round.mercy != Mercy::Blocks => {
+                self.meet_whole(round, block)
+            }
+            BlockState::Used | BlockState::Isolated => Window::Passed,
+        }
+    }
+
+    fn meet_whole(&self, round: &mut Round, block: BlockNo) -> Window {
+        let Some(whole) = self.isolate_whole(block) else {
+            return Window::Passed;
+        };
+        let desc = self.frames.block(block);
+        if !round.may_take_from(whole.first) {
+            desc.publish();
+            return Window::Passed;
+        }
+        let mut young = [false];
+        if round.mercy == Mercy::SecondChance {
+            round.age(&whole.region, &[whole.first.block_range()], &mut young);
+        }
+        if young == [true] {
+            Counters::add(&self.stats.young, 1);
+            let warmth = desc.remember(Youth::Young);
+            match self.enter(warmth, block) {
+                Verdict::Spared => desc.publish(),
+                Verdict::Trial => self.split(whole, Grace::OneTurn),
+            }
+            return Window::Passed;
+        }
+        let _ = desc.remember(Youth::Old);
+        self.split(whole, Grace::None);
+        Window::Frames
+    }
+
+    fn isolate_whole(&self, block: BlockNo) -> Option<Whole> {
+        let desc = self.frames.block(block);
+        let first = desc.isolate()?;
+        // None: the region is being removed, and whoever removes it wants the block.
+        let region = self.regions.find(first);
+        if region.is_none() {
+            desc.publish();
+        }
+        let region = region?;
+        Some(Whole {
+            block,
+            first,
+            region,
+        })
+    }
+
+    /// Enters a block that is in use into the round. Whether its own trial begins: a block that was
+    /// chosen waits for the hand to meet it, so that its pages have a whole turn.
+    fn enter(&self, warmth: u8, block: BlockNo) -> Verdict {
+        let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
+        let mut trials = lock(&self.trials);
+        if trials.chosen.take_if(|chosen| *chosen == block).is_some() {
+            return Verdict::Trial;
+        }
+        trials.met += 1;
+        if trials.coldest.is_none_or(|(least, _)| warmth < least) {
+            trials.coldest = Some((warmth, block));
+        }
+        if trials.met == ROUND {
+            trials.met = 0;
+            let coldest = trials.coldest.take();
+            if read_back >= trials.read_back + READ_BACK {
+                trials.read_back = read_back;
+                trials.chosen = coldest.map(|(_, block)| block);
+            }
+        }
+        Verdict::Spared
+    }
+
+    fn split(&self, whole: Whole, grace: Grace) {
+        if grace == Grace::OneTurn {
+            self.frames.block(whole.block).begin_trial();
+        }
+        let span = whole.region.span(whole.first);
+        let span = span.expect("a whole block has a head");
+        self.frames.parts(span, whole.block).split(whole.first);
+        self.stats.note_loose();
+        Counters::add(&self.stats.splits, 1);
+        whole.region.notifier.shatter(whole.first.block_range());
+    }
+
+    /// The trial is over: the block is whole again if it is in use nearly everywhere.
+    fn judge(&self, round: &mut Round, block: BlockNo) -> Window {
+        let Some(pages) = self.gather_frames(block) else {
+            return Window::Frames;
+        };
+        let young = pages.age(round);
+        let in_use = young.iter().filter(|young| **young).count();
+        if in_use >= IN_USE {
+            self.merge_in_place(pages, block);
+            return Window::Passed;
+        }
+        self.spare(&pages, &young);
+        self.let_be(pages);
+        Window::Frames
+    }
+
+    /// Has the hand pass over pages whose accessed bits were taken.
+    pub fn spare(&self, pages: &Gathered, young: &[bool]) {
+        let frames = pages.states.iter().map(|state| state.frame());
+        for (frame, _) in frames.zip(young).filter(|(_, young)| **young) {
+            if let Some(frame) = frame {
+                self.frames.desc(frame).mark_recent();
+            }
+        }
+    }
+}

@@ -1,0 +1,361 @@
+//! The races of one block of pages, every interleaving: the real head, page words and descriptors,
+//! the real split and merge, on two pages instead of 512; around them only what the manager does in
+//! the same order.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom_huge --release`
+#![cfg(loom)]
+#![allow(dead_code, reason = "the modules are whole, each model uses its part")]
+
+#[path = "../src/block.rs"]
+mod block;
+#[path = "../src/desc.rs"]
+mod desc;
+#[path = "../src/head.rs"]
+mod head;
+#[path = "../src/residency.rs"]
+mod residency;
+mod swap {
+    pub use lacuna_host::Slot;
+}
+
+use block::{BlockDesc, BlockState, Marked, Parts};
+use desc::{Desc, Dirt, FrameState};
+use head::{BlockNo, Head, HeadState};
+use lacuna_addr::Pfn;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU64, Ordering};
+use loom::thread;
+use residency::{PageNo, PageState, PageWord};
+
+fn frame(index: u32) -> Pfn {
+    Pfn::new(index)
+}
+
+fn model(body: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(body);
+}
+
+/// A block of two pages, on which the real code for splits and merges runs, and two frames more for
+/// pages that are not in the block.
+struct Block {
+    head: Head,
+    words: [PageWord; 2],
+    desc: BlockDesc,
+    frames: [Desc; 2],
+    /// What is in the block's frames, and in the other two.
+    bytes: [AtomicU64; 2],
+    elsewhere: [AtomicU64; 2],
+    merging: loom::sync::Mutex<()>,
+}
+
+const FIRST: PageNo = PageNo::new(1024);
+const WHOLE: BlockNo = BlockNo::new(3);
+
+/// What a fault on a page has found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum At {
+    Block,
+    Frame(Pfn),
+}
+
+impl Block {
+    fn new() -> Self {
+        let number = |_| AtomicU64::new(0);
+        Self {
+            head: Head::new(),
+            words: [(); 2].map(|()| PageWord::new()),
+            desc: BlockDesc::new(),
+            frames: [(); 2].map(|()| Desc::new()),
+            bytes: [0, 1].map(number),
+            elsewhere: [0, 1].map(number),
+            merging: loom::sync::Mutex::new(()),
+        }
+    }
+
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            head: &self.head,
+            words: &self.words,
+            number: WHOLE,
+            desc: &self.desc,
+            frames: &self.frames,
+        }
+    }
+
+    /// `Core::fill_block` after the zeroing.
+    fn first_touch(&self) -> Result<(), HeadState> {
+        self.desc.prepare(FIRST, Dirt::Clean);
+        let whole = HeadState::Whole { block: WHOLE };
+        self.head.change(HeadState::Untouched, whole)?;
+        self.desc.publish();
+        Ok(())
+    }
+
+    /// `Core::resolve` for a write to page `index`.
+    fn fault(&self, index: usize) -> At {
+        loop {
+            match self.words[index].load() {
+                PageState::Resident { frame, .. } => {
+                    self.mark(index, frame);
+                    return At::Frame(frame);
+                }
+                state @ PageState::Evicting { frame, .. } => {
+                    let back = state.rescued().unwrap();
+                    if self.words[index].change(state, back).is_ok() {
+                        self.mark(index, frame);
+                        return At::Frame(frame);
+                    }
+                }
+                PageState::Empty | PageState::Merged => match self.head.load() {
+                    HeadState::Whole { .. } => {
+                        if self.desc.mark_dirty() == Marked::Loose {
+                            self.frames[index].mark_dirty();
+                        }
+                        return At::Block;
+                    }
+                    HeadState::Small => drop(self.merging.lock().unwrap()),
+                    other => panic!("{other:?}"),
+                },
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn mark(&self, index: usize, frame: Pfn) {
+        if frame == WHOLE.frame(index) {
+            self.frames[index].mark_dirty();
+        }
+    }
+
+    fn split(&self) {
+        if self.desc.isolate() == Some(FIRST) {
+            self.parts().split(FIRST);
+        }
+    }
+
+    /// Page `index`, whichever way it is kept, counts as written.
+    fn is_dirty(&self, index: usize) -> bool {
+        self.frames[index].dirt() == Dirt::Dirty
+    }
+}
+
+/// Whether or not the fault sees the split: it finds the same frame, and its mark is not lost.
+#[test]
+fn a_write_while_its_block_is_split() {
+    model(|| {
+        let block = Arc::new(Block::new());
+        block.first_touch().unwrap();
+        let splitter = {
+            let block = block.clone();
+            thread::spawn(move || block.split())
+        };
+        let at = block.fault(1);
+        splitter.join().unwrap();
+        assert!(at == At::Block || at == At::Frame(WHOLE.frame(1)), "{at:?}");
+        assert!(block.is_dirty(1), "the write is not forgotten");
+        assert_eq!(block.head.load(), HeadState::Small);
+        assert_eq!(block.desc.state(), BlockState::Loose);
+        for (i, desc) in block.frames.iter().enumerate() {
+            assert_eq!(
+                (desc.state(), desc.owner()),
+                (FrameState::Used, FIRST.plus(i))
+            );
+        }
+    });
+}
+
+/// Two marks and a split: the second, which finds the first's and goes by, counts too.
+#[test]
+fn two_writes_while_their_block_is_split() {
+    model(|| {
+        let block = Arc::new(Block::new());
+        block.first_touch().unwrap();
+        let others = [0, 1].map(|index| {
+            let block = block.clone();
+            thread::spawn(move || match index {
+                0 => _ = block.fault(0),
+                _ => block.split(),
+            })
+        });
+        block.fault(1);
+        others.into_iter().for_each(|other| other.join().unwrap());
+        assert!(block.is_dirty(0) && block.is_dirty(1));
+    });
+}
+
+/// A page of the new pages is evicted at once: never before the split is done with it, and what a
+/// fault has marked goes out with it.
+#[test]
+fn a_page_is_evicted_right_after_the_split() {
+    model(|| {
+        let block = Arc::new(Block::new());
+        block.first_touch().unwrap();
+        let reclaimer = {
+            let block = block.clone();
+            thread::spawn(move || {
+                let page = block.frames[1].isolate()?;
+                assert_eq!(page, FIRST.plus(1));
+                assert_eq!(block.head.load(), HeadState::Small);
+                block.words[1].advance(PageState::evicted).unwrap();
+                let dirt = block.frames[1].take_dirty();
+                let gone = block.words[1].advance(PageState::dropped).is_ok();
+                // Dirty pages are written instead, of course.
+                gone.then_some(dirt)
+            })
+        };
+        assert_eq!(block.desc.mark_dirty(), Marked::Done);
+        block.split();
+        let dropped = reclaimer.join().unwrap();
+        assert!(dropped.is_none_or(|dirt| dirt == Dirt::Dirty));
+    });
+}
+
+/// A first touch of the whole block and one of a page: one of them decides how the block is kept.
+#[test]
+fn a_first_touch_of_a_page_against_one_of_its_block() {
+    model(|| {
+        let block = Arc::new(Block::new());
+        let huge = {
+            let block = block.clone();
+            thread::spawn(move || block.first_touch().is_ok())
+        };
+        let slot = None;
+        let small = block
+            .head
+            .change(HeadState::Untouched, HeadState::Small)
+            .is_ok();
+        let frame = frame(7);
+        let filled = block.head.load() == HeadState::Small
+            && block.words[1]
+                .change(PageState::Empty, PageState::Resident { frame, slot })
+                .is_ok();
+        let huge = huge.join().unwrap();
+        assert!(huge != small && small == filled);
+    });
+}
+
+impl Block {
+    /// Both pages in frames elsewhere, isolated by whoever is going to move them here.
+    fn apart() -> Arc<Self> {
+        let block = Self::new();
+        block
+            .head
+            .change(HeadState::Untouched, HeadState::Small)
+            .unwrap();
+        for (i, word) in block.words.iter().enumerate() {
+            let (frame, slot) = (frame(i as u32), None);
+            word.change(PageState::Empty, PageState::Resident { frame, slot })
+                .unwrap();
+            block.elsewhere[i].store(10, Ordering::Relaxed);
+        }
+        Arc::new(block)
+    }
+
+    /// `Core::merge_by_copy`.
+    fn collapse(&self) -> bool {
+        for word in &self.words {
+            word.advance(PageState::evicted).unwrap();
+        }
+        // Unmapped everywhere: only a fault that rescues its page writes from here on.
+        for (to, from) in self.bytes.iter().zip(&self.elsewhere) {
+            to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.desc.prepare(FIRST, Dirt::Clean);
+        let from = [0, 1].map(|i| PageState::Evicting {
+            frame: frame(i),
+            slot: None,
+        });
+        let merged = {
+            let _turn = self.merging.lock().unwrap();
+            self.parts().merge(&from)
+        };
+        if merged.is_err() {
+            for word in &self.words {
+                let _ = word.advance(PageState::rescued);
+            }
+            return false;
+        }
+        self.desc.publish();
+        true
+    }
+}
+
+/// A write while its block is made whole by copy: it takes its page back and spoils that, or it
+/// finds the copy. Never does it write to what is left behind.
+#[test]
+fn a_write_while_its_block_is_collapsed() {
+    model(|| {
+        let block = Block::apart();
+        let writer = {
+            let block = block.clone();
+            thread::spawn(move || {
+                // The page was unmapped: a fault that resolved before that is refused by the
+                // invalidation sequence, which is not modelled. It begins anew.
+                if matches!(block.words[1].load(), PageState::Resident { .. }) {
+                    return None;
+                }
+                let at = block.fault(1);
+                let bytes = match at {
+                    At::Block => &block.bytes,
+                    At::Frame(_) => &block.elsewhere,
+                };
+                assert_eq!(bytes[1].swap(11, Ordering::Relaxed), 10);
+                Some(at)
+            })
+        };
+        let merged = block.collapse();
+        let wrote = writer.join().unwrap();
+        let whole = HeadState::Whole { block: WHOLE };
+        if merged {
+            assert_eq!(block.head.load(), whole);
+            assert!(matches!(wrote, None | Some(At::Block)), "{wrote:?}");
+            assert_eq!(block.bytes[0].load(Ordering::Relaxed), 10);
+        } else {
+            assert_eq!(block.head.load(), HeadState::Small);
+            assert_eq!(wrote, Some(At::Frame(frame(1))));
+            for (i, word) in block.words.iter().enumerate() {
+                let (frame, slot) = (frame(i as u32), None);
+                assert_eq!(word.load(), PageState::Resident { frame, slot });
+            }
+        }
+    });
+}
+
+/// Pages that lie in their places become a block under a fault, and are split again.
+#[test]
+fn a_write_while_its_block_is_made_whole_in_place() {
+    model(|| {
+        let block = Arc::new(Block::new());
+        block.first_touch().unwrap();
+        block.split();
+        let merger = {
+            let block = block.clone();
+            thread::spawn(move || {
+                let from = [0, 1].map(|i| PageState::Resident {
+                    frame: WHOLE.frame(i),
+                    slot: None,
+                });
+                for (i, desc) in block.frames.iter().enumerate() {
+                    assert_eq!(desc.isolate(), Some(FIRST.plus(i)));
+                }
+                block.desc.adopt(FIRST);
+                {
+                    let _turn = block.merging.lock().unwrap();
+                    block.parts().merge(&from).unwrap();
+                }
+                block
+                    .frames
+                    .iter()
+                    .for_each(|d| d.set_state(FrameState::Free));
+                block.desc.publish();
+                block.split();
+            })
+        };
+        block.fault(1);
+        merger.join().unwrap();
+        assert!(block.is_dirty(1), "the write is not forgotten");
+        assert_eq!(block.head.load(), HeadState::Small);
+    });
+}

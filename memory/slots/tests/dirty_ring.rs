@@ -1,0 +1,308 @@
+//! The dirty ring against a plain queue, its sizes, and its two ends on two threads.
+
+use lacuna_slots::{RingConsumer, RingProducer, RingSize, Room, SlotId, dirty_ring};
+use proptest::prelude::*;
+use std::collections::{BTreeSet, VecDeque};
+
+/// The smallest there is: 1024 entries, 576 of them the reserve.
+fn smallest() -> (RingProducer, RingConsumer) {
+    dirty_ring(RingSize::from_bytes(RingSize::BYTES_MIN).expect("a size"))
+}
+
+#[test]
+fn sizes_are_kvms() {
+    for (bytes, entries) in [(16 << 10, 1024), (64 << 10, 4096), (1 << 20, 65_536)] {
+        let size = RingSize::from_bytes(bytes).expect("a size");
+        assert_eq!(size.entries(), entries);
+        assert_eq!(size.soft_limit(), entries - (64 + 512));
+    }
+    for bytes in [0, 1, 4096, 8192, 16385, 3 << 15, 2 << 20, usize::MAX] {
+        let error = RingSize::from_bytes(bytes).expect_err("no size");
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "a dirty ring cannot have {bytes} bytes: choose a power of two from 16384 to \
+                 1048576"
+            )
+        );
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// Pages of that slot, from the first on, so far apart; then, if the ring is full, as many
+    /// more: what is in the reserve.
+    Push {
+        slot: u16,
+        page: usize,
+        step: isize,
+        count: usize,
+        more: usize,
+    },
+    Harvest,
+    PutBack,
+    Reset,
+}
+
+fn any_op() -> impl Strategy<Value = Op> {
+    let page = prop_oneof![0..200usize, usize::MAX - 200..usize::MAX];
+    let step = prop_oneof![-3..4isize, -70..70isize];
+    prop_oneof![
+        4 => (0..2u16, page, step, 0..300usize, 0..100usize)
+            .prop_map(|(slot, page, step, count, more)| Op::Push { slot, page, step, count, more }),
+        2 => Just(Op::Harvest),
+        1 => Just(Op::PutBack),
+        1 => Just(Op::Reset),
+    ]
+}
+
+/// Entries in use: those harvested, then those not harvested.
+#[derive(Default)]
+struct Model {
+    harvested: VecDeque<(u16, usize)>,
+    dirty: VecDeque<(u16, usize)>,
+}
+
+impl Model {
+    fn used(&self) -> usize {
+        self.harvested.len() + self.dirty.len()
+    }
+
+    fn room(&self) -> Room {
+        if self.used() < 448 {
+            Room::Yes
+        } else {
+            Room::SoftFull
+        }
+    }
+}
+
+fn push(producer: &mut RingProducer, model: &mut Model, slot: u16, page: usize) {
+    model.dirty.push_back((slot, page));
+    assert_eq!(producer.push(SlotId(slot), page), model.room());
+}
+
+fn step(ends: &mut (RingProducer, RingConsumer), model: &mut Model, op: Op) {
+    let (producer, consumer) = ends;
+    match op {
+        Op::Push {
+            slot,
+            page,
+            step,
+            count,
+            more,
+        } => {
+            let mut pages = (0..).map(|i: isize| page.wrapping_add_signed(i * step));
+            for page in pages.by_ref().take(count) {
+                if producer.room() == Room::SoftFull {
+                    break;
+                }
+                push(producer, model, slot, page);
+            }
+            for page in pages.take(more).take(1024 - model.used()) {
+                push(producer, model, slot, page);
+            }
+        }
+        Op::Harvest => {
+            let expected = model.dirty.len();
+            let count = consumer.harvest(|slot, page| {
+                let next = model.dirty.pop_front();
+                assert_eq!(next, Some((slot.0, page)));
+                model.harvested.extend(next);
+            });
+            assert_eq!(count, expected);
+        }
+        Op::PutBack => {
+            consumer.put_back();
+            model.harvested.append(&mut model.dirty);
+            std::mem::swap(&mut model.harvested, &mut model.dirty);
+        }
+        Op::Reset => {
+            let expected: BTreeSet<_> = model.harvested.iter().copied().collect();
+            let mut armed = BTreeSet::new();
+            let mut batches = 0;
+            let count = consumer.reset(|slot, page, mask| {
+                assert_eq!(mask & 1, 1, "a batch begins with its first page");
+                let bits = (0..64).filter(|bit| mask >> bit & 1 == 1);
+                armed.extend(bits.map(|bit| (slot.0, page + bit)));
+                batches += 1;
+            });
+            assert_eq!(count, model.harvested.len());
+            assert_eq!(armed, expected);
+            assert!(batches <= count);
+            model.harvested.clear();
+        }
+    }
+    assert_eq!(producer.room(), model.room());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn a_ring_is_a_queue(ops in prop::collection::vec(any_op(), 1..60)) {
+        let (mut ends, mut model) = (smallest(), Model::default());
+        for op in ops {
+            step(&mut ends, &mut model, op);
+        }
+    }
+}
+
+/// The batches that become of these entries.
+fn batches(entries: &[(u16, usize)]) -> Vec<(u16, usize, u64)> {
+    let (mut producer, mut consumer) = smallest();
+    for (slot, page) in entries {
+        assert_eq!(producer.push(SlotId(*slot), *page), Room::Yes);
+    }
+    consumer.harvest(|_, _| ());
+    let mut batches = Vec::new();
+    consumer.reset(|slot, page, mask| batches.push((slot.0, page, mask)));
+    batches
+}
+
+#[test]
+fn neighbours_are_armed_together() {
+    assert_eq!(batches(&[]), []);
+    assert_eq!(batches(&[(3, 7)]), [(3, 7, 1)]);
+    let up: Vec<_> = (100..200).map(|page| (0, page)).collect();
+    assert_eq!(batches(&up), [(0, 100, u64::MAX), (0, 164, u64::MAX >> 28)]);
+    let down: Vec<_> = (100..200).rev().map(|page| (0, page)).collect();
+    assert_eq!(
+        batches(&down),
+        [(0, 136, u64::MAX), (0, 100, u64::MAX >> 28)]
+    );
+    assert_eq!(
+        batches(&[(0, 10), (0, 73), (0, 10), (0, 30)]),
+        [(0, 10, 1 << 63 | 1 << 20 | 1)],
+        "in any order, once"
+    );
+    assert_eq!(
+        batches(&[(0, 10), (0, 20), (0, 9)]),
+        [(0, 9, 1 << 11 | 2 | 1)],
+        "backward"
+    );
+    assert_eq!(
+        batches(&[(0, 10), (0, 73), (0, 9)]),
+        [(0, 10, 1 << 63 | 1), (0, 9, 1)],
+        "backward, where the other end would fall out"
+    );
+    assert_eq!(
+        batches(&[(0, 10), (1, 11), (0, 12)]),
+        [(0, 10, 1), (1, 11, 1), (0, 12, 1)],
+        "slots are not mixed"
+    );
+    assert_eq!(
+        batches(&[(0, usize::MAX), (0, 0), (0, 64)]),
+        [(0, usize::MAX, 1), (0, 0, 1), (0, 64, 1)],
+        "page numbers do not wrap around"
+    );
+}
+
+#[test]
+#[should_panic(expected = "the vCPU went on with 1024 pages in its ring")]
+fn a_vcpu_that_goes_on_is_stopped_before_it_overwrites() {
+    let (mut producer, _consumer) = smallest();
+    for page in 0..=1024 {
+        let _ = producer.push(SlotId(0), page);
+    }
+}
+
+#[test]
+fn entries_are_free_before_their_pages_are_armed() {
+    let (mut producer, mut consumer) = smallest();
+    while producer.push(SlotId(0), 0) == Room::Yes {}
+    for page in 0..1024 - 448 {
+        let _ = producer.push(SlotId(0), page * 64);
+    }
+    consumer.harvest(|_, _| ());
+    let mut armed = 0;
+    consumer.reset(|_, page, _| {
+        // Arming a page lets the vCPU write it again, and push it: into a ring that was full.
+        let _ = producer.room();
+        let _ = producer.push(SlotId(1), page);
+        armed += 1;
+    });
+    assert_eq!(armed, 1024 - 448);
+    let mut again = 0;
+    consumer.harvest(|slot, _| again += usize::from(slot == SlotId(1)));
+    assert_eq!(again, armed);
+}
+
+/// One page under a ring: armed, or written and logged.
+struct Page {
+    data: u64,
+    dirty: bool,
+    ring: RingProducer,
+}
+
+impl Page {
+    fn write(&mut self, value: u64) {
+        if !std::mem::replace(&mut self.dirty, true) {
+            let _ = self.ring.push(SlotId(0), 0);
+        }
+        self.data = value;
+    }
+}
+
+/// Invariant 7 of the facts: why the copy comes last.
+#[test]
+fn reset_then_copy_sees_a_write_that_copy_then_reset_loses() {
+    for (reset_first, lost) in [(true, false), (false, true)] {
+        let (ring, mut consumer) = smallest();
+        let mut page = Page {
+            data: 0,
+            dirty: false,
+            ring,
+        };
+        page.write(1);
+        assert_eq!(consumer.harvest(|_, _| ()), 1);
+        let mut copy = 0;
+        if reset_first {
+            page.write(2);
+            consumer.reset(|_, _, _| page.dirty = false);
+            copy = page.data;
+        } else {
+            copy += page.data;
+            page.write(2);
+            consumer.reset(|_, _, _| page.dirty = false);
+        }
+        let told = consumer.harvest(|_, _| ()) > 0;
+        assert_eq!(!told && copy != page.data, lost);
+    }
+}
+
+#[test]
+fn two_threads_pass_every_page_on_in_order() {
+    const PAGES: usize = 300_000;
+    let (mut producer, mut consumer) = smallest();
+    std::thread::scope(|s| {
+        s.spawn(move || {
+            for page in 0..PAGES {
+                while producer.room() == Room::SoftFull {
+                    std::thread::yield_now();
+                }
+                let _ = producer.push(SlotId((page % 3) as u16), page);
+            }
+        });
+        let (mut next, mut armed, mut round) = (0, 0, 0);
+        while armed < PAGES {
+            let before = next;
+            let expect = |slot: SlotId, page: usize, next: &mut usize| {
+                assert_eq!((usize::from(slot.0), page), (*next % 3, *next));
+                *next += 1;
+            };
+            consumer.harvest(|slot, page| expect(slot, page, &mut next));
+            if round % 5 == 0 {
+                consumer.put_back();
+                next = armed;
+            } else {
+                armed += consumer.reset(|_, _, mask| assert_eq!(mask, 1));
+                assert_eq!(armed, next);
+            }
+            if next == before {
+                std::thread::yield_now();
+            }
+            round += 1;
+        }
+    });
+}

@@ -1,0 +1,364 @@
+//! The dirty bitmap and the dirty ring, model-checked: *no write is lost*.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
+//!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-slots --test loom --release
+//! ```
+//! One page of guest memory is one word, and what a harvester copies of it another. When all is
+//! over, a page that differs from its copy must still be reported by the next harvest. Each rule
+//! that users have to keep has a model that breaks it, and must fail.
+#![cfg(loom)]
+#![allow(
+    dead_code,
+    reason = "the ring is whole, the models need small sizes of it"
+)]
+
+#[path = "../src/dirty_ring.rs"]
+mod dirty_ring;
+
+use dirty_ring::{RingConsumer, RingProducer, RingSize, Room, dirty_ring as new_ring};
+use lacuna_slots::{DirtyBitmap, SlotId};
+use lacuna_sync::shim::thread::{self, yield_now};
+use lacuna_sync::shim::{Arc, AtomicBool, AtomicU64, Ordering};
+use lacuna_sync::{Epoch, Quiescence};
+
+const SLOT: SlotId = SlotId(0);
+
+/// One page, and the bit of its stage-2 entry that lets a write go unnoticed: W, or D.
+struct World {
+    bitmap: DirtyBitmap,
+    open: AtomicBool,
+    data: AtomicU64,
+    quiescence: Quiescence,
+}
+
+impl World {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            bitmap: DirtyBitmap::new(1),
+            open: AtomicBool::new(false),
+            data: AtomicU64::new(0),
+            quiescence: Quiescence::new(1),
+        })
+    }
+
+    /// Looks first, as a cursor does: an entry that needs no change is not written.
+    fn rearm(&self) {
+        if self.open.load(Ordering::Acquire) {
+            self.open.swap(false, Ordering::AcqRel);
+        }
+    }
+
+    fn flush(&self) {
+        let epoch = self.quiescence.request();
+        while !self.quiescence.passed(epoch) {
+            yield_now();
+        }
+    }
+
+    fn copy(&self) -> u64 {
+        self.data.load(Ordering::Relaxed)
+    }
+
+    /// Takes, and what follows. The copy, if the page was dirty.
+    fn harvest(&self) -> Option<u64> {
+        let mut word = [0];
+        self.bitmap.take(0, &mut word);
+        (word[0] == 1).then(|| {
+            self.rearm();
+            self.flush();
+            self.copy()
+        })
+    }
+
+    /// At rest: the last copy is good, or the page will be reported.
+    fn check(&self, copy: u64) {
+        let mut word = [0];
+        self.bitmap.copy(0, &mut word);
+        assert!(copy == self.copy() || word[0] == 1, "a write was lost");
+    }
+}
+
+/// A vCPU with a TLB of one entry.
+struct Vcpu<'w> {
+    world: &'w World,
+    tlb: bool,
+    flushed_at: Epoch,
+}
+
+impl<'w> Vcpu<'w> {
+    fn online(world: &'w World) -> Self {
+        let flushed_at = world.quiescence.online(0);
+        Self {
+            world,
+            tlb: false,
+            flushed_at,
+        }
+    }
+
+    /// Between two blocks.
+    fn boundary(&mut self) {
+        let slot = self.world.quiescence.vcpu(0);
+        if slot.poked() {
+            slot.take();
+            let epoch = self.world.quiescence.online(0);
+            self.tlb &= self.flushed_at >= epoch;
+            self.flushed_at = epoch;
+        }
+    }
+
+    /// A store; `log` notes the page once the entry has the bit.
+    fn write(&mut self, value: u64, log: impl FnOnce()) {
+        if !self.tlb {
+            if !self.world.open.swap(true, Ordering::AcqRel) {
+                log();
+            }
+            self.tlb = true;
+        }
+        self.world.data.store(value, Ordering::Relaxed);
+    }
+
+    fn offline(self) {
+        self.world.quiescence.offline(0);
+    }
+}
+
+fn mark(world: &World) {
+    world.bitmap.mark(0);
+}
+
+#[test]
+fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
+    loom::model(|| {
+        let world = World::new();
+        // As a host write or initially-all-set leaves it: dirty, but armed.
+        mark(&world);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::online(&world);
+                vcpu.write(1, || mark(&world));
+                vcpu.boundary();
+                vcpu.write(2, || mark(&world));
+                vcpu.offline();
+            })
+        };
+        let copy = world.harvest().expect("marked before");
+        vcpu.join().expect("vCPU");
+        world.check(copy);
+    });
+}
+
+/// The other order: the mark is taken, nothing is armed, and then the entry gets its bit.
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn a_mark_before_the_bit_is_gained_loses_a_write() {
+    loom::model(|| {
+        let world = World::new();
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::online(&world);
+                mark(&world);
+                vcpu.write(1, || ());
+                vcpu.boundary();
+                vcpu.write(2, || ());
+                vcpu.offline();
+            })
+        };
+        let copy = world.harvest().unwrap_or(0);
+        vcpu.join().expect("vCPU");
+        world.check(copy);
+    });
+}
+
+/// A bitmap of one page.
+trait Bit: Send + Sync + 'static {
+    fn mark(&self);
+    fn take(&self) -> u64;
+}
+
+impl Bit for DirtyBitmap {
+    fn mark(&self) {
+        DirtyBitmap::mark(self, 0);
+    }
+
+    fn take(&self) -> u64 {
+        let mut word = [0];
+        DirtyBitmap::take(self, 0, &mut word);
+        word[0]
+    }
+}
+
+/// What `mark` could be: no write if the bit is set already.
+struct LooksFirst(AtomicU64);
+
+impl Bit for LooksFirst {
+    fn mark(&self) {
+        if self.0.load(Ordering::Acquire) == 0 {
+            self.0.fetch_or(1, Ordering::AcqRel);
+        }
+    }
+
+    fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::AcqRel)
+    }
+}
+
+/// A host write marks what it has written; nothing is armed, so nothing has to be flushed. The page
+/// is dirty from before.
+fn host_write<B: Bit>(new: fn() -> B) {
+    loom::model(move || {
+        let world = Arc::new((new(), AtomicU64::new(0)));
+        world.0.mark();
+        let writer = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                world.1.store(1, Ordering::Relaxed);
+                world.0.mark();
+            })
+        };
+        assert_eq!(world.0.take(), 1);
+        let copy = world.1.load(Ordering::Relaxed);
+        writer.join().expect("writer");
+        let now = world.1.load(Ordering::Relaxed);
+        assert!(copy == now || world.0.take() == 1, "a write was lost");
+    });
+}
+
+#[test]
+fn a_host_write_is_in_the_copy_or_in_the_next_harvest() {
+    host_write(|| DirtyBitmap::new(1));
+}
+
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn a_mark_that_looks_first_loses_a_write() {
+    host_write(|| LooksFirst(AtomicU64::new(0)));
+}
+
+#[test]
+fn marks_and_harvests_lose_no_bit_and_double_none() {
+    loom::model(|| {
+        let bitmap = Arc::new(DirtyBitmap::new(3));
+        let other = {
+            let bitmap = Arc::clone(&bitmap);
+            thread::spawn(move || {
+                bitmap.mark(0);
+                bitmap.mark(1);
+            })
+        };
+        bitmap.mark(2);
+        let (mut taken, mut cleared) = ([0], [0b11]);
+        bitmap.take(0, &mut taken);
+        bitmap.clear(0, 3, &mut cleared).expect("all of it");
+        bitmap.put_back(0, &[taken[0] & 0b100]);
+        other.join().expect("marker");
+        let mut left = [0];
+        bitmap.take(0, &mut left);
+        assert_eq!(taken[0] & 0b11 | cleared[0] | left[0], 0b111);
+        assert_eq!(taken[0] & cleared[0], 0, "twice");
+        assert_eq!((taken[0] | cleared[0]) & left[0] & 0b11, 0, "twice");
+    });
+}
+
+/// Four entries, two of them the reserve.
+fn tiny() -> (RingProducer, RingConsumer) {
+    new_ring(RingSize::of(4, 2))
+}
+
+/// Pushes until the soft limit, one more out of the reserve, and waits; the ring goes round.
+#[test]
+fn the_ring_passes_everything_on_once_and_in_order() {
+    const PAGES: usize = 5;
+    loom::model(|| {
+        let (mut producer, mut consumer) = tiny();
+        let vcpu = thread::spawn(move || {
+            let mut page = 0;
+            while page < PAGES {
+                let room = producer.push(SLOT, page);
+                page += 1;
+                if room == Room::SoftFull && page < PAGES {
+                    let _ = producer.push(SLOT, page);
+                    page += 1;
+                    while producer.room() == Room::SoftFull {
+                        yield_now();
+                    }
+                }
+            }
+        });
+        let (mut next, mut armed) = (0, 0);
+        while next < PAGES {
+            let found = consumer.harvest(|_, page| {
+                assert_eq!(page, next);
+                next += 1;
+            });
+            let freed = consumer.reset(|_, page, mask| {
+                assert_eq!(page, armed);
+                armed += mask.trailing_ones() as usize;
+            });
+            assert_eq!((freed, armed), (found, next));
+            if found == 0 {
+                yield_now();
+            }
+        }
+        vcpu.join().expect("vCPU");
+    });
+}
+
+/// A vCPU writes twice; its harvester copies the page before the reset or after it.
+fn write_and_harvest(reset_and_copy: fn(&World, &mut RingConsumer) -> u64) {
+    loom::model(move || {
+        let world = World::new();
+        let (mut producer, mut consumer) = new_ring(RingSize::of(4, 1));
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::online(&world);
+                for value in [1, 2] {
+                    vcpu.write(value, || assert_eq!(producer.push(SLOT, 0), Room::Yes));
+                    vcpu.boundary();
+                }
+                vcpu.offline();
+            })
+        };
+        let copy = match consumer.harvest(|_, _| ()) {
+            0 => 0,
+            _ => reset_and_copy(&world, &mut consumer),
+        };
+        vcpu.join().expect("vCPU");
+        let told = consumer.harvest(|_, _| ()) > 0;
+        assert!(told || copy == world.copy(), "a write was lost");
+    });
+}
+
+#[test]
+fn reset_then_copy_loses_no_write() {
+    write_and_harvest(|world, consumer| {
+        consumer.reset(|_, _, _| world.rearm());
+        world.flush();
+        world.copy()
+    });
+}
+
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn copy_then_reset_loses_a_write() {
+    write_and_harvest(|world, consumer| {
+        let copy = world.copy();
+        consumer.reset(|_, _, _| world.rearm());
+        world.flush();
+        copy
+    });
+}
+
+#[test]
+#[should_panic(expected = "a write was lost")]
+fn a_copy_before_the_flush_loses_a_write() {
+    write_and_harvest(|world, consumer| {
+        consumer.reset(|_, _, _| world.rearm());
+        let copy = world.copy();
+        world.flush();
+        copy
+    });
+}

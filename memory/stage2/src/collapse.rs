@@ -1,0 +1,162 @@
+//! A table of 512 leaves becomes one 2 MiB leaf, in place.
+//!
+//! ```text
+//! 1 read the children: what large leaf does the same?
+//! 2 parent: Table -> Leaf       every later walk finds the large leaf
+//! 3 each child: -> Frozen       its last A and D are in the value swapped out; a walk still inside
+//!                               starts again at the root, and finds the large leaf
+//! 4 A or D came between 1 and 3: into the large leaf too
+//! ```
+//! At no moment does a walk find nothing or another frame, for the children map the frames that the
+//! large leaf maps. The cursor is held from 1 to 4, so nobody takes the large leaf away, or judges
+//! its D, before 4. No TLB entry is wrong: each is a part of the large leaf, with its rights or
+//! fewer. Only the table has to wait for walks inside it ([`Flush::retire`](crate::Flush::retire)).
+//!
+//! **What becomes of rights, A and D.** A and D are *or*-ed: the large leaf's D speaks for the
+//! whole block, so pages that were clean count as dirty with it, and none that was dirty is
+//! forgotten. W is given if any page has it, since [`Write::OnFault`](crate::Write::OnFault) means
+//! that the MMU may set W without asking: the next write to a page that was clean sets D, which is
+//! as good a notice as the fault. So do not collapse where every first write must *fault* (dirty
+//! logging by page). [`Write::Never`](crate::Write::Never) beside any other, or pages that differ
+//! in exec, are not uniform: rights that the backing does not grant are never invented.
+
+use crate::format::block_range;
+use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Write};
+use lacuna_addr::{Gfn, GfnRange, Level};
+use lacuna_tables::TableId;
+
+/// A table's leaves are not the parts of one 2 MiB leaf.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("gfn {gfn} keeps its block from being one 2 MiB leaf: {found:?} is there")]
+pub struct NotUniform {
+    /// The first page that does not fit.
+    pub gfn: Gfn,
+    /// What is there.
+    pub found: Entry,
+}
+
+/// A table that became a 2 MiB leaf.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use = "the reverse map must forget the small leaves"]
+pub struct Collapsed {
+    /// The first guest frame of the block.
+    pub gfn: Gfn,
+    /// Where the large leaf is.
+    pub at: EntryRef,
+    /// It, with all that its pages had.
+    pub leaf: Leaf,
+}
+
+impl<'s> Cursor<'s> {
+    /// Replaces the table of 4 KiB leaves around `gfn` by the 2 MiB leaf that does the same. `None`
+    /// when there is no such table. The flush has only the table in it.
+    ///
+    /// # Errors
+    /// [`NotUniform`]: a page is not mapped, or not to the frame that one leaf would map it to, or
+    /// with rights that do not mix. Nothing has changed.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`.
+    pub fn collapse(&mut self, gfn: Gfn) -> Result<Option<(Collapsed, Flush<'s>)>, NotUniform> {
+        self.assert_holds(gfn);
+        let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
+            return Ok(None);
+        };
+        let block = block_range(gfn);
+        let leaf = self.whole(table, block, None)?;
+        Ok(Some(self.collapse_at(at, table, block, leaf)))
+    }
+
+    /// As [`Cursor::collapse`], where the caller knows what is behind the whole block: `leaf`. Its
+    /// rights, A and D are joined with the pages', and pages that are not mapped yet are mapped by
+    /// it. `None` when there is no table of 4 KiB leaves: [`Cursor::map`] can do it.
+    ///
+    /// # Errors
+    /// [`NotUniform`]: a page is mapped to another frame, or with rights that do not mix. Nothing
+    /// has changed.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`, or `leaf` is not a sound 2 MiB leaf.
+    pub fn collapse_to(
+        &mut self,
+        gfn: Gfn,
+        leaf: Leaf,
+    ) -> Result<Option<(Collapsed, Flush<'s>)>, NotUniform> {
+        self.assert_holds(gfn);
+        assert_eq!((leaf.level, leaf.defect()), (Level::L2M, None), "{leaf:?}");
+        let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
+            return Ok(None);
+        };
+        let block = block_range(gfn);
+        let leaf = self.whole(table, block, Some(leaf))?;
+        Ok(Some(self.collapse_at(at, table, block, leaf)))
+    }
+
+    /// What large leaf does what the table does, and what `granted` does.
+    fn whole(
+        &self,
+        table: TableId,
+        block: GfnRange,
+        granted: Option<Leaf>,
+    ) -> Result<Leaf, NotUniform> {
+        let mut whole = granted;
+        for gfn in block.iter() {
+            let found = self.stage2.read(EntryRef::page_of(table, gfn));
+            whole = match found {
+                Entry::Absent if granted.is_some() => whole,
+                Entry::Leaf(page) => Some(join(whole, page, gfn).ok_or(NotUniform { gfn, found })?),
+                _ => return Err(NotUniform { gfn, found }),
+            };
+        }
+        Ok(whole.expect("a block has pages"))
+    }
+
+    fn collapse_at(
+        &self,
+        at: EntryRef,
+        table: TableId,
+        block: GfnRange,
+        leaf: Leaf,
+    ) -> (Collapsed, Flush<'s>) {
+        let stage2 = self.stage2;
+        stage2.link_collapsed(at, block, table, leaf);
+        let mut last = leaf;
+        for gfn in block.iter() {
+            let child = EntryRef::page_of(table, gfn);
+            if let Entry::Leaf(page) = stage2.update(child, gfn, |_| Entry::Frozen) {
+                last = last.merged(page);
+            }
+        }
+        let with_last = |found| match found {
+            Entry::Leaf(now) => Entry::Leaf(now.merged(last)),
+            other => unreachable!("{other:?} took the place of a leaf under a cursor"),
+        };
+        let Entry::Leaf(now) = stage2.update(at, block.start(), with_last) else {
+            unreachable!("checked above")
+        };
+        let mut flush = self.flush();
+        flush.add_table(stage2.arena.detach(table), block);
+        let collapsed = Collapsed {
+            gfn: block.start(),
+            at,
+            leaf: now.merged(last),
+        };
+        (collapsed, flush)
+    }
+}
+
+/// The large leaf that does what `whole` does and, for `gfn`, what `page` does; `None` when there
+/// is none. The first page decides about the frames.
+fn join(whole: Option<Leaf>, page: Leaf, gfn: Gfn) -> Option<Leaf> {
+    let Some(whole) = whole else {
+        let first = Leaf {
+            level: Level::L2M,
+            ..page
+        };
+        return first.defect().is_none().then_some(first);
+    };
+    let never = |leaf: Leaf| leaf.write == Write::Never;
+    let fits =
+        page.pfn == whole.frame_of(gfn) && page.exec == whole.exec && never(page) == never(whole);
+    fits.then(|| whole.merged(page))
+}

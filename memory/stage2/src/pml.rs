@@ -1,0 +1,112 @@
+//! Page-modification logging: the walk notes every page whose D it sets.
+//!
+//! ```text
+//! index  511 510 ...  1   0   0xffff
+//!         |--- entries --->|  full: the next walk that would set A or D ends first, neither set
+//! ```
+//! As Intel's processors do it (SDM 29.3.6): entries go down from 511, each the address of a page.
+//! Only D going from 0 to 1 makes an entry, but a full log stops a walk that would set A alone too.
+
+use lacuna_addr::{Gfn, Gpa};
+
+/// The log of one vCPU.
+pub struct PmlLog {
+    entries: Box<[u64; Self::ENTRIES]>,
+    index: u16,
+}
+
+/// The log has no room: flush it, then walk again. Neither A nor D was set.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the page-modification log is full")]
+pub struct LogFull;
+
+impl PmlLog {
+    /// How many pages it can hold.
+    pub const ENTRIES: usize = 512;
+    const EMPTY: u16 = Self::ENTRIES as u16 - 1;
+
+    /// An empty one.
+    pub fn new() -> Self {
+        Self {
+            entries: Box::new([0; Self::ENTRIES]),
+            index: Self::EMPTY,
+        }
+    }
+
+    /// Where the next entry goes: 511 when empty, `0xffff` when full.
+    pub fn index(&self) -> u16 {
+        self.index
+    }
+
+    /// Whether nothing is in it.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.index == Self::EMPTY
+    }
+
+    /// Whether the next A or D has to wait.
+    #[inline]
+    pub fn is_full(&self) -> bool {
+        usize::from(self.index) >= Self::ENTRIES
+    }
+
+    /// The log's memory: guest-physical addresses, in order from 511 down.
+    pub fn entries(&self) -> &[u64; Self::ENTRIES] {
+        &self.entries
+    }
+
+    /// Hands out its pages in the order in which they were logged, and is empty. How many those
+    /// were.
+    pub fn flush(&mut self, mut each: impl FnMut(Gfn)) -> usize {
+        let first = usize::from(self.index.wrapping_add(1));
+        self.index = Self::EMPTY;
+        for &entry in self.entries[first..].iter().rev() {
+            each(Gpa::new(entry).expect("logged as a Gpa").gfn());
+        }
+        Self::ENTRIES - first
+    }
+
+    fn append(&mut self, gfn: Gfn) {
+        self.entries[usize::from(self.index)] = gfn.gpa().get();
+        self.index = self.index.wrapping_sub(1);
+    }
+}
+
+impl Default for PmlLog {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// What a walk does when it sets A or D.
+pub(crate) trait Log {
+    /// Whether it may.
+    fn has_room(&self) -> bool;
+    /// It has set D of the leaf that maps `gfn`.
+    fn written(&mut self, gfn: Gfn);
+}
+
+/// Nobody wants to know.
+pub(crate) struct Unlogged;
+
+impl Log for Unlogged {
+    #[inline]
+    fn has_room(&self) -> bool {
+        true
+    }
+
+    #[inline]
+    fn written(&mut self, _: Gfn) {}
+}
+
+impl Log for PmlLog {
+    #[inline]
+    fn has_room(&self) -> bool {
+        !self.is_full()
+    }
+
+    #[inline]
+    fn written(&mut self, gfn: Gfn) {
+        self.append(gfn);
+    }
+}

@@ -1,0 +1,99 @@
+//! A 2 MiB leaf becomes a table of 512 leaves: the same translation, so nothing to flush.
+//!
+//! ```text
+//! a table, not yet linked: 512 leaves with the large leaf's frames, rights, A and D
+//! parent: Leaf -> Table     from the very leaf that was copied; a walk has set A or D meanwhile?
+//!                           copy those bits, and again
+//! ```
+//! A walk finds either the large leaf or the small one. Each small leaf inherits D, so a block that
+//! was written is 512 dirty pages from then on.
+
+use crate::format::{Height, block_range};
+use crate::{Cursor, Entry, EntryRef, Leaf, Stage2};
+use lacuna_addr::{Gfn, GfnRange, Level};
+use lacuna_tables::{Exhausted, TableId};
+
+/// A 2 MiB leaf that became a table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use = "512 new leaves must enter the reverse map"]
+pub struct Split {
+    /// The first guest frame of the block.
+    pub gfn: Gfn,
+    /// The large leaf as it was, with its last A and D.
+    pub leaf: Leaf,
+    /// Where the first frame's leaf is; [`EntryRef::beside`] has the others.
+    pub first: EntryRef,
+}
+
+impl Cursor<'_> {
+    /// Splits the 2 MiB leaf that maps `gfn`; `None` when none does.
+    ///
+    /// # Errors
+    /// [`Exhausted`]: no table page is left, and nothing has changed.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`.
+    pub fn split(&mut self, gfn: Gfn) -> Result<Option<Split>, Exhausted> {
+        self.assert_holds(gfn);
+        let Some((at, Entry::Leaf(_))) = self.stage2.block_entry(gfn) else {
+            return Ok(None);
+        };
+        let table = self.stage2.arena.alloc()?;
+        Ok(Some(self.split_into(at, gfn, table)))
+    }
+
+    /// Splits the 2 MiB leaves that map frames inside and outside of `range`: at most its first and
+    /// its last. After it, unmapping or protecting `range` touches nothing else. `split` is told of
+    /// each.
+    ///
+    /// # Errors
+    /// [`Exhausted`]: no table page is left. What `split` was told of is done.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `range`.
+    pub fn cut(&mut self, range: GfnRange, mut split: impl FnMut(Split)) -> Result<(), Exhausted> {
+        self.assert_holds_all(range);
+        let last = Gfn::new(range.end_raw() - 1).expect("the last of a range");
+        for edge in [range.start(), last] {
+            let block = block_range(edge);
+            if range.intersect(block) != Some(block)
+                && let Some(done) = self.split(edge)?
+            {
+                split(done);
+            }
+        }
+        Ok(())
+    }
+
+    /// Splits the 2 MiB leaf at `at`, which maps `gfn`, into the fresh `table`.
+    pub(crate) fn split_into(&self, at: EntryRef, gfn: Gfn, table: TableId) -> Split {
+        let block = block_range(gfn);
+        loop {
+            let Entry::Leaf(leaf) = self.stage2.read(at) else {
+                unreachable!("only a cursor takes a leaf away")
+            };
+            if self.stage2.link_split(at, block, leaf, table).is_ok() {
+                return Split {
+                    gfn: block.start(),
+                    leaf,
+                    first: EntryRef::page_of(table, block.start()),
+                };
+            }
+        }
+    }
+}
+
+impl Stage2 {
+    /// The entry that decides about the whole block of `gfn`; `None` when its table does not exist.
+    pub(crate) fn block_entry(&self, gfn: Gfn) -> Option<(EntryRef, Entry)> {
+        let mut table = self.root;
+        for height in Height::ABOVE_BLOCKS {
+            match self.read(EntryRef::new(table, height.index(gfn))) {
+                Entry::Table(below) => table = below,
+                _ => return None,
+            }
+        }
+        let at = EntryRef::new(table, Height::of_leaf(Level::L2M).index(gfn));
+        Some((at, self.read(at)))
+    }
+}

@@ -1,0 +1,216 @@
+//! Walks against split and collapse, every interleaving of the real code over the real tables.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
+//!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-stage2 --test loom --release
+//! ```
+//! Block 0 of the guest is block 1 of the host. The arena has room for one table of leaves, so that
+//! a table that is freed too early is given to guest block 1 at once, and a walk that is still
+//! inside meets another block's frames.
+#![cfg(loom)]
+
+use lacuna_addr::{Access, Gfn, Level, Pfn};
+use lacuna_stage2::{Arena, Leaf, Stage2, Walk, Write};
+use lacuna_sync::Quiescence;
+use lacuna_sync::shim::Arc;
+use lacuna_sync::shim::thread;
+
+const FIRST: u32 = 512;
+/// The page that is accessed.
+const PAGE: u64 = 5;
+/// The root and two upper tables, and one of leaves.
+const TABLES: u32 = 4;
+
+struct World {
+    stage2: Stage2,
+    quiescence: Quiescence,
+}
+
+impl World {
+    fn new() -> Self {
+        let arena = Arena::new(TABLES).expect("a small arena");
+        Self {
+            stage2: Stage2::new(arena).expect("a root"),
+            quiescence: Quiescence::new(1),
+        }
+    }
+
+    /// Block 0 by 512 leaves that may be written, not used yet.
+    fn small() -> Self {
+        let world = Self::new();
+        for page in 0..512 {
+            let leaf = unused(Leaf::clean(Pfn::new(FIRST + page as u32)), Write::Allowed);
+            let mapped = world.stage2.fault_cursor(gfn(page)).map(gfn(page), leaf);
+            assert!(mapped.is_ok(), "{mapped:?}");
+        }
+        world
+    }
+
+    /// Block 0 by one leaf, not used yet.
+    fn large(write: Write) -> Self {
+        let world = Self::new();
+        let leaf = unused(Leaf::clean(Pfn::new(FIRST)).at(Level::L2M), write);
+        let mapped = world.stage2.fault_cursor(gfn(0)).map(gfn(0), leaf);
+        assert!(mapped.is_ok(), "{mapped:?}");
+        world
+    }
+
+    /// A vCPU's access, from online to offline: whether it went through.
+    fn access(&self, access: Access) -> bool {
+        self.quiescence.online(0);
+        self.quiescence.vcpu(0).flushed();
+        self.quiescence.vcpu(0).note(0);
+        let outcome = self.stage2.walk(gfn(PAGE), access);
+        if let Walk::Hit(hit) = outcome {
+            assert_eq!(hit.pfn, Pfn::new(FIRST + PAGE as u32), "another frame");
+        }
+        self.quiescence.offline(0);
+        matches!(outcome, Walk::Hit(_))
+    }
+
+    /// Gives guest block 1 a table of leaves, if one is free.
+    fn use_a_free_table(&self) {
+        self.stage2.reap(&self.quiescence);
+        let other = gfn(512 + PAGE);
+        let leaf = Leaf::dirty(Pfn::new(77));
+        let _ = self.stage2.fault_cursor(other).map(other, leaf);
+    }
+
+    /// The last word on page `PAGE`: whether it was written.
+    fn is_dirty(&self) -> bool {
+        let at = gfn(PAGE);
+        let gone = self.stage2.fault_cursor(at).unmap_page(at);
+        let (removed, flush) = gone.expect("still mapped");
+        flush.finish(&self.quiescence);
+        removed.leaf.dirty
+    }
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a small number")
+}
+
+fn unused(leaf: Leaf, write: Write) -> Leaf {
+    Leaf {
+        write,
+        accessed: false,
+        dirty: false,
+        ..leaf
+    }
+}
+
+/// One vCPU accesses while `change` is made; then `after` is told whether the access went through,
+/// and what `change` returned.
+fn race<R>(
+    setup: impl Fn() -> World + Send + Sync + 'static,
+    access: Access,
+    change: impl Fn(&World) -> R + Send + Sync + 'static,
+    after: impl Fn(&World, bool, R) + Send + Sync + 'static,
+) {
+    let mut model = loom::model::Builder::new();
+    // A table has 512 entries, which only its owner touches: many steps, few choices.
+    model.max_branches = 100_000;
+    model.expect_explicit_explore = true;
+    model.check(move || {
+        let world = Arc::new(setup());
+        loom::explore();
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || world.access(access))
+        };
+        let changed = change(&world);
+        let hit = vcpu.join().expect("vCPU");
+        loom::stop_exploring();
+        after(&world, hit, changed);
+        world.stage2.verify();
+    });
+}
+
+fn collapse(world: &World) {
+    let mut cursor = world.stage2.fault_cursor(gfn(0));
+    let done = cursor.collapse(gfn(0)).expect("uniform");
+    let (collapsed, flush) = done.expect("there is a table");
+    assert_eq!(collapsed.leaf.level, Level::L2M);
+    drop(cursor);
+    flush.retire(&world.quiescence);
+}
+
+fn split(world: &World) {
+    let done = world.stage2.fault_cursor(gfn(0)).split(gfn(0));
+    assert!(done.expect("room").is_some());
+}
+
+#[test]
+fn a_collapse_loses_no_d() {
+    race(World::small, Access::Write, collapse, |world, hit, ()| {
+        assert!(hit, "a walk found nothing");
+        assert!(world.is_dirty(), "D was lost");
+    });
+}
+
+#[test]
+fn a_collapsed_table_is_not_reused_under_a_walk() {
+    let change = |world: &World| {
+        collapse(world);
+        world.use_a_free_table();
+    };
+    race(World::small, Access::Read, change, |_, hit, ()| {
+        assert!(hit, "a walk found nothing");
+    });
+}
+
+#[test]
+fn a_split_loses_no_d() {
+    let setup = || World::large(Write::Allowed);
+    race(setup, Access::Write, split, |world, hit, ()| {
+        assert!(hit, "a walk found nothing");
+        assert!(world.is_dirty(), "D was lost");
+    });
+}
+
+#[test]
+fn a_page_cut_out_of_a_block_takes_its_d_along() {
+    let setup = || World::large(Write::Allowed);
+    let change = |world: &World| {
+        split(world);
+        world.is_dirty()
+    };
+    race(setup, Access::Write, change, |_, hit, dirty| {
+        // Whoever came later found nothing.
+        assert_eq!(
+            hit, dirty,
+            "a write went through, and D does not know, or the reverse"
+        );
+    });
+}
+
+#[test]
+fn an_upgrade_inside_a_block_disturbs_no_reader() {
+    let setup = || World::large(Write::OnFault);
+    let change = |world: &World| {
+        let leaf = Leaf::dirty(Pfn::new(FIRST + PAGE as u32));
+        let mapped = world.stage2.fault_cursor(gfn(PAGE)).map(gfn(PAGE), leaf);
+        assert!(mapped.is_ok(), "{mapped:?}");
+    };
+    race(setup, Access::Read, change, |world, hit, ()| {
+        assert!(hit, "a walk found nothing");
+        assert!(world.is_dirty(), "D was preset");
+    });
+}
+
+#[test]
+fn there_and_back_loses_no_d() {
+    let change = |world: &World| {
+        split(world);
+        collapse(world);
+    };
+    race(
+        || World::large(Write::Allowed),
+        Access::Write,
+        change,
+        |world, hit, ()| {
+            assert!(hit, "a walk found nothing");
+            assert!(world.is_dirty(), "D was lost");
+        },
+    );
+}

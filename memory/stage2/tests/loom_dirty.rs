@@ -1,0 +1,160 @@
+//! D, log and harvest, every interleaving of the real code: no write is lost.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
+//!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-stage2 --test loom_dirty --release
+//! ```
+//! A vCPU writes a page twice, in two stays online, and may go on by its TLB in the second. At the
+//! end of each stay it flushes its log into a bit. A monitor harvests once: kick, take the bit,
+//! re-arm, flush, copy. Then either its copy is what the guest wrote last, or the bit is set.
+#![cfg(loom)]
+
+use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
+use lacuna_stage2::{Arena, Flush, Leaf, PmlLog, Shootdown, Stage2, Walk, Write};
+use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
+use lacuna_sync::{Epoch, Quiescence};
+
+struct World {
+    stage2: Stage2,
+    quiescence: Quiescence,
+    /// One word of the dirty bitmap.
+    marked: AtomicU64,
+    /// The page.
+    data: AtomicU64,
+}
+
+/// A vCPU with a TLB entry for one page.
+struct Vcpu<'w> {
+    world: &'w World,
+    log: PmlLog,
+    tlb_writable: bool,
+    flushed: Epoch,
+}
+
+/// How a write is noticed.
+#[derive(Clone, Copy, PartialEq)]
+enum By {
+    Log,
+    Fault,
+}
+
+fn page() -> Gfn {
+    Gfn::new(5).expect("a frame")
+}
+
+impl World {
+    fn new(write: Write) -> Self {
+        let stage2 = Stage2::new(Arena::new(4).expect("a small arena")).expect("a root");
+        let leaf = Leaf {
+            write,
+            ..Leaf::clean(Pfn::new(1))
+        };
+        let mapped = stage2.fault_cursor(page()).map(page(), leaf);
+        assert!(mapped.is_ok());
+        Self {
+            stage2,
+            quiescence: Quiescence::new(1),
+            marked: AtomicU64::new(0),
+            data: AtomicU64::new(0),
+        }
+    }
+
+    fn rearm(&self, by: By) -> Flush<'_> {
+        let range = GfnRange::page(page());
+        let mut cursor = self.stage2.fault_cursor(page());
+        match by {
+            By::Log => cursor.clear_dirty(range, |_| {}),
+            By::Fault => cursor.protect(range, |_| {}),
+        }
+    }
+
+    /// What a copy has, if the page was marked.
+    fn harvest(&self, by: By) -> Option<u64> {
+        if by == By::Log {
+            let kick = Quiescence::request(&self.quiescence);
+            self.quiescence.wait(kick);
+        }
+        if self.marked.swap(0, Ordering::Acquire) == 0 {
+            return None;
+        }
+        self.rearm(by).finish(&self.quiescence);
+        Some(self.data.load(Ordering::Relaxed))
+    }
+}
+
+impl Vcpu<'_> {
+    /// A stay online, in which it writes `value`.
+    fn write(&mut self, value: u64) {
+        let world = self.world;
+        let epoch = world.quiescence.online(0);
+        if epoch > self.flushed {
+            self.flushed = epoch;
+            self.tlb_writable = false;
+            world.quiescence.vcpu(0).flushed();
+        }
+        if !self.tlb_writable {
+            world.quiescence.vcpu(0).note(0);
+            let walk = world
+                .stage2
+                .walk_logged(page(), Access::Write, &mut self.log);
+            if let Walk::Violation(_) = walk.expect("room") {
+                world.stage2.repair(page()).expect("a 4 KiB leaf");
+                world.marked.fetch_or(1, Ordering::Release);
+            }
+            self.tlb_writable = true;
+        }
+        world.data.store(value, Ordering::Relaxed);
+        self.log.flush(|_| {
+            world.marked.fetch_or(1, Ordering::Release);
+        });
+        world.quiescence.offline(0);
+    }
+}
+
+fn no_write_is_lost(write: Write, by: By) {
+    let mut model = loom::model::Builder::new();
+    model.max_branches = 100_000;
+    model.expect_explicit_explore = true;
+    model.check(move || {
+        let world = Arc::new(World::new(write));
+        loom::explore();
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu {
+                    world: &world,
+                    log: PmlLog::new(),
+                    tlb_writable: false,
+                    flushed: Epoch::default(),
+                };
+                vcpu.write(1);
+                vcpu.write(2);
+            })
+        };
+        let copy = world.harvest(by);
+        vcpu.join().expect("vCPU");
+        loom::stop_exploring();
+        let still_marked = world.marked.load(Ordering::Relaxed) == 1;
+        assert!(
+            still_marked || copy == Some(2),
+            "a write was lost: {copy:?}"
+        );
+        world.stage2.verify();
+    });
+}
+
+#[test]
+fn by_the_log() {
+    no_write_is_lost(Write::Allowed, By::Log);
+}
+
+#[test]
+fn by_faults_repaired_without_a_lock() {
+    no_write_is_lost(Write::OnFault, By::Fault);
+}
+
+/// Detection was switched a moment ago: the leaf is protected, the re-arming clears D.
+#[test]
+fn by_the_log_after_faults() {
+    no_write_is_lost(Write::OnFault, By::Log);
+}

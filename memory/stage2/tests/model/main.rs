@@ -1,0 +1,102 @@
+//! Stage 2 against a plain map, with `verify()` after every step.
+
+mod dirty;
+mod plain;
+mod world;
+
+use lacuna_addr::Access;
+use lacuna_stage2::{Counts, Write};
+use plain::range;
+use proptest::prelude::*;
+use world::World;
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op {
+    Map { gfn: u64, frame: u32, write: Write },
+    MapLarge { gfn: u64, frame: u32, write: Write },
+    Fill { gfn: u64, frame: u32, write: Write },
+    Split { gfn: u64 },
+    Collapse { gfn: u64 },
+    CollapseTo { gfn: u64, frame: u32, write: Write },
+    Unmap { a: u64, b: u64 },
+    CutAndUnmap { a: u64, b: u64 },
+    UnmapPage { gfn: u64 },
+    UnmapAt { gfn: u64 },
+    Protect { a: u64, b: u64 },
+    CutAndProtect { a: u64, b: u64 },
+    ClearDirty { a: u64, b: u64 },
+    PresetDirty { a: u64, b: u64 },
+    Repair { gfn: u64 },
+    Age { gfn: u64 },
+    TestYoung { gfn: u64 },
+    Walk { gfn: u64, access: Access },
+}
+
+/// Frames where tables of every height begin and end.
+fn any_gfn() -> impl Strategy<Value = u64> {
+    let block = prop::sample::select(vec![
+        0,
+        1,
+        2,
+        511,
+        512,
+        513,
+        (1 << 18) - 1,
+        1 << 18,
+        (1 << 27) - 512,
+        (1 << 27) - 1,
+    ]);
+    let page = prop::sample::select(vec![0, 1, 2, 511]);
+    (block, page).prop_map(|(block, page): (u64, u64)| block * 512 + page)
+}
+
+/// Ranges of a few blocks at most: most of them cut one.
+fn near() -> impl Strategy<Value = (u64, u64)> {
+    (any_gfn(), 0..1200u64).prop_map(|(a, more)| (a, (a + more).min((1 << 36) - 1)))
+}
+
+fn any_op() -> impl Strategy<Value = Op> {
+    let write = prop::sample::select(vec![Write::Never, Write::OnFault, Write::Allowed]);
+    let access = prop::sample::select(vec![Access::Read, Access::Write, Access::Fetch]);
+    let gfn = any_gfn;
+    prop_oneof![
+        8 => (gfn(), 0..2u32, write.clone())
+            .prop_map(|(gfn, frame, write)| Op::Map { gfn, frame, write }),
+        4 => (gfn(), 0..2u32, write.clone())
+            .prop_map(|(gfn, frame, write)| Op::MapLarge { gfn, frame, write }),
+        1 => (gfn(), 0..2u32, write.clone())
+            .prop_map(|(gfn, frame, write)| Op::Fill { gfn, frame, write }),
+        2 => gfn().prop_map(|gfn| Op::Split { gfn }),
+        3 => gfn().prop_map(|gfn| Op::Collapse { gfn }),
+        2 => (gfn(), 0..2u32, write)
+            .prop_map(|(gfn, frame, write)| Op::CollapseTo { gfn, frame, write }),
+        2 => (gfn(), gfn()).prop_map(|(a, b)| Op::Unmap { a, b }),
+        2 => near().prop_map(|(a, b)| Op::CutAndUnmap { a, b }),
+        2 => near().prop_map(|(a, b)| Op::CutAndProtect { a, b }),
+        1 => gfn().prop_map(|a| Op::Unmap { a: a & !511, b: a | 511 }),
+        3 => gfn().prop_map(|gfn| Op::UnmapPage { gfn }),
+        2 => gfn().prop_map(|gfn| Op::UnmapAt { gfn }),
+        2 => (gfn(), gfn()).prop_map(|(a, b)| Op::Protect { a, b }),
+        3 => near().prop_map(|(a, b)| Op::ClearDirty { a, b }),
+        1 => near().prop_map(|(a, b)| Op::PresetDirty { a, b }),
+        2 => gfn().prop_map(|gfn| Op::Repair { gfn }),
+        2 => gfn().prop_map(|gfn| Op::Age { gfn }),
+        1 => gfn().prop_map(|gfn| Op::TestYoung { gfn }),
+        6 => (gfn(), access).prop_map(|(gfn, access)| Op::Walk { gfn, access }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn stage2_is_a_map(ops in prop::collection::vec(any_op(), 1..80)) {
+        let mut world = World::new();
+        for op in ops {
+            world.step(op);
+        }
+        world.unmap(range(0, (1 << 36) - 1));
+        prop_assert_eq!(world.stage2.verify(), Counts::default());
+        prop_assert_eq!(world.stage2.arena().usage().in_use, 1, "only the root is left");
+    }
+}

@@ -1,0 +1,280 @@
+//! Real threads: blocks are split and collapsed all the time under vCPUs that read and write them.
+//!
+//! A guest page is a counter, at a frame that never changes. A harvester takes D by write
+//! protection, waits for the shoot-down, and copies the pages that were dirty. At the end the
+//! copies are what the pages hold: no D was lost, whatever size of leaf it was set in. No walk ever
+//! finds nothing, or another frame.
+#![cfg(not(loom))]
+
+use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
+use lacuna_stage2::{Age, Arena, Cause, Leaf, MapError, Mapped, Stage2, Translation, Walk};
+use lacuna_sync::{Epoch, Quiescence, VcpuSlot};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+const BLOCKS: u64 = 2;
+const PAGES: u64 = BLOCKS * 512;
+const VCPUS: usize = 2;
+const ACCESSES: usize = 40_000;
+/// Guest block b is host block b + 3.
+const FIRST: u64 = 3 * 512;
+
+struct World {
+    stage2: Stage2,
+    quiescence: Quiescence,
+    values: Vec<AtomicU64>,
+    done: AtomicBool,
+}
+
+impl World {
+    fn new() -> Self {
+        let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
+        for block in 0..BLOCKS {
+            let mapped = stage2.fault_cursor(gfn(block * 512)).map(
+                gfn(block * 512),
+                leaf(block * 512, Access::Read, Level::L2M),
+            );
+            assert!(mapped.is_ok(), "{mapped:?}");
+        }
+        Self {
+            stage2,
+            quiescence: Quiescence::new(VCPUS),
+            values: (0..PAGES).map(|_| AtomicU64::new(0)).collect(),
+            done: AtomicBool::new(false),
+        }
+    }
+
+    /// Gives W back after a harvest: to the block if it is one, or to the page, as `level` says.
+    /// What may be used at once, as a fault's answer is; `None` when there is no table.
+    fn fault(&self, page: u64, level: Level) -> Option<Translation> {
+        let start = page & !(level.pages() - 1);
+        let wanted = leaf(start, Access::Write, level);
+        // Not in the match: the cursor would be held through its arms.
+        let mapped = self.stage2.fault_cursor(gfn(start)).map(gfn(start), wanted);
+        match mapped {
+            Ok(Mapped::New(_)) => panic!("page {page} was not mapped"),
+            Ok(_) => Some(Translation {
+                pfn: wanted.frame_of(gfn(page)),
+                level,
+                writable: true,
+                exec: true,
+            }),
+            Err(MapError::Occupied { .. }) if level == Level::L2M => self.fault(page, Level::L4K),
+            Err(MapError::Exhausted(_)) => None,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Splits, or collapses, the block.
+    fn resize(&self, block: u64) {
+        let at = gfn(block * 512 + 7);
+        let mut cursor = self.stage2.fault_cursor(at);
+        if cursor.split(at).is_ok_and(|split| split.is_some()) {
+            return;
+        }
+        let collapsed = cursor.collapse(at).expect("frames never change");
+        drop(cursor);
+        if let Some((_, flush)) = collapsed {
+            flush.retire(&self.quiescence);
+        }
+    }
+
+    /// Takes D from a range and saves the pages that had it.
+    fn harvest(&self, range: GfnRange, saved: &mut [u64]) {
+        let mut dirty = Vec::new();
+        let mut cursor = self.stage2.cursor(range);
+        // Sometimes there is no table: then a block goes whole, which is as right.
+        let _ = cursor.cut(range, |_| {});
+        let flush = cursor.protect(range, |was| {
+            if was.leaf.dirty {
+                dirty.push(was.leaf.span(was.gfn));
+            }
+        });
+        drop(cursor);
+        flush.finish(&self.quiescence);
+        for gfn in dirty.into_iter().flat_map(GfnRange::iter) {
+            let page = gfn.get() as usize;
+            saved[page] = self.values[page].load(Ordering::Relaxed);
+        }
+    }
+}
+
+struct Vcpu<'w> {
+    world: &'w World,
+    index: usize,
+    tlb: Vec<Option<Translation>>,
+    flushed_at: Epoch,
+}
+
+/// Also when it panics: nobody may wait for it.
+impl Drop for Vcpu<'_> {
+    fn drop(&mut self) {
+        self.world.quiescence.offline(self.index);
+    }
+}
+
+impl Vcpu<'_> {
+    fn run(&mut self) {
+        let mut random = Random(self.index as u64 + 1);
+        self.online();
+        self.flush();
+        for i in 0..ACCESSES {
+            let access = match random.below(4) {
+                0 => Access::Write,
+                _ => Access::Read,
+            };
+            // A few pages of each block, so that vCPUs meet.
+            let page = random.below(BLOCKS) * 512 + random.below(8) * 73;
+            let level = Level::ALL[random.below(2) as usize];
+            self.access(page, access, level);
+            if self.slot().poked() {
+                self.slot().take();
+                self.online();
+            }
+            if i % 500 == 0 {
+                self.world.quiescence.offline(self.index);
+                thread::yield_now();
+                self.online();
+            }
+        }
+    }
+
+    fn slot(&self) -> &VcpuSlot {
+        self.world.quiescence.vcpu(self.index)
+    }
+
+    fn online(&mut self) {
+        let epoch = self.world.quiescence.online(self.index);
+        if self.flushed_at < epoch {
+            self.flush();
+            self.flushed_at = epoch;
+        }
+    }
+
+    fn flush(&mut self) {
+        self.tlb.fill(None);
+        self.slot().flushed();
+    }
+
+    fn access(&mut self, page: u64, access: Access, level: Level) {
+        loop {
+            match self.tlb[page as usize] {
+                Some(t) if t.writable || !access.is_write() => return self.touch(page, t, access),
+                _ => {}
+            }
+            self.slot().note(page / 512);
+            match self.world.stage2.walk(gfn(page), access) {
+                Walk::Hit(translation) => self.tlb[page as usize] = Some(translation),
+                Walk::Violation(violation) => {
+                    assert_ne!(
+                        violation.cause,
+                        Cause::Absent,
+                        "page {page} was always mapped"
+                    );
+                    assert!(access.is_write(), "reads are always allowed");
+                    self.tlb[page as usize] = self.world.fault(page, level);
+                    if self.tlb[page as usize].is_none() {
+                        // The tables in limbo wait for us.
+                        self.world.quiescence.offline(self.index);
+                        self.world.stage2.reap(&self.world.quiescence);
+                        thread::yield_now();
+                        self.online();
+                    }
+                }
+            }
+        }
+    }
+
+    fn touch(&self, page: u64, translation: Translation, access: Access) {
+        assert_eq!(translation.pfn.get(), FIRST + page, "another page's frame");
+        if access.is_write() {
+            self.world.values[page as usize].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A small generator: no two threads with the same numbers.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        (self.0 >> 33) % n
+    }
+}
+
+fn gfn(raw: u64) -> Gfn {
+    Gfn::new(raw).expect("a frame")
+}
+
+fn leaf(page: u64, access: Access, level: Level) -> Leaf {
+    let pfn = Pfn::new((FIRST + page) as u32);
+    match access {
+        Access::Write => Leaf::dirty(pfn).at(level),
+        Access::Read | Access::Fetch => Leaf::clean(pfn).at(level),
+    }
+}
+
+#[test]
+fn no_d_is_lost_and_no_walk_misses_while_leaves_change_size() {
+    let world = World::new();
+    let mut saved = vec![0; PAGES as usize];
+    thread::scope(|s| {
+        let vcpus: Vec<_> = (0..VCPUS)
+            .map(|index| {
+                let mut vcpu = Vcpu {
+                    world: &world,
+                    index,
+                    tlb: vec![None; PAGES as usize],
+                    flushed_at: Epoch::default(),
+                };
+                s.spawn(move || vcpu.run())
+            })
+            .collect();
+        let resizer = s.spawn(|| {
+            let mut random = Random(77);
+            while !world.done.load(Ordering::Relaxed) {
+                world.resize(random.below(BLOCKS));
+                if random.below(16) == 0 {
+                    thread::yield_now();
+                }
+            }
+        });
+        let harvester = s.spawn(|| {
+            let mut random = Random(99);
+            while !world.done.load(Ordering::Relaxed) {
+                let start = random.below(PAGES);
+                let pages = random.below(PAGES - start) + 1;
+                let range = GfnRange::new(gfn(start), pages).expect("a range");
+                world.harvest(range, &mut saved);
+                let age = world.stage2.fault_cursor(gfn(start)).age(gfn(start));
+                assert_ne!(age, Age::Absent);
+                if random.below(16) == 0 {
+                    world.stage2.verify();
+                }
+                thread::yield_now();
+            }
+        });
+        let ended: Vec<_> = vcpus.into_iter().map(|vcpu| vcpu.join()).collect();
+        world.done.store(true, Ordering::Relaxed);
+        resizer.join().expect("resizer");
+        harvester.join().expect("harvester");
+        ended.into_iter().for_each(|end| end.expect("vCPU"));
+    });
+    let all = GfnRange::new(gfn(0), PAGES).expect("a range");
+    world.harvest(all, &mut saved);
+    let values: Vec<u64> = world
+        .values
+        .iter()
+        .map(|v| v.load(Ordering::Relaxed))
+        .collect();
+    assert_eq!(
+        saved, values,
+        "a page that was written was not reported dirty"
+    );
+    assert!(values.iter().sum::<u64>() > 0);
+    assert_eq!(world.stage2.verify().pages(), PAGES);
+}

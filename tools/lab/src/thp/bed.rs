@@ -1,0 +1,188 @@
+//! One VM's memory without its processors: slots, tables and a host, and a faulter that stands in
+//! for a vCPU. What is timed here is the work on tables and reverse maps, nothing of a guest.
+
+use crate::experiment::LabError;
+use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_soft::{
+    Apf, Dial, Fault, Faulter, Host, HugePages, Launch, Mmu, MmuNotifier, SlotFlags, SlotId,
+    SlotSpec, Swap,
+};
+use lacuna_sync::{Clock, HostClock, Quiescence};
+use std::sync::Arc;
+
+/// Pages of a block.
+pub const BLOCK: u64 = 512;
+/// Where the slot under test begins: 4 GiB. The others are above it.
+const TARGET: u64 = 1 << 32;
+const OTHERS: u64 = 1 << 40;
+const TABLES: u32 = 1 << 16;
+const TARGET_SLOT: SlotId = SlotId(0);
+
+/// A slot under test among others.
+pub struct Bed {
+    host: Arc<Host>,
+    mmu: Arc<Mmu>,
+    faulter: Faulter,
+    first: Gfn,
+    blocks: u64,
+    others: Vec<HvaRange>,
+}
+
+impl Bed {
+    /// `slots` slots, of which the one in the middle is under test, with `blocks` times 2 MiB; the
+    /// others have 2 MiB each.
+    pub fn new(slots: u64, blocks: u64, huge: HugePages) -> Result<Self, LabError> {
+        let launch = Launch {
+            memory: PageCount::new(blocks * BLOCK),
+            // Room for what reclaim wants free before it makes huge pages, and for magazines.
+            resident: PageCount::new((blocks + 32) * BLOCK),
+            vcpus: 1,
+            huge,
+            swap: Swap::Memory,
+            latency: Dial::default(),
+            apf: Apf::Off,
+            seed: None,
+            command_line: String::new(),
+        };
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        let host = launch.host(clock)?;
+        let quiescence = Arc::new(Quiescence::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), quiescence, TABLES)?;
+        let mut bed = Self {
+            faulter: mmu.faulter()?,
+            host,
+            mmu,
+            first: Gfn::new(TARGET / PAGE_SIZE as u64).expect("a small address"),
+            blocks,
+            others: Vec::new(),
+        };
+        for other in 1..slots.div_ceil(2) {
+            bed.add_other(other)?;
+        }
+        bed.renew()?;
+        for other in slots.div_ceil(2)..slots {
+            bed.add_other(other)?;
+        }
+        Ok(bed)
+    }
+
+    fn add_other(&mut self, id: u64) -> Result<(), LabError> {
+        let range = self.add(id, OTHERS + id * 4 * BLOCK * PAGE_SIZE as u64, BLOCK)?;
+        self.others.push(range);
+        Ok(())
+    }
+
+    fn add(&self, id: u64, guest: u64, pages: u64) -> Result<HvaRange, LabError> {
+        let notifier = Arc::clone(&self.mmu) as Arc<dyn MmuNotifier>;
+        let region = self.host.add_region(PageCount::new(pages), notifier)?;
+        self.mmu.add_slot(SlotSpec {
+            id: SlotId(u16::try_from(id).expect("fewer slots than that")),
+            guest,
+            host: region.start(),
+            bytes: pages * PAGE_SIZE as u64,
+            flags: SlotFlags::empty(),
+        })?;
+        Ok(region)
+    }
+
+    /// Gives the slot under test a new backing, which nobody has touched.
+    pub fn renew(&mut self) -> Result<(), LabError> {
+        if let Some(range) = self.target() {
+            self.mmu.delete_slot(TARGET_SLOT)?;
+            self.host.remove_region(range)?;
+        }
+        self.add(u64::from(TARGET_SLOT.0), TARGET, self.blocks * BLOCK)?;
+        Ok(())
+    }
+
+    fn target(&self) -> Option<HvaRange> {
+        let slots = self.mmu.slots().snapshot();
+        slots.get(TARGET_SLOT).map(|slot| slot.hvas)
+    }
+
+    /// The first `blocks` blocks under test.
+    pub fn range(&self, blocks: u64) -> HvaRange {
+        let all = self.target().expect("it was added");
+        HvaRange::new(all.start(), blocks * BLOCK).expect("a part of a range")
+    }
+
+    /// The backing of the other slots.
+    pub fn others(&self) -> &[HvaRange] {
+        &self.others
+    }
+
+    /// Its memory-management unit.
+    pub fn mmu(&self) -> &Mmu {
+        &self.mmu
+    }
+
+    /// Its host.
+    pub fn host(&self) -> &Host {
+        &self.host
+    }
+
+    /// Faults in the first `blocks` blocks under test, for writing, by leaves of `level`: one fault
+    /// each.
+    ///
+    /// # Errors
+    /// When what is there then has another size: the figures would be about something else.
+    pub fn fault_in(&mut self, blocks: u64, level: Level) -> Result<(), LabError> {
+        for page in (0..blocks * BLOCK).step_by(level.pages() as usize) {
+            self.fault(page, level)?;
+        }
+        Ok(())
+    }
+
+    /// Faults in page number `page` of the slot under test.
+    ///
+    /// # Errors
+    /// As [`Bed::fault_in`].
+    pub fn fault(&mut self, page: u64, level: Level) -> Result<(), LabError> {
+        let gfn = self.first.checked_add(page).expect("inside the slot");
+        let found = loop {
+            match self.mmu.fault(&mut self.faulter, gfn, Access::Write) {
+                Fault::Mapped(page) => break page.level,
+                Fault::Busy => {}
+                _ => return Err(LabError::Guest("a resident fault cannot be had".into())),
+            }
+        };
+        self.faulter.retired();
+        if found != level {
+            return Err(LabError::Guest(format!(
+                "the host gave a page of {found:?} where {level:?} was wanted"
+            )));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_soft::Shape;
+
+    #[test]
+    fn every_shape_removes_what_was_faulted_in() {
+        for (huge, level, leaves) in [
+            (HugePages::Always, Level::L2M, 2),
+            (HugePages::Never, Level::L4K, 2 * BLOCK),
+        ] {
+            let mut bed = Bed::new(5, 2, huge).unwrap();
+            assert_eq!(bed.others().len(), 4);
+            for shape in Shape::ALL {
+                bed.fault_in(2, level).unwrap();
+                let steps = bed.mmu().invalidate_as(shape, bed.range(2));
+                assert_eq!(steps.leaves, leaves, "{shape:?}");
+            }
+            bed.renew().unwrap();
+            bed.fault_in(2, level).unwrap();
+        }
+    }
+
+    #[test]
+    fn pages_of_another_size_are_an_error() {
+        let mut bed = Bed::new(1, 1, HugePages::Never).unwrap();
+        let error = bed.fault_in(1, Level::L2M).unwrap_err().to_string();
+        assert!(error.contains("L4K where L2M was wanted"), "{error}");
+    }
+}

@@ -1,0 +1,243 @@
+//! A range that a vCPU keeps using and the host keeps taking, and a vCPU that works next to it.
+
+use super::bed::Bed;
+use super::scene::{Scene, Toucher, Worker};
+use super::spread::Spread;
+use crate::base::pin;
+use crate::experiment::{LabError, Options};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, paired, rounds};
+use lacuna_addr::Level;
+use lacuna_soft::{HugePages, MmuNotifier};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Invalidations a second.
+const RATE: u32 = 1000;
+/// Passes of the worker through its memory in one run: some 20 ms.
+const PASSES: u32 = 300;
+/// Runs of the worker in a slice.
+const RUNS: u32 = 5;
+/// Whose core is whose: the worker has one for itself.
+const WORKER: usize = 0;
+const OTHERS: usize = 1;
+
+const ID: &str = "thp.neighbour_loss_percent";
+
+fn repeats(options: &Options) -> usize {
+    if options.quick { 2 } else { 31 }
+}
+
+/// What the thread that plays the host does, and has done.
+#[derive(Default)]
+struct Taking {
+    on: AtomicBool,
+    over: AtomicBool,
+    done: AtomicU64,
+}
+
+impl Taking {
+    /// Takes the scene's range [`RATE`] times a second while it is on, until it is over.
+    fn run(&self, scene: &Scene) {
+        pin(OTHERS);
+        let mut next = Instant::now();
+        while !self.over.load(Ordering::Acquire) {
+            next += Duration::from_secs(1) / RATE;
+            if self.on.load(Ordering::Acquire) {
+                scene.take();
+                self.done.fetch_add(1, Ordering::Relaxed);
+            }
+            match next.checked_duration_since(Instant::now()) {
+                Some(left) => thread::sleep(left),
+                // It cannot keep up: what is lost is not made up for.
+                None => next = Instant::now(),
+            }
+        }
+    }
+}
+
+/// Ends the threads of a scene, whatever happens.
+struct End<'a>(&'a Scene, &'a Taking);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.1.over.store(true, Ordering::Release);
+        self.0.end();
+    }
+}
+
+fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// What the thread found. It has a core of its own, which this thread must not be left with.
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
+    thread
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// `thp.neighbour_loss_percent`.
+pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    if cores() < 2 {
+        report.skip(ID, "this machine has one core");
+        return Ok(());
+    }
+    let (scene, mut worker, mut toucher) = Scene::new(HugePages::Always, PASSES)?;
+    let taking = Taking::default();
+    let mut taken = Vec::new();
+    let runs = thread::scope(|scope| {
+        let _end = End(&scene, &taking);
+        scope.spawn(|| taking.run(&scene));
+        scope.spawn(|| {
+            pin(OTHERS);
+            toucher.touch()
+        });
+        let measuring = scope.spawn(|| {
+            pin(WORKER);
+            // The second arm is the null.
+            rounds(3, repeats(options), |arm| {
+                slice(&mut worker, &taking, (arm == 2).then_some(&mut taken))
+            })
+        });
+        joined(measuring)
+    })?;
+    let loss = minus_one(paired(&runs[0], &runs[2]));
+    report.push(
+        Measurement::new(ID, "%", Better::Lower, loss)
+            .bar(2.0)
+            .param("wanted_per_s", RATE)
+            .param("range", "one 2 MiB page, touched again each time")
+            .param("faults", scene.faults())
+            .arm("taken_per_s", Summary::of(&taken))
+            .arm("still_ms", Summary::of(&runs[0]))
+            .arm("taken_ms", Summary::of(&runs[2]))
+            .arm("null_percent", minus_one(paired(&runs[0], &runs[1]))),
+    );
+    Ok(())
+}
+
+/// A ratio of costs as a loss in percent.
+fn minus_one(ratio: Summary) -> Summary {
+    let percent = |ratio: f64| 100.0 * (ratio - 1.0);
+    Summary {
+        median: percent(ratio.median),
+        low: percent(ratio.low),
+        high: percent(ratio.high),
+        ..ratio
+    }
+}
+
+/// CPU milliseconds of the worker's middle run; with `taken`, while the host takes the range, as often a
+/// second as is noted there.
+fn slice(
+    worker: &mut Worker,
+    taking: &Taking,
+    taken: Option<&mut Vec<f64>>,
+) -> Result<f64, LabError> {
+    taking.on.store(taken.is_some(), Ordering::Release);
+    // The first run is not counted: the other arm's last invalidation may still be under way.
+    worker.work()?;
+    let (start, before) = (Instant::now(), taking.done.load(Ordering::Relaxed));
+    let runs = (0..RUNS).map(|_| Ok(worker.work()?.as_secs_f64() * 1e3));
+    let runs = runs.collect::<Result<Vec<f64>, LabError>>()?;
+    if let Some(taken) = taken {
+        let done = taking.done.load(Ordering::Relaxed) - before;
+        taken.push(done as f64 / start.elapsed().as_secs_f64());
+    }
+    Ok(Summary::of(&runs).median)
+}
+
+/// `thp.total_us`: a whole invalidation of 2 MiB, shoot-down and all.
+pub fn total(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let calls = if options.quick { 50 } else { 300 };
+    for (word, huge, level) in [
+        ("huge", HugePages::Always, Level::L2M),
+        ("small", HugePages::Never, Level::L4K),
+    ] {
+        let id = |state: &str| format!("thp.total_us.{state}.{word}");
+        let mut spread = Spread::default();
+        let runs = idle(huge, level, calls, repeats(options), &mut spread)?;
+        report.push(told(id("idle"), &runs, &spread));
+        if cores() < 2 {
+            report.skip(id("running"), "this machine has one core");
+            continue;
+        }
+        let mut spread = Spread::default();
+        let runs = running(huge, calls, repeats(options), &mut spread)?;
+        report.push(told(id("running"), &runs, &spread));
+    }
+    Ok(())
+}
+
+fn told(id: String, runs: &[f64], spread: &Spread) -> Measurement {
+    let mut all = serde_json::Value::from(Summary::of(runs));
+    all["histogram_ns"] = spread.buckets();
+    for (name, quantile) in [("p50_ns", 0.5), ("p99_ns", 0.99), ("p999_ns", 0.999)] {
+        all[name] = spread.quantile_ns(quantile).into();
+    }
+    Measurement::new(id, "us", Better::Lower, Summary::of(runs))
+        .param("bytes", 2 << 20)
+        .param("calls", spread.count())
+        .arm("whole", all)
+}
+
+/// Medians of slices, in microseconds, while no vCPU runs.
+fn idle(
+    huge: HugePages,
+    level: Level,
+    calls: u64,
+    repeats: usize,
+    spread: &mut Spread,
+) -> Result<Vec<f64>, LabError> {
+    let mut bed = Bed::new(1, 1, huge)?;
+    let range = bed.range(1);
+    let runs = rounds(1, repeats, |_| {
+        let mut slice = Vec::new();
+        for _ in 0..calls {
+            bed.fault_in(1, level)?;
+            let start = Instant::now();
+            bed.mmu().invalidate(&[range]);
+            let spent = start.elapsed();
+            spread.record(spent);
+            slice.push(spent.as_secs_f64() * 1e6);
+        }
+        Ok::<_, LabError>(Summary::of(&slice).median)
+    })?;
+    Ok(runs.into_iter().flatten().collect())
+}
+
+/// The same while a vCPU uses the range.
+fn running(
+    huge: HugePages,
+    calls: u64,
+    repeats: usize,
+    spread: &mut Spread,
+) -> Result<Vec<f64>, LabError> {
+    let (scene, _worker, mut toucher): (_, _, Toucher) = Scene::new(huge, 1)?;
+    let taking = Taking::default();
+    let runs = thread::scope(|scope| {
+        let _end = End(&scene, &taking);
+        scope.spawn(|| {
+            pin(OTHERS);
+            toucher.touch()
+        });
+        let measuring = scope.spawn(|| {
+            pin(WORKER);
+            rounds(1, repeats, |_| {
+                let mut slice = Vec::new();
+                for _ in 0..calls {
+                    // Time for the vCPU to touch all of it again.
+                    thread::sleep(Duration::from_micros(500));
+                    let spent = scene.take();
+                    spread.record(spent);
+                    slice.push(spent.as_secs_f64() * 1e6);
+                }
+                Ok::<_, LabError>(Summary::of(&slice).median)
+            })
+        });
+        joined(measuring)
+    })?;
+    Ok(runs.into_iter().flatten().collect())
+}

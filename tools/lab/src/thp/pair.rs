@@ -1,0 +1,217 @@
+//! Two VMs with the same guest that take turns: who does not run has no vCPU and no background
+//! thread at work, so that each pays for all of its own and for nothing of the other's.
+
+use crate::experiment::LabError;
+use crate::session::{Count, Guest, LastWords, image};
+use lacuna_guest::status::Kind;
+use lacuna_machine::{Board, Ending};
+use lacuna_soft::{Background, Host, HostStats, Launch, Vcpu, Vm, VmConfig};
+use lacuna_sync::{Clock, HostClock};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a guest may take until it has announced its status page, or until it stands still.
+const LIMIT: Duration = Duration::from_secs(60);
+/// A guest whose counters stand still for so long has paused: longer than any page takes.
+const STILL: Duration = Duration::from_millis(10);
+
+/// How long a turn is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Turn {
+    /// What goes before what is counted: who is paused looks every 20 ms whether that is over.
+    pub settle: Duration,
+    /// What is counted.
+    pub slice: Duration,
+}
+
+/// What happened in a turn.
+pub struct Took {
+    /// Steps a second of those that access memory.
+    pub rate: f64,
+    /// The host's counters at the end of the turn.
+    pub host: HostStats,
+}
+
+/// One of the two.
+pub struct Side<'a> {
+    guest: Guest<'a>,
+    host: Arc<Host>,
+    background: Option<Background>,
+}
+
+impl<'a> Side<'a> {
+    /// Waits for the guest of `machine` to be prepared, and makes it pause.
+    fn prepare(machine: &'a Machine) -> Result<Self, LabError> {
+        let deadline = Instant::now() + LIMIT;
+        let guest = loop {
+            if let Some(guest) = Guest::attach(&*machine.vm, &machine.board) {
+                break guest;
+            }
+            if machine.board.ending().is_some() || Instant::now() > deadline {
+                return Err(LabError::Guest("the guest did not begin".into()));
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        let host = Arc::clone(machine.vm.host());
+        let background = Some(host.spawn_background()?);
+        let mut side = Self {
+            guest,
+            host,
+            background,
+        };
+        side.guest.prepared()?;
+        side.pause()?;
+        Ok(side)
+    }
+
+    /// Lets it run for a turn.
+    pub fn take(&mut self, turn: Turn) -> Result<Took, LabError> {
+        self.background = Some(self.host.spawn_background()?);
+        self.guest.pause(&[])?;
+        self.guest.run_for(turn.settle)?;
+        let before = self.guest.count()?;
+        self.guest.run_for(turn.slice)?;
+        let [_, rate] = self.guest.count()?.rates_since(&before);
+        let host = self.host.stats();
+        self.pause()?;
+        Ok(Took { rate, host })
+    }
+
+    fn pause(&mut self) -> Result<(), LabError> {
+        self.guest.pause(&[Kind::Faulter])?;
+        let deadline = Instant::now() + LIMIT;
+        let steps = |count: Count| count.faulters;
+        let mut last = steps(self.guest.count()?);
+        loop {
+            self.guest.run_for(STILL)?;
+            let now = steps(self.guest.count()?);
+            if now == last {
+                break;
+            }
+            if Instant::now() > deadline {
+                return Err(LabError::Guest("the guest does not pause".into()));
+            }
+            last = now;
+        }
+        self.background = None;
+        Ok(())
+    }
+}
+
+struct Machine {
+    vm: Arc<Vm>,
+    board: Board,
+    words: LastWords,
+}
+
+impl Machine {
+    fn new(launch: &Launch, name: &str) -> Result<(Self, Vec<Vcpu>), LabError> {
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        let host = launch.host(Arc::clone(&clock))?;
+        let config = VmConfig {
+            memory: launch.memory,
+            vcpus: launch.vcpus,
+            apf: launch.apf,
+        };
+        let vm = Vm::new(host, clock, config)?;
+        let vcpus = vm.boot(&image(name)?, &launch.full_command_line())?;
+        let words = LastWords::default();
+        let board = Board::new(words.console());
+        Ok((Self { vm, board, words }, vcpus))
+    }
+}
+
+/// Ends the guests, whatever happens to the experiment: else their threads would be waited for.
+struct End<'a>(&'a [Machine]);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        for machine in self.0 {
+            machine.board.end(Ending::Stopped, &*machine.vm);
+        }
+    }
+}
+
+/// Starts a VM with the guest `name` for each of `launches`, one after the other: the next when
+/// this one is prepared and pauses. Then carries out `experiment` on them, and ends them.
+///
+/// # Errors
+/// Those of the experiment and of the launches; and a guest that ends before the experiment does.
+pub fn side_by_side<T>(
+    launches: &[Launch],
+    name: &str,
+    experiment: impl FnOnce(&mut [Side<'_>]) -> Result<T, LabError>,
+) -> Result<T, LabError> {
+    let made = launches.iter().map(|launch| Machine::new(launch, name));
+    let (machines, vcpus): (Vec<_>, Vec<_>) = made
+        .collect::<Result<Vec<_>, LabError>>()?
+        .into_iter()
+        .unzip();
+    let result = thread::scope(|scope| {
+        let _end = End(&machines);
+        let start = |(machine, vcpus): (_, Vec<Vcpu>)| {
+            let machine: &Machine = machine;
+            scope.spawn(move || drop(lacuna_machine::run(vcpus, &machine.board, &*machine.vm)));
+            Side::prepare(machine)
+        };
+        let sides = machines.iter().zip(vcpus).map(start);
+        let mut sides = sides.collect::<Result<Vec<_>, LabError>>()?;
+        experiment(&mut sides)
+    });
+    // Of a guest that has ended by itself, its last words are the reason.
+    let ending = |machine: &Machine| machine.board.ending().unwrap_or(Ending::Stopped);
+    let stopped = |machine: &Machine| matches!(ending(machine), Ending::Stopped);
+    let failed = machines.iter().find(|machine| !stopped(machine));
+    let told = failed.unwrap_or(&machines[0]);
+    told.words.settle(Some(result), &ending(told))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_addr::PageCount;
+    use lacuna_soft::{Apf, Dial, HugePages, Swap};
+
+    fn launch(huge: HugePages, words: &str) -> Launch {
+        Launch {
+            memory: PageCount::from_bytes(32 << 20),
+            resident: PageCount::from_bytes(64 << 20),
+            vcpus: 1,
+            huge,
+            swap: Swap::Memory,
+            latency: Dial::default(),
+            apf: Apf::Off,
+            seed: None,
+            command_line: words.into(),
+        }
+    }
+
+    const TURN: Turn = Turn {
+        settle: Duration::from_millis(30),
+        slice: Duration::from_millis(50),
+    };
+
+    #[test]
+    fn who_has_no_turn_does_nothing() {
+        let launches = [HugePages::Never, HugePages::Always]
+            .map(|huge| launch(huge, "huge=1 seconds=1000000"));
+        let done = side_by_side(&launches, "zipf", |sides| {
+            let resting = sides[1].guest.count()?.faulters;
+            let took = sides[0].take(TURN)?;
+            assert!(took.rate > 0.0 && took.host.huge_pages == 0);
+            assert_eq!(sides[1].guest.count()?.faulters, resting);
+            let took = sides[1].take(TURN)?;
+            assert!(took.rate > 0.0 && took.host.huge_pages > 4);
+            Ok(())
+        });
+        done.unwrap();
+    }
+
+    #[test]
+    fn a_guest_that_refuses_says_why() {
+        let launches = [launch(HugePages::Never, "processes=0")];
+        let error = side_by_side(&launches, "zipf", |_| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("cannot be"), "{error}");
+    }
+}

@@ -1,0 +1,146 @@
+//! Skewed access to more memory than there is, with huge pages and without.
+
+use super::pair::{Side, Turn, side_by_side};
+use crate::experiment::{LabError, Options, vcpus};
+use crate::report::short;
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, measures, paired};
+use lacuna_addr::PageCount;
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
+use std::time::Duration;
+
+/// Memory the guest believes it has, in MiB.
+const MEMORY_MIB: u64 = 512;
+/// Memory it gets, in MiB.
+const RESIDENT_MIB: u64 = 384;
+/// Exponent of Zipf's law, in hundredths.
+const SKEW: u64 = 99;
+
+/// The arms; the second is the null.
+const SMALL: usize = 0;
+const NULL: usize = 1;
+const HUGE: usize = 2;
+
+/// Where the hot pages are.
+struct Place {
+    suffix: &'static str,
+    about: &'static str,
+    words: &'static str,
+    rounds: usize,
+    ratio: Option<f64>,
+    kept: Option<f64>,
+}
+
+const PLACES: [Place; 2] = [
+    Place {
+        suffix: "",
+        about: "hot pages side by side",
+        words: "scatter=0",
+        rounds: 31,
+        ratio: Some(0.97),
+        kept: Some(50.0),
+    },
+    Place {
+        suffix: ".scattered",
+        about: "hot pages anywhere",
+        words: "scatter=1",
+        rounds: 9,
+        ratio: None,
+        kept: None,
+    },
+];
+
+/// Steps of the progress that it makes.
+pub const STEPS: u64 = PLACES.len() as u64;
+
+const fn turn(options: &Options) -> Turn {
+    Turn {
+        settle: Duration::from_millis(100),
+        slice: Duration::from_millis(if options.quick { 200 } else { 500 }),
+    }
+}
+
+/// `thp.pressure_ratio` and `thp.kept_percent`.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &crate::report::Progress,
+) -> Result<(), LabError> {
+    for place in &PLACES {
+        progress.step(format!("memory pressure, {}", place.about));
+        let launch = |huge| Launch {
+            memory: PageCount::from_bytes(MEMORY_MIB << 20),
+            resident: PageCount::from_bytes(RESIDENT_MIB << 20),
+            vcpus: vcpus(),
+            huge,
+            swap: Swap::Memory,
+            latency: Dial::default(),
+            apf: Apf::Off,
+            seed: None,
+            command_line: format!("huge=1 skew={SKEW} seconds=1000000 {}", place.words),
+        };
+        let launches = [launch(HugePages::Never), launch(HugePages::Always)];
+        let found = side_by_side(&launches, "zipf", |sides| take_turns(options, place, sides))?;
+        tell(options, place, &found, report);
+    }
+    Ok(())
+}
+
+/// For each arm the runs: rates, and percent of the budget that is in huge pages.
+type Found = Vec<[Vec<f64>; 2]>;
+
+fn take_turns(options: &Options, place: &Place, sides: &mut [Side<'_>]) -> Result<Found, LabError> {
+    let turn = turn(options);
+    // Until what is hot is resident, and what is not is not.
+    let warm_up = Turn {
+        slice: Duration::from_secs(if options.quick { 1 } else { 10 }),
+        ..turn
+    };
+    for side in sides.iter_mut() {
+        side.take(warm_up)?;
+    }
+    let rounds = if options.quick { 2 } else { place.rounds };
+    measures(3, rounds, |arm| {
+        let side = &mut sides[usize::from(arm == HUGE)];
+        let took = side.take(turn)?;
+        let huge = (took.host.huge_pages << 21) as f64;
+        let resident = ((took.host.resident) << 12) as f64;
+        Ok([took.rate, 100.0 * huge / resident])
+    })
+}
+
+fn tell(options: &Options, place: &Place, found: &Found, report: &mut Report) {
+    let rates = |arm: usize| &found[arm][0];
+    let ratio = paired(rates(SMALL), rates(HUGE));
+    let kept = Summary::of(&found[HUGE][1]);
+    report.say(format!(
+        "memory pressure, {}: with huge pages the guest does {:.3} times as much ({} accesses a \
+         second without), and {:.0} % of what is resident stays in them.",
+        place.about,
+        ratio.median,
+        short(Summary::of(rates(SMALL)).median),
+        kept.median,
+    ));
+    let turn = turn(options);
+    let measured = |name: &str, unit, summary, bar: Option<f64>| {
+        let id = format!("thp.{name}{}", place.suffix);
+        let result = Measurement::new(id, unit, Better::Higher, summary)
+            .param("memory_mib", MEMORY_MIB)
+            .param("resident_mib", RESIDENT_MIB)
+            .param("vcpus", vcpus())
+            .param("swap", "compressed memory")
+            .param("zipf_s", SKEW as f64 / 100.0)
+            .param("write_percent", 50)
+            .param("place", place.about)
+            .param("slice_ms", turn.slice.as_millis() as u64)
+            .param("settle_ms", turn.settle.as_millis() as u64);
+        bar.into_iter().fold(result, Measurement::bar)
+    };
+    report.push(
+        measured("pressure_ratio", "x", ratio, place.ratio)
+            .arm("small", Summary::of(rates(SMALL)))
+            .arm("huge", Summary::of(rates(HUGE)))
+            .arm("null", paired(rates(SMALL), rates(NULL))),
+    );
+    report.push(measured("kept_percent", "%", kept, place.kept));
+}

@@ -1,0 +1,298 @@
+//! Invalidating what backs a guest: each way to find what is mapped, under the same lock, ending in
+//! the same removals.
+//!
+//! Timed is the reverse-map work alone, between the call and the shoot-down; every vCPU is offline.
+//! Before each call its range is mapped anew, untimed.
+
+use super::bed::{BLOCK, Bed};
+use super::spread::Spread;
+use crate::experiment::{LabError, Options};
+use crate::report::{align, time};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, paired, rounds};
+use lacuna_addr::Level;
+use lacuna_soft::{HugePages, Shape, Steps};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// What is invalidated.
+struct Work {
+    suffix: &'static str,
+    about: &'static str,
+    blocks: u64,
+    level: Level,
+    /// Calls of a slice, at the fewest slots.
+    calls: u64,
+}
+
+const HUGE_PAGE: Work = Work {
+    suffix: "",
+    about: "one 2 MiB page",
+    blocks: 1,
+    level: Level::L2M,
+    calls: 200,
+};
+
+const WORKS: [Work; 4] = [
+    HUGE_PAGE,
+    Work {
+        suffix: ".small",
+        about: "2 MiB in 4 KiB pages",
+        blocks: 1,
+        level: Level::L4K,
+        calls: 20,
+    },
+    Work {
+        suffix: ".64m",
+        about: "64 MiB in 2 MiB pages",
+        blocks: 32,
+        level: Level::L2M,
+        calls: 10,
+    },
+    Work {
+        suffix: ".64m_small",
+        about: "64 MiB in 4 KiB pages",
+        blocks: 32,
+        level: Level::L4K,
+        calls: 2,
+    },
+];
+
+/// How many slots, which work beside that on one huge page is measured among so many, and what the
+/// loop over pages must cost more than ours.
+const SLOTS: [(u64, usize, Option<f64>); 4] = [
+    (1, WORKS.len(), Some(5.0)),
+    (8, 1, None),
+    (64, WORKS.len(), Some(20.0)),
+    (512, 1, None),
+];
+
+/// Steps of the progress that it makes.
+pub const STEPS: u64 = SLOTS.len() as u64 + 1;
+
+/// Ours twice, the second is the null; then the others.
+const ARMS: [(&str, Shape); 5] = [
+    ("per_level", Shape::PerLevel),
+    ("null", Shape::PerLevel),
+    ("page_loop", Shape::PageLoop),
+    ("range_then_pages", Shape::RangeThenPages),
+    ("walk", Shape::Walk),
+];
+const OURS: usize = 0;
+const NULL: usize = 1;
+const PAGE_LOOP: usize = 2;
+
+/// What an arm took.
+#[derive(Default)]
+struct Took {
+    /// Of each round the mean of its slices' medians, in nanoseconds.
+    runs: Vec<f64>,
+    /// Every call.
+    spread: Spread,
+    /// Of the last call; all are alike.
+    steps: Steps,
+}
+
+/// Everything about ranges.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &crate::report::Progress,
+) -> Result<(), LabError> {
+    let mut table = vec![
+        [
+            "reverse-map work of an invalidation",
+            "slots",
+            "",
+            "time",
+            "slots looked at",
+            "rmap words",
+            "table entries",
+            "leaves",
+        ]
+        .map(str::to_owned),
+    ];
+    for (slots, works, bar) in SLOTS {
+        progress.step(format!("invalidation among {slots} slots"));
+        for work in &WORKS[..works] {
+            let took = compare(options, work, slots)?;
+            let bar = bar.filter(|_| work.suffix.is_empty());
+            table.extend(rows(work, slots, &took));
+            report.push(told(work, slots, bar, &took));
+        }
+    }
+    report.detail(align(&table));
+    progress.step("invalidation, 1 and 512 slots");
+    growth(options, report)
+}
+
+fn repeats(options: &Options, work: &Work) -> usize {
+    match (options.quick, work.suffix) {
+        (true, _) => 2,
+        (false, "") => 15,
+        (false, _) => 6,
+    }
+}
+
+fn huge(level: Level) -> HugePages {
+    match level {
+        Level::L4K => HugePages::Never,
+        _ => HugePages::Always,
+    }
+}
+
+/// One slice of `calls` invalidations; their median, in nanoseconds.
+fn slice(
+    bed: &mut Bed,
+    work: &Work,
+    shape: Shape,
+    calls: u64,
+    took: &mut Took,
+) -> Result<f64, LabError> {
+    let mut slice = Vec::new();
+    let range = bed.range(work.blocks);
+    for _ in 0..calls {
+        bed.fault_in(work.blocks, work.level)?;
+        let start = Instant::now();
+        let begun = bed.mmu().begin_invalidation(shape, &[range]);
+        let spent = start.elapsed();
+        took.steps = begun.steps();
+        begun.finish();
+        took.spread.record(spent);
+        slice.push(spent.as_nanos() as f64);
+    }
+    Ok(Summary::of(&slice).median)
+}
+
+fn compare(options: &Options, work: &Work, slots: u64) -> Result<Vec<Took>, LabError> {
+    let mut bed = Bed::new(slots, work.blocks, huge(work.level))?;
+    let mut took: Vec<Took> = ARMS.iter().map(|_| Took::default()).collect();
+    let calls = (work.calls / slots.div_ceil(8)).max(2);
+    let runs = rounds(ARMS.len(), repeats(options, work), |arm| {
+        slice(&mut bed, work, ARMS[arm].1, calls, &mut took[arm])
+    })?;
+    took.iter_mut()
+        .zip(runs)
+        .for_each(|(took, runs)| took.runs = runs);
+    let leaves = work.blocks * BLOCK / work.level.pages();
+    match took.iter().find(|took| took.steps.leaves != leaves) {
+        None => Ok(took),
+        Some(took) => Err(LabError::Guest(format!(
+            "an invalidation removed {} leaves of {leaves}",
+            took.steps.leaves
+        ))),
+    }
+}
+
+fn told(work: &Work, slots: u64, bar: Option<f64>, took: &[Took]) -> Measurement {
+    let plural = if slots == 1 { "" } else { "s" };
+    let id = format!("thp.range_vs_page.{slots}slot{plural}{}", work.suffix);
+    let ratio = paired(&took[OURS].runs, &took[PAGE_LOOP].runs);
+    let mut result = Measurement::new(id, "x", Better::Higher, ratio)
+        .param("work", work.about)
+        .param("slots", slots)
+        .arm("null", paired(&took[OURS].runs, &took[NULL].runs));
+    if slots == 1 && work.suffix.is_empty() {
+        result = result.reference(5.0, "KVM MMU notifier range series v3, 2012");
+    }
+    for ((name, _), took) in ARMS.iter().zip(took) {
+        if *name != "null" {
+            result = result.arm(&format!("{name}_ns"), arm(took));
+        }
+    }
+    bar.into_iter().fold(result, Measurement::bar)
+}
+
+fn arm(took: &Took) -> Value {
+    let Steps {
+        slots,
+        words,
+        entries,
+        leaves,
+    } = took.steps;
+    let mut value = Value::from(Summary::of(&took.runs));
+    value["steps"] = json!({"slots": slots, "rmap_words": words, "table_entries": entries,
+                            "leaves": leaves});
+    value["histogram_ns"] = took.spread.buckets();
+    value
+}
+
+fn rows(work: &Work, slots: u64, took: &[Took]) -> Vec<[String; 8]> {
+    let arms = ARMS.iter().zip(took).enumerate();
+    let row = |(index, ((name, _), took)): (usize, (&(&str, _), &Took))| {
+        let Steps {
+            slots: looked_at,
+            words,
+            entries,
+            leaves,
+        } = took.steps;
+        [
+            if index == 0 {
+                format!("  {}", work.about)
+            } else {
+                String::new()
+            },
+            if index == 0 {
+                slots.to_string()
+            } else {
+                String::new()
+            },
+            (*name).to_owned(),
+            time(Summary::of(&took.runs).median as u64),
+            looked_at.to_string(),
+            words.to_string(),
+            entries.to_string(),
+            leaves.to_string(),
+        ]
+    };
+    arms.filter(|(index, _)| *index != NULL).map(row).collect()
+}
+
+/// `thp.slots_growth_512` and `thp.slot_steps_512`.
+fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let many = 512;
+    let mut beds = [
+        Bed::new(1, 1, HugePages::Always)?,
+        Bed::new(many, 1, HugePages::Always)?,
+    ];
+    let mut took: [Took; 3] = Default::default();
+    // The second arm is the null.
+    let runs = rounds(3, 2 * repeats(options, &HUGE_PAGE), |arm| {
+        let bed = &mut beds[usize::from(arm == 2)];
+        slice(
+            bed,
+            &HUGE_PAGE,
+            Shape::PerLevel,
+            HUGE_PAGE.calls,
+            &mut took[arm],
+        )
+    })?;
+    let result = |name: &str, unit, summary| {
+        Measurement::new(format!("thp.{name}"), unit, Better::Lower, summary)
+    };
+    report.push(
+        result("slots_growth_512", "x", paired(&runs[0], &runs[2]))
+            .bar(1.5)
+            .arm("1_slot_ns", Summary::of(&runs[0]))
+            .arm("512_slots_ns", Summary::of(&runs[2]))
+            .arm("null", paired(&runs[0], &runs[1])),
+    );
+    // Exact, and the worst of all places.
+    let bed = &beds[1];
+    let places = bed.others().iter().copied().chain([bed.range(1)]);
+    let looked_at = places.map(|range| {
+        let begun = bed.mmu().begin_invalidation(Shape::PerLevel, &[range]);
+        let steps = begun.steps();
+        begun.finish();
+        steps.slots as f64
+    });
+    let looked_at: Vec<f64> = looked_at.collect();
+    let worst = looked_at.iter().copied().fold(0.0, f64::max);
+    report.push(
+        result("slot_steps_512", "nodes", Summary::of(&[worst]))
+            .bar(11.0)
+            .param("what", "the most of all slots; log2(slots) + 2")
+            .arm("each_slot", Summary::of(&looked_at)),
+    );
+    Ok(())
+}

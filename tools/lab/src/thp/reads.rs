@@ -1,0 +1,51 @@
+//! Random reads over more memory than 4 KiB TLB entries reach.
+
+use super::pair::{Turn, side_by_side};
+use crate::experiment::{LabError, Options};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, paired, rounds};
+use lacuna_addr::PageCount;
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
+use std::time::Duration;
+
+/// `thp.random_read_ratio`.
+pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let mib = if options.quick { 256 } else { 1024 };
+    let launch = |huge| {
+        // Room for the kernel and its tables beside what is read; all of it resident.
+        let memory = PageCount::from_bytes((mib + 64) << 20);
+        Launch {
+            memory,
+            resident: PageCount::new(memory.get() + 8192),
+            vcpus: 1,
+            huge,
+            swap: Swap::Memory,
+            latency: Dial::default(),
+            apf: Apf::Off,
+            seed: None,
+            command_line: format!("huge=1 bytes={mib}M seconds=1000000"),
+        }
+    };
+    let turn = Turn {
+        settle: Duration::from_millis(40),
+        slice: Duration::from_millis(100),
+    };
+    let launches = [launch(HugePages::Never), launch(HugePages::Always)];
+    let rates = side_by_side(&launches, "reads", |sides| {
+        let repeats = if options.quick { 2 } else { 15 };
+        // The second arm is the null.
+        rounds(3, repeats, |arm| {
+            Ok(sides[usize::from(arm == 2)].take(turn)?.rate)
+        })
+    })?;
+    let ratio = paired(&rates[0], &rates[2]);
+    report.push(
+        Measurement::new("thp.random_read_ratio", "x", Better::Higher, ratio)
+            .param("mib", mib)
+            .param("guest_pages", "2 MiB in both")
+            .arm("small_reads_per_s", Summary::of(&rates[0]))
+            .arm("huge_reads_per_s", Summary::of(&rates[2]))
+            .arm("null", paired(&rates[0], &rates[1])),
+    );
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! First touch of much memory: what its faults cost, and what filling it with zeros costs.
+//!
+//! The faults are the MMU's own, without a guest around them: a guest's loop over 512 pages takes
+//! longer than the one fault that it has in them. Zeroing is in a fault and is taken out of it. For
+//! 2 MiB pages the host measures it itself, and the rest of a fault, a hundredth of it, is the
+//! middle one of all. For 4 KiB pages, where looking at the clock would take as long, an arm of its
+//! own zeroes as many pages of other memory.
+
+use super::bed::{BLOCK, Bed};
+use crate::experiment::{LabError, Options};
+use crate::native::thread_cpu_ns;
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, measures, paired};
+use lacuna_addr::{Level, PAGE_SIZE};
+use lacuna_soft::HugePages;
+use std::hint::black_box;
+use std::time::Instant;
+
+/// The arms; the second is the null.
+const HUGE: usize = 0;
+const NULL: usize = 1;
+const SMALL: usize = 2;
+const ZERO: usize = 3;
+
+/// `thp.first_touch_fault_ratio` and `thp.first_touch_ratio`.
+pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let mib: u64 = if options.quick { 128 } else { 1024 };
+    let blocks = mib / 2;
+    let mut huge = Bed::new(1, blocks, HugePages::Always)?;
+    let mut small = Bed::new(1, blocks, HugePages::Never)?;
+    let mut other = vec![1_u8; (mib << 20) as usize];
+    let repeats = if options.quick { 2 } else { 9 };
+    // Milliseconds: the whole; and its faults, where zeroing is taken out already.
+    let runs = measures(4, repeats, |arm| match arm {
+        ZERO => Ok::<_, LabError>([zero(&mut other), 0.0]),
+        SMALL => touch_small(&mut small, blocks),
+        _ => touch_huge(&mut huge, blocks),
+    })?;
+    let whole = |arm: usize| &runs[arm][0];
+    let faults = |arm: usize| &runs[arm][1];
+    let minus =
+        |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a - b).collect() };
+    let small_faults = minus(whole(SMALL), whole(ZERO));
+    let measured = |name: &str, summary| {
+        Measurement::new(format!("thp.{name}"), "x", Better::Higher, summary).param("mib", mib)
+    };
+    report.push(
+        measured(
+            "first_touch_fault_ratio",
+            paired(faults(HUGE), &small_faults),
+        )
+        .bar(50.0)
+        .arm("huge_faults_ms", Summary::of(faults(HUGE)))
+        .arm("small_faults_ms", Summary::of(&small_faults))
+        .arm(
+            "huge_zeroing_ms",
+            Summary::of(&minus(whole(HUGE), faults(HUGE))),
+        )
+        .arm("small_zeroing_ms", Summary::of(whole(ZERO)))
+        .arm("null", paired(faults(HUGE), faults(NULL))),
+    );
+    report.push(
+        measured("first_touch_ratio", paired(whole(HUGE), whole(SMALL)))
+            .arm("huge_ms", Summary::of(whole(HUGE)))
+            .arm("small_ms", Summary::of(whole(SMALL)))
+            .arm("null", paired(whole(HUGE), whole(NULL))),
+    );
+    Ok(())
+}
+
+/// Milliseconds of CPU time for faults in a new backing; and of that without the zeroing in it.
+fn touch_huge(bed: &mut Bed, blocks: u64) -> Result<[f64; 2], LabError> {
+    bed.renew()?;
+    let (mut zeroing, mut rest) = (bed.host().stats().zeroing_ns, Vec::new());
+    let before = thread_cpu_ns();
+    for block in 0..blocks {
+        let start = Instant::now();
+        bed.fault(block * BLOCK, Level::L2M)?;
+        let spent = start.elapsed().as_nanos() as f64;
+        let now = bed.host().stats().zeroing_ns;
+        rest.push(spent - (now - zeroing) as f64);
+        zeroing = now;
+    }
+    let whole = (thread_cpu_ns() - before) as f64 / 1e6;
+    Ok([whole, Summary::of(&rest).median * blocks as f64 / 1e6])
+}
+
+/// Milliseconds of CPU time for faults in a new backing, zeroing and all.
+fn touch_small(bed: &mut Bed, blocks: u64) -> Result<[f64; 2], LabError> {
+    bed.renew()?;
+    let before = thread_cpu_ns();
+    bed.fault_in(blocks, Level::L4K)?;
+    Ok([(thread_cpu_ns() - before) as f64 / 1e6, 0.0])
+}
+
+/// Fills memory with zeros a page at a time; milliseconds of CPU time.
+fn zero(memory: &mut [u8]) -> f64 {
+    let before = thread_cpu_ns();
+    for page in memory.chunks_exact_mut(PAGE_SIZE) {
+        black_box(page).fill(0);
+    }
+    (thread_cpu_ns() - before) as f64 / 1e6
+}
