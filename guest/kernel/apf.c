@@ -34,10 +34,14 @@
 
 static u32 control; /* low bits of MSR_APF_EN; 0: no async page faults */
 
+/* Adds what was counted on processor c to the status page: nothing twice, whoever calls. An event
+ * that is counted on c at this very moment may be lost if the caller is another processor, which
+ * it is only when all ends. */
 void apf_publish(struct cpu *c) {
-    __atomic_fetch_add(&status->apf_not_present, c->apf.not_present, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&status->apf_ready, c->apf.ready, __ATOMIC_RELAXED);
-    c->apf.not_present = c->apf.ready = 0;
+    u32 not_present = __atomic_exchange_n(&c->apf.not_present, 0, __ATOMIC_RELAXED);
+    u32 ready = __atomic_exchange_n(&c->apf.ready, 0, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&status->apf_not_present, not_present, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&status->apf_ready, ready, __ATOMIC_RELAXED);
 }
 
 /* Chooses: apf=off|int|pf, else what the host has. */
@@ -89,11 +93,11 @@ static bool insert_spare(struct cpu *c, u32 token, enum apf_kind kind) {
     return false;
 }
 
-/* Takes a node out of the table, and wakes its thread, which may then be anywhere. */
 static struct thread *thread_of(struct apf_node *n) {
     return (struct thread *)((u8 *)n - offsetof(struct thread, page_wait));
 }
 
+/* Takes a node out of the table, and wakes its thread, which may then be anywhere. */
 static void release(struct cpu *c, struct apf_node **at) {
     struct apf_node *n = *at;
     *at = n->next;

@@ -156,6 +156,8 @@ void sched_tick(struct cpu *c) {
     u64 now = rdtsc();
     c->timer_at = NEVER;
     apf_publish(c);
+    if (c->inbox.head) /* newcomers: woken threads may go on and on without a look there */
+        read_inbox(c);
     while (c->sleepers && c->sleepers->wake_at <= now) {
         struct thread *t = c->sleepers;
         c->sleepers = t->next;

@@ -105,8 +105,8 @@ impl SoftBus {
         // long as the host lives, which the VM holds. That it stays *this page's* frame until the
         // next quiescent point: the leaf that named it was read, or installed, while this vCPU was
         // online; whoever unmaps it requests an epoch afterwards and waits for this vCPU before the
-        // frame is reused (`Mmu::invalidate`, `Mmu::zap`). Everyone who touches frames of mapped
-        // pages uses atomics (`lacuna_host`'s contract for `frame`).
+        // frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and their like). Everyone who
+        // touches frames of mapped pages uses atomics (`lacuna_host`'s contract for `frame`).
         let page = unsafe { HostPage::new(base, writable, watched) };
         if level == Level::L4K || self.vm.code.is_block_watched(gfn) {
             return page;

@@ -112,14 +112,6 @@ impl Vcpu {
 
     /// Runs about `fuel` instructions at most. Never sleeps.
     pub fn step(&mut self, fuel: u64) -> Step {
-        if let Some(since) = self.stalled_since.take() {
-            let mut stalls = self
-                .meter()
-                .stalls
-                .lock()
-                .expect("no panic under this lock");
-            stalls.record(since, self.vm.clock.now());
-        }
         if self.entry.cpu.retired() != self.held_at {
             self.held_at = self.entry.cpu.retired();
             self.entry.bus.faulter().retired();
@@ -132,6 +124,7 @@ impl Vcpu {
         if let Some(halt) = self.artificial_halt() {
             return halt;
         }
+        self.end_stall();
         if self.entry.bus.faulter().room() == Room::SoftFull {
             return Step::Exit(Exit::DirtyRingFull);
         }
@@ -140,6 +133,18 @@ impl Vcpu {
             .retired
             .store(self.entry.cpu.retired(), Ordering::Relaxed);
         self.finish(exit)
+    }
+
+    /// The vCPU goes on; whatever it waited for is over.
+    fn end_stall(&mut self) {
+        if let Some(since) = self.stalled_since.take() {
+            let mut stalls = self
+                .meter()
+                .stalls
+                .lock()
+                .expect("no panic under this lock");
+            stalls.record(since, self.vm.clock.now());
+        }
     }
 
     /// Tells the guest of pages that have come; how many.
@@ -164,7 +169,8 @@ impl Vcpu {
             self.apf.break_halt();
             return None;
         }
-        self.stalled_since = Some(self.vm.clock.now());
+        let now = self.vm.clock.now();
+        let _ = self.stalled_since.get_or_insert(now);
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
     }
 

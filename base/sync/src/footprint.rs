@@ -144,7 +144,8 @@ impl Blocks {
             Set::Run(run) => (run.clone(), None),
             Set::Bits(bits) => (0..0, Some(bits.iter().copied().enumerate())),
         };
-        run_masks(&run).chain(bits.into_iter().flatten())
+        let bits = bits.into_iter().flatten().filter(|(_, mask)| *mask != 0);
+        run_masks(&run).chain(bits)
     }
 }
 

@@ -16,7 +16,6 @@ use crate::dirty::SlotLog;
 use crate::{Mmu, Rmap};
 use lacuna_addr::Gpa;
 use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId, SlotSpec};
-use lacuna_stage2::Removed;
 use lacuna_sync::shim::Ordering;
 use std::sync::{Arc, MutexGuard};
 
@@ -89,14 +88,13 @@ impl Mmu {
         let flush = cursor.unmap(slot.gfns, |removed| {
             slot.attach.clear(&removed);
             if removed.leaf.dirty {
-                self.mark_removed(slot, &removed);
                 self.host.mark_dirty(removed.leaf.pfn, removed.leaf.level);
             }
         });
         drop(cursor);
         flush.finish(&*self.quiescence);
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
-            // What is in a log is still known by its old address.
+            // What is in a log is known by its old address: marked while that is still right.
             self.kick();
         }
         let done = publish();
@@ -104,23 +102,12 @@ impl Mmu {
         done
     }
 
-    /// The log of a slot that is replaced. One that has nowhere to go but rings, which name pages by
-    /// the slot as it was, ends.
+    /// The log of a slot that is replaced. One that has nowhere to go but rings, which name pages
+    /// by the slot as it was, ends.
     fn log_to_keep(&self, slot: &Slot<Rmap>) -> Arc<SlotLog> {
         match self.dirty.has_bitmaps() {
             true => Arc::clone(slot.attach.log()),
             false => Arc::default(),
-        }
-    }
-
-    /// A leaf with D is gone, and who has set it may not have marked the page yet.
-    fn mark_removed(&self, slot: &Slot<Rmap>, removed: &Removed) {
-        if slot.attach.log().is_on() {
-            let span = removed.leaf.span(removed.gfn);
-            let pages = span.intersect(slot.gfns).expect("it was in the slot");
-            pages
-                .iter()
-                .for_each(|gfn| slot.attach.log().mark(slot.page(gfn)));
         }
     }
 

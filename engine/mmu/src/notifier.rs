@@ -1,7 +1,7 @@
 //! What the host's memory manager asks of a VM: give pages back, say whether they were used, let
 //! them be looked at one by one. Changes of protection are here too: they visit the same leaves.
 
-use crate::rmap::parts;
+use crate::rmap::{BLOCK, parts};
 use crate::shape::Shape;
 use crate::{InBlock, Mmu, Rmap};
 use lacuna_addr::{Gfn, GfnRange, HvaRange};
@@ -16,7 +16,10 @@ impl MmuNotifier for Mmu {
 
     fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
         for (&range, young) in ranges.iter().zip(young) {
-            *young = self.any_leaf(range, |cursor, at, gfn| cursor.age_at(at, gfn));
+            *young = false;
+            self.each_part(range, |cursor, rmap, part| {
+                *young |= self.age_part(cursor, rmap, part);
+            });
         }
     }
 
@@ -35,6 +38,24 @@ impl MmuNotifier for Mmu {
 }
 
 impl Mmu {
+    /// Whether a page of `part` was used. The bit of a huge leaf speaks for all of its pages: one of
+    /// them must not take it from the others. So the leaf is split for a part of it, and where no
+    /// table is to be had for that, the bit stays.
+    fn age_part(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) -> bool {
+        self.cut(cursor, rmap, part);
+        let spare = part.pages() < BLOCK && matches!(rmap.block(part.start()), InBlock::Huge(_));
+        let mut young = false;
+        rmap.leaves(part, |at, gfn| {
+            let age = if spare {
+                cursor.test_young_at(at, gfn)
+            } else {
+                cursor.age_at(at, gfn)
+            };
+            young |= age == Age::Young;
+        });
+        young
+    }
+
     /// Whether a page of `range` was used since it was last aged. Nothing is cleared.
     pub fn test_young(&self, range: HvaRange) -> bool {
         self.any_leaf(range, |cursor, at, gfn| cursor.test_young_at(at, gfn))

@@ -106,7 +106,7 @@ impl Mmu {
         }
     }
 
-    fn unmap_walk(&self, part: GfnRange, visit: &mut Visit<'_, '_>) {
+    pub(crate) fn unmap_walk(&self, part: GfnRange, visit: &mut Visit<'_, '_>) {
         let Visit {
             cursor,
             rmap,

@@ -23,7 +23,7 @@ use crate::desc::{Desc, Dirt};
 use crate::head::{BlockNo, Head, HeadState};
 use crate::residency::{PageNo, PageState, PageWord};
 use lacuna_sync::shim::atomic::AtomicU8;
-use lacuna_sync::shim::{AtomicU64, Ordering, fence};
+use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// Who has a block of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -47,10 +47,18 @@ pub struct BlockDesc {
     history: AtomicU8,
     /// Split on trial: its pages have until the hand's next turn to show that they are in use.
     trial: AtomicU8,
+    /// How much more its pages were wanted than those in swap, in sixteenths, at its last trial.
+    worth: AtomicU8,
+    /// How many pages had ever been read back from swap when its trial began, modulo 2^32.
+    read_back: AtomicU32,
 }
 
+/// What is believed of a block that was never tried: no more than is asked. So all are tried before
+/// one of which more is known is tried again.
+const UNTRIED: u8 = 8;
+
 #[cfg(not(loom))]
-const _: () = assert!(size_of::<BlockDesc>() == 16);
+const _: () = assert!(size_of::<BlockDesc>() == 24);
 
 /// What a mark on a block has come to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -70,6 +78,8 @@ impl BlockDesc {
             dirty: AtomicU8::new(0),
             history: AtomicU8::new(0),
             trial: AtomicU8::new(0),
+            worth: AtomicU8::new(UNTRIED),
+            read_back: AtomicU32::new(0),
         }
     }
 
@@ -85,6 +95,7 @@ impl BlockDesc {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.history.store(u8::MAX, Ordering::Relaxed);
         self.trial.store(0, Ordering::Relaxed);
+        self.worth.store(UNTRIED, Ordering::Relaxed);
     }
 
     /// After the head names it, or when whoever isolated it lets it be.
@@ -136,15 +147,31 @@ impl BlockDesc {
     }
 
     /// Notes what the clock hand has found, and says how warm the block was before.
-    pub fn remember(&self, young: Youth) -> u8 {
-        let before = self.history.load(Ordering::Relaxed);
-        let now = before >> 1 | u8::from(young == Youth::Young) << 7;
+    pub fn remember(&self, young: Youth) -> Warmth {
+        let history = self.history.load(Ordering::Relaxed);
+        let now = history >> 1 | u8::from(young == Youth::Young) << 7;
         self.history.store(now, Ordering::Relaxed);
-        before
+        Warmth {
+            history,
+            worth: self.worth.load(Ordering::Relaxed),
+        }
     }
 
-    pub fn begin_trial(&self) {
+    /// Notes what a trial has found.
+    pub fn note_worth(&self, sixteenths: u64) {
+        self.worth
+            .store(sixteenths.min(255) as u8, Ordering::Relaxed);
+    }
+
+    /// `read_back` is how many pages were ever read back from swap.
+    pub fn begin_trial(&self, read_back: u64) {
+        self.read_back.store(read_back as u32, Ordering::Relaxed);
         self.trial.store(1, Ordering::Relaxed);
+    }
+
+    /// How many of the `read_back` were read back since its trial began.
+    pub fn read_back_since(&self, read_back: u64) -> u32 {
+        (read_back as u32).wrapping_sub(self.read_back.load(Ordering::Relaxed))
     }
 
     pub fn is_on_trial(&self) -> bool {
@@ -155,6 +182,13 @@ impl BlockDesc {
     pub fn end_trial(&self) -> bool {
         self.is_on_trial() && self.trial.swap(0, Ordering::Relaxed) != 0
     }
+}
+
+/// How much a block is in use: first by how often any page of it was, then by its last trial.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Warmth {
+    history: u8,
+    worth: u8,
 }
 
 /// Whether something was accessed since the hand last passed.

@@ -152,6 +152,11 @@ impl Frames {
             return None;
         }
         let mut free = self.lock();
+        // Again: others may have taken theirs meanwhile.
+        let reserve = self.reserve.load(Ordering::Relaxed);
+        if free.len().saturating_sub(reserve) < self.high + BLOCK {
+            return None;
+        }
         let block = free.take_block()?;
         self.note_free(free.len());
         Some(block)

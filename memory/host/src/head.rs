@@ -9,7 +9,7 @@
 //!       |                                        v              |
 //!       '-------------------------------------> Whole ----------'
 //!
-//!   any of them --> Gone (region removed)
+//!   Untouched, Whole --> Gone (region removed; under Small, each word becomes Gone)
 //!
 //!   head        its page words
 //!   Untouched   all Empty

@@ -17,7 +17,7 @@ use crate::writeback::Failure;
 use lacuna_addr::{HvaRange, Level, PageCount, Pfn};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicI64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
@@ -84,6 +84,8 @@ pub(crate) struct Core {
     pub buffers: Mutex<Vec<Vec<Page>>>,
     /// Pages being written out.
     pub writing: AtomicUsize,
+    /// Pages in swap alone.
+    pub away: AtomicI64,
     pub settled: Settled,
     pub stats: Counters,
     pub clock: Arc<dyn Clock>,
@@ -132,6 +134,7 @@ impl Host {
             collapser: Mutex::default(),
             buffers: Mutex::default(),
             writing: AtomicUsize::new(0),
+            away: AtomicI64::new(0),
             settled: Settled::default(),
             stats: Counters::default(),
             clock,

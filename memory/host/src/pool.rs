@@ -165,8 +165,9 @@ impl Pool {
     /// A frame's bytes, for overwriting.
     ///
     /// # Safety
-    /// The caller owns the frame for the life of the reference: its page word says Reading and the
-    /// caller alone carries out that read, so nothing maps it.
+    /// The caller owns the frame for the life of the reference, and nothing maps it: its page word
+    /// says Reading and the caller alone carries out that read, or the frame comes from the free map
+    /// and neither word nor head names it yet.
     #[allow(
         clippy::mut_from_ref,
         reason = "the exclusivity is the caller's, by frame"

@@ -262,7 +262,9 @@ impl Core {
             let desc = self.frames.desc(victim.frame);
             if desc.take_dirty() == Dirt::Clean {
                 match victim.word().advance(PageState::dropped) {
-                    Ok(_) => {
+                    Ok(before) => {
+                        let swapped = i64::from(before.slot().is_some());
+                        self.away.fetch_add(swapped, Ordering::Relaxed);
                         Counters::add(&self.stats.clean_dropped, 1);
                         out.freed.push(victim);
                     }

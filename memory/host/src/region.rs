@@ -92,13 +92,12 @@ impl Region {
 
     /// Where `page` is; `None` outside.
     pub fn place(&self, page: PageNo) -> Option<Place> {
-        let state = self.word(page)?.load();
-        if matches!(state, PageState::Empty | PageState::Merged)
-            && let Some(HeadState::Whole { block }) = self.head(page).map(Head::load)
-        {
-            return Some(Place::Block(block));
+        // The head first: a word that says Empty is the truth only under a head that said Small
+        // before, or was Untouched.
+        match self.head(page).map(Head::load) {
+            Some(HeadState::Whole { block }) => Some(Place::Block(block)),
+            _ => Some(Place::Page(self.word(page)?.load())),
         }
-        Some(Place::Page(state))
     }
 
     /// The block that `page` lies in; `None` where pages are always small.

@@ -7,6 +7,7 @@ use crate::host::{Core, Host, lock};
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
 use lacuna_addr::HvaRange;
+use std::sync::atomic::Ordering;
 
 #[derive(PartialEq, Eq)]
 enum Removal {
@@ -118,6 +119,9 @@ impl Core {
         }
         if let Some(slot) = state.slot() {
             self.free_slot(slot);
+        }
+        if let PageState::Swapped { .. } = state {
+            self.away.fetch_sub(1, Ordering::Relaxed);
         }
         if state == PageState::Lost {
             lock(&self.lost).remove(&page);

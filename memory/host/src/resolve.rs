@@ -9,6 +9,7 @@ use crate::host::{Core, Host, lock};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, Hva, Level, Pfn};
+use std::sync::atomic::Ordering;
 
 /// A page's frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -284,6 +285,7 @@ impl Core {
             }
             tickets.insert(page, ticket.clone());
         }
+        self.away.fetch_sub(1, Ordering::Relaxed);
         cache.shared.allocated();
         FaultCounters::bump(&cache.shared.count.swap_in);
         Some(Resolution::Pending(ticket))

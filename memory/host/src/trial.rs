@@ -8,18 +8,20 @@
 //!     | | and it is the coldest of its round
 //!     | '--------------------------------> on trial: split, its pages left alone for one turn
 //!     |                                        |
-//!     | three in four were accessed            | fewer
-//!     '----------------------------------------+-----> the others leave
+//!     | a page of it was accessed half as      | less often
+//!     | often as one in swap was wanted back   |
+//!     '----------------------------------------+-----> those not accessed leave
 //! ```
 //! The accessed bit of a block says little: one busy page of 512 sets it. So a block that is not
 //! accessed for a whole turn is colder than any page that is not, and goes first. But a block that
 //! always is accessed may still be mostly cold, and were it spared for ever, small pages would be
 //! thrashed in what room is left. That shows: pages come back from swap. Each time some have, one
 //! block is chosen, the one with the least history of those that the hand has met, and is put on
-//! trial when the hand meets it again. It costs little to be wrong: no page moves, and a block that
-//! turns out to be in use all over is made whole again in place.
+//! trial when the hand meets it again. What a page of it could be given up for is a page in swap,
+//! and how often that is wanted is known: pages read back during the trial, by pages in swap. It
+//! costs little to be wrong: no page moves, and a block that is worth it is made whole in place.
 
-use crate::block::{BlockState, Youth};
+use crate::block::{BlockState, Warmth, Youth};
 use crate::collapse::Gathered;
 use crate::head::{BLOCK, BlockNo};
 use crate::host::{Core, lock};
@@ -35,9 +37,9 @@ use std::sync::atomic::Ordering;
 const ROUND: usize = 16;
 /// Pages read back from swap before another block is put on trial: about what one sets free.
 const READ_BACK: u64 = 64;
-/// Pages of a block on trial that must be accessed for it to be made whole again.
-const IN_USE: usize = BLOCK / 4 * 3;
-
+/// How much more often a page of a block must be used than a page in swap is wanted, in sixteenths.
+/// Half as often is enough: a whole block is worth more than its pages, in faults and in TLBs.
+const ASKED: u64 = 8;
 /// What the hand does with a window of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Window {
@@ -51,7 +53,7 @@ pub(crate) enum Window {
 #[derive(Default)]
 pub(crate) struct Trials {
     met: usize,
-    coldest: Option<(u8, BlockNo)>,
+    coldest: Option<(Warmth, BlockNo)>,
     /// Whose trial begins when the hand meets it.
     chosen: Option<BlockNo>,
     /// Pages that had been read back when the last trial began.
@@ -142,7 +144,7 @@ impl Core {
 
     /// Enters a block that is in use into the round. Whether its own trial begins: a block that was
     /// chosen waits for the hand to meet it, so that its pages have a whole turn.
-    fn enter(&self, warmth: u8, block: BlockNo) -> Verdict {
+    fn enter(&self, warmth: Warmth, block: BlockNo) -> Verdict {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
         let mut trials = lock(&self.trials);
         if trials.chosen.take_if(|chosen| *chosen == block).is_some() {
@@ -165,7 +167,8 @@ impl Core {
 
     fn split(&self, whole: Whole, grace: Grace) {
         if grace == Grace::OneTurn {
-            self.frames.block(whole.block).begin_trial();
+            let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
+            self.frames.block(whole.block).begin_trial(read_back);
         }
         let span = whole.region.span(whole.first);
         let span = span.expect("a whole block has a head");
@@ -175,20 +178,32 @@ impl Core {
         whole.region.notifier.shatter(whole.first.block_range());
     }
 
-    /// The trial is over: the block is whole again if it is in use nearly everywhere.
+    /// The trial is over: the block is whole again if its pages are in use more than those in swap
+    /// would be in their place.
     fn judge(&self, round: &mut Round, block: BlockNo) -> Window {
         let Some(pages) = self.gather_frames(block) else {
             return Window::Frames;
         };
         let young = pages.age(round);
         let in_use = young.iter().filter(|young| **young).count();
-        if in_use >= IN_USE {
+        let worth = self.worth(block, in_use);
+        if worth > ASKED {
             self.merge_in_place(pages, block);
+            self.frames.block(block).note_worth(worth);
             return Window::Passed;
         }
         self.spare(&pages, &young);
         self.let_be(pages);
         Window::Frames
+    }
+
+    /// How much more often a page of a block on trial was accessed than a page in swap was wanted
+    /// back, in sixteenths.
+    fn worth(&self, block: BlockNo, in_use: usize) -> u64 {
+        let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
+        let wanted = u64::from(self.frames.block(block).read_back_since(read_back));
+        let away = self.away.load(Ordering::Relaxed).max(0) as u64;
+        16 * in_use as u64 * away / (wanted * BLOCK as u64).max(1)
     }
 
     /// Has the hand pass over pages whose accessed bits were taken.

@@ -34,6 +34,7 @@ struct Found {
     blocks: BTreeSet<usize>,
     slots: BTreeSet<Slot>,
     reading: usize,
+    away: i64,
 }
 
 impl Found {
@@ -128,6 +129,8 @@ impl Core {
         );
         let tickets = lock(&self.tickets).len();
         assert_eq!(found.reading, tickets, "tickets against pages being read");
+        let away = self.away.load(Ordering::Relaxed);
+        assert_eq!(found.away, away, "pages counted as in swap alone");
         // Slots of writes that were overtaken by a rescue are freed when the write completes.
         let used = lock(&self.slots).used();
         let slots = found.slots.len();
@@ -181,6 +184,7 @@ impl Core {
             let used = lock(&self.slots).is_used(slot);
             assert!(used, "{slot:?} of {page:?} is free");
         }
+        found.away += i64::from(matches!(state, PageState::Swapped { .. }));
         if matches!(state, PageState::Reading { .. }) {
             found.reading += 1;
             let known = lock(&self.tickets).contains_key(&page);

@@ -187,6 +187,7 @@ impl Core {
             }
         }
         self.writing.fetch_sub(finished, Ordering::Relaxed);
+        self.away.fetch_add(freed.len() as i64, Ordering::Relaxed);
         self.release(freed);
         self.settled.bump();
     }

@@ -11,8 +11,8 @@
 //!
 //! A cursor locks stripes (see `lacuna_sync::Stripes`), each a set of 2 MiB blocks, ascending, so
 //! two cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor nobody else
-//! changes an entry of its blocks, except a walk that sets A or D, and a repair that gives W back to
-//! a 4 KiB leaf. The tables above a block are shared between stripes: they are linked by
+//! changes an entry of its blocks, except a walk that sets A or D, and a repair that gives W back
+//! to a 4 KiB leaf. The tables above a block are shared between stripes: they are linked by
 //! compare-and-swap, and unlinked only under a cursor over all they span.
 
 use crate::{Flush, Stage2};

@@ -211,7 +211,7 @@ fn step(mmu: &Mmu, model: &mut Model, op: Op) {
             let mut young = [false];
             mmu.age(&[range(page, pages)], &mut young);
             let mut expected = false;
-            model.each(page, pages, false, |model, gfn| {
+            model.each(page, pages, true, |model, gfn| {
                 let leaf = model.leaves.get_mut(&gfn).expect("a leaf");
                 expected |= std::mem::take(&mut leaf.young);
             });

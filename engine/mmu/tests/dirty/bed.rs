@@ -142,17 +142,9 @@ impl Vcpu {
             if self.faulter.room() == Room::SoftFull {
                 return Err(Stuck::Ring);
             }
-            let q = &bed.quiescence;
-            q.vcpu(self.index).take();
-            let epoch = q.online(self.index);
-            if epoch > self.flushed {
-                self.flushed = epoch;
-                self.tlb.clear();
-                q.vcpu(self.index).flushed();
-            }
+            self.enter(bed);
             let outcome = self.online(bed, page, write);
-            bed.mmu.flush_log(&mut self.faulter);
-            q.offline(self.index);
+            self.leave(bed);
             match outcome {
                 Ok(word) => return Ok(word),
                 Err(Outcome::Mapped(_)) => unreachable!("that is no reason to leave"),
@@ -169,7 +161,23 @@ impl Vcpu {
         }
     }
 
-    fn online(&mut self, bed: &Bed, page: u64, write: Option<u64>) -> Result<u64, Outcome> {
+    pub fn enter(&mut self, bed: &Bed) {
+        let q = &bed.quiescence;
+        q.vcpu(self.index).take();
+        let epoch = q.online(self.index);
+        if epoch > self.flushed {
+            self.flushed = epoch;
+            self.tlb.clear();
+            q.vcpu(self.index).flushed();
+        }
+    }
+
+    pub fn leave(&mut self, bed: &Bed) {
+        bed.mmu.flush_log(&mut self.faulter);
+        bed.quiescence.offline(self.index);
+    }
+
+    pub fn online(&mut self, bed: &Bed, page: u64, write: Option<u64>) -> Result<u64, Outcome> {
         let gfn = bed.gfn(page);
         let access = match write {
             Some(_) => Access::Write,

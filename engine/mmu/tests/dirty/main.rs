@@ -295,3 +295,27 @@ fn what_a_ring_vm_refuses() {
     let late = bed.mmu.set_delivery(Delivery::Bitmap);
     assert_eq!(late, Err(DirtyError::TooLate));
 }
+
+/// What was disallowed and is allowed again stays split while the slot logs.
+#[test]
+fn no_huge_leaf_appears_under_a_log() {
+    for detection in DETECTIONS {
+        let (bed, [mut vcpu, _]) = Bed::new(HugePages::Always, Delivery::Bitmap);
+        bed.mmu.set_detection(detection);
+        let mut write = |page| {
+            vcpu.access(&bed, page, Some(page)).unwrap();
+        };
+        (0..512).for_each(&mut write);
+        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        let block = GfnRange::new(bed.gfn(0), 512).unwrap();
+        bed.mmu.disallow_huge(block).unwrap();
+        write(1);
+        bed.mmu.allow_huge(block);
+        assert_eq!(bed.mmu.stage2().counts().of(Level::L2M), 0);
+        write(2);
+        let mut words = [0; 25];
+        bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+        assert_eq!((words[0], words[1..].iter().max()), (0b110, Some(&0)));
+        bed.mmu.verify();
+    }
+}

@@ -4,8 +4,8 @@ use crate::bed::{Bed, Monitor, PAGES, PLACES, SLOT, Stuck, Vcpu};
 use crate::{DETECTIONS, bare_ring, deliveries};
 use lacuna_addr::HvaRange;
 use lacuna_host::{HugePages, MmuNotifier};
-use lacuna_mmu::{HugeLeaves, Initially, Logging};
-use std::sync::atomic::{AtomicBool, Ordering};
+use lacuna_mmu::{Delivery, Detection, HugeLeaves, Initially, Logging};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
 
@@ -118,4 +118,110 @@ fn a_replayed_copy_is_right_under_threads() {
             bed.mmu.verify();
         }
     }
+}
+
+/// A vCPU that stays in the guest until it is asked to leave counts up in a page.
+#[test]
+fn a_harvest_has_all_that_was_written_before_it() {
+    const PAGE: u64 = 7;
+    for detection in DETECTIONS {
+        for delivery in deliveries() {
+            let (bed, [mut vcpu, _]) = Bed::new(HugePages::Never, delivery);
+            bed.mmu.set_detection(detection);
+            let mut monitor = Monitor::begin(&bed, Initially::Clean, HugeLeaves::Lazy);
+            let (count, done) = (AtomicU64::new(0), AtomicBool::new(false));
+            scope(|scope| {
+                let over = Done(&done);
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        vcpu.enter(&bed);
+                        while !bed.quiescence.vcpu(0).poked() && !done.load(Ordering::Relaxed) {
+                            let next = count.load(Ordering::Relaxed) + 1;
+                            if vcpu.online(&bed, PAGE, Some(next)).is_err() {
+                                break;
+                            }
+                            count.store(next, Ordering::Release);
+                        }
+                        vcpu.leave(&bed);
+                    }
+                });
+                for _ in 0..100 {
+                    let before = count.load(Ordering::Acquire);
+                    monitor.harvest(&bed);
+                    let got = monitor.shadow[PAGE as usize][0];
+                    assert!(
+                        got >= before,
+                        "{detection:?} {delivery:?}: {got} of {before}"
+                    );
+                    sleep(Duration::from_micros(200));
+                }
+                drop(over);
+            });
+            assert!(count.into_inner() > 100);
+        }
+    }
+}
+
+/// What `first` begins cannot end before vCPU 0 leaves; nor may what `second` does then.
+fn both_wait(
+    bed: &Bed,
+    vcpu: &mut Vcpu,
+    page: u64,
+    first: impl Fn() + Send,
+    second: impl Fn() + Send,
+) {
+    vcpu.enter(bed);
+    assert!(vcpu.online(bed, page, Some(1)).is_ok());
+    let gfn = bed.gfn(page);
+    let waited = scope(|scope| {
+        let first = scope.spawn(first);
+        while bed.mmu.stage2().find(gfn).is_some() {
+            yield_now();
+        }
+        let second = scope.spawn(second);
+        // Long enough for a call that does not wait to be over; one that waits cannot be, ever.
+        sleep(Duration::from_millis(50));
+        let waited = !first.is_finished() && !second.is_finished();
+        vcpu.leave(bed);
+        waited
+    });
+    assert!(
+        waited,
+        "somebody did not wait for a vCPU with a TLB or a log"
+    );
+}
+
+/// Reclaim has unmapped a page that a vCPU still writes to by its TLB: there is no W to take, and
+/// the harvest must wait for that vCPU all the same before the page is copied.
+#[test]
+fn a_harvest_waits_for_a_reclaim_that_waits() {
+    let (bed, [mut vcpu, _]) = Bed::new(HugePages::Never, Delivery::Bitmap);
+    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    vcpu.access(&bed, 7, Some(1)).unwrap();
+    let page = HvaRange::new(bed.backing.start().checked_add_pages(7).unwrap(), 1).unwrap();
+    let harvest = || {
+        let mut words = [0; 25];
+        bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+        assert_eq!(words[0], 1 << 7);
+    };
+    both_wait(&bed, &mut vcpu, 7, || bed.mmu.invalidate(&[page]), harvest);
+}
+
+/// A page in a vCPU's log, unmapped by reclaim: nothing of the slot is mapped for the slot's move to
+/// wait for, but the log knows the page by its old address.
+#[test]
+fn a_slot_does_not_move_away_under_a_log() {
+    // In a block that the slot does not fill: its table stays, so that no table is waited for.
+    const PAGE: u64 = 1550;
+    let (bed, [mut vcpu, _]) = Bed::new(HugePages::Never, Delivery::Bitmap);
+    bed.mmu.set_detection(Detection::Pml);
+    vcpu.access(&bed, PAGE, Some(1)).unwrap();
+    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    let at = bed.backing.start().checked_add_pages(PAGE).unwrap();
+    let page = HvaRange::new(at, 1).unwrap();
+    let reclaim = || bed.mmu.invalidate(&[page]);
+    both_wait(&bed, &mut vcpu, PAGE, reclaim, || bed.move_to(PLACES[1]));
+    let mut words = [0; 25];
+    bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+    assert_eq!(words[24], 1 << (PAGE % 64), "the write was lost on the way");
 }
