@@ -1,7 +1,8 @@
 //! Guest instructions a second: an arithmetic loop, random increments over 256 KiB, 64 MiB and
-//! 1 GiB (the last two also by 2 MiB pages; the bus of these costs nothing, a stage-2 walk would come
-//! on top), and 100 KiB of generated code with data-dependent branches. `cargo bench -p lacuna-x86 [NAME]`
-//! prints the best of several runs; docs/speed-x86.md says what they mean.
+//! 1 GiB (the last two also by 2 MiB pages; the bus of these costs nothing, a stage-2 walk would
+//! come on top), and 100 KiB of generated code with data-dependent branches.
+//! `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs; docs/speed-x86.md says what
+//! they mean.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

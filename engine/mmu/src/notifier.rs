@@ -38,9 +38,9 @@ impl MmuNotifier for Mmu {
 }
 
 impl Mmu {
-    /// Whether a page of `part` was used. The bit of a huge leaf speaks for all of its pages: one of
-    /// them must not take it from the others. So the leaf is split for a part of it, and where no
-    /// table is to be had for that, the bit stays.
+    /// Whether a page of `part` was used. The bit of a huge leaf speaks for all of its pages: one
+    /// of them must not take it from the others. So the leaf is split for a part of it, and where
+    /// no table is to be had for that, the bit stays.
     fn age_part(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) -> bool {
         self.cut(cursor, rmap, part);
         let spare = part.pages() < BLOCK && matches!(rmap.block(part.start()), InBlock::Huge(_));

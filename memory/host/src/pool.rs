@@ -166,8 +166,8 @@ impl Pool {
     ///
     /// # Safety
     /// The caller owns the frame for the life of the reference, and nothing maps it: its page word
-    /// says Reading and the caller alone carries out that read, or the frame comes from the free map
-    /// and neither word nor head names it yet.
+    /// says Reading and the caller alone carries out that read, or the frame comes from the free
+    /// map and neither word nor head names it yet.
     #[allow(
         clippy::mut_from_ref,
         reason = "the exclusivity is the caller's, by frame"

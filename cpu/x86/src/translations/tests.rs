@@ -188,6 +188,16 @@ impl Model {
             .map(|&(_, value)| value)
     }
 
+    /// A page fault at `page`: what is there now. It takes the page from the current address space
+    /// (SDM vol 3A 4.10.4.1); what another one remembers of a global page may stay.
+    fn fault(&mut self, space: u64, page: u64) -> Vec<u64> {
+        if page >= 512 {
+            return self.leaves(SHARED, page % 512, self.now);
+        }
+        self.invalidate(space, page);
+        self.may_be(space, page)
+    }
+
     fn invalidate_own(&mut self, space: u64) {
         for page in OWN {
             self.own.insert((space, page), self.now);
@@ -259,8 +269,7 @@ fn take(step: Step, guest: &mut Guest, model: &mut Model) {
                 }
                 // What is said to be absent is absent now, and was last seen so.
                 None => {
-                    model.invalidate(guest.space, page);
-                    let now = model.may_be(guest.space, page);
+                    let now = model.fault(guest.space, page);
                     assert!(now.is_empty(), "{page} is mapped to {now:#x?}");
                 }
             }

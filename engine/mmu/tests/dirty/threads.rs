@@ -207,8 +207,8 @@ fn a_harvest_waits_for_a_reclaim_that_waits() {
     both_wait(&bed, &mut vcpu, 7, || bed.mmu.invalidate(&[page]), harvest);
 }
 
-/// A page in a vCPU's log, unmapped by reclaim: nothing of the slot is mapped for the slot's move to
-/// wait for, but the log knows the page by its old address.
+/// A page in a vCPU's log, unmapped by reclaim: nothing of the slot is mapped for the slot's move
+/// to wait for, but the log knows the page by its old address.
 #[test]
 fn a_slot_does_not_move_away_under_a_log() {
     // In a block that the slot does not fill: its table stays, so that no table is waited for.
