@@ -60,6 +60,11 @@ pub const KERNEL_PARAMS: &[Param] = &[
         "0",
         "1: map the arena by 2 MiB pages where memory has whole ones",
     ),
+    param(
+        "pcid",
+        "1",
+        "0: no process-context identifiers, even where CPUID has them",
+    ),
     param("tick_us", "1000", "timer tick, microseconds"),
     param("slice_us", "4000", "time slice, microseconds"),
 ];
@@ -163,6 +168,11 @@ static IMAGES: &[Image] = &[
                 "0",
                 "1: hot pages lie anywhere, not side by side"
             ),
+            param(
+                "look_ms",
+                "20",
+                "how often who is paused looks whether that is over"
+            ),
             param("seconds", "10", "how long, seconds"),
             param(
                 "accesses",
@@ -218,6 +228,11 @@ static IMAGES: &[Image] = &[
                 "threads",
                 "smp",
                 "threads that read, all of them everywhere"
+            ),
+            param(
+                "look_ms",
+                "20",
+                "how often who is paused looks whether that is over"
             ),
             param("seconds", "10", "how long, seconds"),
             param("reads", "0", "or: until each thread made that many reads"),

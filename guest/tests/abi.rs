@@ -75,6 +75,18 @@ fn keyed_pattern_compresses_and_random_does_not() {
     assert!(compress_into(&random, &mut out).unwrap() >= 4096);
 }
 
+/// Half of the accesses write, whatever the rank: within five standard deviations of each.
+fn written_by_chance(drawn: &[f64], written: &[f64]) {
+    for (rank, (drawn, written)) in drawn.iter().zip(written).enumerate() {
+        let off = (written - drawn / 2.0).abs();
+        let deviation = drawn.sqrt() / 2.0;
+        assert!(
+            off <= 5.0 * deviation,
+            "rank {rank}: {written} of {drawn} write"
+        );
+    }
+}
+
 /// Against the law in floating point: the frequent ranks, and what is above each power of two.
 #[test]
 fn ranks_are_drawn_by_zipfs_law() {
@@ -85,8 +97,11 @@ fn ranks_are_drawn_by_zipfs_law() {
             .output()
             .unwrap();
         let text = String::from_utf8(output.stdout).unwrap();
-        let drawn: Vec<f64> = text.lines().map(|line| line.parse().unwrap()).collect();
+        let lines = text.lines().map(|line| line.split_once(' ').unwrap());
+        let numbers = lines.map(|(drawn, written)| [drawn, written].map(|n| n.parse().unwrap()));
+        let (drawn, written): (Vec<f64>, Vec<f64>) = numbers.map(<(f64, f64)>::from).unzip();
         assert_eq!(drawn.len(), 3000);
+        written_by_chance(&drawn, &written);
         let weight = |rank: usize| (rank as f64).powf(-f64::from(hundredths) / 100.0);
         let weights: Vec<f64> = (1..=3000).map(weight).collect();
         let share =

@@ -7,16 +7,19 @@
 
 #define OFFSET(type, field) printf(#type "." #field " %zu\n", offsetof(struct type, field))
 
-/* How often each of 3000 ranks is drawn. */
+/* How often each of 3000 ranks is drawn; and written, by half, as `zipf` decides that. */
 static int draw(uint64_t s) {
     static struct zipf law;
-    static unsigned count[3000];
+    static unsigned count[3000], written[3000];
     uint64_t random = 4711;
     zipf_init(&law, 3000, s);
-    for (int i = 0; i < 4000000; i++)
-        count[zipf_draw(&law, &random)]++;
+    for (int i = 0; i < 4000000; i++) {
+        uint64_t rank = zipf_draw(&law, &random);
+        count[rank]++;
+        written[rank] += zipf_share(&random, 1 << 15);
+    }
     for (int i = 0; i < 3000; i++)
-        printf("%u\n", count[i]);
+        printf("%u %u\n", count[i], written[i]);
     return 0;
 }
 

@@ -130,18 +130,15 @@ static void make(struct worker *w, uint64_t index) {
 
 static int process(uint64_t index) {
     struct worker *w = &worker;
-    uint64_t goal = lacuna_param("transactions", 0);
     int wrong = 0;
-    w->me = crowd_member(KIND, "churn", index, goal);
+    w->me = crowd_member(KIND, "churn", index, lacuna_param("transactions", 0));
     make(w, index);
-    __atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST);
-    while (crowd()->left)
-        lacuna_sleep_ns(1000000);
+    crowd_prepared();
     const struct lacuna_info *info = (const struct lacuna_info *)LACUNA_INFO_VA;
     w->window_cycles = info->tsc_khz * lacuna_param("window_ms", 1000);
     w->last = lacuna_tsc();
     w->window_end = w->last + w->window_cycles;
-    while (!crowd()->stop && (!goal || w->me->counter < goal) && !wrong) {
+    while (crowd_goes_on(w->me) && !wrong) {
         if (lacuna_paused(KIND)) {
             crowd_while_paused(KIND);
             w->last = lacuna_tsc(); /* no latency of a transaction's */
@@ -151,7 +148,7 @@ static int process(uint64_t index) {
     }
     end_window(w);
     w->record->ended = lacuna_now_ns();
-    return wrong || check(&w->hot) || check(&w->cold);
+    return crowd_end(wrong || check(&w->hot) || check(&w->cold));
 }
 
 static void report(const char *name, uint64_t value, const struct latency *l) {
@@ -161,9 +158,8 @@ static void report(const char *name, uint64_t value, const struct latency *l) {
                   lacuna_tsc_to_ns(latency_percentile(l, 9990)), lacuna_tsc_to_ns(l->max));
 }
 
-static int end(uint64_t start) {
+static int end(const struct crowd_run *run) {
     static struct record all;
-    int worst = lacuna_wait();
     for (uint64_t i = 0; i < processes(); i++) {
         const struct record *r = record_of(i);
         report("process", i, &r->latency);
@@ -176,9 +172,9 @@ static int end(uint64_t start) {
     }
     report("processes", processes(), &all.latency);
     lacuna_printf("RESULT updates=%lu cold_updates=%lu replaced=%lu ns=%lu verdict=%s\n",
-                  all.updates, all.cold_updates, all.replaced, all.ended - start,
-                  worst ? "wrong" : "ok");
-    return worst;
+                  all.updates, all.cold_updates, all.replaced, all.ended - run->began,
+                  run->worst ? "wrong" : "ok");
+    return run->worst;
 }
 
 int main(void) {
@@ -190,22 +186,12 @@ int main(void) {
                       n, crowd_bytes(), lacuna_param("hot", crowd_bytes() / 8));
         return 2;
     }
-    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "main", 0);
-    crowd()->stop = 0;
-    crowd()->left = n;
-    for (uint64_t i = 0; i < n; i++) {
-        if (lacuna_spawn(process, i, i % lacuna_cpus()) < 0) {
-            lacuna_printf("churn: no memory for process %lu\n", i);
-            return 2;
-        }
-    }
-    while (crowd()->left)
-        lacuna_sleep_ns(1000000);
-    me->counter = 1; /* the host may begin to measure */
-    uint64_t start = lacuna_now_ns();
-    if (!lacuna_param("transactions", 0)) {
-        lacuna_sleep_ns(lacuna_param("seconds", 10) * 1000000000);
-        crowd()->stop = 1;
-    }
-    return end(start);
+    struct crowd_run run = {
+        .name = "churn",
+        .member = process,
+        .start = lacuna_spawn,
+        .members = n,
+        .goal = lacuna_param("transactions", 0),
+    };
+    return crowd_run(&run) ? end(&run) : 2;
 }

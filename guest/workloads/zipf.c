@@ -6,12 +6,15 @@
  *
  * Each page carries a version and a word made of it and of the page's number: whoever reads it
  * finds out whether it is lost, torn or another's. An old version is not told from a new one:
- * `verify` does that. The first entry of the status page counts to 1 when all is populated.
+ * `verify` does that. Who finds something wrong ends them all.
  */
 #include "crowd.h"
 #include "pattern.h"
 #include "permute.h"
 #include "zipf.h"
+
+/* Uses of what is there while one more page is made. */
+#define USES_A_NEW_PAGE 16
 
 struct part {
     char *base;
@@ -40,15 +43,13 @@ static uint64_t witness(const struct part *p, uint64_t page, uint64_t version) {
     return lacuna_mix(p->seed + page + (version << 32));
 }
 
-/* Pages that a compressor finds something in, but not nothing. */
-static void populate(const struct part *p) {
-    for (uint64_t page = 0; page < p->pages; page++) {
-        volatile uint64_t *words = page_at(p, page);
-        for (uint64_t i = 0; i < PAGE / 8; i++)
-            words[i] = pattern_keyed(p->seed + page, i);
-        words[version_at(page)] = 0;
-        words[witness_at(page)] = witness(p, page, 0);
-    }
+/* Bytes that a compressor finds something in, but not nothing. */
+static void fill(const struct part *p, uint64_t page) {
+    volatile uint64_t *words = page_at(p, page);
+    for (uint64_t i = 0; i < PAGE / 8; i++)
+        words[i] = pattern_keyed(p->seed + page, i);
+    words[version_at(page)] = 0;
+    words[witness_at(page)] = witness(p, page, 0);
 }
 
 /* Reads or writes one page; returns 1 if it was wrong. */
@@ -68,60 +69,74 @@ static uint64_t access(const struct part *p, uint64_t page, bool write) {
     return 0;
 }
 
+/* How a process comes by the pages that it uses. */
+struct use {
+    struct part part;
+    struct permute order;
+    uint64_t random, writes;
+    bool scatter;
+};
+
+/* Uses the next page by the law, if it is below `end`; returns 1 if it was wrong. */
+static uint64_t use_one(struct use *u, const struct zipf *law, uint64_t end) {
+    uint64_t rank = zipf_draw(law, &u->random);
+    uint64_t page = u->scatter ? permute_at(&u->order, rank) : rank;
+    bool write = zipf_share(&u->random, u->writes);
+    return page < end ? access(&u->part, page, write) : 0;
+}
+
+/* The memory grows while what is there is used: else the pages that are going to be hot would
+ * be the ones not used for the longest time when it gets scarce. Returns how many were wrong. */
+static uint64_t grow(struct use *u, const struct zipf *law) {
+    uint64_t wrong = 0;
+    for (uint64_t page = 0; page < u->part.pages && !wrong && !crowd()->stop; page++) {
+        fill(&u->part, page);
+        for (uint64_t i = 0; i < USES_A_NEW_PAGE; i++)
+            wrong += use_one(u, law, page + 1);
+    }
+    return wrong;
+}
+
 static int process(uint64_t index) {
     static struct zipf law;
     struct part part = part_of(index);
-    uint64_t goal = lacuna_param("accesses", 0), wrong = 0, random = part.seed;
-    uint64_t writes = lacuna_param("writes", 50) * (1 << 16) / 100;
-    bool scatter = lacuna_param("scatter", 0);
-    struct permute order = permute_new(part.pages, part.seed);
+    struct use use = {
+        .part = part,
+        .order = permute_new(part.pages, part.seed),
+        .random = part.seed,
+        .writes = lacuna_param("writes", 50) * (1 << 16) / 100,
+        .scatter = lacuna_param("scatter", 0),
+    };
+    uint64_t goal = lacuna_param("accesses", 0);
     struct lacuna_status_entry *me = crowd_member(LACUNA_KIND_FAULTER, "zipf", index, goal);
     zipf_init(&law, part.pages, lacuna_param("skew", 99));
-    populate(&part);
-    __atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST);
-    while (crowd()->left)
-        lacuna_sleep_ns(1000000);
-    while (!crowd()->stop && (!goal || me->counter < goal) && !wrong) {
+    uint64_t wrong = grow(&use, &law);
+    crowd_prepared();
+    while (crowd_goes_on(me) && !wrong) {
         crowd_while_paused(LACUNA_KIND_FAULTER);
-        uint64_t rank = zipf_draw(&law, &random);
-        uint64_t page = scatter ? permute_at(&order, rank) : rank;
-        wrong += access(&part, page, (random >> 40 & 0xffff) < writes);
+        wrong += use_one(&use, &law, part.pages);
         me->counter++;
     }
-    return wrong != 0;
+    return crowd_end(wrong);
 }
 
 int main(void) {
-    uint64_t processes = lacuna_param("processes", lacuna_cpus()), total = 0;
-    int slots[LACUNA_MAX_THREADS];
+    uint64_t processes = lacuna_param("processes", lacuna_cpus());
     if (!processes || processes >= LACUNA_MAX_THREADS || crowd_bytes() < (processes + 1) * BLOCK) {
         lacuna_printf("zipf: processes=%lu bytes=%lu cannot be: 2 MiB each, and 2\n", processes,
                       crowd_bytes());
         return 2;
     }
-    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "main", 0);
-    crowd()->stop = 0;
-    crowd()->left = processes;
-    for (uint64_t i = 0; i < processes; i++) {
-        slots[i] = lacuna_spawn(process, i, i % lacuna_cpus());
-        if (slots[i] < 0) {
-            lacuna_printf("zipf: no memory for process %lu\n", i);
-            return 2;
-        }
-    }
-    while (crowd()->left)
-        lacuna_sleep_ns(1000000);
-    me->counter = 1; /* the host may begin to measure */
-    uint64_t start = lacuna_now_ns();
-    if (!lacuna_param("accesses", 0)) {
-        lacuna_sleep_ns(lacuna_param("seconds", 10) * 1000000000);
-        crowd()->stop = 1;
-    }
-    int worst = lacuna_wait();
-    uint64_t ns = lacuna_now_ns() - start;
-    for (uint64_t i = 0; i < processes; i++)
-        total += lacuna_status_of(slots[i])->counter;
-    lacuna_printf("RESULT processes=%lu accesses=%lu ns=%lu verdict=%s\n", processes, total, ns,
-                  worst ? "wrong" : "ok");
-    return worst;
+    struct crowd_run run = {
+        .name = "zipf",
+        .member = process,
+        .start = lacuna_spawn,
+        .members = processes,
+        .goal = lacuna_param("accesses", 0),
+    };
+    if (!crowd_run(&run))
+        return 2;
+    lacuna_printf("RESULT processes=%lu accesses=%lu ns=%lu verdict=%s\n", processes, run.total,
+                  run.ns, run.worst ? "wrong" : "ok");
+    return run.worst;
 }

@@ -90,4 +90,10 @@ static inline uint64_t zipf_draw(const struct zipf *z, uint64_t *random) {
     }
 }
 
+/* Of 65536 times, `share` times true, whatever rank was drawn before. Drawn anew: the state that a
+ * draw leaves is the word that chose the rank. */
+static inline bool zipf_share(uint64_t *random, uint64_t share) {
+    return (lacuna_random(random) & 0xffff) < share;
+}
+
 #endif

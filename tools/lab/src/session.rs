@@ -159,15 +159,15 @@ impl LastWords {
         move |line: &str| line.clone_into(&mut kept.lock().expect("no panic under this lock"))
     }
 
-    /// The result of an experiment; or, of a guest that ended by itself, why.
+    /// The result of an experiment; or, of a guest that ended by itself, why: even after all was
+    /// measured, because it may have found something wrong before.
     pub fn settle<T>(
         &self,
         result: Option<Result<T, LabError>>,
         ending: &Ending,
     ) -> Result<T, LabError> {
         match (result, ending) {
-            (Some(Ok(result)), _) => Ok(result),
-            (Some(Err(error)), Ending::Stopped) => Err(error),
+            (Some(result), Ending::Stopped) => result,
             _ => {
                 let line = self.0.lock().expect("no panic under this lock");
                 Err(LabError::Guest(format!(

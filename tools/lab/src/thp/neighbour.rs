@@ -1,6 +1,6 @@
 //! A range that a vCPU keeps using and the host keeps taking, and a vCPU that works next to it.
 
-use super::bed::Bed;
+use super::bed::{BLOCK, Bed};
 use super::scene::{Scene, Toucher, Worker};
 use super::spread::Spread;
 use crate::base::pin;
@@ -8,7 +8,7 @@ use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::Level;
-use lacuna_soft::{HugePages, MmuNotifier};
+use lacuna_soft::{HugePages, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,6 +23,9 @@ const RUNS: u32 = 5;
 const WORKER: usize = 0;
 const OTHERS: usize = 1;
 
+/// What a vCPU may take to touch its range again.
+const TOUCH: Duration = Duration::from_secs(10);
+
 const ID: &str = "thp.neighbour_loss_percent";
 
 fn repeats(options: &Options) -> usize {
@@ -34,19 +37,23 @@ fn repeats(options: &Options) -> usize {
 struct Taking {
     on: AtomicBool,
     over: AtomicBool,
+    /// Leaves taken: the range is one.
     done: AtomicU64,
 }
 
 impl Taking {
-    /// Takes the scene's range [`RATE`] times a second while it is on, until it is over.
+    /// Takes the scene's range [`RATE`] times a second while it is on, until it is over; but only
+    /// if the vCPU has touched it since, because there is nothing to take before.
     fn run(&self, scene: &Scene) {
         pin(OTHERS);
-        let mut next = Instant::now();
+        let (mut next, mut touched) = (Instant::now(), 0);
         while !self.over.load(Ordering::Acquire) {
             next += Duration::from_secs(1) / RATE;
-            if self.on.load(Ordering::Acquire) {
-                scene.take();
-                self.done.fetch_add(1, Ordering::Relaxed);
+            let faults = scene.faults();
+            if self.on.load(Ordering::Acquire) && faults > touched {
+                touched = faults;
+                let leaves = scene.take().leaves;
+                self.done.fetch_add(leaves, Ordering::Relaxed);
             }
             match next.checked_duration_since(Instant::now()) {
                 Some(left) => thread::sleep(left),
@@ -88,9 +95,9 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let taking = Taking::default();
     let mut taken = Vec::new();
     let runs = thread::scope(|scope| {
-        let _end = End(&scene, &taking);
+        let end = End(&scene, &taking);
         scope.spawn(|| taking.run(&scene));
-        scope.spawn(|| {
+        let touching = scope.spawn(|| {
             pin(OTHERS);
             toucher.touch()
         });
@@ -101,15 +108,27 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
                 slice(&mut worker, &taking, (arm == 2).then_some(&mut taken))
             })
         });
-        joined(measuring)
+        let runs = joined(measuring);
+        drop(end);
+        // If it failed, whatever else failed did so for that.
+        joined(touching).and(runs)
     })?;
+    let (done, faults) = (taking.done.load(Ordering::Relaxed), scene.faults());
+    let per_s = Summary::of(&taken).median;
+    if per_s < f64::from(RATE) / 2.0 || faults < done {
+        return Err(LabError::Guest(format!(
+            "the range was taken {per_s:.0} times a second of {RATE} wanted; {done} times in all, \
+             with {faults} faults"
+        )));
+    }
     let loss = minus_one(paired(&runs[0], &runs[2]));
     report.push(
         Measurement::new(ID, "%", Better::Lower, loss)
             .bar(2.0)
             .param("wanted_per_s", RATE)
             .param("range", "one 2 MiB page, touched again each time")
-            .param("faults", scene.faults())
+            .param("faults", faults)
+            .param("taken", done)
             .arm("taken_per_s", Summary::of(&taken))
             .arm("still_ms", Summary::of(&runs[0]))
             .arm("taken_ms", Summary::of(&runs[2]))
@@ -129,8 +148,8 @@ fn minus_one(ratio: Summary) -> Summary {
     }
 }
 
-/// CPU milliseconds of the worker's middle run; with `taken`, while the host takes the range, as often a
-/// second as is noted there.
+/// CPU milliseconds of the worker's middle run; with `taken`, while the host takes the range, as
+/// often a second as is noted there.
 fn slice(
     worker: &mut Worker,
     taking: &Taking,
@@ -159,19 +178,19 @@ pub fn total(options: &Options, report: &mut Report) -> Result<(), LabError> {
         let id = |state: &str| format!("thp.total_us.{state}.{word}");
         let mut spread = Spread::default();
         let runs = idle(huge, level, calls, repeats(options), &mut spread)?;
-        report.push(told(id("idle"), &runs, &spread));
+        report.push(told(id("idle"), level, &runs, &spread));
         if cores() < 2 {
             report.skip(id("running"), "this machine has one core");
             continue;
         }
         let mut spread = Spread::default();
-        let runs = running(huge, calls, repeats(options), &mut spread)?;
-        report.push(told(id("running"), &runs, &spread));
+        let runs = running(huge, level, calls, repeats(options), &mut spread)?;
+        report.push(told(id("running"), level, &runs, &spread));
     }
     Ok(())
 }
 
-fn told(id: String, runs: &[f64], spread: &Spread) -> Measurement {
+fn told(id: String, level: Level, runs: &[f64], spread: &Spread) -> Measurement {
     let mut all = serde_json::Value::from(Summary::of(runs));
     all["histogram_ns"] = spread.buckets();
     for (name, quantile) in [("p50_ns", 0.5), ("p99_ns", 0.99), ("p999_ns", 0.999)] {
@@ -179,6 +198,7 @@ fn told(id: String, runs: &[f64], spread: &Spread) -> Measurement {
     }
     Measurement::new(id, "us", Better::Lower, Summary::of(runs))
         .param("bytes", 2 << 20)
+        .param("leaves", BLOCK / level.pages())
         .param("calls", spread.count())
         .arm("whole", all)
 }
@@ -198,8 +218,9 @@ fn idle(
         for _ in 0..calls {
             bed.fault_in(1, level)?;
             let start = Instant::now();
-            bed.mmu().invalidate(&[range]);
+            let steps = bed.mmu().invalidate_as(Shape::PerLevel, range);
             let spent = start.elapsed();
+            assert_eq!(steps.leaves, BLOCK / level.pages(), "all of it was there");
             spread.record(spent);
             slice.push(spent.as_secs_f64() * 1e6);
         }
@@ -208,36 +229,78 @@ fn idle(
     Ok(runs.into_iter().flatten().collect())
 }
 
-/// The same while a vCPU uses the range.
+/// Waits until the scene's faults are at least so many.
+fn touched(scene: &Scene, faults: u64) -> Result<(), LabError> {
+    let deadline = Instant::now() + TOUCH;
+    while scene.faults() < faults {
+        if Instant::now() > deadline {
+            return Err(LabError::Guest(format!(
+                "the vCPU did not touch its range again within {TOUCH:?}"
+            )));
+        }
+        thread::sleep(Duration::from_micros(20));
+    }
+    Ok(())
+}
+
+/// Takes all of the scene's range, `pages` leaves, each time that the vCPU has touched all of it;
+/// medians of `calls` calls in microseconds. Calls that came when the last page was on its way, and
+/// found less, do not count.
+fn take_whole(scene: &Scene, pages: u64, calls: u64, spread: &mut Spread) -> Result<f64, LabError> {
+    let (mut slice, mut less) = (Vec::new(), 0);
+    let mut before = scene.faults();
+    let mut gone = scene.take().leaves;
+    while (slice.len() as u64) < calls {
+        if gone == pages {
+            touched(scene, before + pages)?;
+        } else {
+            // How many faults were on their way, counted already, is not known.
+            thread::sleep(Duration::from_micros(500));
+        }
+        before = scene.faults();
+        let taken = scene.take();
+        gone = taken.leaves;
+        if taken.leaves == pages {
+            spread.record(taken.spent);
+            slice.push(taken.spent.as_secs_f64() * 1e6);
+        } else {
+            less += 1;
+            if less > calls {
+                return Err(LabError::Guest(format!(
+                    "{less} of {} times not all {pages} pages were there to take",
+                    less + slice.len() as u64
+                )));
+            }
+        }
+    }
+    Ok(Summary::of(&slice).median)
+}
+
+/// The same as [`idle`] while a vCPU uses the range.
 fn running(
     huge: HugePages,
+    level: Level,
     calls: u64,
     repeats: usize,
     spread: &mut Spread,
 ) -> Result<Vec<f64>, LabError> {
     let (scene, _worker, mut toucher): (_, _, Toucher) = Scene::new(huge, 1)?;
     let taking = Taking::default();
+    let pages = BLOCK / level.pages();
     let runs = thread::scope(|scope| {
-        let _end = End(&scene, &taking);
-        scope.spawn(|| {
+        let end = End(&scene, &taking);
+        let touching = scope.spawn(|| {
             pin(OTHERS);
             toucher.touch()
         });
         let measuring = scope.spawn(|| {
             pin(WORKER);
-            rounds(1, repeats, |_| {
-                let mut slice = Vec::new();
-                for _ in 0..calls {
-                    // Time for the vCPU to touch all of it again.
-                    thread::sleep(Duration::from_micros(500));
-                    let spent = scene.take();
-                    spread.record(spent);
-                    slice.push(spent.as_secs_f64() * 1e6);
-                }
-                Ok::<_, LabError>(Summary::of(&slice).median)
-            })
+            touched(&scene, pages)?;
+            rounds(1, repeats, |_| take_whole(&scene, pages, calls, spread))
         });
-        joined(measuring)
+        let runs = joined(measuring);
+        drop(end);
+        joined(touching).and(runs)
     })?;
     Ok(runs.into_iter().flatten().collect())
 }

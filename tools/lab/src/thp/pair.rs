@@ -1,4 +1,4 @@
-//! Two VMs with the same guest that take turns: who does not run has no vCPU and no background
+//! VMs with the same guest that take turns: who does not run has no vCPU and no background
 //! thread at work, so that each pays for all of its own and for nothing of the other's.
 
 use crate::experiment::LabError;
@@ -29,11 +29,13 @@ pub struct Turn {
 pub struct Took {
     /// Steps a second of those that access memory.
     pub rate: f64,
+    /// Pages a second read from swap.
+    pub swap_ins: f64,
     /// The host's counters at the end of the turn.
     pub host: HostStats,
 }
 
-/// One of the two.
+/// One of them.
 pub struct Side<'a> {
     guest: Guest<'a>,
     host: Arc<Host>,
@@ -70,12 +72,18 @@ impl<'a> Side<'a> {
         self.background = Some(self.host.spawn_background()?);
         self.guest.pause(&[])?;
         self.guest.run_for(turn.settle)?;
-        let before = self.guest.count()?;
+        let (before, swapped_in) = (self.guest.count()?, self.host.stats().swapped_in);
         self.guest.run_for(turn.slice)?;
-        let [_, rate] = self.guest.count()?.rates_since(&before);
+        let count = self.guest.count()?;
         let host = self.host.stats();
         self.pause()?;
-        Ok(Took { rate, host })
+        let [_, rate] = count.rates_since(&before);
+        let swapped_in = (host.swapped_in - swapped_in) as f64;
+        Ok(Took {
+            rate,
+            swap_ins: swapped_in / (count.at - before.at).as_secs_f64(),
+            host,
+        })
     }
 
     fn pause(&mut self) -> Result<(), LabError> {

@@ -1,4 +1,5 @@
-//! Skewed access to more memory than there is, with huge pages and without.
+//! Skewed access to more memory than there is, with huge pages and without. The null is a second VM
+//! without: what differs between two VMs made the same way is in it.
 
 use super::pair::{Side, Turn, side_by_side};
 use crate::experiment::{LabError, Options, vcpus};
@@ -16,10 +17,10 @@ const RESIDENT_MIB: u64 = 384;
 /// Exponent of Zipf's law, in hundredths.
 const SKEW: u64 = 99;
 
-/// The arms; the second is the null.
+/// The arms, and the VMs in the order in which they are made.
 const SMALL: usize = 0;
-const NULL: usize = 1;
-const HUGE: usize = 2;
+const HUGE: usize = 1;
+const NULL: usize = 2;
 
 /// Where the hot pages are.
 struct Place {
@@ -79,15 +80,19 @@ pub fn measure(
             seed: None,
             command_line: format!("huge=1 skew={SKEW} seconds=1000000 {}", place.words),
         };
-        let launches = [launch(HugePages::Never), launch(HugePages::Always)];
+        let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(launch);
         let found = side_by_side(&launches, "zipf", |sides| take_turns(options, place, sides))?;
+        if Summary::of(&found[SMALL][2]).median == 0.0 {
+            return Err(LabError::Guest("memory was not scarce: no swap-ins".into()));
+        }
         tell(options, place, &found, report);
     }
     Ok(())
 }
 
-/// For each arm the runs: rates, and percent of the budget that is in huge pages.
-type Found = Vec<[Vec<f64>; 2]>;
+/// For each arm the runs: accesses a second, percent of what is resident that is in huge pages, and
+/// pages a second from swap.
+type Found = Vec<[Vec<f64>; 3]>;
 
 fn take_turns(options: &Options, place: &Place, sides: &mut [Side<'_>]) -> Result<Found, LabError> {
     let turn = turn(options);
@@ -101,16 +106,16 @@ fn take_turns(options: &Options, place: &Place, sides: &mut [Side<'_>]) -> Resul
     }
     let rounds = if options.quick { 2 } else { place.rounds };
     measures(3, rounds, |arm| {
-        let side = &mut sides[usize::from(arm == HUGE)];
-        let took = side.take(turn)?;
+        let took = sides[arm].take(turn)?;
         let huge = (took.host.huge_pages << 21) as f64;
         let resident = ((took.host.resident) << 12) as f64;
-        Ok([took.rate, 100.0 * huge / resident])
+        Ok([took.rate, 100.0 * huge / resident, took.swap_ins])
     })
 }
 
 fn tell(options: &Options, place: &Place, found: &Found, report: &mut Report) {
     let rates = |arm: usize| &found[arm][0];
+    let swap_ins = |arm: usize| Summary::of(&found[arm][2]);
     let ratio = paired(rates(SMALL), rates(HUGE));
     let kept = Summary::of(&found[HUGE][1]);
     report.say(format!(
@@ -140,6 +145,8 @@ fn tell(options: &Options, place: &Place, found: &Found, report: &mut Report) {
         measured("pressure_ratio", "x", ratio, place.ratio)
             .arm("small", Summary::of(rates(SMALL)))
             .arm("huge", Summary::of(rates(HUGE)))
+            .arm("small_swap_ins_per_s", swap_ins(SMALL))
+            .arm("huge_swap_ins_per_s", swap_ins(HUGE))
             .arm("null", paired(rates(SMALL), rates(NULL))),
     );
     report.push(measured("kept_percent", "%", kept, place.kept));

@@ -5,7 +5,7 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gfn, Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Kick as _, Segment, Vcpu as _};
-use lacuna_soft::{Apf, Dial, HugePages, Launch, MmuNotifier, Swap, Vcpu, Vm, VmConfig};
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Shape, Swap, Vcpu, Vm, VmConfig};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +23,14 @@ const MEMORY_MIB: u64 = 32;
 pub struct Scene {
     vm: Arc<Vm>,
     range: HvaRange,
+}
+
+/// What came of taking the range.
+pub struct Taken {
+    /// How long that took.
+    pub spent: Duration,
+    /// Leaves removed: fewer than there can be, if the vCPU was not through with touching.
+    pub leaves: u64,
 }
 
 /// The vCPU that computes.
@@ -74,11 +82,15 @@ impl Scene {
         Ok((Self { vm, range }, Worker(worker), Toucher(toucher)))
     }
 
-    /// The host takes the range; how long that takes.
-    pub fn take(&self) -> Duration {
+    /// The host takes the range.
+    pub fn take(&self) -> Taken {
         let start = Instant::now();
-        self.vm.mmu().invalidate(&[self.range]);
-        start.elapsed()
+        let steps = self.vm.mmu().invalidate_as(Shape::PerLevel, self.range);
+        let spent = start.elapsed();
+        Taken {
+            spent,
+            leaves: steps.leaves,
+        }
     }
 
     /// Faults of the guest so far.
