@@ -39,8 +39,9 @@ int main(void) {
         lacuna_printf("reads: threads=%lu bytes=%lu cannot be\n", threads, crowd_bytes());
         return 2;
     }
-    for (uint64_t i = 0; i < words_in_use(); i++)
-        first_word()[i] = i;
+    volatile uint64_t *first = first_word();
+    for (uint64_t i = 0, words = words_in_use(); i < words; i++)
+        first[i] = i;
     struct crowd_run run = {
         .name = "reads",
         .member = reader,
