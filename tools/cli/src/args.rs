@@ -3,7 +3,7 @@
 //! ```text
 //! lacuna                      the lab
 //! lacuna run IMAGE [...]      one guest, live
-//! lacuna lab [apf base]       experiments
+//! lacuna lab [apf thp base]       experiments
 //! lacuna doctor               what this host can do
 //! ```
 
@@ -43,8 +43,9 @@ pub enum Command {
 /// `lacuna run`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub struct RunArgs {
-    /// The path of an ELF64 image, or a built-in guest: bm, zipf, reads, verify, membound, touch,
-    /// cpubench, litmus, maxpage, smc, random, msr, triple, hello
+    /// The path of an ELF64 image, or a built-in guest: bm, verify, membound, touch,
+    /// zipf, reads, churn, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
+    /// triple, hello
     pub image: String,
     /// Memory the guest believes it has
     #[arg(long, value_name = "SIZE", default_value = "2G")]

@@ -40,7 +40,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(range::STEPS + pressure::STEPS + 4, options.verbosity);
     report.say(
         "thp: guest memory in 2 MiB pages where the host has them. Taking a range from a guest \
-         costs what is mapped there, not what the range is long; what a vCPU uses next to it stays.",
+         costs what is mapped there, not what the range is long; what a vCPU uses next to it \
+         stays.",
     );
     range::measure(options, report, &progress)?;
     progress.step("whole invalidations");

@@ -31,8 +31,8 @@ impl Spread {
         self.0.len()
     }
 
-    /// `[[up to so many nanoseconds, how many], ...]`, ascending, each bucket a tenth wider than the
-    /// one before it; without the empty ones.
+    /// `[[up to so many nanoseconds, how many], ...]`, ascending, each bucket a tenth wider than
+    /// the one before it; without the empty ones.
     pub fn buckets(&self) -> Value {
         let all = self.0.iter_log(100, 1.1);
         let some = all.filter(|v| v.count_since_last_iteration() > 0);

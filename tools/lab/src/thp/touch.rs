@@ -1,13 +1,13 @@
 //! First touch of much memory: what its faults cost, and what filling it with zeros costs.
 //!
 //! The faults are the MMU's own, without a guest around them: a guest's loop over 512 pages takes
-//! longer than the one fault that it has in them. Zeroing is in a fault and is taken out of it; what
-//! is compared are sums of all the rest. For 2 MiB pages the host measures the zeroing itself, and
-//! the rest is by the clock on the wall, so that what interrupts it counts against us. For 4 KiB
-//! pages, where looking at the clock would take as long, an arm of its own zeroes as many pages the
-//! same way (a call a page, through the caches), of memory mapped as the host's frames are: by huge
-//! pages where the kernel has them. Not the frames themselves, which nobody hands out, and in the
-//! order of addresses, which is that of frames only before they were used.
+//! longer than the one fault that it has in them. Zeroing is in a fault and is taken out of it;
+//! what is compared are sums of all the rest. For 2 MiB pages the host measures the zeroing itself,
+//! and the rest is by the clock on the wall, so that what interrupts it counts against us. For 4
+//! KiB pages, where looking at the clock would take as long, an arm of its own zeroes as many pages
+//! the same way (a call a page, through the caches), of memory mapped as the host's frames are: by
+//! huge pages where the kernel has them. Not the frames themselves, which nobody hands out, and in
+//! the order of addresses, which is that of frames only before they were used.
 
 use super::bed::{BLOCK, Bed};
 use crate::experiment::{LabError, Options};
