@@ -3,7 +3,7 @@
 //! ```text
 //! lacuna                      the lab
 //! lacuna run IMAGE [...]      one guest, live
-//! lacuna lab [apf thp base]       experiments
+//! lacuna lab [apf thp pml base]   experiments
 //! lacuna doctor               what this host can do
 //! ```
 
@@ -137,7 +137,7 @@ impl fmt::Display for Thp {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 pub struct LabArgs {
     /// Which experiments; without a name those that compare a system with its absence: apf,
-    /// thp
+    /// thp, pml
     pub experiments: Vec<Experiment>,
     /// Fewer and shorter runs: for CI, not for figures to quote
     #[arg(long)]
@@ -151,7 +151,7 @@ impl LabArgs {
     /// The chosen experiments, each once.
     pub fn chosen(&self) -> Vec<Experiment> {
         if self.experiments.is_empty() {
-            return vec![Experiment::Apf, Experiment::Thp];
+            return vec![Experiment::Apf, Experiment::Thp, Experiment::Pml];
         }
         let all = Experiment::value_variants().iter();
         let chosen = all.filter(|experiment| self.experiments.contains(experiment));
@@ -166,6 +166,8 @@ pub enum Experiment {
     Apf,
     /// Huge pages: invalidating a range, first touch, reads at random, memory pressure
     Thp,
+    /// Dirty logging: what it costs to know which pages a running guest writes
+    Pml,
     /// Overcommit: what it costs in memory, a fault, an instruction. Only by name
     Base,
 }
@@ -298,8 +300,8 @@ mod tests {
     #[test]
     fn no_command_is_the_lab() {
         assert_eq!(parse("lacuna").unwrap().command, None);
-        let both = [Experiment::Apf, Experiment::Thp];
-        assert_eq!(LabArgs::default().chosen(), both);
+        let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
+        assert_eq!(LabArgs::default().chosen(), systems);
     }
 
     #[test]
@@ -393,7 +395,8 @@ mod tests {
             Some(Command::Lab(args)) => args.chosen(),
             other => panic!("{other:?}"),
         };
-        assert_eq!(chosen("lacuna lab"), [Experiment::Apf, Experiment::Thp]);
+        let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
+        assert_eq!(chosen("lacuna lab"), systems);
         let both = [Experiment::Apf, Experiment::Base];
         assert_eq!(chosen("lacuna lab base apf"), both);
         assert_eq!(chosen("lacuna lab base base --quick"), [Experiment::Base]);

@@ -6,7 +6,7 @@ use crate::output::tell;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, base, thp};
+use lacuna_lab::{apf, base, pml, thp};
 
 /// Runs the chosen experiments and tells their results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -21,6 +21,7 @@ pub fn lab(args: &LabArgs) -> Exit {
         let run = |experiment| match experiment {
             Experiment::Apf => apf::run(&options, &mut report),
             Experiment::Thp => thp::run(&options, &mut report),
+            Experiment::Pml => pml::run(&options, &mut report),
             Experiment::Base => base::run(&options, &mut report),
         };
         args.chosen().into_iter().try_for_each(run)

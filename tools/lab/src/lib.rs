@@ -13,8 +13,8 @@
 //! * [`report`]: the table for people, and progress on stderr.
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: what the host kernel's own page fault costs (the denominator of ours).
-//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`]: they
-//!   themselves.
+//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`],
+//!   [`pml`]: they themselves.
 //! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
 #![forbid(unsafe_code)]
 
@@ -24,6 +24,7 @@ pub mod experiment;
 pub mod external;
 pub mod host_info;
 pub mod native;
+pub mod pml;
 pub mod report;
 pub mod result;
 mod session;
