@@ -1,6 +1,7 @@
 //! Why a run cannot start.
 
 use crate::available::Unavailable;
+use crate::dirty::DirtyError;
 use crate::memory::MapError;
 use lacuna_machine::BootError;
 use lacuna_sys::Errno;
@@ -30,6 +31,26 @@ pub enum KvmError {
     /// No asynchronous page faults.
     #[error("this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14)")]
     NoApf,
+    /// No dirty rings.
+    #[error("this KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING): use its bitmap")]
+    NoRing,
+    /// A ring that is too large for this KVM.
+    #[error("dirty rings of {bytes} bytes: this KVM takes up to {most}")]
+    Ring {
+        /// What was asked for.
+        bytes: usize,
+        /// What there can be.
+        most: usize,
+    },
+    /// Pages may leave whose writes nobody would hear of.
+    #[error(
+        "writes are to be read from the page map, which knows nothing of pages that are elsewhere: \
+         make all of the guest's memory resident, or use KVM's bitmap or rings"
+    )]
+    Away,
+    /// Which pages were written cannot be told.
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
     /// No memory for the guest.
     #[error(transparent)]
     Memory(#[from] MapError),

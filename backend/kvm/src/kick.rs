@@ -1,8 +1,9 @@
-//! Getting vCPUs out of `KVM_RUN`.
+//! Getting vCPUs out of `KVM_RUN`: for good, or once.
 //!
 //! ```text
 //! kicker: stopping = 1; each vCPU that is entered: immediate_exit = 1, then a signal
-//! vCPU:   entered (under its lock); stopping? ; KVM_RUN ; no longer entered
+//!         once: waits until that entry has ended
+//! vCPU:   entered, immediate_exit = 0 (under its lock); stopping? ; KVM_RUN ; no longer entered
 //! ```
 //! A vCPU that enters after the kicker has passed sees `stopping`. One that entered before gets
 //! both: `immediate_exit` if it is not in `KVM_RUN` yet, the signal if it is. The signal's handler
@@ -14,7 +15,7 @@
 use std::os::raw::c_int;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Mutex, Once};
+use std::sync::{Condvar, Mutex, MutexGuard, Once};
 
 /// A vCPU that is in `KVM_RUN`, or about to.
 struct Entered {
@@ -25,14 +26,48 @@ struct Entered {
 // SAFETY: 1. the pointer is used only through `AtomicU8`, under the bell's lock.
 unsafe impl Send for Entered {}
 
+impl Entered {
+    fn kick(&self) {
+        // SAFETY: 1. the byte is in the vCPU's shared page, mapped while it is entered. 2. The
+        // kernel reads it, and all others write it under the bell's lock.
+        let exit = unsafe { AtomicU8::from_ptr(self.immediate_exit.as_ptr()) };
+        exit.store(1, Ordering::SeqCst);
+        // SAFETY: 1. the thread runs: it takes the bell's lock before it can end.
+        let sent = unsafe { libc::pthread_kill(self.thread, signal()) };
+        debug_assert_eq!(sent, 0, "a valid signal to a thread that lives");
+    }
+}
+
+#[derive(Default)]
+struct State {
+    entered: Option<Entered>,
+    /// How often it was.
+    entries: u64,
+    /// How many wait for an entry to end.
+    waiting: usize,
+}
+
+/// One vCPU's.
+#[derive(Default)]
+struct Bell {
+    state: Mutex<State>,
+    left: Condvar,
+}
+
+impl Bell {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no panic under this lock")
+    }
+}
+
 /// How all vCPUs of a VM are stopped.
 pub struct Bells {
     stopping: AtomicBool,
-    vcpus: Box<[Mutex<Option<Entered>>]>,
+    vcpus: Box<[Bell]>,
 }
 
 /// While it lives the vCPU may be kicked.
-pub struct Entry<'a>(&'a Mutex<Option<Entered>>);
+pub struct Entry<'a>(&'a Bell);
 
 impl Bells {
     /// For `vcpus` vCPUs.
@@ -40,7 +75,7 @@ impl Bells {
         install_handler();
         Self {
             stopping: AtomicBool::new(false),
-            vcpus: (0..vcpus).map(|_| Mutex::new(None)).collect(),
+            vcpus: (0..vcpus).map(|_| Bell::default()).collect(),
         }
     }
 
@@ -52,16 +87,29 @@ impl Bells {
     /// Gets every vCPU out, for good.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        for vcpu in &self.vcpus {
-            if let Some(entered) = &*vcpu.lock().expect("no panic under this lock") {
-                // SAFETY: 1. the byte is in the vCPU's shared page, mapped while it is entered.
-                // 2. The kernel reads it, and nobody else writes it.
-                let exit = unsafe { AtomicU8::from_ptr(entered.immediate_exit.as_ptr()) };
-                exit.store(1, Ordering::SeqCst);
-                // SAFETY: 1. the thread runs: it takes this lock before it can end.
-                let sent = unsafe { libc::pthread_kill(entered.thread, signal()) };
-                debug_assert_eq!(sent, 0, "a valid signal to a thread that lives");
+        for bell in &self.vcpus {
+            if let Some(entered) = &bell.state().entered {
+                entered.kick();
             }
+        }
+    }
+
+    /// Gets every vCPU out once, and returns when each has been outside since the call. Not for a
+    /// vCPU's own thread.
+    pub fn kick(&self) {
+        let kick = |bell: &Bell| {
+            let state = bell.state();
+            state.entered.as_ref().inspect(|entered| entered.kick());
+            state.entries
+        };
+        // All of them, before any is waited for.
+        let entries: Vec<u64> = self.vcpus.iter().map(kick).collect();
+        for (bell, entry) in self.vcpus.iter().zip(entries) {
+            let mut state = bell.state();
+            state.waiting += 1;
+            let inside = |state: &mut State| state.entered.is_some() && state.entries == entry;
+            let left = bell.left.wait_while(state, inside);
+            left.expect("no panic under this lock").waiting -= 1;
         }
     }
 
@@ -71,7 +119,12 @@ impl Bells {
     /// `immediate_exit` is that field of the vCPU's `struct kvm_run`, valid as long as the result.
     pub unsafe fn enter(&self, index: usize, immediate_exit: NonNull<u8>) -> Entry<'_> {
         let bell = &self.vcpus[index];
-        *bell.lock().expect("no panic under this lock") = Some(Entered {
+        let mut state = bell.state();
+        // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all that write it
+        // hold the lock.
+        unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }.store(0, Ordering::SeqCst);
+        state.entries += 1;
+        state.entered = Some(Entered {
             // SAFETY: 1. it has no preconditions.
             thread: unsafe { libc::pthread_self() },
             immediate_exit,
@@ -82,7 +135,12 @@ impl Bells {
 
 impl Drop for Entry<'_> {
     fn drop(&mut self) {
-        *self.0.lock().expect("no panic under this lock") = None;
+        let mut state = self.0.state();
+        state.entered = None;
+        // Exits are many, and who waits is rare: a wake-up is a system call.
+        if state.waiting > 0 {
+            self.0.left.notify_all();
+        }
     }
 }
 

@@ -2,11 +2,12 @@
 
 use crate::pages::FirstTouch;
 use crate::source::{SourceConfig, SourceStats};
-use crate::{KvmError, Vm, VmConfig};
+use crate::{Delivery, KvmError, Vm, VmConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image};
 use lacuna_sync::{Clock, Dial, HostClock, Nanos};
 use std::path::Path;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ pub struct Launch {
     pub first_touch: FirstTouch,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
+    /// How its writes are noticed, once somebody asks.
+    pub delivery: Delivery,
     /// For the guest kernel; `smp=` and `ap=` are added, and what the host's KVM makes necessary.
     pub command_line: String,
 }
@@ -80,7 +83,7 @@ impl Launch {
         console: impl Console + 'static,
         mut watch: impl FnMut(&Observed<'_>),
     ) -> Result<Outcome, KvmError> {
-        let vm = Vm::new(self.config())?;
+        let vm = self.vm()?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
         let board = Board::new(console);
         let clock = HostClock::default();
@@ -108,17 +111,22 @@ impl Launch {
         })
     }
 
-    fn config(&self) -> VmConfig {
-        VmConfig {
+    /// Its VM, not booted: for whoever runs the vCPUs in another way.
+    ///
+    /// # Errors
+    /// As [`Vm::new`].
+    pub fn vm(&self) -> Result<Arc<Vm>, KvmError> {
+        Vm::new(VmConfig {
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,
+            delivery: self.delivery,
             source: SourceConfig {
                 resident: self.resident,
                 latency: self.latency.clone(),
                 first_touch: self.first_touch,
             },
-        }
+        })
     }
 }
 

@@ -15,27 +15,33 @@
 //! | `vcpu` | `KVM_RUN` and its exits |
 //! | `kick` | getting vCPUs out of it |
 //! | `vm` | one VM: descriptors, slots, memory, source |
+//! | `dirty` | which pages are written: KVM's bitmap, its rings, Linux's page table |
+//! | `ring` | a vCPU's dirty ring, as KVM maps it |
 //! | `launch` | from a description of a run to its end |
 //!
 //! # Unsafe
 //! An unsafe room: KVM and userfaultfd act on this process's memory by address. Pointers are in
-//! `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's shared page), `vm` and
-//! `source` (registration of ranges). Each file's header has its reason.
+//! `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's shared page), `ring` (its
+//! dirty ring), `vm`, `dirty` and `source` (registration of ranges). Each file's header has its reason.
 
 mod available;
+mod dirty;
 mod error;
 mod kick;
 mod launch;
 mod memory;
 mod pages;
+mod ring;
 mod setup;
 mod source;
 mod vcpu;
 mod vm;
 
 pub use available::{Unavailable, available};
+pub use dirty::{Delivery, DirtyError, Logging};
 pub use error::KvmError;
 pub use lacuna_machine::Apf;
+pub use lacuna_slots::{ClearError, RingSize, RingSizeError, SlotId};
 pub use lacuna_sync::Dial;
 pub use launch::{Launch, Observed, Outcome};
 pub use memory::MapError;

@@ -117,6 +117,9 @@ impl Pages {
     /// A page to take from the guest; then [`left`](Self::left) or [`refused`](Self::refused).
     /// Those on their way have their room already, so that it is free when they come.
     pub fn victim(&mut self) -> Option<Page> {
+        if self.holds_all() {
+            return None;
+        }
         let most = (self.budget - self.budget / 8).min(self.budget.saturating_sub(self.coming));
         (self.mapped.len() > most.max(Self::BUDGET_MIN / 2))
             .then(|| self.mapped.pop_front())
@@ -141,6 +144,11 @@ impl Pages {
         for page in self.probation.drain(..gone) {
             self.places[page as usize] = Place::Away;
         }
+    }
+
+    /// Whether nothing ever has to leave.
+    fn holds_all(&self) -> bool {
+        self.budget >= self.places.len()
     }
 
     /// Pages that count against the budget.
@@ -171,6 +179,14 @@ mod tests {
             assert!(matches!(touch(&mut pages, page), Need::Zeros | Need::Wake));
         }
         assert_eq!(pages.in_memory(), 400);
+    }
+
+    #[test]
+    fn nothing_leaves_a_budget_of_all_pages() {
+        let mut pages = Pages::new(1024, 1024, FirstTouch::Immediate);
+        for page in (0..1024).chain(0..1024) {
+            assert!(matches!(touch(&mut pages, page), Need::Zeros | Need::Wake));
+        }
     }
 
     #[test]

@@ -15,10 +15,11 @@
 //! UNSAFETY: pages are registered and moved by address. The addresses are of `Memory`'s two
 //! mappings, which the thread keeps alive, and which everybody touches by atomics only.
 
+use crate::dirty::Delivery;
 use crate::kick::Bells;
 use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
-use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
 use lacuna_sync::Dial;
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -27,7 +28,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -96,19 +97,33 @@ pub struct Source {
     shared: Arc<Shared>,
     doorbell: OwnedFd,
     thread: Option<JoinHandle<()>>,
+    /// The thread's, with which it goes.
+    uffd: Weak<Userfaultfd>,
 }
 
 impl Source {
+    /// A descriptor to start with: one that also notes writes, where the page map is to tell them.
+    ///
+    /// # Errors
+    /// Of userfaultfd; the text says what was tried.
+    pub fn open(delivery: Delivery) -> Result<Userfaultfd, (&'static str, Errno)> {
+        match delivery {
+            Delivery::Pagemap => Userfaultfd::open_tracking()
+                .map_err(|e| ("note writes without a fault's message (Linux 6.7)", e)),
+            Delivery::Bitmap | Delivery::Ring(_) => Userfaultfd::open().map_err(|e| ("open", e)),
+        }
+    }
+
     /// Starts supplying `memory`. When a page cannot be supplied, `bells` end the run.
     ///
     /// # Errors
     /// Of userfaultfd; the text says which step.
     pub fn start(
+        uffd: Userfaultfd,
         memory: Arc<Memory>,
         config: SourceConfig,
         bells: Arc<Bells>,
     ) -> Result<Self, (&'static str, Errno)> {
-        let uffd = Userfaultfd::open().map_err(|e| ("open", e))?;
         for mapping in [&memory.guest, &memory.store] {
             // SAFETY: 1. both are anonymous mappings of `memory`, which the thread below keeps
             // alive together with the descriptor. 2. They are touched as atomics only.
@@ -117,6 +132,8 @@ impl Source {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let doorbell = eventfd(0, flags).map_err(|e| ("make an eventfd", e))?;
         let shared = Arc::new(Shared::default());
+        let uffd = Arc::new(uffd);
+        let lent = Arc::downgrade(&uffd);
         let count = memory.guest.range().pages() as usize;
         let mut worker = Worker {
             pages: Pages::new(count, config.resident.get() as usize, config.first_touch),
@@ -138,6 +155,7 @@ impl Source {
             shared,
             doorbell,
             thread: Some(thread),
+            uffd: lent,
         })
     }
 
@@ -154,6 +172,16 @@ impl Source {
             refused: read(&c.refused),
             delay_ns: read(&c.delay_ns),
         }
+    }
+
+    /// Lets the pages of `range` be written without their being noted. Nothing to do once the
+    /// descriptor is gone, and its marks with it.
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::unprotect`].
+    pub fn unprotect(&self, range: HvaRange) -> Result<(), Errno> {
+        let uffd = self.uffd.upgrade();
+        uffd.map_or(Ok(()), |uffd| uffd.unprotect(range))
     }
 
     /// Why a page could not be supplied, once that happened.
@@ -193,7 +221,7 @@ const REFUSALS_MAX: usize = 8;
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
 struct Worker {
-    uffd: Userfaultfd,
+    uffd: Arc<Userfaultfd>,
     memory: Arc<Memory>,
     config: SourceConfig,
     bells: Arc<Bells>,

@@ -5,7 +5,9 @@
 //! looks at it only inside `KVM_RUN`, which is entered when nothing is left to answer.
 
 use crate::Vm;
-use kvm_bindings::{KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION};
+use kvm_bindings::{
+    KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
+};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::Gpa;
 use lacuna_machine::{Exit, VcpuError, Width};
@@ -100,6 +102,9 @@ impl Vcpu {
             Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), &*data),
             Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data),
             Ok(VcpuExit::Intr) => return Ok(None),
+            Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                return Ok(Some(Exit::DirtyRingFull));
+            }
             Ok(VcpuExit::Shutdown) => {
                 let text = format!("vCPU {}: {}", self.index, self.describe("triple fault"));
                 return Ok(Some(Exit::Shutdown(text)));

@@ -4,16 +4,22 @@
 //! outlives the VM's descriptors: fields are dropped in the order in which they stand.
 
 use crate::available::open;
+use crate::dirty::{Delivery, Dirty};
 use crate::kick::Bells;
 use crate::memory::Memory;
 use crate::pages::Pages;
+use crate::ring::{self, Ring};
 use crate::setup::Features;
 use crate::source::{Source, SourceConfig, SourceStats};
 use crate::{KvmError, Vcpu};
-use kvm_bindings::kvm_userspace_memory_region;
-use kvm_ioctls::{Kvm, VmFd};
-use lacuna_addr::{Gpa, PageCount};
+use kvm_bindings::{
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap,
+    kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Apf, Boot, GuestMemory, Image, Kick, MemoryError};
+use lacuna_slots::{RingSize, SlotId};
 use std::sync::Arc;
 
 /// What a VM has.
@@ -27,14 +33,18 @@ pub struct VmConfig {
     pub apf: Apf,
     /// Where its pages come from.
     pub source: SourceConfig,
+    /// How its writes are noticed, once somebody asks.
+    pub delivery: Delivery,
 }
 
 /// One virtual machine.
 pub struct Vm {
-    /// First: KVM's workers may wait for pages until the descriptor is closed.
-    fd: VmFd,
-    source: Source,
-    memory: Arc<Memory>,
+    /// First, with its rings: a mapping of a vCPU's descriptor keeps the VM alive.
+    pub(crate) dirty: Dirty,
+    /// Before the memory: KVM's workers may wait for pages until the descriptor is closed.
+    pub(crate) fd: VmFd,
+    pub(crate) source: Source,
+    pub(crate) memory: Arc<Memory>,
     features: Features,
     vcpus: usize,
     pub(crate) bells: Arc<Bells>,
@@ -67,6 +77,9 @@ impl Vm {
                 least: Pages::BUDGET_MIN as u64,
             });
         }
+        if config.delivery == Delivery::Pagemap && resident < config.memory.get() {
+            return Err(KvmError::Away);
+        }
         let features =
             Features::of(&kvm, config.apf).map_err(KvmError::step("read its features"))?;
         if config.apf == Apf::On && !features.has_apf() {
@@ -74,10 +87,20 @@ impl Vm {
         }
         let memory = Arc::new(Memory::new(config.memory)?);
         let bells = Arc::new(Bells::new(config.vcpus));
-        let source = Source::start(Arc::clone(&memory), config.source, Arc::clone(&bells))
+        let dirty = Dirty::new(config.delivery, &memory)?;
+        let uffd = Source::open(config.delivery);
+        let source = uffd
+            .and_then(|uffd| {
+                Source::start(uffd, Arc::clone(&memory), config.source, Arc::clone(&bells))
+            })
             .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
+        let fd = make(&kvm, &memory)?;
+        if let Delivery::Ring(size) = config.delivery {
+            use_rings(&fd, size)?;
+        }
         Ok(Arc::new(Self {
-            fd: make(&kvm, &memory)?,
+            dirty,
+            fd,
             source,
             memory,
             features,
@@ -104,9 +127,19 @@ impl Vm {
             self.features
                 .start(&fd, index, &boot)
                 .map_err(KvmError::step("set up a vCPU"))?;
+            self.map_ring(&fd)?;
             Ok(Vcpu::new(Arc::clone(self), fd, index))
         };
         (0..self.vcpus).map(vcpu).collect()
+    }
+
+    fn map_ring(&self, vcpu: &VcpuFd) -> Result<(), KvmError> {
+        if let Delivery::Ring(size) = self.dirty.delivery() {
+            let step = "map a dirty ring";
+            let ring = Ring::map(vcpu, size).map_err(|errno| KvmError::Kvm { step, errno })?;
+            self.dirty.add_ring(ring);
+        }
+        Ok(())
     }
 
     /// What its page source has done.
@@ -127,20 +160,50 @@ fn make(kvm: &Kvm, memory: &Memory) -> Result<VmFd, KvmError> {
         .map_err(KvmError::step("place the TSS"))?;
     fd.create_irq_chip()
         .map_err(KvmError::step("make interrupt controllers"))?;
-    for (slot, (gpa, hva, bytes)) in (0..).zip(memory.slots()) {
-        let region = kvm_userspace_memory_region {
-            slot,
-            flags: 0,
-            guest_phys_addr: gpa.get(),
-            memory_size: bytes,
-            userspace_addr: hva.get(),
-        };
+    for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
+        let hvas = HvaRange::new(hva, bytes / PAGE_SIZE as u64).expect("a slot is a range");
         // SAFETY: 1. the range is the guest's mapping, touched by atomics only. 2. It stays mapped
         // until the descriptor is closed: see the fields' order.
-        unsafe { fd.set_user_memory_region(region) }
+        unsafe { fd.set_user_memory_region(region(id, gpa, hvas, 0)) }
             .map_err(KvmError::step("add a memory slot"))?;
     }
     Ok(fd)
+}
+
+/// A memory slot as KVM is told of it.
+pub(crate) fn region(
+    id: SlotId,
+    gpa: Gpa,
+    hvas: HvaRange,
+    flags: u32,
+) -> kvm_userspace_memory_region {
+    kvm_userspace_memory_region {
+        slot: u32::from(id.0),
+        flags,
+        guest_phys_addr: gpa.get(),
+        memory_size: hvas.pages() * PAGE_SIZE as u64,
+        userspace_addr: hvas.start().get(),
+    }
+}
+
+/// Gives every vCPU that is made from now on a ring. The older of the two capabilities is the same
+/// on a host whose stores are seen in their order, as x86's are.
+fn use_rings(fd: &VmFd, size: RingSize) -> Result<(), KvmError> {
+    let caps = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
+    let most = |cap: u32| usize::try_from(fd.check_extension_raw(cap.into())).unwrap_or(0);
+    let cap = caps.into_iter().find(|cap| most(*cap) > 0);
+    let cap = cap.ok_or(KvmError::NoRing)?;
+    let (bytes, most) = (ring::bytes(size), most(cap));
+    if bytes > most {
+        return Err(KvmError::Ring { bytes, most });
+    }
+    let mut enable = kvm_enable_cap {
+        cap,
+        ..Default::default()
+    };
+    enable.args[0] = bytes as u64;
+    fd.enable_cap(&enable)
+        .map_err(KvmError::step("use dirty rings"))
 }
 
 impl Kick for Vm {
@@ -159,7 +222,9 @@ impl Drop for Vm {
 
 impl GuestMemory for Vm {
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
-        self.memory.write(gpa, bytes)
+        self.memory.write(gpa, bytes)?;
+        self.dirty.wrote(&self.memory, gpa, bytes.len());
+        Ok(())
     }
 
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {

@@ -42,10 +42,12 @@ pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{Background, Dial, Host, HostError, HostStats, HugePages, MmuNotifier};
 pub use lacuna_machine::Apf;
 pub use lacuna_mmu::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
+    RingSize, Room,
 };
 pub use lacuna_mmu::{Faulter, Mmu, MmuError, Outcome as Fault, Shape, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
+pub use lacuna_stage2::Walk;
 pub use launch::{Launch, Observed, Outcome, Swap};
 pub use seeded::{Guest, Trace, World, WorldConfig};
 pub use stall::Stalls;

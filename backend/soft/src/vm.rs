@@ -142,6 +142,8 @@ impl Vm {
             let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
             let pages = PageCount::new(range.pages());
             let backing = self.host.add_region(pages, notifier)?;
+            // What VMMs say of guest memory; the host's policy is to hear it or not.
+            self.host.advise_huge(backing)?;
             self.backing
                 .lock()
                 .expect("no panic under this lock")

@@ -252,3 +252,16 @@ fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
     assert!(text.contains("/nonexistent/folder"), "{text}");
     assert_eq!(refused(launch(32, 32, 0, "")), "0 vCPUs: give 1 to 64");
 }
+
+#[test]
+fn guest_memory_is_huge_where_the_policy_hears_advice() {
+    for (huge, pays) in [(HugePages::Never, false), (HugePages::Madvise, true)] {
+        let launch = Launch {
+            huge,
+            ..launch(32, 32, 1, "")
+        };
+        let (outcome, text) = run(&launch, "touch");
+        assert!(matches!(outcome.ending, Ending::Exited(0)), "{text}");
+        assert_eq!(outcome.host.huge_faults > 0, pays, "{:?}", outcome.host);
+    }
+}

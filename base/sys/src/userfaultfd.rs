@@ -1,5 +1,5 @@
-//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory and missing
-//! pages.
+//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory: missing pages,
+//! and writes that the kernel notes by itself.
 //!
 //! UNSAFETY: the ioctls fill pages, and `MOVE` also empties them. [`Userfaultfd::register`] is
 //! unsafe and takes the promise that what changes in the range may change at any time; the other
@@ -23,10 +23,15 @@ const REGISTER: Opcode = opcode::read_write::<Register>(TYPE, 0x00);
 const WAKE: Opcode = opcode::read::<Range>(TYPE, 0x02);
 const COPY: Opcode = opcode::read_write::<Copy>(TYPE, 0x03);
 const MOVE: Opcode = opcode::read_write::<Move>(TYPE, 0x05);
+const WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(TYPE, 0x06);
+/// `UFFD_FEATURE_WP_ASYNC`, since Linux 6.7.
+const FEATURE_WP_ASYNC: u64 = 1 << 15;
 /// `UFFD_FEATURE_MOVE`, since Linux 6.8.
 const FEATURE_MOVE: u64 = 1 << 16;
 /// `UFFDIO_REGISTER_MODE_MISSING`.
 const MODE_MISSING: u64 = 1;
+/// `UFFDIO_REGISTER_MODE_WP`.
+const MODE_WP: u64 = 2;
 /// `UFFD_EVENT_PAGEFAULT`.
 const EVENT_PAGEFAULT: u8 = 0x12;
 
@@ -73,9 +78,16 @@ struct Move {
     done: i64,
 }
 
+/// `struct uffdio_writeprotect`.
+#[repr(C)]
+struct WriteProtect {
+    range: Range,
+    mode: u64,
+}
+
 // The sizes are part of the ioctls' numbers (linux/userfaultfd.h).
 const _: () = assert!(size_of::<Api>() == 24 && size_of::<Range>() == 16);
-const _: () = assert!(size_of::<Register>() == 32);
+const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
 const _: () = assert!(size_of::<Copy>() == 40 && size_of::<Move>() == 40);
 
 /// Bytes of a `struct uffd_msg`; its first byte is the event.
@@ -92,7 +104,11 @@ pub struct Fault {
 
 /// A userfaultfd. Closing it lets every waiter go on with zero-filled pages.
 #[derive(Debug)]
-pub struct Userfaultfd(OwnedFd);
+pub struct Userfaultfd {
+    fd: OwnedFd,
+    /// What ranges are registered for.
+    modes: u64,
+}
 
 impl Userfaultfd {
     /// A descriptor that does not block, for faults of user space and of the kernel, KVM included,
@@ -102,12 +118,27 @@ impl Userfaultfd {
     /// `PERM` without `CAP_SYS_PTRACE` (and `vm.unprivileged_userfaultfd` off); `NOSYS` where the
     /// kernel was built without it; `INVAL` before Linux 6.8, which cannot move pages.
     pub fn open() -> io::Result<Self> {
+        Self::with(FEATURE_MOVE, MODE_MISSING)
+    }
+
+    /// The same, and for ranges registered with it the kernel notes which pages are written
+    /// (`UFFD_FEATURE_WP_ASYNC`): [`Pagemap`](crate::Pagemap) tells, and protects them again. A
+    /// page that comes or is moved here counts as written. Do not [`shift`](Self::shift) a page
+    /// away between two looks: nobody would be told that it was written before.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_tracking() -> io::Result<Self> {
+        Self::with(FEATURE_MOVE | FEATURE_WP_ASYNC, MODE_MISSING | MODE_WP)
+    }
+
+    fn with(features: u64, modes: u64) -> io::Result<Self> {
         // SAFETY: 1. it acts on no memory before `register`, whose caller takes the promise.
         let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
-        let this = Self(fd);
+        let this = Self { fd, modes };
         let mut api = Api {
             api: UFFD_API,
-            features: FEATURE_MOVE,
+            features,
             ioctls: 0,
         };
         // SAFETY: 1. UFFDIO_API reads and writes one `struct uffdio_api`, which `Api` is.
@@ -125,11 +156,8 @@ impl Userfaultfd {
     /// `INVAL`: not anonymous memory; `BUSY`: registered with another descriptor.
     pub unsafe fn register(&self, range: HvaRange) -> io::Result<()> {
         let mut register = Register {
-            range: Range {
-                start: range.start().get(),
-                len: range.pages() * PAGE_SIZE as u64,
-            },
-            mode: MODE_MISSING,
+            range: all(range),
+            mode: self.modes,
             ioctls: 0,
         };
         // SAFETY: 1. UFFDIO_REGISTER takes a `struct uffdio_register`. 2. What it does to the
@@ -188,13 +216,28 @@ impl Userfaultfd {
         unsafe { self.update::<{ WAKE }, _>(&mut range) }
     }
 
+    /// Lets the pages of `range` be written without a fault, as if all had been written.
+    ///
+    /// # Errors
+    /// `NOENT`: not a range registered with a descriptor of [`open_tracking`](Self::open_tracking);
+    /// `AGAIN`: the address space is changing, try again.
+    pub fn unprotect(&self, range: HvaRange) -> io::Result<()> {
+        let mut protect = WriteProtect {
+            range: all(range),
+            mode: 0,
+        };
+        // SAFETY: 1. UFFDIO_WRITEPROTECT takes a `struct uffdio_writeprotect`. 2. It changes no
+        // byte, and takes off only what this descriptor put on.
+        unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
+    }
+
     /// The faults that nobody has heard of yet, at most 64 of them, appended to `faults`.
     ///
     /// # Errors
     /// Of `read(2)`. That there are none is none.
     pub fn faults(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
-        let read = match io::read(&self.0, &mut bytes) {
+        let read = match io::read(&self.fd, &mut bytes) {
             Ok(read) => read,
             Err(Errno::AGAIN | Errno::INTR) => 0,
             Err(errno) => return Err(errno),
@@ -207,13 +250,20 @@ impl Userfaultfd {
     /// `OPCODE` takes a pointer to one `T`, and what it does is allowed.
     unsafe fn update<const OPCODE: Opcode, T>(&self, arg: &mut T) -> io::Result<()> {
         // SAFETY: 1. and 2. by this function's contract.
-        unsafe { ioctl(&self.0, Updater::<OPCODE, T>::new(arg)) }
+        unsafe { ioctl(&self.fd, Updater::<OPCODE, T>::new(arg)) }
     }
 }
 
 impl AsFd for Userfaultfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
+    }
+}
+
+fn all(range: HvaRange) -> Range {
+    Range {
+        start: range.start().get(),
+        len: range.pages() * PAGE_SIZE as u64,
     }
 }
 

@@ -1,15 +1,23 @@
-//! The kernel does what we think it does: pages are supplied, moved and waited for.
+//! The kernel does what we think it does: pages are supplied, moved and waited for, writes noted.
 
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, Userfaultfd};
+use lacuna_sys::{Errno, Pagemap, Userfaultfd, Written};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
-/// Or a line that says why not.
 fn open() -> Option<Userfaultfd> {
-    match Userfaultfd::open() {
+    or_skip(Userfaultfd::open())
+}
+
+fn open_tracking() -> Option<Userfaultfd> {
+    or_skip(Userfaultfd::open_tracking())
+}
+
+/// Or a line that says why not.
+fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Option<Userfaultfd> {
+    match uffd {
         Ok(uffd) => Some(uffd),
         Err(Errno::PERM | Errno::NOSYS) => {
             println!("skipped: no userfaultfd, or no permission");
@@ -83,4 +91,52 @@ fn who_touches_a_missing_page_waits_and_is_heard_of() {
     // SAFETY: 1. both pages are registered.
     unsafe { uffd.shift(from, faults[0].page) }.unwrap();
     assert_eq!(reader.join().unwrap(), 0x0505_0505_0505_0505);
+}
+
+#[test]
+fn the_kernel_notes_who_writes() {
+    let Some(uffd) = open_tracking() else { return };
+    let page = register(&uffd);
+    let range = HvaRange::new(page(0), 4).unwrap();
+    let pagemap = Pagemap::open().unwrap();
+    let written = |then| {
+        let mut pages = Vec::new();
+        let note = |run: HvaRange| {
+            let first = (run.start().get() - page(0).get()) / PAGE_SIZE as u64;
+            pages.extend(first..first + run.pages());
+        };
+        pagemap.written(range, then, note).unwrap();
+        pages
+    };
+    assert_eq!(written(Written::Protect), [], "there is nothing");
+    for index in [0, 1, 3] {
+        uffd.copy(&[index as u8; PAGE_SIZE], page(index)).unwrap();
+    }
+    assert_eq!(written(Written::Keep), [0, 1, 3], "what comes is written");
+    assert_eq!(written(Written::Protect), [0, 1, 3]);
+    assert_eq!(written(Written::Protect), []);
+    assert_eq!(word(page(1)).load(Ordering::Relaxed), 0x0101_0101_0101_0101);
+    assert_eq!(written(Written::Keep), [], "a read is none");
+    word(page(3)).store(9, Ordering::Relaxed);
+    assert_eq!(written(Written::Keep), [3]);
+    word(page(3)).store(10, Ordering::Relaxed);
+    assert_eq!(written(Written::Protect), [3]);
+    // The scans have left no mark where there was no page.
+    uffd.copy(&[7; PAGE_SIZE], page(2)).unwrap();
+    assert_eq!(written(Written::Protect), [2]);
+    uffd.unprotect(range).unwrap();
+    assert_eq!(written(Written::Keep), [0, 1, 2, 3]);
+    assert_eq!(word(page(3)).load(Ordering::Relaxed), 10);
+}
+
+#[test]
+fn what_is_not_tracked_is_refused() {
+    let Some(uffd) = open() else { return };
+    let page = register(&uffd);
+    let range = HvaRange::new(page(0), 4).unwrap();
+    assert_eq!(uffd.unprotect(range), Err(Errno::NOENT));
+    let scan = Pagemap::open()
+        .unwrap()
+        .written(range, Written::Protect, drop);
+    assert!(matches!(scan, Err(Errno::PERM | Errno::NOTTY)), "{scan:?}");
 }

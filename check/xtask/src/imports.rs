@@ -50,7 +50,13 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     (
         "lacuna-kvm",
-        &["lacuna-addr", "lacuna-sync", "lacuna-sys", "lacuna-machine"],
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-sys",
+            "lacuna-slots",
+            "lacuna-machine",
+        ],
     ),
     ("lacuna-guest", &[]),
     (

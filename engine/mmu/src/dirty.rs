@@ -89,6 +89,16 @@ pub enum HugeLeaves {
     Eager,
 }
 
+/// How huge leaves come back when logging ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Recovery {
+    /// Tables of small leaves become one huge leaf where they are.
+    InPlace,
+    /// What is mapped goes, and comes back huge by a fault: what KVM did before 2022. For
+    /// comparison.
+    Refault,
+}
+
 /// Why a call about dirty pages is refused. Nothing has changed then.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]

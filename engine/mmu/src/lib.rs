@@ -42,6 +42,7 @@ mod tests;
 
 pub use dirty::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
+    Recovery,
 };
 pub use fault::{Outcome, Page};
 pub use faulter::Faulter;

@@ -10,8 +10,8 @@
 
 use crate::dirty::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
-use crate::{InBlock, Mmu};
-use lacuna_addr::{Gfn, GfnRange, Level};
+use crate::{InBlock, Mmu, Recovery, Shape};
+use lacuna_addr::{Gfn, GfnRange, HvaRange, Level};
 use lacuna_slots::{Slot, SlotId};
 use lacuna_stage2::{Cursor, Flush, Removed, Shootdown};
 use lacuna_sync::shim::{Ordering, fence};
@@ -84,6 +84,35 @@ impl Mmu {
                 Ok(())
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Ends the logging of slot `id`, with huge leaves to come back in one of the ways to do it.
+    /// [`Recovery::InPlace`] is [`Mmu::set_logging`].
+    ///
+    /// # Errors
+    /// No such slot.
+    pub fn end_logging_as(&self, id: SlotId, recovery: Recovery) -> Result<(), DirtyError> {
+        if recovery == Recovery::InPlace {
+            return self.set_logging(id, Logging::Off);
+        }
+        let _change = self.lock_layout();
+        let slot = self.slot(id)?;
+        if slot.attach.log().is_on() {
+            slot.attach.log().turn_off();
+            self.drop_leaves(&slot);
+        }
+        Ok(())
+    }
+
+    fn drop_leaves(&self, slot: &Slot<Rmap>) {
+        let step: u64 = std::env::var("DROP").map_or(32, |v| v.parse().unwrap());
+        let all = slot.hvas;
+        for first in (0..all.pages()).step_by((step * Level::L2M.pages()) as usize) {
+            let pages = (all.pages() - first).min(step * Level::L2M.pages());
+            let start = all.start().checked_add_pages(first).expect("inside");
+            let range = HvaRange::new(start, pages).expect("a part of a range");
+            self.begin_invalidation(Shape::PerLevel, &[range]).finish();
         }
     }
 

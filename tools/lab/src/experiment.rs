@@ -15,6 +15,9 @@ pub enum LabError {
     /// The host's memory manager refused.
     #[error(transparent)]
     Host(#[from] lacuna_soft::HostError),
+    /// A call about dirty pages was refused.
+    #[error(transparent)]
+    Dirty(#[from] lacuna_soft::DirtyError),
     /// An MMU could not be made.
     #[error(transparent)]
     Mmu(#[from] lacuna_soft::MmuError),

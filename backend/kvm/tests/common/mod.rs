@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Dial, FirstTouch, Launch, Outcome, available};
+use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, Launch, Outcome, available};
 use lacuna_machine::{Ending, Image};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -48,6 +48,7 @@ pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> L
         latency: Dial::default(),
         first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
+        delivery: Delivery::Bitmap,
         command_line: command_line.to_owned(),
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Dial, FirstTouch, KvmError, SourceConfig, Vm, VmConfig};
+use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, KvmError, SourceConfig, Vm, VmConfig};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -201,6 +201,7 @@ pub(super) fn kvm() -> Check {
             latency: Dial::default(),
             first_touch: FirstTouch::Immediate,
         },
+        delivery: Delivery::Bitmap,
     };
     match Vm::new(config) {
         Ok(_) => Check::ok("kvm", "/dev/kvm runs guests, with asynchronous page faults"),

@@ -23,7 +23,7 @@ use crate::session::{Guest, LastWords, Session, image};
 use crate::stats::Summary;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{Apf, Dial, FirstTouch, Launch};
+use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, Launch};
 use lacuna_machine::Ending;
 use serde_json::json;
 use std::time::Duration;
@@ -151,6 +151,7 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
         latency: Dial::default(),
         first_touch: FirstTouch::Immediate,
         apf,
+        delivery: Delivery::Bitmap,
         command_line: words(),
     };
     on_kvm(&launch, |session| {
