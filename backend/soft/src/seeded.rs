@@ -3,7 +3,7 @@
 //! ```text
 //! loop: wake who can run -> draw one of them and a number of instructions -> step it
 //!       -> time goes on by 1 ns an instruction -> deliver I/O that is due
-//!       -> now and then one step of background reclaim
+//!       -> now and then one step of background reclaim, or of making pages huge
 //!       nobody can run: jump to the next completion or timer; there is none: the guest hangs
 //! ```
 //! The same code runs in thread mode; only time, I/O and the choice of who runs next come from
@@ -125,8 +125,10 @@ impl World {
             }
             let chosen = ready[self.rng.usize(..ready.len())];
             self.slice(chosen);
-            if self.rng.u8(..) < 32 {
-                let _ = self.host.balance();
+            match self.rng.u8(..) {
+                ..32 => drop(self.host.balance()),
+                32..48 => drop(self.host.collapse_step()),
+                _ => {}
             }
             if self.trace.slices.is_multiple_of(1024) {
                 watch();

@@ -4,8 +4,9 @@
 mod common;
 
 use common::{boot, launch, pass};
+use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::Ending;
-use lacuna_soft::{Dial, Guest, Launch, Swap, Trace, World, WorldConfig};
+use lacuna_soft::{Dial, Guest, HostStats, HugePages, Launch, Swap, Trace, Vm, World, WorldConfig};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +49,7 @@ fn verify_with_added_latency() {
         let latency = Duration::from_micros(200);
         let launch = Launch {
             latency: Dial::new(latency),
-            ..launch(24, 6, vcpus, ARGUMENTS)
+            ..launch(24, 22, vcpus, ARGUMENTS)
         };
         assert_swapped(&pass(&launch, "verify").0);
     }
@@ -85,9 +86,28 @@ fn two_vms_in_one_budget() {
 }
 
 fn seeded(seed: u64, vms: usize) -> Trace {
+    let launch = launch(16, 4 * vms as u64, 2, ARGUMENTS);
+    let (trace, stats) = seeded_in(seed, vms, launch, "verify");
+    assert!(stats.swapped_in > 200, "{stats:?}");
+    trace
+}
+
+/// Forbids huge leaves in some of the memory for a while; what is there is split.
+fn disturb(vm: &Vm, looks: u32) {
+    let pages = vm.config().memory.get() / 4;
+    let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
+    match looks % 32 {
+        8 => vm.mmu().disallow_huge(part).expect("tables enough"),
+        24 => vm.mmu().allow_huge(part),
+        _ => {}
+    }
+}
+
+/// Verifies everything every now and then.
+fn seeded_in(seed: u64, vms: usize, launch: Launch, image: &str) -> (Trace, HostStats) {
     let launch = Launch {
         seed: Some(seed),
-        ..launch(16, 4 * vms as u64, 2, ARGUMENTS)
+        ..launch
     };
     let clock = Arc::new(VirtualClock::default());
     let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
@@ -99,16 +119,17 @@ fn seeded(seed: u64, vms: usize) -> Trace {
     let mut guests = Vec::new();
     for _ in 0..vms {
         let clock = Arc::clone(&clock) as Arc<dyn Clock>;
-        let (vm, vcpus, board, lines) = boot(&launch, &host, clock, "verify");
+        let (vm, vcpus, board, lines) = boot(&launch, &host, clock, image);
         guests.push((Arc::clone(&vm), Arc::clone(&board), lines));
         world.add(Guest { vm, vcpus, board });
     }
     let mut looks = 0u32;
     let trace = world.run(|| {
         looks += 1;
-        if looks.is_multiple_of(16) {
+        if looks.is_multiple_of(8) {
             guests.iter().for_each(|(vm, ..)| vm.mmu().verify());
             host.verify();
+            guests.iter().for_each(|(vm, ..)| disturb(vm, looks));
         }
     });
     for (vm, board, lines) in &guests {
@@ -119,8 +140,7 @@ fn seeded(seed: u64, vms: usize) -> Trace {
         );
         vm.mmu().verify();
     }
-    assert!(host.stats().swapped_in > 200, "{:?}", host.stats());
-    trace
+    (trace, host.stats())
 }
 
 #[test]
@@ -133,4 +153,18 @@ fn a_seed_gives_one_trace() {
 #[test]
 fn two_seeded_vms_in_one_budget() {
     assert_eq!(seeded(3, 2), seeded(3, 2));
+}
+
+#[test]
+fn a_seeded_vm_whose_huge_pages_come_and_go() {
+    for vcpus in [1, 2, 4] {
+        let launch = || Launch {
+            huge: HugePages::Always,
+            ..launch(32, 20, vcpus, "huge=1 accesses=60000 writes=30")
+        };
+        let (trace, stats) = seeded_in(5, 1, launch(), "zipf");
+        assert!(stats.huge_faults > 0 && stats.splits > 0, "{stats:?}");
+        assert!(stats.swapped_in > 200, "{stats:?}");
+        assert_eq!(trace, seeded_in(5, 1, launch(), "zipf").0);
+    }
 }
