@@ -49,7 +49,7 @@ fn verify_with_added_latency() {
         let latency = Duration::from_micros(200);
         let launch = Launch {
             latency: Dial::new(latency),
-            ..launch(24, 22, vcpus, ARGUMENTS)
+            ..launch(24, 6, vcpus, ARGUMENTS)
         };
         assert_swapped(&pass(&launch, "verify").0);
     }
