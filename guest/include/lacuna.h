@@ -65,6 +65,9 @@ static inline bool lacuna_paused(uint32_t kind) {
     return lacuna_status_page()->paused >> kind & 1;
 }
 
+/* What the host has set the workload's dial to; 0 until it does. */
+static inline uint32_t lacuna_dial(void) { return lacuna_status_page()->dial; }
+
 /* ---- privileged services, for tests of the host ---- */
 int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if it raised #GP */
 int lacuna_wrmsr(uint32_t index, uint64_t value);

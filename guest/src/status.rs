@@ -3,7 +3,7 @@
 //! ```text
 //!    0  u64 magic "LACUNAST"   u32 version   u32 nthreads   u32 state   u32 exit_code
 //!   24  u32 apf counters: not_present  ready  wake_all  dummy  idle  lost
-//!   48  u32 paused, written by the host      pad to 64
+//!   48  u32 paused   u32 dial, both written by the host      pad to 64
 //!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  u32 latency_ns[4]
 //!  128  entry 1 ...                                                       up to 60 entries
 //! ```
@@ -37,6 +37,9 @@ pub const EXIT_CODE_AT: usize = 20;
 pub const APF_AT: usize = 24;
 /// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`], written by the host alone.
 pub const PAUSED_AT: usize = 48;
+/// Offset of the workload's dial, u32, written by the host alone; 0: not turned. Of the workloads
+/// `churn` has one: 1 + the transactions, of 65536, that go to the rest of its heap.
+pub const DIAL_AT: usize = 52;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;
 /// Size of one entry, bytes.

@@ -2,7 +2,8 @@
  * A transactional object heap (objects.h), a process for each processor, each with a heap of its
  * own: a transaction looks up four objects, reads them, updates some, and sometimes frees one and
  * makes it anew. It happens in the hot part of the heap or, `cold` of 10000, in the large rest:
- * that is the dial of how many pages are newly dirtied each second. `hot=0` leaves only the rest.
+ * that is the dial of how many pages are newly dirtied each second; the host may turn it on the
+ * status page (1 + transactions of 65536). `hot=0` leaves only the rest.
  *
  * Counters are transactions; each status entry has the latency percentiles of the last window. A
  * latency is the time since the transaction before, so that it has all that the host takes. The
@@ -69,8 +70,9 @@ static bool visit(struct worker *w, struct objects *h, uint64_t number, uint64_t
 }
 
 static int transaction(struct worker *w) {
-    uint64_t r = lacuna_random(&w->random), number = 0;
-    bool cold = !w->hot.count || (r & 0xffff) < w->colds, replace = (r >> 16 & 0xffff) < w->frees;
+    uint64_t r = lacuna_random(&w->random), number = 0, dial = lacuna_dial();
+    uint64_t colds = dial ? dial - 1 : w->colds;
+    bool cold = !w->hot.count || (r & 0xffff) < colds, replace = (r >> 16 & 0xffff) < w->frees;
     struct objects *h = cold ? &w->cold : &w->hot;
     for (int i = 0; i < EACH; i++) {
         r = lacuna_random(&w->random);

@@ -165,3 +165,59 @@ fn install_handler() {
         debug_assert_eq!(result, 0, "a valid signal");
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{Timespec, poll};
+    use std::sync::atomic::AtomicUsize;
+    use std::thread;
+    use std::time::Duration;
+
+    /// Plays `KVM_RUN`: sleeps until a signal, or not at all when it is told to exit at once.
+    fn enter(bells: &Bells, shared: &AtomicU8, entered: &AtomicUsize) {
+        let immediate_exit = NonNull::new(shared.as_ptr()).unwrap();
+        // SAFETY: 1. the byte outlives the entry.
+        let _entry = unsafe { bells.enter(0, immediate_exit) };
+        entered.fetch_add(1, Ordering::SeqCst);
+        while shared.load(Ordering::SeqCst) == 0 && !bells.is_stopping() {
+            // Not `thread::sleep`, which goes on after a signal; and not for ever, since here,
+            // unlike in KVM, a signal may come between the look and the sleep.
+            let brief = Timespec {
+                tv_sec: 0,
+                tv_nsec: 5_000_000,
+            };
+            let _ = poll(&mut [], Some(&brief));
+        }
+    }
+
+    #[test]
+    fn a_kick_is_one_exit_and_a_stop_is_for_good() {
+        let (bells, shared, entered) = (Bells::new(2), AtomicU8::new(0), AtomicUsize::new(0));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !bells.is_stopping() {
+                    enter(&bells, &shared, &entered);
+                }
+            });
+            for _ in 0..200 {
+                let before = entered.load(Ordering::SeqCst);
+                bells.kick();
+                let now = entered.load(Ordering::SeqCst);
+                assert!((before..=before + 3).contains(&now), "{before} {now}");
+            }
+            while entered.load(Ordering::SeqCst) < 2 {
+                bells.kick();
+            }
+            // It is inside, and stays there.
+            let before = entered.load(Ordering::SeqCst);
+            thread::sleep(Duration::from_millis(50));
+            let inside = entered.load(Ordering::SeqCst);
+            assert!(inside <= before + 1);
+            bells.kick();
+            thread::sleep(Duration::from_millis(50));
+            assert_eq!(entered.load(Ordering::SeqCst), inside + 1);
+            bells.stop();
+        });
+    }
+}

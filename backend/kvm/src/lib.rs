@@ -22,7 +22,8 @@
 //! # Unsafe
 //! An unsafe room: KVM and userfaultfd act on this process's memory by address. Pointers are in
 //! `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's shared page), `ring` (its
-//! dirty ring), `vm`, `dirty` and `source` (registration of ranges). Each file's header has its reason.
+//! dirty ring), `vm`, `dirty` and `source` (registration of ranges). Each file's header has its
+//! reason.
 
 mod available;
 mod dirty;

@@ -40,8 +40,13 @@ impl Guest for Entry {
             Err(Absent::NoMemory) => Err(Unwritable),
             Ok(None) | Err(Absent::Pending(_) | Absent::Busy) => {
                 // As in KVM, the vCPU waits for this one.
-                let written = self.vm.write_unmarked(at, &value.to_le_bytes());
-                self.bus.faulter().wrote(at.gfn());
+                let (mmu, faulter) = (&self.vm.mmu, self.bus.faulter());
+                let written = self.vm.write_past(
+                    at,
+                    &value.to_le_bytes(),
+                    |slot, gfn| Ok(mmu.vcpu_write(slot, gfn)),
+                    |writing| writing.done_by(faulter),
+                );
                 self.note(written)
             }
         }

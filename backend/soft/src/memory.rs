@@ -1,14 +1,31 @@
 //! Guest memory for those who are not vCPUs: loaders, devices, viewers.
 
 use crate::Vm;
-use lacuna_addr::{Gpa, Hva, PAGE_SIZE};
+use lacuna_addr::{Gfn, Gpa, Hva, PAGE_SIZE};
 use lacuna_machine::{GuestMemory, MemoryError};
-use lacuna_mmu::DirtyError;
+use lacuna_mmu::{DirtyError, Rmap, Writing};
+use lacuna_slots::Slot;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
+/// A piece of an access that lies in one page.
+struct Piece {
+    slot: Arc<Slot<Rmap>>,
+    at: Gpa,
+    /// Its place among the bytes.
+    done: usize,
+    len: usize,
+}
+
+impl Piece {
+    fn hva(&self) -> Hva {
+        Hva::new(self.slot.hva(self.at.gfn()).get() + self.at.offset() as u64)
+    }
+}
+
 impl Vm {
-    /// Splits `len` bytes at `gpa` into pieces that lie in one page each.
-    fn pieces(&self, gpa: Gpa, len: usize) -> Result<Vec<(Hva, Gpa, usize, usize)>, MemoryError> {
+    /// Splits `len` bytes at `gpa`.
+    fn pieces(&self, gpa: Gpa, len: usize) -> Result<Vec<Piece>, MemoryError> {
         let slots = self.mmu.slots().snapshot();
         let mut pieces = Vec::new();
         let mut done = 0;
@@ -18,28 +35,41 @@ impl Vm {
                 .ok_or(MemoryError::NoSlot(gpa))?;
             let part = (PAGE_SIZE - at.offset()).min(len - done);
             let slot = slots.find(at.gfn()).ok_or(MemoryError::NoSlot(at))?;
-            let hva = Hva::new(slot.hva(at.gfn()).get() + at.offset() as u64);
-            pieces.push((hva, at, done, part));
+            pieces.push(Piece {
+                slot: Arc::clone(slot),
+                at,
+                done,
+                len: part,
+            });
             done += part;
         }
         Ok(pieces)
     }
-}
 
-impl Vm {
-    /// [`GuestMemory::write`] by someone who marks the page as written afterwards.
-    pub(crate) fn write_unmarked(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
-        for (hva, at, done, part) in self.pieces(gpa, bytes.len())? {
-            let copied = self.host.copy_in(hva, &bytes[done..done + part]);
-            copied.map_err(|e| MemoryError::Backing {
-                gpa: at,
-                cause: e.to_string(),
-            })?;
+    /// Writes `bytes` past all TLBs; `begin` and `done` see to it that each page is marked.
+    pub(crate) fn write_past(
+        &self,
+        gpa: Gpa,
+        bytes: &[u8],
+        begin: impl Fn(&Arc<Slot<Rmap>>, Gfn) -> Result<Writing, DirtyError>,
+        mut done: impl FnMut(Writing),
+    ) -> Result<(), MemoryError> {
+        for piece in self.pieces(gpa, bytes.len())? {
+            let gfn = piece.at.gfn();
+            let refused = |cause: String| MemoryError::Backing {
+                gpa: piece.at,
+                cause,
+            };
+            let writing = begin(&piece.slot, gfn).map_err(|e| refused(e.to_string()))?;
+            let part = &bytes[piece.done..piece.done + piece.len];
+            let copied = self.host.copy_in(piece.hva(), part);
+            copied.map_err(|e| refused(e.to_string()))?;
+            done(writing);
             // A vCPU that decodes meanwhile sets the bit, then reads the bytes: one of the two
             // sees the other.
             fence(Ordering::SeqCst);
-            if self.code.is_watched(at.gfn()) {
-                self.code.written_by_host(at.gfn(), self.quiescence());
+            if self.code.is_watched(gfn) {
+                self.code.written_by_host(gfn, self.quiescence());
             }
         }
         Ok(())
@@ -48,23 +78,16 @@ impl Vm {
 
 impl GuestMemory for Vm {
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
-        for (_, at, done, part) in self.pieces(gpa, bytes.len())? {
-            let refused = |error: DirtyError| MemoryError::Backing {
-                gpa: at,
-                cause: error.to_string(),
-            };
-            self.mmu.may_write(at.gfn()).map_err(refused)?;
-            self.write_unmarked(at, &bytes[done..done + part])?;
-            self.mmu.wrote(at.gfn());
-        }
-        Ok(())
+        let begin = |slot: &_, gfn| self.mmu.host_write(slot, gfn);
+        self.write_past(gpa, bytes, begin, Writing::done)
     }
 
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
-        for (hva, at, done, part) in self.pieces(gpa, into.len())? {
-            let copied = self.host.copy_out(hva, &mut into[done..done + part]);
+        for piece in self.pieces(gpa, into.len())? {
+            let part = &mut into[piece.done..piece.done + piece.len];
+            let copied = self.host.copy_out(piece.hva(), part);
             copied.map_err(|e| MemoryError::Backing {
-                gpa: at,
+                gpa: piece.at,
                 cause: e.to_string(),
             })?;
         }
@@ -75,9 +98,9 @@ impl GuestMemory for Vm {
         let Ok(pieces) = self.pieces(gpa, into.len()) else {
             return false;
         };
-        let mut peek = |(hva, _, done, part)| {
-            let part: &mut [u8] = &mut into[done..done + part];
-            self.host.peek(hva, part).is_some()
+        let mut peek = |piece: Piece| {
+            let part = &mut into[piece.done..piece.done + piece.len];
+            self.host.peek(piece.hva(), part).is_some()
         };
         pieces.into_iter().all(&mut peek)
     }

@@ -149,7 +149,8 @@ impl Vcpu {
 
     /// Tells the guest of pages that have come; how many.
     fn tell_of_pages(&mut self) -> usize {
-        if !self.apf.has_arrivals() {
+        // Each is a write: a ring has no room for many beyond its soft limit.
+        if !self.apf.has_arrivals() || self.entry.bus.faulter().room() == Room::SoftFull {
             return 0;
         }
         let told = self.apf.poll(self.vm.clock.now(), &mut self.entry);

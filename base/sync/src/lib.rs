@@ -22,5 +22,5 @@ mod stripes;
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use dial::Dial;
 pub use footprint::Blocks;
-pub use quiescence::{Epoch, Quiescence, VcpuSlot};
+pub use quiescence::{Epoch, Pass, Quiescence, VcpuSlot};
 pub use stripes::{Snapshot, StripeGuard, Stripes};

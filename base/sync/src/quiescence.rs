@@ -22,6 +22,9 @@
 //! access. A vCPU that is offline keeps its TLB, so it is addressed too; only nobody waits for it.
 //!
 //! A vCPU that has noted none of the blocks is left alone: not poked, not waited for, not flushed.
+//! Who only has to know that each vCPU has left guest code once asks for a [`Pass`]: the online
+//! exchange again, but no TLB loses anything.
+//!
 //! Footprints start as *everything*, so a vCPU that keeps none is always addressed: keeping one
 //! begins with the first [`VcpuSlot::flushed`].
 
@@ -34,6 +37,10 @@ pub struct Epoch(u64);
 
 const OFFLINE: u64 = u64::MAX;
 
+/// The stays of those vCPUs that were online when they were asked to leave: [`Quiescence::pass`].
+#[must_use = "it has to be waited for"]
+pub struct Pass(Box<[Option<u64>]>);
+
 /// One vCPU's side, alone on its cache lines.
 #[repr(align(64))]
 pub struct VcpuSlot {
@@ -41,6 +48,8 @@ pub struct VcpuSlot {
     seen: AtomicU64,
     /// The last shoot-down that addressed it.
     wanted: AtomicU64,
+    /// How often it went offline.
+    stays: AtomicU64,
     poke: AtomicU32,
     footprint: Footprint,
 }
@@ -57,6 +66,7 @@ impl Quiescence {
         let slot = || VcpuSlot {
             seen: AtomicU64::new(OFFLINE),
             wanted: AtomicU64::new(0),
+            stays: AtomicU64::new(0),
             poke: AtomicU32::new(0),
             footprint: Footprint::everything(),
         };
@@ -121,6 +131,33 @@ impl Quiescence {
         self.vcpus.iter().all(|vcpu| vcpu.passed(epoch.0))
     }
 
+    /// Makes every vCPU that is online go offline once. Does not wait.
+    pub fn pass(&self) -> Pass {
+        // Against the fence in `online`: who is not seen online sees what was stored before this.
+        fence(Ordering::SeqCst);
+        let stay = |vcpu: &VcpuSlot| {
+            (vcpu.seen.load(Ordering::SeqCst) != OFFLINE).then(|| {
+                let stay = vcpu.stays.load(Ordering::SeqCst);
+                vcpu.poke(VcpuSlot::KICK);
+                stay
+            })
+        };
+        Pass(self.vcpus.iter().map(stay).collect())
+    }
+
+    /// Whether every vCPU has been offline since.
+    pub fn has_passed(&self, pass: &Pass) -> bool {
+        let over = |(vcpu, stay): (&VcpuSlot, &Option<u64>)| {
+            // Acquire: what it did before it went offline is seen. It may have gone while its stay
+            // was being read.
+            stay.is_none_or(|stay| {
+                vcpu.stays.load(Ordering::Acquire) != stay
+                    || vcpu.seen.load(Ordering::Acquire) == OFFLINE
+            })
+        };
+        self.vcpus.iter().zip(&pass.0).all(over)
+    }
+
     /// Whether every vCPU but `index` is offline: nobody else executes guest code.
     ///
     /// Meaningful to a caller that keeps the others from coming online, by a flag that they test
@@ -152,7 +189,11 @@ impl Quiescence {
 
     /// The vCPU will not touch guest memory until it is online again.
     pub fn offline(&self, index: usize) {
-        self.vcpus[index].seen.store(OFFLINE, Ordering::Release);
+        let slot = &self.vcpus[index];
+        slot.seen.store(OFFLINE, Ordering::Release);
+        // A load and a store: one writer.
+        let stays = slot.stays.load(Ordering::Relaxed);
+        slot.stays.store(stays + 1, Ordering::Release);
     }
 }
 

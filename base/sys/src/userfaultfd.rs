@@ -1,5 +1,5 @@
-//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory: missing pages,
-//! and writes that the kernel notes by itself.
+//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory: missing
+//! pages, and writes that the kernel notes by itself.
 //!
 //! UNSAFETY: the ioctls fill pages, and `MOVE` also empties them. [`Userfaultfd::register`] is
 //! unsafe and takes the promise that what changes in the range may change at any time; the other

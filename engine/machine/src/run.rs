@@ -2,6 +2,10 @@
 
 use crate::{Board, Ending, Exit, Vcpu, VcpuError};
 use std::thread;
+use std::time::Duration;
+
+/// How long a vCPU without room for dirty pages leaves its core to others.
+const RING_FULL_NAP: Duration = Duration::from_micros(100);
 
 /// Gets vCPUs out of [`Vcpu::run`].
 pub trait Kick: Sync {
@@ -31,8 +35,9 @@ pub fn dispatch(
         Ok(Exit::IoIn { port, width }) => vcpu.complete_read(board.read(port, width)),
         Ok(Exit::MmioRead { width, .. }) => vcpu.complete_read(width.ones()),
         Ok(Exit::MmioWrite { .. } | Exit::Interrupted) => {}
-        // Some other thread harvests.
-        Ok(Exit::DirtyRingFull) => thread::yield_now(),
+        // Some other thread harvests, and needs a processor for it. The vCPU comes back until it
+        // has room again.
+        Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
         Ok(Exit::Shutdown(text)) => board.end(Ending::Shutdown(text), kick),
         Err(error) => board.end(Ending::Failed(error), kick),
     }

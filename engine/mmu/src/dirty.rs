@@ -14,8 +14,9 @@
 
 use crate::Rmap;
 use lacuna_slots::{ClearError, DirtyBitmap, RingConsumer, RingSize, Slot, SlotError, SlotId};
-use lacuna_sync::shim::{AtomicBool, AtomicU64, Ordering};
+use lacuna_sync::shim::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::yield_now;
 
 /// How writes are noticed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -193,8 +194,12 @@ pub(crate) struct Tracking {
 }
 
 impl Tracking {
-    /// The first look settles it.
     pub(crate) fn delivery(&self) -> Delivery {
+        self.delivery.get().copied().unwrap_or(Delivery::Bitmap)
+    }
+
+    /// The same, for who will rely on it: no other can be chosen any more.
+    pub(crate) fn settled_delivery(&self) -> Delivery {
         *self.delivery.get_or_init(|| Delivery::Bitmap)
     }
 
@@ -236,6 +241,8 @@ pub(crate) struct SlotLog {
     /// Exact under a stripe of the slot, for that block. Else a hint.
     on: AtomicBool,
     eager: AtomicBool,
+    /// [`crate::Writing`]s under way.
+    pub(crate) writers: AtomicU32,
     bitmap: OnceLock<DirtyBitmap>,
 }
 
@@ -257,6 +264,15 @@ impl SlotLog {
             .store(huge == HugeLeaves::Eager, Ordering::Relaxed);
         // Who sees a leaf without D, by a log's flush, sees this.
         self.on.store(true, Ordering::Release);
+    }
+
+    /// On return, whoever writes past the vCPUs has seen that the log is on, or is through.
+    pub(crate) fn wait_for_writers(&self) {
+        // Against the one in `Writing::begin`.
+        fence(Ordering::SeqCst);
+        while self.writers.load(Ordering::Acquire) > 0 {
+            yield_now();
+        }
     }
 
     pub(crate) fn turn_off(&self) {

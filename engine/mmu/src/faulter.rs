@@ -45,7 +45,7 @@ impl Mmu {
     /// The budget cannot promise one more vCPU its progress.
     pub fn faulter(&self) -> Result<Faulter, HostError> {
         let cache = self.host.frame_cache()?;
-        let ring = match self.dirty.delivery() {
+        let ring = match self.dirty.settled_delivery() {
             Delivery::Bitmap => None,
             Delivery::Ring { size, .. } => {
                 let (producer, consumer) = dirty_ring(size);
@@ -124,15 +124,6 @@ impl Faulter {
         self.marker.room
     }
 
-    /// The vCPU itself has written to `gfn` past its TLB.
-    pub fn wrote(&mut self, gfn: Gfn) {
-        if let Some(slot) = self.reader.find(gfn)
-            && slot.attach.log().is_on()
-        {
-            self.marker.mark(slot, gfn, Count::Fault);
-        }
-    }
-
     #[cold]
     fn flush(&mut self) {
         let Self {
@@ -142,9 +133,14 @@ impl Faulter {
             ..
         } = self;
         marker.counts.add(Count::Flush, 1);
+        // Looked up once for all that is logged: whoever changes slots has all logs flushed before.
+        let slots = reader.snapshot();
+        let mut last = None;
         log.flush(|gfn| {
+            let holds = |slot: &&Arc<Slot<Rmap>>| slot.gfns.contains(gfn);
+            last = last.filter(holds).or_else(|| slots.find(gfn));
             // Logged for nobody: a slot that has stopped to log, or is gone.
-            if let Some(slot) = reader.find(gfn)
+            if let Some(slot) = last
                 && slot.attach.log().is_on()
             {
                 marker.mark(slot, gfn, Count::Logged);

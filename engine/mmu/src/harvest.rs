@@ -5,7 +5,7 @@
 //! flush, so it is noticed again.
 
 use crate::dirty::{DirtyError, bitmap_of};
-use crate::rmap::{Rmap, parts};
+use crate::rmap::{BLOCK, Rmap, parts};
 use crate::{Detection, Mmu};
 use lacuna_addr::GfnRange;
 use lacuna_slots::{Slot, SlotId};
@@ -105,18 +105,20 @@ impl Mmu {
         let _no_change = self.lock_layout();
         let slots = self.slots.snapshot();
         let mut rings = self.dirty.rings.lock().expect("no panic under this lock");
-        let mut flush = Flush::none(&self.stage2);
         let mut count = 0;
+        let mut found = Words::default();
         for ring in rings.iter_mut() {
-            count += ring.reset(|id, page, mask| {
-                // It may have gone, and another may have its name.
-                let slot = slots.get(id).filter(|slot| slot.attach.log().is_on());
-                if let Some(slot) = slot {
-                    self.rearm_into(slot, page, &[mask], &mut flush);
-                }
-            });
+            count += ring.reset(|id, page, mask| found.add(id, page, mask));
         }
         drop(rings);
+        let mut flush = Flush::none(&self.stage2);
+        found.each_block(|id, first_page, words| {
+            // It may have gone, and another may have its name.
+            let slot = slots.get(id).filter(|slot| slot.attach.log().is_on());
+            if let Some(slot) = slot {
+                self.rearm_into(slot, first_page, words, &mut flush);
+            }
+        });
         flush.finish(&*self.quiescence);
         count
     }
@@ -178,6 +180,44 @@ fn check_words(slot: &Slot<Rmap>, needed: usize, given: usize) -> Result<(), Dir
     }
 }
 
+/// Pages of slots in any order, to be visited by block: vCPUs write here and there, and a block is
+/// locked once.
+#[derive(Default)]
+struct Words(Vec<(SlotId, usize, u64)>);
+
+/// Words of bits that a block has.
+const BLOCK_WORDS: usize = BLOCK as usize / WORD;
+
+impl Words {
+    /// Those of 64 pages from `page` on that `mask` names.
+    fn add(&mut self, id: SlotId, page: usize, mask: u64) {
+        let (word, shift) = (page / WORD, page % WORD);
+        self.0.push((id, word, mask << shift));
+        if let Some(rest) = mask
+            .checked_shr((WORD - shift) as u32)
+            .filter(|rest| *rest != 0)
+        {
+            self.0.push((id, word + 1, rest));
+        }
+    }
+
+    /// Calls `block` with a slot, a page of it, and a bit for each page of 512 from there.
+    fn each_block(mut self, mut block: impl FnMut(SlotId, usize, &[u64])) {
+        self.0.sort_unstable();
+        let same = |a: &(SlotId, usize, u64), b: &(SlotId, usize, u64)| {
+            (a.0, a.1 / BLOCK_WORDS) == (b.0, b.1 / BLOCK_WORDS)
+        };
+        for some in self.0.chunk_by(same) {
+            let mut words = [0; BLOCK_WORDS];
+            for (_, word, mask) in some {
+                words[word % BLOCK_WORDS] |= mask;
+            }
+            let (id, word, _) = some[0];
+            block(id, word / BLOCK_WORDS * BLOCK as usize, &words);
+        }
+    }
+}
+
 /// Runs of ones among the bits `at..end` of words, as (first, how many).
 struct Runs<'a> {
     words: &'a [u64],
@@ -212,7 +252,8 @@ impl Iterator for Runs<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::Runs;
+    use super::{Runs, Words};
+    use lacuna_slots::SlotId;
 
     #[test]
     fn runs_cross_words_and_stop_at_the_end() {
@@ -229,5 +270,28 @@ mod tests {
         assert_eq!(runs(2, 100), [(2, 1), (63, 37)]);
         assert_eq!(runs(128, 192), []);
         assert_eq!(runs(100, 100), []);
+    }
+
+    #[test]
+    fn words_come_by_block_in_order() {
+        let (a, b) = (SlotId(1), SlotId(2));
+        let mut found = Words::default();
+        found.add(b, 3, 1);
+        found.add(a, 1023, 0b11);
+        found.add(a, 0, 0b101);
+        found.add(a, 0, 0b10);
+        found.add(a, 448, 1 << 63);
+        let mut blocks = Vec::new();
+        found.each_block(|id, first, words| {
+            let pages = (0..512).filter(|page| words[page / 64] >> (page % 64) & 1 == 1);
+            blocks.push((id, first, pages.collect::<Vec<_>>()));
+        });
+        let expected = [
+            (a, 0, vec![0, 1, 2, 511]),
+            (a, 512, vec![511]),
+            (a, 1024, vec![0]),
+            (b, 0, vec![3]),
+        ];
+        assert_eq!(blocks, expected);
     }
 }

@@ -9,10 +9,9 @@
 //! Where a slot moves *to* needs no exclusion: a fault there finds no slot before the new snapshot
 //! is published, and the slot after it. A slot that moves or changes its flags gets a fresh reverse
 //! map: a notifier that still works with the old snapshot then finds an empty one, never a leaf
-//! under another gfn's lock. Its disallow counts start anew too. Its dirty log goes along if there
-//! are bitmaps, and ends if there are not.
+//! under another gfn's lock. Its disallow counts start anew too. Its dirty log goes along: it
+//! names pages by the slot.
 
-use crate::dirty::SlotLog;
 use crate::{Mmu, Rmap};
 use lacuna_addr::Gpa;
 use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId, SlotSpec};
@@ -65,19 +64,11 @@ impl Mmu {
     ) -> Result<(), SlotError> {
         let _change = self.lock_layout();
         let old = self.slot(id)?;
-        let spec = spec_of(&old);
-        let wanted = edit(spec);
+        let wanted = edit(spec_of(&old));
+        let log = Arc::clone(old.attach.log());
         self.exclude(&old, || {
-            self.slots.remove(id)?;
-            let log = self.log_to_keep(&old);
-            let attach = |gfns, hvas| Rmap::with_log(gfns, hvas, Arc::clone(&log));
-            let done = self.slots.add(wanted, attach);
-            if done.is_err() {
-                self.slots
-                    .add(spec, attach)
-                    .expect("it was there a moment ago");
-            }
-            done.map(|_| ())
+            let attach = |gfns, hvas| Rmap::with_log(gfns, hvas, log);
+            self.slots.replace(wanted, attach).map(|_| ())
         })
     }
 
@@ -100,15 +91,6 @@ impl Mmu {
         let done = publish();
         self.stage2.cursor(slot.gfns).end();
         done
-    }
-
-    /// The log of a slot that is replaced. One that has nowhere to go but rings, which name pages
-    /// by the slot as it was, ends.
-    fn log_to_keep(&self, slot: &Slot<Rmap>) -> Arc<SlotLog> {
-        match self.dirty.has_bitmaps() {
-            true => Arc::clone(slot.attach.log()),
-            false => Arc::default(),
-        }
     }
 
     pub(crate) fn lock_layout(&self) -> MutexGuard<'_, ()> {

@@ -13,6 +13,7 @@
 //! | `level` | where huge leaves are not wanted for a while |
 //! | `dirty` | which pages are written: states and rules |
 //! | `logging` | a slot's log goes on and off; how writes are noticed |
+//! | `host_write` | writes that no vCPU's TLB knows of |
 //! | `harvest` | the marks are taken, and the pages armed again |
 //! | `layout` | slots come, go and move |
 //! | `verify` | slots, rmap and tables agree |
@@ -26,6 +27,7 @@ mod dirty;
 mod fault;
 mod faulter;
 mod harvest;
+mod host_write;
 mod install;
 mod invalidate;
 mod layout;
@@ -41,11 +43,11 @@ mod verify;
 mod tests;
 
 pub use dirty::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
-    Recovery,
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
 };
 pub use fault::{Outcome, Page};
 pub use faulter::Faulter;
+pub use host_write::Writing;
 pub use invalidate::{Invalidation, Steps};
 pub use mmu::{Mmu, MmuError};
 pub use rmap::Rmap;

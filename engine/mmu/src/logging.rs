@@ -4,17 +4,19 @@
 //! on     the slot says so; block by block: W goes, or D; one shoot-down
 //!        who maps a page looks at the slot under the same stripe: before the visit, its leaf is
 //!        found by the visit; after it, it marks
-//! off    the slot says so; block by block: D is preset, and 512 leaves are one again; no TLB is
-//!        wrong, only the tables wait
+//! off    the slot says so; all vCPUs leave once, and nobody repairs pages any more; block by
+//!        block: 512 leaves are one again, or D is preset; no TLB is wrong, only the tables wait
 //! ```
 
 use crate::dirty::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
 use crate::{InBlock, Mmu, Recovery, Shape};
-use lacuna_addr::{Gfn, GfnRange, HvaRange, Level};
+use lacuna_addr::{GfnRange, HvaRange, Level};
+use lacuna_host::Host;
 use lacuna_slots::{Slot, SlotId};
-use lacuna_stage2::{Cursor, Flush, Removed, Shootdown};
-use lacuna_sync::shim::{Ordering, fence};
+use lacuna_stage2::{Cursor, Flush, Leaf, Removed};
+use lacuna_sync::shim::Ordering;
+use std::thread::yield_now;
 
 impl Mmu {
     /// Where marks go, for the VM's whole life: before its first vCPU ([`Mmu::faulter`]) and its
@@ -105,14 +107,15 @@ impl Mmu {
         Ok(())
     }
 
+    /// Some blocks at a time: faults near them wait for the shoot-down, and for no more.
     fn drop_leaves(&self, slot: &Slot<Rmap>) {
-        let step: u64 = std::env::var("DROP").map_or(32, |v| v.parse().unwrap());
+        const AT_ONCE: u64 = 32 * Level::L2M.pages();
         let all = slot.hvas;
-        for first in (0..all.pages()).step_by((step * Level::L2M.pages()) as usize) {
-            let pages = (all.pages() - first).min(step * Level::L2M.pages());
-            let start = all.start().checked_add_pages(first).expect("inside");
-            let range = HvaRange::new(start, pages).expect("a part of a range");
-            self.begin_invalidation(Shape::PerLevel, &[range]).finish();
+        for first in (0..all.pages()).step_by(AT_ONCE as usize) {
+            let pages = (all.pages() - first).min(AT_ONCE);
+            let start = all.start().checked_add_pages(first);
+            let some = start.and_then(|start| HvaRange::new(start, pages));
+            self.invalidate_as(Shape::PerLevel, some.expect("a part of a range"));
         }
     }
 
@@ -123,6 +126,7 @@ impl Mmu {
         huge: HugeLeaves,
     ) -> Result<(), DirtyError> {
         let log = slot.attach.log();
+        self.dirty.settled_delivery();
         let bitmap = self
             .dirty
             .has_bitmaps()
@@ -131,9 +135,7 @@ impl Mmu {
             bitmap.ok_or(DirtyError::NoBitmap)?.set_all();
         }
         log.turn_on(huge);
-        // Against the one in `wrote`: a host write either sees this, or is seen by whoever copies
-        // the slot when this call has returned.
-        fence(Ordering::SeqCst);
+        log.wait_for_writers();
         if initially == Initially::Clean {
             self.arm_all(slot);
         }
@@ -144,20 +146,21 @@ impl Mmu {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
         rmap.log().turn_off();
+        // Whoever is about to repair a page because the slot logged.
+        self.kick();
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {
             let gfn = part.start();
             let mut cursor = self.stage2.fault_cursor(gfn);
-            if rmap.block(gfn) == InBlock::Nothing {
-                continue;
-            }
-            cursor.preset_dirty(part);
             if rmap.most(gfn) == Level::L2M
                 && rmap.block(gfn) == FULL
-                && let Ok(Some((collapsed, table))) = cursor.collapse(gfn)
+                && self.host.whole(slot.hva(gfn)).is_some()
+                && let Ok(Some((collapsed, table))) = cursor.collapse_unrepaired(gfn)
             {
                 rmap.collapse(gfn, collapsed.at);
                 flush.join(table);
+            } else if rmap.block(gfn) != InBlock::Nothing {
+                cursor.preset_dirty(part);
             }
         }
         flush.retire(&*self.quiescence);
@@ -191,51 +194,73 @@ impl Mmu {
             // Without a table it stays huge, and is split by the first write.
             let _ = self.split(&mut cursor, rmap, part.start());
         }
+        let mut dirty = Told::new(&self.host);
         for run in runs {
-            flush.join(self.arm_run(&mut cursor, run));
+            flush.join(self.arm_run(&mut cursor, run, &mut dirty));
         }
+        dirty.tell();
     }
 
-    fn arm_run<'s>(&self, cursor: &mut Cursor<'s>, run: GfnRange) -> Flush<'s> {
-        let told = |was: Removed| {
+    fn arm_run<'s>(
+        &self,
+        cursor: &mut Cursor<'s>,
+        run: GfnRange,
+        dirty: &mut Told<'_>,
+    ) -> Flush<'s> {
+        let taken = |was: Removed| {
             if was.leaf.dirty {
-                self.host.mark_dirty(was.leaf.pfn, was.leaf.level);
+                dirty.add(was.leaf);
             }
         };
         match self.dirty.detection() {
-            Detection::WriteProtect => cursor.protect(run, told),
-            Detection::Pml => cursor.clear_dirty(run, told),
+            Detection::WriteProtect => cursor.protect(run, taken),
+            Detection::Pml => cursor.clear_dirty(run, taken),
         }
     }
 
     /// Every vCPU that runs guest code leaves it, and flushes its log on the way.
     pub(crate) fn kick(&self) {
-        let epoch = self.quiescence.request();
-        self.quiescence.wait(epoch);
+        let pass = self.quiescence.pass();
+        while !self.quiescence.has_passed(&pass) {
+            yield_now();
+        }
+    }
+}
+
+/// Of a [`Told`].
+const TOLD_AT_ONCE: usize = 32;
+
+/// Leaves whose D was taken, told to the host some at a time. Their frames' descriptors may be
+/// anywhere, and are fetched side by side only where no exchange of an entry is in between.
+struct Told<'h> {
+    host: &'h Host,
+    leaves: [Option<Leaf>; TOLD_AT_ONCE],
+    count: usize,
+}
+
+impl<'h> Told<'h> {
+    fn new(host: &'h Host) -> Self {
+        Self {
+            host,
+            leaves: [None; TOLD_AT_ONCE],
+            count: 0,
+        }
     }
 
-    /// Whether the host may write to `gfn` on its own.
-    ///
-    /// # Errors
-    /// [`DirtyError::NoBitmap`]: the slot logs, and there is nowhere to say that it was not a vCPU.
-    pub fn may_write(&self, gfn: Gfn) -> Result<(), DirtyError> {
-        let slots = self.slots.read();
-        let logs = slots
-            .find(gfn)
-            .is_some_and(|slot| slot.attach.log().is_on());
-        if logs && !self.dirty.has_bitmaps() {
-            return Err(DirtyError::NoBitmap);
+    #[inline]
+    fn add(&mut self, leaf: Leaf) {
+        if self.count == TOLD_AT_ONCE {
+            self.tell();
         }
-        Ok(())
+        self.leaves[self.count] = Some(leaf);
+        self.count += 1;
     }
 
-    /// The host has written to `gfn`, past the vCPUs. After the write, never before.
-    pub fn wrote(&self, gfn: Gfn) {
-        fence(Ordering::SeqCst);
-        if let Some(slot) = self.slots.read().find(gfn)
-            && slot.attach.log().is_on()
-        {
-            slot.attach.log().mark(slot.page(gfn));
+    /// The stripe is still locked: before anybody can find D gone, the host knows.
+    fn tell(&mut self) {
+        for leaf in self.leaves[..self.count].iter().flatten() {
+            self.host.mark_dirty(leaf.pfn, leaf.level);
         }
+        self.count = 0;
     }
 }

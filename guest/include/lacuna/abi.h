@@ -96,7 +96,8 @@ struct lacuna_status {
     uint32_t apf_idle;        /* of apf_not_present: hit the idle loop, which halts */
     uint32_t apf_lost;        /* events that nothing could be done with: a bug of the host's */
     volatile uint32_t paused; /* written by the host: bit 1 << KIND holds threads of that kind */
-    uint32_t pad[3];
+    volatile uint32_t dial;   /* written by the host: what it turns is the workload's; 0: nothing */
+    uint32_t pad[2];
     struct lacuna_status_entry entry[LACUNA_MAX_THREADS];
 };
 

@@ -4,6 +4,7 @@ use crate::cache::{FrameCache, MAX_HOLDS, Shared};
 use crate::collapse::Collapser;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
+use crate::head::HeadState;
 use crate::io::{Executor, Io};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
 use crate::region::{MmuNotifier, Regions};
@@ -14,7 +15,7 @@ use crate::swap::{Reads, Slot, SlotMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::trial::Trials;
 use crate::writeback::Failure;
-use lacuna_addr::{HvaRange, Level, PageCount, Pfn};
+use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, AtomicUsize};
@@ -185,6 +186,17 @@ impl Host {
     #[inline]
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         self.core.frames.pool.frame(pfn)
+    }
+
+    /// The first frame of the block of 512 pages around `hva`, if it is whole. It may be split a
+    /// moment later, of which its listener is told by [`MmuNotifier::shatter`].
+    pub fn whole(&self, hva: Hva) -> Option<Pfn> {
+        let page = PageNo::of(hva);
+        let region = self.core.regions.find(page)?;
+        match region.head(page)?.load() {
+            HeadState::Whole { block } => Some(block.frame(0)),
+            _ => None,
+        }
     }
 
     /// The page in `pfn`, or the block of pages that begins there, has been written: a leaf with D

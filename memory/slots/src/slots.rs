@@ -78,7 +78,7 @@ impl<X> Slots<X> {
         spec: SlotSpec,
         attach: impl FnOnce(GfnRange, HvaRange) -> X,
     ) -> Result<Arc<Slot<X>>, SlotError> {
-        let SlotSpec { id, flags, .. } = spec;
+        let id = spec.id;
         let (gfns, hvas) = spec.ranges(self.gfn_limit())?;
         self.change(|slots| {
             if slots.iter().any(|slot| slot.id == id) {
@@ -90,16 +90,24 @@ impl<X> Slots<X> {
                     limit: self.limits.slots,
                 });
             }
-            check_free(slots, id, gfns)?;
-            let slot = Arc::new(Slot {
-                id,
-                gfns,
-                hvas,
-                flags,
-                attach: attach(gfns, hvas),
-            });
-            slots.push(Arc::clone(&slot));
-            Ok(slot)
+            push(slots, spec, gfns, hvas, attach)
+        })
+    }
+
+    /// Replaces the slot of `spec`'s id by that of `spec`, at once: no reader finds neither.
+    /// `attach` as for [`Slots::add`]. The old one's mappings are the caller's to remove.
+    ///
+    /// # Errors
+    /// As [`Slots::add`], and [`SlotError::Unknown`]; nothing has changed then.
+    pub fn replace(
+        &self,
+        spec: SlotSpec,
+        attach: impl FnOnce(GfnRange, HvaRange) -> X,
+    ) -> Result<Arc<Slot<X>>, SlotError> {
+        let (gfns, hvas) = spec.ranges(self.gfn_limit())?;
+        self.change(|slots| {
+            take(slots, spec.id)?;
+            push(slots, spec, gfns, hvas, attach)
         })
     }
 
@@ -138,6 +146,27 @@ fn take<X>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, Sl
         .position(|slot| slot.id == id)
         .ok_or(SlotError::Unknown { id })?;
     Ok(slots.remove(i))
+}
+
+/// Adds the slot of `spec`, which has these frames, if they are no other's.
+fn push<X>(
+    slots: &mut Vec<Arc<Slot<X>>>,
+    spec: SlotSpec,
+    gfns: GfnRange,
+    hvas: HvaRange,
+    attach: impl FnOnce(GfnRange, HvaRange) -> X,
+) -> Result<Arc<Slot<X>>, SlotError> {
+    let SlotSpec { id, flags, .. } = spec;
+    check_free(slots, id, gfns)?;
+    let slot = Arc::new(Slot {
+        id,
+        gfns,
+        hvas,
+        flags,
+        attach: attach(gfns, hvas),
+    });
+    slots.push(Arc::clone(&slot));
+    Ok(slot)
 }
 
 /// That `gfns` are no other slot's.

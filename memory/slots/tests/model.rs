@@ -29,24 +29,33 @@ fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("a frame")
 }
 
+/// The first frame, the first page of the backing, and how many.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    gfn: u64,
+    hva_page: u64,
+    pages: u64,
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Op {
-    Add {
-        id: u16,
-        gfn: u64,
-        hva_page: u64,
-        pages: u64,
-    },
-    Remove {
-        id: u16,
-    },
+    Add(u16, Place),
+    Replace(u16, Place),
+    Remove { id: u16 },
 }
 
 fn any_op() -> impl Strategy<Value = Op> {
     let id = || 0..9u16;
+    let place = || {
+        (0..70u64, 0..40u64, 0..20u64).prop_map(|(gfn, hva_page, pages)| Place {
+            gfn,
+            hva_page,
+            pages,
+        })
+    };
     prop_oneof![
-        3 => (id(), 0..70u64, 0..40u64, 0..20u64)
-            .prop_map(|(id, gfn, hva_page, pages)| Op::Add { id, gfn, hva_page, pages }),
+        3 => (id(), place()).prop_map(|(id, place)| Op::Add(id, place)),
+        2 => (id(), place()).prop_map(|(id, place)| Op::Replace(id, place)),
         1 => id().prop_map(|id| Op::Remove { id }),
     ]
 }
@@ -105,12 +114,13 @@ fn kind(error: SlotError) -> &'static str {
 fn step(slots: &Slots<u64>, model: &mut Model, n: u64, op: Op) {
     let before = slots.snapshot();
     let (expected, result) = match op {
-        Op::Add {
-            id,
-            gfn,
-            hva_page,
-            pages,
-        } => {
+        Op::Add(id, place) | Op::Replace(id, place) => {
+            let adds = matches!(op, Op::Add(..));
+            let Place {
+                gfn,
+                hva_page,
+                pages,
+            } = place;
             let plain = Plain {
                 gfn,
                 hva_page,
@@ -121,17 +131,20 @@ fn step(slots: &Slots<u64>, model: &mut Model, n: u64, op: Op) {
             let expected = match placement(model, id, plain) {
                 _ if pages == 0 => Err("empty"),
                 Err("beyond") => Err("beyond"),
-                _ if model.contains_key(&id) => Err("in use"),
-                _ if model.len() >= LIMITS.slots => Err("too many"),
+                _ if adds && model.contains_key(&id) => Err("in use"),
+                _ if adds && model.len() >= LIMITS.slots => Err("too many"),
+                _ if !adds && !model.contains_key(&id) => Err("unknown"),
                 placed => placed,
             };
-            let result = slots
-                .add(spec(id, gfn, hva_page, pages), |_, _| n)
-                .map(|_| ());
+            let spec = spec(id, gfn, hva_page, pages);
+            let result = match adds {
+                true => slots.add(spec, |_, _| n),
+                false => slots.replace(spec, |_, _| n),
+            };
             if expected.is_ok() {
                 model.insert(id, plain);
             }
-            (expected, result)
+            (expected, result.map(|_| ()))
         }
         Op::Remove { id } => {
             let expected = model.remove(&id).map(|_| ()).ok_or("unknown");

@@ -10,7 +10,7 @@
 //! ```
 
 use crate::{Entry, EntryRef, Leaf, Stage2, format};
-use lacuna_addr::{Gfn, GfnRange, Level};
+use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
 use lacuna_tables::TableId;
 
@@ -147,6 +147,14 @@ impl Stage2 {
         );
         self.replace(at, block.start(), Entry::Table(table), Entry::Leaf(leaf))
             .expect("only a cursor takes a table away");
+    }
+
+    /// The leaves of the pages of `block` count no more: their table is out of use, and stays as it
+    /// is until nobody is inside.
+    pub(crate) fn forget_leaves(&self, block: GfnRange) {
+        let leaf = Entry::Leaf(Leaf::clean(Pfn::new(0)));
+        let counts = self.counts_of(block.start());
+        counts.count(leaf, block.pages().wrapping_neg());
     }
 
     /// The exchange, and the counts. Legality is the caller's.

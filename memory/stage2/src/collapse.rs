@@ -12,6 +12,10 @@
 //! its D, before 4. No TLB entry is wrong: each is a part of the large leaf, with its rights or
 //! fewer. Only the table has to wait for walks inside it ([`Flush::retire`](crate::Flush::retire)).
 //!
+//! Where no page of the block can be repaired meanwhile, 3 and 4 fall away: the large leaf that has
+//! W gets D at once. A walk inside of the table can set A, which is lost, and D where there is W;
+//! and what it finds is a part of the large leaf, as what a TLB has.
+//!
 //! **What becomes of rights, A and D.** A and D are *or*-ed: the large leaf's D speaks for the
 //! whole block, so pages that were clean count as dirty with it, and none that was dirty is
 //! forgotten. W is given if any page has it, since [`Write::OnFault`](crate::Write::OnFault) means
@@ -65,6 +69,34 @@ impl<'s> Cursor<'s> {
         let block = block_range(gfn);
         let leaf = self.whole(table, block, None)?;
         Ok(Some(self.collapse_at(at, table, block, leaf)))
+    }
+
+    /// As [`Cursor::collapse`], where no repair of a page of the block is under way, or will be:
+    /// then nothing comes to the table any more that the large leaf does not have, and the 512
+    /// leaves in it are left as they are. Where there is W, D is set with it.
+    ///
+    /// # Errors
+    /// As [`Cursor::collapse`].
+    ///
+    /// # Panics
+    /// When the cursor does not hold `gfn`.
+    pub fn collapse_unrepaired(
+        &mut self,
+        gfn: Gfn,
+    ) -> Result<Option<(Collapsed, Flush<'s>)>, NotUniform> {
+        self.assert_holds(gfn);
+        let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
+            return Ok(None);
+        };
+        let block = block_range(gfn);
+        let found = self.whole(table, block, None)?;
+        let leaf = Leaf {
+            dirty: found.is_writable(),
+            ..found
+        };
+        self.stage2.link_collapsed(at, block, table, leaf);
+        self.stage2.forget_leaves(block);
+        Ok(Some(self.collapsed(at, table, block, leaf)))
     }
 
     /// As [`Cursor::collapse`], where the caller knows what is behind the whole block: `leaf`. Its
@@ -134,14 +166,21 @@ impl<'s> Cursor<'s> {
         let Entry::Leaf(now) = stage2.update(at, block.start(), with_last) else {
             unreachable!("checked above")
         };
+        self.collapsed(at, table, block, now.merged(last))
+    }
+
+    /// `table` is out of use: what is to be done about it.
+    fn collapsed(
+        &self,
+        at: EntryRef,
+        table: TableId,
+        block: GfnRange,
+        leaf: Leaf,
+    ) -> (Collapsed, Flush<'s>) {
         let mut flush = self.flush();
-        flush.add_table(stage2.arena.detach(table), block);
-        let collapsed = Collapsed {
-            gfn: block.start(),
-            at,
-            leaf: now.merged(last),
-        };
-        (collapsed, flush)
+        flush.add_table(self.stage2.arena.detach(table), block);
+        let gfn = block.start();
+        (Collapsed { gfn, at, leaf }, flush)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Which pages are written: D taken and given apart from W, and W given back without a lock.
 
-use crate::format::Height;
+use crate::format::{Height, block_range};
 use crate::unmap::Removed;
 use crate::walk::translation;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, Translation, Write};
@@ -22,7 +22,7 @@ impl<'s> Cursor<'s> {
     pub fn clear_dirty(&mut self, range: GfnRange, mut cleared: impl FnMut(Removed)) -> Flush<'s> {
         self.assert_holds_all(range);
         let mut flush = self.flush();
-        self.each_leaf(range, &mut |at, gfn| {
+        self.each_leaf(range, |at, gfn| {
             let old = self.stage2.update_taking_dirty(at, gfn, cleaned);
             if let Entry::Leaf(leaf) = old
                 && leaf.is_writable()
@@ -44,7 +44,7 @@ impl<'s> Cursor<'s> {
     /// When the cursor does not hold `range`.
     pub fn preset_dirty(&mut self, range: GfnRange) {
         self.assert_holds_all(range);
-        self.each_leaf(range, &mut |at, gfn| {
+        self.each_leaf(range, |at, gfn| {
             self.stage2.update(at, gfn, |found| match found {
                 Entry::Leaf(leaf) if leaf.is_writable() => Entry::Leaf(Leaf {
                     dirty: true,
@@ -56,8 +56,22 @@ impl<'s> Cursor<'s> {
     }
 
     /// Calls `visit` with each leaf that maps a frame of `range`, and the first frame it maps.
-    pub(crate) fn each_leaf(&self, range: GfnRange, visit: &mut dyn FnMut(EntryRef, Gfn)) {
-        self.each_leaf_below(self.stage2.root, Height::ROOT, range, visit);
+    #[inline]
+    pub(crate) fn each_leaf(&self, range: GfnRange, mut visit: impl FnMut(EntryRef, Gfn)) {
+        let first = range.start();
+        // Nearly always: some pages of one block, which has small leaves.
+        if block_range(first).intersect(range) == Some(range)
+            && let Some((_, Entry::Table(table))) = self.stage2.block_entry(first)
+        {
+            for gfn in range.iter() {
+                let at = EntryRef::page_of(table, gfn);
+                if let Entry::Leaf(_) = self.stage2.read(at) {
+                    visit(at, gfn);
+                }
+            }
+            return;
+        }
+        self.each_leaf_below(self.stage2.root, Height::ROOT, range, &mut visit);
     }
 
     fn each_leaf_below(

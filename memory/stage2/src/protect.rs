@@ -16,8 +16,8 @@ impl<'s> Cursor<'s> {
     pub fn protect(&mut self, range: GfnRange, mut protected: impl FnMut(Removed)) -> Flush<'s> {
         self.assert_holds_all(range);
         let mut flush = self.flush();
-        self.each_leaf(range, &mut |at, gfn| {
-            self.protect_leaf(at, gfn, &mut |was: Removed| {
+        self.each_leaf(range, |at, gfn| {
+            self.protect_leaf(at, gfn, |was: Removed| {
                 flush.add_stale(was.leaf.span(was.gfn));
                 protected(was);
             });
@@ -25,7 +25,8 @@ impl<'s> Cursor<'s> {
         flush
     }
 
-    fn protect_leaf(&self, at: EntryRef, gfn: Gfn, protected: &mut dyn FnMut(Removed)) {
+    #[inline]
+    fn protect_leaf(&self, at: EntryRef, gfn: Gfn, protected: impl FnOnce(Removed)) {
         let old = self.stage2.update(at, gfn, |found| match found {
             Entry::Leaf(leaf) if leaf.is_writable() => Entry::Leaf(Leaf {
                 write: Write::OnFault,

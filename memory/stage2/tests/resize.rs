@@ -19,7 +19,15 @@ const ACCESSES: usize = 40_000;
 /// Guest block b is host block b + 3.
 const FIRST: u64 = 3 * 512;
 
+/// How tables become leaves: nobody repairs a page here, so both are right.
+#[derive(Clone, Copy)]
+enum Way {
+    Frozen,
+    Unrepaired,
+}
+
 struct World {
+    way: Way,
     stage2: Stage2,
     quiescence: Quiescence,
     values: Vec<AtomicU64>,
@@ -27,7 +35,7 @@ struct World {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(way: Way) -> Self {
         let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
         for block in 0..BLOCKS {
             let mapped = stage2.fault_cursor(gfn(block * 512)).map(
@@ -37,6 +45,7 @@ impl World {
             assert!(mapped.is_ok(), "{mapped:?}");
         }
         Self {
+            way,
             stage2,
             quiescence: Quiescence::new(VCPUS),
             values: (0..PAGES).map(|_| AtomicU64::new(0)).collect(),
@@ -72,7 +81,11 @@ impl World {
         if cursor.split(at).is_ok_and(|split| split.is_some()) {
             return;
         }
-        let collapsed = cursor.collapse(at).expect("frames never change");
+        let collapsed = match self.way {
+            Way::Frozen => cursor.collapse(at),
+            Way::Unrepaired => cursor.collapse_unrepaired(at),
+        }
+        .expect("frames never change");
         drop(cursor);
         if let Some((_, flush)) = collapsed {
             flush.retire(&self.quiescence);
@@ -220,7 +233,13 @@ fn leaf(page: u64, access: Access, level: Level) -> Leaf {
 
 #[test]
 fn no_d_is_lost_and_no_walk_misses_while_leaves_change_size() {
-    let world = World::new();
+    [Way::Frozen, Way::Unrepaired]
+        .into_iter()
+        .for_each(change_sizes);
+}
+
+fn change_sizes(way: Way) {
+    let world = World::new(way);
     let mut saved = vec![0; PAGES as usize];
     thread::scope(|s| {
         let vcpus: Vec<_> = (0..VCPUS)
@@ -277,4 +296,45 @@ fn no_d_is_lost_and_no_walk_misses_while_leaves_change_size() {
     );
     assert!(values.iter().sum::<u64>() > 0);
     assert_eq!(world.stage2.verify().pages(), PAGES);
+}
+
+/// The table keeps what a walk inside of it does to itself: so what it might do is in the leaf.
+#[test]
+fn a_leaf_of_pages_that_may_be_written_is_dirty() {
+    let world = World::new(Way::Unrepaired);
+    let at = gfn(5);
+    let collapsed = || {
+        let mut cursor = world.stage2.fault_cursor(at);
+        assert!(cursor.split(at).expect("a table").is_some());
+        let (collapsed, flush) = cursor
+            .collapse_unrepaired(at)
+            .expect("uniform")
+            .expect("a table");
+        drop(cursor);
+        flush.retire(&world.quiescence);
+        assert_eq!(world.stage2.verify().pages(), PAGES);
+        collapsed.leaf
+    };
+    let clean = collapsed();
+    assert!(!clean.dirty && !clean.is_writable());
+    assert!(world.fault(5, Level::L2M).is_some());
+    assert!(collapsed().dirty, "it was dirty");
+    // One page has W and no D, the others neither.
+    let mut cursor = world.stage2.fault_cursor(at);
+    assert!(cursor.split(at).expect("a table").is_some());
+    let block = GfnRange::new(gfn(0), 512).expect("a range");
+    let page = GfnRange::new(at, 1).expect("a range");
+    let mut flush = cursor.clear_dirty(page, |_| {});
+    for others in [GfnRange::new(gfn(0), 5), GfnRange::new(gfn(6), 506)] {
+        flush.join(cursor.protect(others.expect("a range"), |_| {}));
+    }
+    let (collapsed, table) = cursor
+        .collapse_unrepaired(at)
+        .expect("uniform")
+        .expect("a table");
+    drop(cursor);
+    flush.join(table);
+    flush.finish(&world.quiescence);
+    assert!(collapsed.leaf.is_writable() && collapsed.leaf.dirty);
+    assert_eq!(collapsed.leaf.span(at), block);
 }

@@ -1,9 +1,25 @@
 //! `lacuna lab pml`: what it costs to know which pages a running guest writes.
+//!
+//! | id | what is compared |
+//! |---|---|
+//! | `pml.score_percent.ARM.SET` | transactions a second, watched / not |
+//! | `pml.ns_per_dirty_page.ARM.SET` | CPU time a dirtied page, above no logging |
+//! | `pml.cost_ratio.SET` | the same, write protection / PML |
+//! | `pml.always_on_loss_percent` | PML on and no slot that logs / PML off |
+//!
+//! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
+//! `raw`, or `exitcost`: each exit charged as hardware's, and the figure marked as simulated.
 
 mod ending;
+mod ending_loss;
 mod harvest;
+mod harvest_bed;
 mod kvm;
 mod score;
+mod score_always;
+mod score_charge;
+mod score_guest;
+mod score_page;
 
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;

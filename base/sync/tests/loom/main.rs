@@ -266,10 +266,9 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
     });
 }
 
-#[test]
-fn a_request_that_nobody_waits_for_disturbs_no_remover() {
-    // As an aging pass makes one.
-    loom::model(|| {
+/// A remover beside somebody who makes another request and does not wait.
+fn a_remover_beside(request: fn(&Quiescence)) {
+    loom::model(move || {
         let world = World::new(1);
         world.mapped.store(true, Ordering::Release);
         let vcpu = {
@@ -286,13 +285,53 @@ fn a_request_that_nobody_waits_for_disturbs_no_remover() {
         let other = {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                world.quiescence.request();
+                request(&world.quiescence);
             })
         };
         world.mapped.swap(false, Ordering::AcqRel);
         world.shoot_down();
         world.reuse();
-        other.join().expect("aging pass");
+        other.join().expect("the other");
+        vcpu.join().expect("vCPU");
+    });
+}
+
+#[test]
+fn a_request_that_nobody_waits_for_disturbs_no_remover() {
+    // As an aging pass makes one.
+    a_remover_beside(|quiescence| drop(quiescence.request()));
+}
+
+#[test]
+fn a_pass_keeps_no_tlb_from_its_flush() {
+    a_remover_beside(|quiescence| drop(quiescence.pass()));
+}
+
+#[test]
+fn after_a_pass_nobody_does_what_was_forbidden_before() {
+    // `mapped` stands for a rule that the vCPU looks at once a stay, `frame` for what it does then.
+    loom::model(|| {
+        let world = World::new(1);
+        world.mapped.store(true, Ordering::Release);
+        let vcpu = {
+            let world = Arc::clone(&world);
+            thread::spawn(move || {
+                let mut vcpu = Vcpu::new(&world, 0);
+                for _ in 0..2 {
+                    vcpu.online();
+                    if world.mapped.load(Ordering::Relaxed) {
+                        world.touch();
+                    }
+                    vcpu.offline();
+                }
+            })
+        };
+        world.mapped.store(false, Ordering::Relaxed);
+        let pass = world.quiescence.pass();
+        while !world.quiescence.has_passed(&pass) {
+            yield_now();
+        }
+        world.reuse();
         vcpu.join().expect("vCPU");
     });
 }

@@ -155,11 +155,17 @@ impl Model {
         }
     }
 
+    fn forget_leaves(&mut self, id: u16) {
+        if let Some(((gfn, _, pages), _)) = self.slots.get(&id) {
+            let gone = *gfn..*gfn + *pages;
+            self.leaves.retain(|at, _| !gone.contains(at));
+        }
+    }
+
     fn forget_slot(&mut self, id: u16) -> Option<Place> {
-        let ((gfn, page, pages), _) = self.slots.remove(&id)?;
-        self.leaves.retain(|at, _| !(gfn..gfn + pages).contains(at));
+        self.forget_leaves(id);
         self.counts.retain(|(other, _), _| *other != id);
-        Some((gfn, page, pages))
+        self.slots.remove(&id).map(|(place, _)| place)
     }
 
     fn fits(&self, id: u16, (gfn, _, pages): Place) -> bool {
@@ -295,9 +301,13 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
             let place = (to, page, pages);
             let free = model.fits(id, place);
             assert_eq!(mmu.move_slot(SlotId(id), target).is_ok(), free);
-            // A move that is refused has unmapped the slot all the same.
-            let was = model.forget_slot(id).expect("it is there");
-            model.insert(id, if free { place } else { was });
+            if free {
+                model.forget_slot(id);
+                model.insert(id, place);
+            } else {
+                // It has been unmapped all the same.
+                model.forget_leaves(id);
+            }
         }
         _ => unreachable!("a step of leaves"),
     }

@@ -98,13 +98,9 @@ impl Bed {
 
     /// The frame of a page of the slot, where that is now.
     pub fn gfn(&self, page: u64) -> Gfn {
-        loop {
-            // A slot that is replaced is gone for a moment.
-            if let Some(slot) = self.mmu.slots().snapshot().get(SLOT) {
-                return slot.gfns.start().checked_add(page).expect("in the slot");
-            }
-            yield_now();
-        }
+        let slots = self.mmu.slots().snapshot();
+        let slot = slots.get(SLOT).expect("it is never without");
+        slot.gfns.start().checked_add(page).expect("in the slot")
     }
 
     fn hva(&self, page: u64) -> Hva {
@@ -119,13 +115,15 @@ impl Bed {
 
     /// A write past the vCPUs, if one is allowed.
     pub fn host_write(&self, page: u64, value: u64) -> Result<(), DirtyError> {
-        let gfn = self.gfn(page);
-        self.mmu.may_write(gfn)?;
-        let at = self.hva(page).get() + 8 * HOST_WORD as u64;
+        let slots = self.mmu.slots().snapshot();
+        let slot = slots.get(SLOT).expect("it is never without");
+        let gfn = slot.gfns.start().checked_add(page).expect("in the slot");
+        let writing = self.mmu.host_write(slot, gfn)?;
+        let at = writing.hva().get() + 8 * HOST_WORD as u64;
         self.host
             .copy_in(Hva::new(at), &value.to_le_bytes())
             .unwrap();
-        self.mmu.wrote(gfn);
+        writing.done();
         Ok(())
     }
 

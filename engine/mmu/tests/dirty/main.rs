@@ -111,13 +111,6 @@ impl World {
         self.bed.mmu.verify();
     }
 
-    /// A slot that is replaced goes on logging into its bitmap, or no more.
-    fn replaced(&mut self) {
-        if self.bed.mmu.delivery() == bare_ring() {
-            self.restart(Initially::Clean, HugeLeaves::Lazy);
-        }
-    }
-
     fn restart(&mut self, initially: Initially, huge: HugeLeaves) {
         self.bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
         self.monitor = Monitor::begin(&self.bed, initially, huge);
@@ -164,14 +157,12 @@ impl World {
             Op::Move(place) => {
                 self.disallowed.clear();
                 self.bed.move_to(PLACES[place]);
-                self.replaced();
             }
             Op::Flags => {
                 self.disallowed.clear();
                 for flags in [SlotFlags::READONLY, SlotFlags::empty()] {
                     self.bed.mmu.set_slot_flags(SLOT, flags).unwrap();
                 }
-                self.replaced();
             }
         }
     }

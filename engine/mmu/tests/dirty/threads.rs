@@ -1,15 +1,20 @@
 //! The same with vCPUs on threads, while the monitor does everything at once.
 
 use crate::bed::{Bed, Monitor, PAGES, PLACES, SLOT, Stuck, Vcpu};
-use crate::{DETECTIONS, bare_ring, deliveries};
-use lacuna_addr::HvaRange;
+use crate::{DETECTIONS, deliveries};
+use lacuna_addr::{GfnRange, HvaRange};
 use lacuna_host::{HugePages, MmuNotifier};
-use lacuna_mmu::{Delivery, Detection, HugeLeaves, Initially, Logging};
+use lacuna_mmu::{Delivery, Detection, DirtyError, HugeLeaves, Initially, Logging};
+use lacuna_slots::SlotFlags;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
 
-const ROUNDS: u64 = 200;
+/// How much of it, and which: `LACUNA_ROUNDS=100000 LACUNA_SEED=7` for a long look.
+fn from_env(name: &str, otherwise: u64) -> u64 {
+    let told = std::env::var(name).ok();
+    told.map_or(otherwise, |text| text.parse().expect("a number"))
+}
 
 /// A small generator: the test needs variety, not quality.
 struct Rng(u64);
@@ -67,13 +72,35 @@ fn disturb(bed: &Bed, monitor: &mut Monitor, rng: &mut Rng) {
             let start = bed.backing.start().checked_add_pages(page).unwrap();
             bed.mmu.shatter(HvaRange::new(start, 300).unwrap());
         }
-        12 => {
-            bed.move_to(PLACES[rng.below(2) as usize]);
-            if bed.mmu.delivery() == bare_ring() {
-                *monitor = Monitor::begin(bed, Initially::Clean, HugeLeaves::Lazy);
+        12 => bed.move_to(PLACES[rng.below(2) as usize]),
+        13 => {
+            for flags in [SlotFlags::READONLY, SlotFlags::empty()] {
+                bed.mmu.set_slot_flags(SLOT, flags).unwrap();
             }
         }
-        _ => drop(bed.host_write(page, rng.below(u64::MAX))),
+        14 => {
+            let gfns = GfnRange::new(bed.gfn(page), 300).unwrap();
+            if bed.mmu.disallow_huge(gfns).is_ok() {
+                bed.mmu.allow_huge(gfns);
+            }
+        }
+        _ => bed
+            .mmu
+            .write_protect(HvaRange::new(bed.backing.start(), 300).unwrap()),
+    }
+}
+
+/// A device.
+fn write_past(bed: &Bed, seed: u64, done: &AtomicBool) {
+    let mut rng = Rng(seed);
+    let _done = Done(done);
+    while !done.load(Ordering::Relaxed) {
+        match bed.host_write(rng.below(PAGES), rng.below(u64::MAX)) {
+            Ok(()) => {}
+            // It must leave memory alone that logs into rings only.
+            Err(error) => assert_eq!(error, DirtyError::NoBitmap),
+        }
+        sleep(Duration::from_micros(20));
     }
 }
 
@@ -86,17 +113,19 @@ fn a_replayed_copy_is_right_under_threads() {
         for delivery in deliveries() {
             let (bed, mut vcpus) = Bed::new(huge, delivery);
             let mut monitor = Monitor::begin(&bed, Initially::Clean, HugeLeaves::Lazy);
-            let mut rng = Rng(77 + seed as u64);
+            let seed = from_env("LACUNA_SEED", 77) + seed as u64;
+            let mut rng = Rng(seed);
             let done = AtomicBool::new(false);
             let writes: u64 = scope(|scope| {
                 let (bed, done) = (&bed, &done);
                 let threads: Vec<_> = vcpus
                     .iter_mut()
                     .zip([5, 6])
-                    .map(|(vcpu, seed)| scope.spawn(move || run(bed, vcpu, seed, done)))
+                    .map(|(vcpu, more)| scope.spawn(move || run(bed, vcpu, seed + more, done)))
                     .collect();
+                scope.spawn(move || write_past(bed, seed + 7, done));
                 let over = Done(done);
-                for _ in 0..ROUNDS {
+                for _ in 0..from_env("LACUNA_ROUNDS", 300) {
                     if done.load(Ordering::Relaxed) {
                         break;
                     }
@@ -112,7 +141,7 @@ fn a_replayed_copy_is_right_under_threads() {
                 let words = bed.words(page);
                 assert_eq!(
                     monitor.shadow[page as usize], words,
-                    "{huge:?} {delivery:?}: page {page} was written unseen"
+                    "{huge:?} {delivery:?}, seed {seed}: page {page} was written unseen"
                 );
             }
             bed.mmu.verify();

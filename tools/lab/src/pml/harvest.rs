@@ -1,68 +1,124 @@
-//! What one harvest costs: taking the marks, arming the pages again, and the shoot-down.
+//! What one harvest costs, for each page that is dirty: taking the marks, arming the pages again,
+//! and the shoot-down.
+//!
+//! ```text
+//! vCPU's stand-in    writes pages | all through, or its ring is full | writes the rest
+//! this thread                     | harvest, timed                   |
+//! ```
+//! A ring has at most 65 536 entries, so at 10 and 100 % of 8 GiB it is harvested whenever it is
+//! full, as after a vCPU's exit with a full ring: 4 and 33 times, and the sum is what counts.
 
-#[path = "harvest_bed.rs"]
-mod bed;
-
+use super::harvest_bed::{Bed, Harvested};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures};
-use bed::{Bed, Harvested};
 use lacuna_soft::{Backup, Delivery, Detection, RingSize};
 
 pub const STEPS: u64 = 2;
 
-/// Pages of 1000 that are dirty, their name, and how often that is harvested in a slice.
-const SHARES: [(u64, &str, u32); 4] = [(1, "0.1", 8), (10, "1", 4), (100, "10", 1), (1000, "100", 1)];
+/// How much is dirty: its name in an id, pages of 1000, and how often that is done in a slice.
+const SHARES: [(&str, u64, u32); 4] = [
+    ("0.1", 1, 8),
+    ("1", 10, 4),
+    ("10", 100, 1),
+    ("100", 1000, 1),
+];
 /// Harvests of nothing, in a slice.
 const EMPTY: u32 = 32;
 
 /// The arms; the second is the null.
-const ARMS: [Detection; 3] = [Detection::WriteProtect, Detection::WriteProtect, Detection::Pml];
+const ARMS: [(&str, Detection); 3] = [
+    ("wp", Detection::WriteProtect),
+    ("null", Detection::WriteProtect),
+    ("pml", Detection::Pml),
+];
+const NULL: usize = 1;
 
-pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+/// What one slice has: for each share the nanoseconds a page, those of them that were CPU time, and
+/// how many harvests there were; and the same, in all, for a harvest of nothing.
+const PER_SHARE: usize = 3;
+type Slice = [f64; PER_SHARE * (SHARES.len() + 1)];
+const TIME: usize = 0;
+const CPU: usize = 1;
+const HARVESTS: usize = 2;
+
+/// `pml.harvest_*`.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
     let gib: u64 = if options.quick { 1 } else { 8 };
-    let repeats = if options.quick { 2 } else { 6 };
-    let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("a size of its own");
-    let ring = Delivery::Ring { size, backup: Backup::None };
-    for (name, delivery) in [("", Delivery::Bitmap), ("_ring", ring)] {
-        progress.step("harvests");
-        let pages = gib << 18;
+    let repeats = if options.quick { 1 } else { 8 };
+    let pages = gib << 18;
+    let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("a ring's size");
+    let backup = Backup::None;
+    let rings = Delivery::Ring { size, backup };
+    for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings)] {
+        progress.step(if suffix.is_empty() {
+            "harvests of a bitmap"
+        } else {
+            "harvests of a ring"
+        });
         let runs = Bed::with(pages, delivery, |bed| {
-            measures(ARMS.len(), repeats, |arm| slice(bed, pages, ARMS[arm]))
+            measures(ARMS.len(), repeats, |arm| slice(bed, pages, ARMS[arm].1))
         })?;
-        for (arm, detection) in [(0, "wp"), (1, "null"), (2, "pml")] {
-            for (i, (share, label, _)) in SHARES.into_iter().enumerate() {
-                let ns = Summary::of(&runs[arm][i]);
-                eprintln!("{detection}{name} {label}%: {:.1} ns [{:.1} {:.1}] {:.3} ms, {:.1} harvests",
-                   ns.median, ns.low, ns.high, ns.median * (pages * share / 1000) as f64 / 1e6, runs[arm][i+5][0]);
-            }
-            eprintln!("{detection}{name} empty: {:.4} ms", Summary::of(&runs[arm][4]).median);
-        }
+        tell(report, gib, suffix, &runs);
     }
-    let _ = (report, Better::Lower, Measurement::new("a.b","x",Better::Lower,Summary::of(&[1.0])));
     Ok(())
 }
 
-/// Nanoseconds a dirty page for each of the shares; milliseconds with nothing dirty; harvests
-fn slice(bed: &mut Bed, pages: u64, detection: Detection) -> Result<[f64; 9], LabError> {
+fn slice(bed: &mut Bed, pages: u64, detection: Detection) -> Result<Slice, LabError> {
     bed.detect_by(detection)?;
-    let mut found = [0.0; 9];
-    for (i, (share, _, times)) in SHARES.into_iter().enumerate() {
+    let mut found = Slice::default();
+    for (i, (_, share, times)) in SHARES.into_iter().enumerate() {
         let mut all = Harvested::default();
         for _ in 0..times {
-            let one = bed.dirty(pages * share / 1000)?;
-            all.time += one.time;
-            all.pages += one.pages;
-            all.harvests += one.harvests;
+            bed.dirty(pages * share / 1000, &mut all)?;
         }
-        found[i] = all.time.as_nanos() as f64 / all.pages as f64;
-        found[i + 5] = f64::from(all.harvests) / f64::from(times);
+        let per_page = |ns: u128| ns as f64 / all.pages as f64;
+        let at = i * PER_SHARE;
+        found[at + TIME] = per_page(all.time.as_nanos());
+        found[at + CPU] = per_page(u128::from(all.cpu_ns));
+        found[at + HARVESTS] = f64::from(all.harvests) / f64::from(times);
     }
-    let mut none = Harvested::default();
+    let mut nothing = Harvested::default();
     for _ in 0..EMPTY {
-        bed.harvest(&mut none)?;
+        bed.harvest(&mut nothing)?;
     }
-    found[4] = none.time.as_secs_f64() * 1e3 / f64::from(EMPTY);
+    let at = SHARES.len() * PER_SHARE;
+    found[at + TIME] = nothing.time.as_nanos() as f64 / f64::from(EMPTY);
+    found[at + CPU] = nothing.cpu_ns as f64 / f64::from(EMPTY);
+    found[at + HARVESTS] = 1.0;
     Ok(found)
+}
+
+fn tell(report: &mut Report, gib: u64, suffix: &str, runs: &[[Vec<f64>; size_of::<Slice>() / 8]]) {
+    let of =
+        |arm: usize, share: usize, what: usize| Summary::of(&runs[arm][share * PER_SHARE + what]);
+    for (arm, (name, _)) in ARMS.into_iter().enumerate().filter(|(arm, _)| *arm != NULL) {
+        for (i, (label, share, _)) in SHARES.into_iter().enumerate() {
+            let id = format!("pml.harvest_ns_per_dirty_page.{name}{suffix}.{label}");
+            let dirty = (gib << 18) * share / 1000;
+            let whole = of(arm, i, TIME).scaled(dirty as f64 / 1e6);
+            let mut told = Measurement::new(id, "ns", Better::Lower, of(arm, i, TIME))
+                .param("gib", gib)
+                .param("dirty_pages", dirty)
+                .param("harvests", of(arm, i, HARVESTS).median)
+                .arm("whole_ms", whole)
+                .arm("cpu_ns", of(arm, i, CPU));
+            if ARMS[arm].1 == ARMS[NULL].1 {
+                told = told.arm("null", of(NULL, i, TIME));
+            }
+            report.push(told);
+        }
+        let id = format!("pml.harvest_empty_us.{name}{suffix}");
+        let empty = |what| of(arm, SHARES.len(), what).scaled(1e-3);
+        report.push(
+            Measurement::new(id, "us", Better::Lower, empty(TIME))
+                .param("gib", gib)
+                .arm("cpu_us", empty(CPU)),
+        );
+    }
 }

@@ -1,11 +1,392 @@
-//! Being built.
+//! The same guest under `/dev/kvm`: what it has left while KVM's bitmap, KVM's rings, or Linux's
+//! page table (userfaultfd's asynchronous write protection and `PAGEMAP_SCAN`) tell a monitor once
+//! a second which pages it writes.
+//!
+//! How writes are noticed is settled when a VM is made, so each of the three is a VM of its own,
+//! compared with itself while nothing logs: *off*, *off again* and *on* are slices of one run.
+//!
+//! ```text
+//! slice   settle ─ switch on ─┬─ 1 s ─ harvest ─┬─ switch off
+//!                             └──── counted ────┘
+//! ```
+//! Every transaction goes to the cold part of the heap, so that all of it is written again within a
+//! fraction of a second: a slice dirties about as many pages as there are, and what logging has
+//! left armed is written while the next slice settles.
+//!
+//! One vCPU: the monitor's work falls to another core, and no page waits for KVM's one lock over
+//! all shadow pages. The score is by the clock. A page's cost is by the processor time of the
+//! vCPU's thread: what a transaction takes more of it, times transactions, by pages; what else runs
+//! on this machine is left out, the monitor's own work too.
+//!
+//! All is KVM's and this host's. Where KVM is the one without hardware support (`kvm_pvm`: shadow
+//! paging, no PML), it is nothing to set beside VMX; so nothing is promised.
 
 use crate::experiment::{LabError, Options};
-use crate::report::Progress;
-use crate::result::Report;
+use crate::report::{Progress, align, short};
+use crate::result::{Better, Measurement, Report};
+use crate::session::{Guest, LastWords, image};
+use crate::stats::{Summary, measures, paired};
+use lacuna_addr::PageCount;
+use lacuna_kvm::{
+    Apf, Delivery, Dial, DirtyError, FirstTouch, KvmError, Launch, Logging, RingSize, SlotId, Vm,
+};
+use lacuna_machine::Ending;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
-pub const STEPS: u64 = 0;
+/// Steps of the progress that it makes.
+pub const STEPS: u64 = 3;
 
-pub fn measure(_: &Options, _: &mut Report, _: &Progress) -> Result<(), LabError> {
+/// The end of an id, in words, and how writes are noticed. Rings are as large as they can be: where
+/// KVM emulates the guest's kernel, each store of that makes an entry.
+fn ways() -> [(&'static str, &'static str, Delivery); STEPS as usize] {
+    let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("the largest there is");
+    [
+        ("bitmap", "KVM's bitmap", Delivery::Bitmap),
+        ("ring", "KVM's rings", Delivery::Ring(size)),
+        ("wp_async", "the page table", Delivery::Pagemap),
+    ]
+}
+
+const VCPUS: usize = 1;
+/// The guest's timer tick, in microseconds: a wake-up is dear where the guest's kernel is emulated.
+const TICK_US: u64 = 100_000;
+/// There where KVM is the one without hardware support.
+const PVM: &str = "/sys/module/kvm_pvm";
+
+fn score_id(way: &str) -> String {
+    format!("pml.kvm.score_percent.{way}")
+}
+
+fn cost_id(way: &str) -> String {
+    format!("pml.kvm.ns_per_dirty_page.{way}")
+}
+
+/// How much of it.
+#[derive(Clone, Copy)]
+struct Pace {
+    mib: u64,
+    period: Duration,
+    periods: u32,
+    settle: Duration,
+    rounds: usize,
+}
+
+impl Pace {
+    fn of(options: &Options) -> Self {
+        match options.quick {
+            true => Self {
+                mib: 32,
+                period: Duration::from_millis(100),
+                periods: 2,
+                settle: Duration::from_millis(100),
+                rounds: 1,
+            },
+            false => Self {
+                mib: 128,
+                period: Duration::from_secs(1),
+                periods: 1,
+                settle: Duration::from_millis(400),
+                rounds: 8,
+            },
+        }
+    }
+}
+
+/// An arm.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Arm {
+    Off,
+    On,
+}
+
+/// The second is the null.
+const ARMS: [Arm; 3] = [Arm::Off, Arm::Off, Arm::On];
+const OFF: usize = 0;
+const NULL: usize = 1;
+const ON: usize = 2;
+
+/// `pml.kvm.*`; skipped where there is no `/dev/kvm` to use, or it lacks what one of them needs.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    let pace = Pace::of(options);
+    for (way, words, delivery) in ways() {
+        progress.step(format!("/dev/kvm, {words}"));
+        match run(pace, delivery) {
+            Ok(runs) => tell(report, pace, way, words, &runs),
+            Err(LabError::Kvm(why)) if is_lacking(&why) => {
+                report.skip(score_id(way), &why);
+                report.skip(cost_id(way), &why);
+            }
+            Err(error) => return Err(error),
+        }
+    }
     Ok(())
+}
+
+fn is_lacking(why: &KvmError) -> bool {
+    matches!(
+        why,
+        KvmError::Unavailable(_)
+            | KvmError::NoRing
+            | KvmError::Ring { .. }
+            | KvmError::Userfaultfd { .. }
+            | KvmError::Dirty(DirtyError::Kernel { .. })
+    )
+}
+
+/// What one VM did: of each arm, in each round, transactions a second, the same a second of the
+/// vCPU's processor time, pages dirtied a second, and milliseconds a harvest.
+struct Runs(Vec<[Vec<f64>; 4]>);
+
+const PER_S: usize = 0;
+const PER_CPU_S: usize = 1;
+const DIRTIED: usize = 2;
+const HARVEST: usize = 3;
+
+impl Runs {
+    fn of(&self, arm: usize, what: usize) -> &[f64] {
+        &self.0[arm][what]
+    }
+
+    fn percent(&self, arm: usize) -> Summary {
+        paired(self.of(OFF, PER_S), self.of(arm, PER_S)).scaled(100.0)
+    }
+
+    /// What a dirtied page has cost the vCPU, nanoseconds.
+    fn cost_ns(&self) -> Summary {
+        let rounds = 0..self.of(ON, PER_S).len();
+        let cost = |round: usize| {
+            let at = |arm, what| self.of(arm, what)[round];
+            let more_ns = 1e9 / at(ON, PER_CPU_S) - 1e9 / at(OFF, PER_CPU_S);
+            more_ns * at(ON, PER_S) / at(ON, DIRTIED)
+        };
+        let costs: Vec<f64> = rounds.map(cost).collect();
+        Summary::of(&costs)
+    }
+}
+
+fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
+    let launch = Launch {
+        memory: PageCount::from_bytes(pace.mib << 20),
+        resident: PageCount::from_bytes(pace.mib << 20),
+        vcpus: VCPUS,
+        latency: Dial::default(),
+        first_touch: FirstTouch::Immediate,
+        apf: Apf::Off,
+        delivery,
+        command_line: format!(
+            "hot={}M cold=10000 writes=100 frees=0 seconds=1000000 tick_us={TICK_US}",
+            pace.mib / 32
+        ),
+    };
+    let words = LastWords::default();
+    let mut result = None;
+    let outcome = launch.run(&image("churn")?, words.console(), |now| {
+        let Some(guest) = Guest::attach(now.vm, now.board).filter(|_| result.is_none()) else {
+            return;
+        };
+        result = Some(Monitor::new(guest, now.vm).take_turns(pace));
+        now.board.end(Ending::Stopped, now.vm);
+    })?;
+    words.settle(result, &outcome.ending)
+}
+
+/// Who watches the guest.
+struct Monitor<'a> {
+    guest: Guest<'a>,
+    vm: &'a Vm,
+    /// Each slot's dirty bits of the last harvest.
+    slots: Vec<(SlotId, Vec<u64>)>,
+}
+
+impl<'a> Monitor<'a> {
+    fn new(guest: Guest<'a>, vm: &'a Vm) -> Self {
+        let slots = vm.slots().into_iter();
+        let slots = slots.map(|(id, gfns)| (id, vec![0; gfns.pages().div_ceil(64) as usize]));
+        let slots = slots.collect();
+        Self { guest, vm, slots }
+    }
+
+    fn take_turns(&mut self, pace: Pace) -> Result<Runs, LabError> {
+        self.guest.prepared()?;
+        let turns = measures(ARMS.len(), pace.rounds, |arm| self.slice(pace, ARMS[arm]));
+        turns.map(Runs)
+    }
+
+    fn slice(&mut self, pace: Pace, arm: Arm) -> Result<[f64; 4], LabError> {
+        self.guest.run_for(pace.settle)?;
+        if arm == Arm::On {
+            self.log(Logging::On)?;
+        }
+        let (before, cpu) = (self.guest.count()?, vcpu_time()?);
+        let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
+        for period in 1..=pace.periods {
+            let due = before.at + pace.period * period;
+            let left = due.saturating_duration_since(Instant::now());
+            self.guest.run_for(left)?;
+            if arm == Arm::On {
+                let start = Instant::now();
+                dirtied += self.harvest()?;
+                harvesting += start.elapsed();
+            }
+        }
+        let (after, cpu) = (self.guest.count()?, vcpu_time()? - cpu);
+        self.log(Logging::Off)?;
+        let seconds = (after.at - before.at).as_secs_f64();
+        let rate = after.rates_since(&before)[0];
+        Ok([
+            rate,
+            rate * seconds / cpu.as_secs_f64(),
+            dirtied as f64 / seconds,
+            harvesting.as_secs_f64() * 1e3 / f64::from(pace.periods),
+        ])
+    }
+
+    fn log(&self, logging: Logging) -> Result<(), LabError> {
+        for (id, _) in &self.slots {
+            self.vm.set_logging(*id, logging).map_err(refused)?;
+        }
+        Ok(())
+    }
+
+    /// Asks which pages were written, and arms them again. How many.
+    fn harvest(&mut self) -> Result<u64, LabError> {
+        if let Delivery::Ring(_) = self.vm.delivery() {
+            self.slots.iter_mut().for_each(|(_, words)| words.fill(0));
+            let slots = &mut self.slots;
+            // A page may have several entries.
+            let note = |id: SlotId, page: usize| {
+                slots[usize::from(id.0)].1[page / 64] |= 1 << (page % 64);
+            };
+            self.vm.collect_rings(note).map_err(refused)?;
+            self.vm.reset_rings().map_err(refused)?;
+        } else {
+            for (id, words) in &mut self.slots {
+                self.vm.get_dirty(*id, words).map_err(refused)?;
+            }
+        }
+        let words = self.slots.iter().flat_map(|(_, words)| words);
+        Ok(words.map(|word| u64::from(word.count_ones())).sum())
+    }
+}
+
+fn refused(error: DirtyError) -> LabError {
+    LabError::Kvm(error.into())
+}
+
+/// Processor time that the vCPU's thread has had, by its `schedstat` in /proc.
+fn vcpu_time() -> Result<Duration, LabError> {
+    let read = || {
+        for task in std::fs::read_dir("/proc/self/task")? {
+            let task = task?.path();
+            if std::fs::read_to_string(task.join("comm"))?.trim_end() == "vcpu0" {
+                let stat = std::fs::read_to_string(task.join("schedstat"))?;
+                let ns = stat.split(' ').next().and_then(|word| word.parse().ok());
+                return ns.ok_or(std::io::ErrorKind::InvalidData.into());
+            }
+        }
+        Err(std::io::ErrorKind::NotFound.into())
+    };
+    let ns = read().map_err(|source| LabError::Io {
+        what: "the processor time of the vCPU's thread".into(),
+        source,
+    })?;
+    Ok(Duration::from_nanos(ns))
+}
+
+fn tell(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) {
+    let (score, cost) = (runs.percent(ON), runs.cost_ns());
+    let dirtied = Summary::of(runs.of(ON, DIRTIED));
+    let harvest = Summary::of(runs.of(ON, HARVEST));
+    let host = if Path::new(PVM).exists() {
+        "kvm_pvm: shadow paging, no PML; not comparable with VMX or SVM"
+    } else {
+        "KVM"
+    };
+    let with_params = |result: Measurement| {
+        result
+            .param("host_kvm", host)
+            .param("memory_mib", pace.mib)
+            .param("vcpus", VCPUS)
+            .param("harvest_ms", pace.period.as_millis() as u64)
+            .param("settle_ms", pace.settle.as_millis() as u64)
+            .param("guest_tick_us", TICK_US)
+            .param("cold_of_10000", 10_000)
+            .arm("none_per_s", Summary::of(runs.of(OFF, PER_S)))
+            .arm("watched_per_s", Summary::of(runs.of(ON, PER_S)))
+            .arm("none_per_cpu_s", Summary::of(runs.of(OFF, PER_CPU_S)))
+            .arm("watched_per_cpu_s", Summary::of(runs.of(ON, PER_CPU_S)))
+            .arm("pages_dirtied_per_s", dirtied)
+            .arm("ms_per_harvest", harvest)
+            .arm("null_percent", runs.percent(NULL))
+    };
+    let result = Measurement::new(score_id(way), "%", Better::Higher, score);
+    report.push(with_params(result));
+    let result = Measurement::new(cost_id(way), "ns", Better::Lower, cost);
+    report.push(with_params(result));
+    report.say(format!(
+        "/dev/kvm ({host}), {words}: with a harvest every {} ms the guest keeps {:.1} % of its \
+         transactions (null {:.1} %), at {} pages dirtied a second; {:.0} ns of its vCPU's time a \
+         dirtied page.",
+        pace.period.as_millis(),
+        score.median,
+        runs.percent(NULL).median,
+        short(dirtied.median),
+        cost.median,
+    ));
+    report.detail(table(words, runs));
+}
+
+fn table(words: &str, runs: &Runs) -> String {
+    let head = format!("/dev/kvm, {words}");
+    let header = [
+        &head,
+        "transactions/s",
+        "a CPU second",
+        "pages dirtied/s",
+        "ms a harvest",
+    ];
+    let mut rows = vec![header.map(str::to_owned)];
+    for (name, arm) in [("off", OFF), ("off again", NULL), ("on", ON)] {
+        let median = |what: usize| Summary::of(runs.of(arm, what)).median;
+        rows.push([
+            format!("  {name}"),
+            short(median(PER_S)),
+            short(median(PER_CPU_S)),
+            short(median(DIRTIED)),
+            format!("{:.2}", median(HARVEST)),
+        ]);
+    }
+    align(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_costs_what_its_transactions_take_more() {
+        let arm = |rate: f64, cpu: f64, dirtied: f64| [rate, cpu, dirtied, 0.1].map(|v| vec![v; 3]);
+        // Half of each second is somebody else's.
+        let off = || arm(100.0, 200.0, 0.0);
+        let runs = Runs(vec![off(), off(), arm(92.0, 184.0, 1000.0)]);
+        assert!((runs.percent(ON).median - 92.0).abs() < 1e-9);
+        assert!((runs.percent(NULL).median - 100.0).abs() < 1e-9);
+        // Of half a second, eight hundredths, a thousandth of that to a page.
+        let expected = 0.5 * 0.08 * 1e9 / 1000.0;
+        assert!((runs.cost_ns().median - expected).abs() < 1e-3);
+    }
+
+    #[test]
+    fn what_a_host_lacks_is_no_failure_of_the_experiment() {
+        assert!(is_lacking(&KvmError::NoRing));
+        assert!(is_lacking(&KvmError::Ring { bytes: 2, most: 1 }));
+        assert!(!is_lacking(&KvmError::NoApf));
+        let overflow = DirtyError::Overflow { vcpu: 0 };
+        assert!(!is_lacking(&overflow.into()));
+    }
 }

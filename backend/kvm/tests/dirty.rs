@@ -1,0 +1,337 @@
+//! A monitor keeps a copy of a running guest's memory by replaying harvests of what the kernel
+//! noticed; at the end it is the guest's memory.
+
+mod common;
+
+use common::{can_run, image, launch, within};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE};
+use lacuna_guest::status::{PAGE_BYTES, Status};
+use lacuna_kvm::{Delivery, DirtyError, KvmError, Launch, Logging, RingSize, SlotId, Vm};
+use lacuna_machine::{Board, Ending, GuestMemory as _};
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+/// Makes many pages dirty for a while, and looks at all of its heap at the end.
+const CHURN: &str = "seconds=2 cold=3000 tick_us=20000";
+
+fn ring(bytes: usize) -> Delivery {
+    Delivery::Ring(RingSize::from_bytes(bytes).unwrap())
+}
+
+/// Where KVM emulates the guest's kernel, each store of that makes an entry.
+const LARGE: usize = RingSize::BYTES_MAX;
+
+/// Whether this host's kernel has it; says why not.
+fn has(delivery: Delivery) -> bool {
+    let mut launch = launch(16, 16, 1, "");
+    launch.delivery = delivery;
+    match launch.run(&image("hello"), |_: &str| (), |_| ()) {
+        Ok(_) => true,
+        Err(why @ (KvmError::NoRing | KvmError::Ring { .. } | KvmError::Userfaultfd { .. })) => {
+            println!("skipped: {why}");
+            false
+        }
+        Err(why) => panic!("{why}"),
+    }
+}
+
+type Page = [u8; PAGE_SIZE];
+
+fn read(vm: &Vm, gfns: GfnRange, page: usize) -> Page {
+    let gfn = gfns.start().checked_add(page as u64).unwrap();
+    let mut bytes = [0; PAGE_SIZE];
+    vm.read(gfn.gpa(), &mut bytes).unwrap();
+    bytes
+}
+
+/// A copy of all slots, page by page.
+struct Copy(BTreeMap<SlotId, (GfnRange, Vec<Page>)>);
+
+impl Copy {
+    fn begin(vm: &Vm) -> Self {
+        let all = |(id, gfns): (SlotId, GfnRange)| {
+            vm.set_logging(id, Logging::On).unwrap();
+            let pages = (0..gfns.pages() as usize).map(|at| read(vm, gfns, at));
+            (id, (gfns, pages.collect()))
+        };
+        Self(vm.slots().into_iter().map(all).collect())
+    }
+
+    /// The pages that were written, before they are copied.
+    fn dirty(&self, vm: &Vm) -> BTreeSet<(SlotId, usize)> {
+        let mut dirty = BTreeSet::new();
+        if matches!(vm.delivery(), Delivery::Ring(_)) {
+            let note = |id, at| {
+                dirty.insert((id, at));
+            };
+            let collected = vm.collect_rings(note).unwrap();
+            assert!(
+                vm.reset_rings().unwrap() <= collected,
+                "host writes need no entry"
+            );
+            return dirty;
+        }
+        for (id, (gfns, _)) in &self.0 {
+            let mut words = vec![0; gfns.pages().div_ceil(64) as usize];
+            vm.get_dirty(*id, &mut words).unwrap();
+            let is_set = |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
+            dirty.extend((0..words.len() * 64).filter(is_set).map(|at| (*id, at)));
+        }
+        dirty
+    }
+
+    fn harvest(&mut self, vm: &Vm) -> usize {
+        let dirty = self.dirty(vm);
+        for (id, at) in &dirty {
+            let (gfns, pages) = self.0.get_mut(id).unwrap();
+            pages[*at] = read(vm, *gfns, *at);
+        }
+        dirty.len()
+    }
+
+    fn compare(&self, vm: &Vm) {
+        for (id, (gfns, pages)) in &self.0 {
+            for (at, bytes) in pages.iter().enumerate() {
+                assert!(
+                    *bytes == read(vm, *gfns, at),
+                    "{id}: page {at} was written unseen"
+                );
+            }
+        }
+    }
+}
+
+/// A guest that runs.
+struct Running<'a> {
+    vm: &'a Vm,
+    board: &'a Board,
+}
+
+impl Running<'_> {
+    fn is_over(&self) -> bool {
+        self.board.ending().is_some()
+    }
+
+    /// Until its processes are prepared: a kernel that boots writes the same pages over and over.
+    fn prepared(&self) {
+        let is_prepared = |page: Gfn| {
+            let mut bytes = [0; PAGE_BYTES];
+            self.vm.read(page.gpa(), &mut bytes).unwrap();
+            let status = Status::parse(&bytes);
+            status.is_ok_and(|status| status.threads.first().is_some_and(|t| t.counter > 0))
+        };
+        while !self.is_over() && !self.board.status_page().is_some_and(is_prepared) {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Runs `name` to success beside `monitor`, which is to go on until the guest has ended.
+fn beside<T: Send + 'static>(
+    launch: &Launch,
+    name: &'static str,
+    monitor: impl FnOnce(&Running<'_>) -> T + Send + 'static,
+) -> T {
+    let launch = launch.clone();
+    within(120, move || {
+        let vm = launch.vm().unwrap();
+        let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();
+        let (sink, lines) = mpsc::channel();
+        let board = Board::new(move |line: &str| drop(sink.send(line.to_owned())));
+        let found = thread::scope(|scope| {
+            scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
+            // A monitor that panics must not leave the guest running.
+            let found = panic::catch_unwind(AssertUnwindSafe(|| {
+                let (vm, board) = (&*vm, &board);
+                monitor(&Running { vm, board })
+            }));
+            board.end(Ending::Stopped, &*vm);
+            found.unwrap_or_else(|why| panic::resume_unwind(why))
+        });
+        let lines: Vec<String> = lines.try_iter().collect();
+        let ending = board.ending();
+        let lines = lines.join("\n");
+        assert!(
+            matches!(ending, Some(Ending::Exited(0))),
+            "{ending:?}\n{lines}"
+        );
+        found
+    })
+}
+
+/// How many pages were harvested.
+fn follow(launch: &Launch, name: &'static str, pause: Duration) -> usize {
+    beside(launch, name, move |guest| {
+        guest.prepared();
+        let mut copy = Copy::begin(guest.vm);
+        let mut harvested = 0;
+        while !guest.is_over() {
+            thread::sleep(pause);
+            harvested += copy.harvest(guest.vm);
+        }
+        // The vCPUs that are not the last to leave.
+        thread::sleep(Duration::from_millis(100));
+        harvested += copy.harvest(guest.vm);
+        copy.compare(guest.vm);
+        harvested
+    })
+}
+
+fn follow_churn(delivery: Delivery) {
+    if !can_run() || !has(delivery) {
+        return;
+    }
+    for vcpus in [1, 2] {
+        let mut launch = launch(32, 32, vcpus, CHURN);
+        launch.delivery = delivery;
+        for pause in [5, 100] {
+            let harvested = follow(&launch, "churn", Duration::from_millis(pause));
+            println!("{delivery:?}, {vcpus} vCPUs, every {pause} ms: {harvested} pages");
+            assert!(harvested > 1000, "{harvested} pages");
+        }
+    }
+}
+
+#[test]
+fn the_bitmap_tells_all() {
+    follow_churn(Delivery::Bitmap);
+}
+
+#[test]
+fn the_rings_tell_all() {
+    follow_churn(ring(LARGE));
+}
+
+#[test]
+fn the_page_map_tells_all() {
+    follow_churn(Delivery::Pagemap);
+}
+
+#[test]
+fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
+    let delivery = ring(RingSize::BYTES_MIN);
+    if !can_run() || !has(delivery) {
+        return;
+    }
+    let mut launch = launch(32, 32, 1, "transactions=3000000 cold=3000 tick_us=20000");
+    launch.delivery = delivery;
+    beside(&launch, "churn", |guest| {
+        guest.prepared();
+        let vm = guest.vm;
+        vm.slots()
+            .iter()
+            .for_each(|(id, _)| vm.set_logging(*id, Logging::On).unwrap());
+        let count = || {
+            let mut bytes = [0; PAGE_BYTES];
+            let page = guest.board.status_page().unwrap();
+            vm.read(page.gpa(), &mut bytes).unwrap();
+            Status::parse(&bytes).unwrap().threads[1].counter
+        };
+        // A thousand entries are full in a few milliseconds.
+        let mut full = 0;
+        while full != count() {
+            full = count();
+            thread::sleep(Duration::from_millis(300));
+        }
+        assert!(!guest.is_over(), "{full} transactions");
+        for (id, _) in vm.slots() {
+            vm.set_logging(id, Logging::Off).unwrap();
+        }
+        let collected = vm.collect_rings(|_, _| ()).unwrap();
+        assert!(collected >= 960, "{collected}");
+        assert!(vm.reset_rings().unwrap() >= 960);
+        // It goes on, to its end.
+        while !guest.is_over() {
+            thread::sleep(Duration::from_millis(10));
+        }
+    });
+}
+
+/// What this process writes is handed out with the guest's writes, and only while a slot logs.
+#[test]
+fn host_writes_are_told() {
+    if !can_run() {
+        return;
+    }
+    for delivery in [Delivery::Bitmap, ring(LARGE), Delivery::Pagemap] {
+        if !has(delivery) {
+            continue;
+        }
+        let mut launch = launch(16, 16, 1, "");
+        launch.delivery = delivery;
+        let vm = launch.vm().unwrap();
+        let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).unwrap();
+        write(0x3000);
+        // A page that comes counts as written in the page map.
+        for (_, gfns) in vm.slots() {
+            (0..gfns.pages() as usize).for_each(|at| drop(read(&vm, gfns, at).to_vec()));
+        }
+        let mut copy = Copy::begin(&vm);
+        assert_eq!(copy.dirty(&vm).len(), 0, "{delivery:?}");
+        write(0x5fff);
+        write(0xff_f000);
+        let expected = [5, 6, 0xfff].map(|page| (SlotId(0), page));
+        assert_eq!(copy.dirty(&vm), BTreeSet::from(expected), "{delivery:?}");
+        assert_eq!(copy.harvest(&vm), 0, "{delivery:?}");
+    }
+}
+
+#[test]
+fn the_bitmap_is_read_and_cleared_in_two_steps_by_whole_words() {
+    if !can_run() {
+        return;
+    }
+    let vm = launch(16, 16, 1, "").vm().unwrap();
+    let (id, mut words) = (SlotId(0), vec![0; 64]);
+    assert_eq!(
+        vm.get_dirty(id, &mut words),
+        Err(DirtyError::NotLogging(id))
+    );
+    vm.set_logging(id, Logging::On).unwrap();
+    for page in [0, 70, 4095] {
+        vm.write(Gpa::truncate(page * PAGE_SIZE as u64), &[1])
+            .unwrap();
+    }
+    for _ in 0..2 {
+        vm.peek_dirty(id, &mut words).unwrap();
+        assert_eq!((words[0], words[1], words[63]), (1, 1 << 6, 1 << 63));
+    }
+    vm.clear_dirty(id, 64, 64, &words[1..2]).unwrap();
+    vm.peek_dirty(id, &mut words).unwrap();
+    assert_eq!((words[0], words[1], words[63]), (1, 0, 1 << 63));
+    let clear = |first, pages| vm.clear_dirty(id, first, pages, &[1]).unwrap_err();
+    assert!(matches!(clear(1, 64), DirtyError::Clear(_)));
+    assert!(matches!(clear(4096, 64), DirtyError::Clear(_)));
+    vm.get_dirty(id, &mut words).unwrap();
+    assert_eq!((words[0], words[1], words[63]), (1, 0, 1 << 63));
+    let none = vm.get_dirty(SlotId(9), &mut words);
+    assert_eq!(none, Err(DirtyError::NoSlot(SlotId(9))));
+    let short = vm.get_dirty(id, &mut words[1..]).unwrap_err();
+    assert!(
+        short.to_string().contains("64 words of dirty bits, not 63"),
+        "{short}"
+    );
+}
+
+#[test]
+fn what_cannot_be_is_told_in_words() {
+    if !can_run() {
+        return;
+    }
+    let mut launch = launch(16, 8, 1, "");
+    launch.delivery = Delivery::Pagemap;
+    let away = launch.vm().map(drop).unwrap_err();
+    assert!(matches!(away, KvmError::Away), "{away}");
+    launch.delivery = ring(LARGE);
+    if has(launch.delivery) {
+        let vm = launch.vm().unwrap();
+        let (id, mut words) = (SlotId(0), vec![0; 64]);
+        vm.set_logging(id, Logging::On).unwrap();
+        assert_eq!(vm.get_dirty(id, &mut words), Err(DirtyError::NoBitmap));
+        assert_eq!(vm.peek_dirty(id, &mut words), Err(DirtyError::NoBitmap));
+        assert_eq!(vm.collect_rings(|_, _| ()), Ok(0));
+    }
+}

@@ -1,0 +1,41 @@
+//! Ioctls whose result is a count: `rustix` has a type for those that return nothing else than
+//! what they write through their argument.
+//!
+//! UNSAFETY: the trait asks for promises about the pointer that the kernel is given, which are
+//! those of whoever makes the value.
+
+use rustix::io;
+use rustix::ioctl::{Ioctl, IoctlOutput, Opcode};
+use std::ffi::c_void;
+use std::ptr;
+
+/// The ioctl `OPCODE` on one `T`, which returns how many.
+pub struct Counted<'a, const OPCODE: Opcode, T>(&'a mut T);
+
+impl<'a, const OPCODE: Opcode, T> Counted<'a, OPCODE, T> {
+    /// # Safety
+    /// `OPCODE` takes a pointer to one `T`, or ignores it, and what it does is allowed.
+    pub unsafe fn new(argument: &'a mut T) -> Self {
+        Self(argument)
+    }
+}
+
+// SAFETY: 1. the opcode takes this pointer, by the contract of `new`. 2. It may write there, which
+// `IS_MUTATING` says. 3. The result is an integer that needs no look at the memory.
+unsafe impl<const OPCODE: Opcode, T> Ioctl for Counted<'_, OPCODE, T> {
+    type Output = usize;
+
+    const IS_MUTATING: bool = true;
+
+    fn opcode(&self) -> Opcode {
+        OPCODE
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        ptr::from_mut(self.0).cast()
+    }
+
+    unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> io::Result<usize> {
+        Ok(usize::try_from(out).expect("what is negative is an error"))
+    }
+}

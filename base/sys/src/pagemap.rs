@@ -1,0 +1,127 @@
+//! `PAGEMAP_SCAN` (`linux/fs.h`, since Linux 6.7): which pages of this process were written since
+//! they were last protected, told by its page table and protected again in the same step.
+//!
+//! It works on ranges of a [`Userfaultfd`](crate::Userfaultfd) that tracks writes: a page whose
+//! entry has userfaultfd's write-protect mark is clean, and the first write to it takes that mark
+//! off, in the kernel, without telling anybody.
+//!
+//! UNSAFETY: an ioctl that writes an array by its address. What it does to the scanned pages is
+//! invisible to whoever reads or writes them.
+
+use crate::counted::Counted;
+use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use rustix::io::{self, Errno};
+use rustix::ioctl::{Opcode, ioctl, opcode};
+use std::fs::File;
+
+const SCAN: Opcode = opcode::read_write::<PmScanArg>(b'f', 16);
+/// `PAGE_IS_WRITTEN`: the entry has no write-protect mark. Absent pages count as written, too.
+const WRITTEN: u64 = 1 << 1;
+/// `PAGE_IS_PRESENT`.
+const PRESENT: u64 = 1 << 3;
+/// `PAGE_IS_SWAPPED`.
+const SWAPPED: u64 = 1 << 4;
+/// `PM_SCAN_WP_MATCHING`.
+const WP_MATCHING: u64 = 1;
+/// `PM_SCAN_CHECK_WPASYNC`: refuse rather than skip what is not tracked.
+const CHECK_WPASYNC: u64 = 1 << 1;
+/// Ranges in one answer.
+const RANGES: usize = 512;
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+struct PmScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct PageRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+// The first size is part of the ioctl's number; both are the kernel's (linux/fs.h).
+const _: () = assert!(size_of::<PmScanArg>() == 96 && size_of::<PageRegion>() == 24);
+
+/// What becomes of the pages that a scan finds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Written {
+    /// They count as written still.
+    Keep,
+    /// They are protected, each at the moment it is looked at: from then on they count as clean.
+    Protect,
+}
+
+/// The page table of this process, as far as it may be asked.
+#[derive(Debug)]
+pub struct Pagemap(File);
+
+impl Pagemap {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// Of `open(2)`: no `/proc`, or no permission.
+    pub fn open() -> io::Result<Self> {
+        let file = File::open("/proc/self/pagemap");
+        let errno = |e: std::io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
+        file.map(Self).map_err(errno)
+    }
+
+    /// Tells `each` the written pages of `range`, ascending, neighbours together. Pages that are
+    /// not there, neither in memory nor in swap, count as clean and stay without a mark.
+    ///
+    /// # Errors
+    /// `NOTTY`: Linux before 6.7; `PERM`: not a range that tracks writes.
+    pub fn written(
+        &self,
+        range: HvaRange,
+        then: Written,
+        mut each: impl FnMut(HvaRange),
+    ) -> io::Result<()> {
+        let mut found = [PageRegion::default(); RANGES];
+        let mut scan = PmScanArg {
+            size: size_of::<PmScanArg>() as u64,
+            flags: match then {
+                Written::Keep => CHECK_WPASYNC,
+                Written::Protect => CHECK_WPASYNC | WP_MATCHING,
+            },
+            start: range.start().get(),
+            end: range.end().get(),
+            walk_end: 0,
+            vec: found.as_mut_ptr().expose_provenance() as u64,
+            vec_len: RANGES as u64,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: WRITTEN,
+            category_anyof_mask: PRESENT | SWAPPED,
+            return_mask: WRITTEN,
+        };
+        while scan.start < scan.end {
+            // SAFETY: 1. PAGEMAP_SCAN takes a `struct pm_scan_arg`. 2. It writes at most `vec_len`
+            // regions at `vec`, which `found` has. 3. To protect pages changes no byte of them.
+            let filled = unsafe { ioctl(&self.0, Counted::<SCAN, _>::new(&mut scan)) }?;
+            found[..filled].iter().filter_map(pages).for_each(&mut each);
+            scan.start = scan.walk_end;
+        }
+        Ok(())
+    }
+}
+
+fn pages(region: &PageRegion) -> Option<HvaRange> {
+    let pages = (region.end - region.start) / PAGE_SIZE as u64;
+    HvaRange::new(Hva::new(region.start), pages)
+}

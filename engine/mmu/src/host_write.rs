@@ -1,0 +1,85 @@
+//! Writes that no TLB knows of: devices, loaders, the words of asynchronous faults.
+//!
+//! ```text
+//! writer                                 who turns the log on
+//! writers += 1; fence                    on = true; fence
+//! on? then marked after the write        wait until writers == 0: those that have not seen it
+//! write; mark; writers -= 1              return: the copy that follows has what they wrote
+//! ```
+//! A writer keeps the slot that it has found: whatever becomes of the layout meanwhile, the mark
+//! goes to the log of the pages that it writes to, which a slot takes along where it goes.
+
+use crate::dirty::{Count, DirtyError};
+use crate::{Faulter, Mmu, Rmap};
+use lacuna_addr::{Gfn, Hva};
+use lacuna_slots::Slot;
+use lacuna_sync::shim::{Ordering, fence};
+use std::sync::Arc;
+
+/// A write to one page of a slot, from before its first byte to after its last.
+#[must_use = "what is written while it lives is marked when it is done"]
+pub struct Writing {
+    slot: Arc<Slot<Rmap>>,
+    gfn: Gfn,
+    logs: bool,
+}
+
+impl Mmu {
+    /// The host is about to write to the page at `gfn`, in `slot`. Ends with [`Writing::done`].
+    ///
+    /// # Errors
+    /// [`DirtyError::NoBitmap`]: the slot logs, and there is nowhere to say that it was not a vCPU.
+    pub fn host_write(&self, slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Result<Writing, DirtyError> {
+        let writing = Writing::begin(slot, gfn);
+        match writing.logs && !self.dirty.has_bitmaps() {
+            true => Err(DirtyError::NoBitmap),
+            false => Ok(writing),
+        }
+    }
+
+    /// A vCPU is about to write there past its TLB. Ends with [`Writing::done_by`].
+    pub fn vcpu_write(&self, slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Writing {
+        Writing::begin(slot, gfn)
+    }
+}
+
+impl Writing {
+    fn begin(slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Self {
+        slot.attach.log().writers.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        Self {
+            slot: Arc::clone(slot),
+            gfn,
+            logs: slot.attach.log().is_on(),
+        }
+    }
+
+    /// Where its page is backed.
+    pub fn hva(&self) -> Hva {
+        self.slot.hva(self.gfn)
+    }
+
+    /// All is written.
+    pub fn done(self) {
+        if self.logs {
+            self.slot.attach.log().mark(self.slot.page(self.gfn));
+        }
+    }
+
+    /// All is written, by this vCPU.
+    pub fn done_by(self, faulter: &mut Faulter) {
+        if self.logs {
+            faulter.marker.mark(&self.slot, self.gfn, Count::Fault);
+        }
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        self.slot
+            .attach
+            .log()
+            .writers
+            .fetch_sub(1, Ordering::Release);
+    }
+}

@@ -1,0 +1,354 @@
+//! One VM's memory, with a stand-in for its vCPU: a thread that writes to pages when it is told to,
+//! and passes quiescent points as a vCPU does, whether it has anything to do or not.
+
+use crate::experiment::LabError;
+use crate::native::thread_cpu_ns;
+use lacuna_addr::{Access, Gfn, PAGE_SIZE, PageCount};
+use lacuna_soft::{
+    Apf, Delivery, Detection, Dial, Fault, Faulter, Host, HugePages, Launch, Logging, Mmu,
+    MmuNotifier, Room, SlotFlags, SlotId, SlotSpec, Swap, Walk,
+};
+use lacuna_sync::{Clock, HostClock, Quiescence};
+use std::hint::spin_loop;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const SLOT: SlotId = SlotId(0);
+/// Where the slot begins.
+const FIRST: Gfn = Gfn::new(1 << 20).expect("4 GiB");
+const TABLES: u32 = 1 << 14;
+/// Frames beyond the slot's pages: magazines, and what reclaim wants free.
+const SPARE: u64 = 1 << 14;
+
+/// A slot of 4 KiB leaves, all of them mapped, that logs.
+pub struct Bed {
+    mmu: Arc<Mmu>,
+    pages: u64,
+    /// For the bits of a harvest; none where it comes by ring.
+    words: Vec<u64>,
+    /// Where in the order of pages the next ones to be written are.
+    next: u64,
+    orders: Sender<Range<u64>>,
+    answers: Receiver<Result<Wrote, String>>,
+}
+
+/// How far the writer has come.
+enum Wrote {
+    /// Through its order.
+    All,
+    /// Its ring is full, and this is left.
+    RingFull(Range<u64>),
+}
+
+/// What it took to learn of some dirty pages, and to arm them again.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Harvested {
+    /// In all.
+    pub time: Duration,
+    /// The harvester's own CPU time of that.
+    pub cpu_ns: u64,
+    /// In so many harvests: more than one where a ring was full.
+    pub harvests: u32,
+    /// So many pages came out of them.
+    pub pages: u64,
+}
+
+impl Bed {
+    /// Carries out `experiment` on a slot of `pages` pages, a power of two.
+    pub fn with<T>(
+        pages: u64,
+        delivery: Delivery,
+        experiment: impl FnOnce(&mut Self) -> Result<T, LabError>,
+    ) -> Result<T, LabError> {
+        assert!(pages.is_power_of_two(), "{pages} pages");
+        let host = host(pages)?;
+        let quiescence = Arc::new(Quiescence::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), TABLES)?;
+        mmu.set_delivery(delivery)?;
+        let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
+        let region = host.add_region(PageCount::new(pages), notifier)?;
+        mmu.add_slot(SlotSpec {
+            id: SLOT,
+            guest: FIRST.gpa().get(),
+            host: region.start(),
+            bytes: pages * PAGE_SIZE as u64,
+            flags: SlotFlags::empty(),
+        })?;
+        let (orders, taken) = channel();
+        let (told, answers) = channel();
+        let writer = Writer {
+            mmu: &mmu,
+            quiescence: &quiescence,
+            faulter: mmu.faulter()?,
+            pages,
+            order: 0..0,
+            orders: taken,
+            answers: told,
+        };
+        let mut bed = Self {
+            mmu: Arc::clone(&mmu),
+            pages,
+            words: match delivery {
+                Delivery::Bitmap => vec![0; pages.div_ceil(64) as usize],
+                Delivery::Ring { .. } => Vec::new(),
+            },
+            next: 0,
+            orders,
+            answers,
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| writer.run());
+            let done = bed.prepare().and_then(|()| experiment(&mut bed));
+            // Without anybody to give it orders the writer ends.
+            drop(bed);
+            done
+        })
+    }
+
+    /// Maps everything; only then is it logged.
+    fn prepare(&mut self) -> Result<(), LabError> {
+        self.order(self.pages)?;
+        let _ = self.answer()?;
+        Ok(self.mmu.set_logging(SLOT, Logging::LAZY)?)
+    }
+
+    /// From here on writes are noticed so. Nothing is dirty then, and every page has been through
+    /// it once: what switching leaves behind is gone.
+    pub fn detect_by(&mut self, detection: Detection) -> Result<(), LabError> {
+        self.mmu.set_detection(detection);
+        self.dirty(self.pages, &mut Harvested::default())
+    }
+
+    /// Writes to so many pages, anywhere, then harvests them, or as often as the ring is full.
+    ///
+    /// # Errors
+    /// When other than these pages come out.
+    pub fn dirty(&mut self, pages: u64, all: &mut Harvested) -> Result<(), LabError> {
+        let before = all.pages;
+        self.order(pages)?;
+        loop {
+            let wrote = self.answer()?;
+            self.harvest(all)?;
+            match wrote {
+                Wrote::All => break,
+                Wrote::RingFull(left) => self.send(left)?,
+            }
+        }
+        match all.pages - before {
+            found if found == pages => Ok(()),
+            found => Err(LabError::Guest(format!(
+                "{pages} pages were written, and {found} harvested"
+            ))),
+        }
+    }
+
+    /// One harvest.
+    pub fn harvest(&mut self, all: &mut Harvested) -> Result<(), LabError> {
+        let (began, cpu) = (Instant::now(), thread_cpu_ns());
+        let in_rings = if self.words.is_empty() {
+            let pages = self.mmu.collect_rings(|_, _| {});
+            let _ = self.mmu.reset_rings();
+            pages as u64
+        } else {
+            self.mmu.get_dirty(SLOT, &mut self.words)?;
+            0
+        };
+        all.time += began.elapsed();
+        all.cpu_ns += thread_cpu_ns() - cpu;
+        all.harvests += 1;
+        let in_bitmap: u64 = self
+            .words
+            .iter()
+            .map(|word| u64::from(word.count_ones()))
+            .sum();
+        all.pages += in_rings + in_bitmap;
+        Ok(())
+    }
+
+    fn order(&mut self, pages: u64) -> Result<(), LabError> {
+        let first = self.next;
+        self.next += pages;
+        self.send(first..self.next)
+    }
+
+    fn send(&self, order: Range<u64>) -> Result<(), LabError> {
+        let sent = self.orders.send(order);
+        sent.map_err(|_| LabError::Guest("the writer has ended".into()))
+    }
+
+    fn answer(&self) -> Result<Wrote, LabError> {
+        match self.answers.recv() {
+            Ok(Ok(wrote)) => Ok(wrote),
+            Ok(Err(why)) => Err(LabError::Guest(why)),
+            Err(_) => Err(LabError::Guest("the writer has ended".into())),
+        }
+    }
+}
+
+fn host(pages: u64) -> Result<Arc<Host>, LabError> {
+    let launch = Launch {
+        memory: PageCount::new(pages),
+        resident: PageCount::new(pages + SPARE),
+        vcpus: 1,
+        huge: HugePages::Never,
+        swap: Swap::Memory,
+        latency: Dial::default(),
+        apf: Apf::Off,
+        seed: None,
+        command_line: String::new(),
+    };
+    let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+    Ok(launch.host(clock)?)
+}
+
+/// The thread that writes.
+struct Writer<'a> {
+    mmu: &'a Mmu,
+    quiescence: &'a Quiescence,
+    faulter: Faulter,
+    pages: u64,
+    order: Range<u64>,
+    orders: Receiver<Range<u64>>,
+    answers: Sender<Result<Wrote, String>>,
+}
+
+/// Whether the writer is still wanted.
+enum Wanted {
+    Yes,
+    No,
+}
+
+impl Writer<'_> {
+    fn run(mut self) {
+        loop {
+            let vcpu = self.quiescence.vcpu(0);
+            let _ = vcpu.take();
+            let _ = self.quiescence.online(0);
+            vcpu.flushed();
+            let wanted = self.online();
+            self.mmu.flush_log(&mut self.faulter);
+            self.quiescence.offline(0);
+            if matches!(wanted, Wanted::No) {
+                return;
+            }
+        }
+    }
+
+    /// Between two quiescent points.
+    fn online(&mut self) -> Wanted {
+        while !self.quiescence.vcpu(0).poked() {
+            let Some(place) = self.order.next() else {
+                match self.orders.try_recv() {
+                    Ok(order) => self.order = order,
+                    Err(TryRecvError::Empty) => spin_loop(),
+                    Err(TryRecvError::Disconnected) => return Wanted::No,
+                }
+                continue;
+            };
+            // At first in the order of addresses, so that neighbours have neighbouring frames, as
+            // they have where a guest boots.
+            let page = match place {
+                first if first < self.pages => first,
+                later => page_at(later, self.pages),
+            };
+            let wrote = self.write(page);
+            let answer = match wrote {
+                Err(why) => Some(Err(why)),
+                Ok(()) if self.order.is_empty() => Some(Ok(Wrote::All)),
+                Ok(()) if self.faulter.room() == Room::SoftFull => {
+                    Some(Ok(Wrote::RingFull(std::mem::take(&mut self.order))))
+                }
+                Ok(()) => None,
+            };
+            if let Some(answer) = answer {
+                // Nobody listens any more: then there are no orders either.
+                let _ = self.answers.send(answer);
+            }
+        }
+        Wanted::Yes
+    }
+
+    fn write(&mut self, page: u64) -> Result<(), String> {
+        let gfn = FIRST.checked_add(page).expect("inside the slot");
+        self.quiescence.vcpu(0).note(gfn.block());
+        loop {
+            if let Walk::Hit(_) = self.mmu.walk(&mut self.faulter, gfn, Access::Write) {
+                return Ok(());
+            }
+            let fault = self.mmu.fault(&mut self.faulter, gfn, Access::Write);
+            self.faulter.retired();
+            match fault {
+                Fault::Mapped(_) => return Ok(()),
+                Fault::Busy => {}
+                _ => return Err("a resident page cannot be had".into()),
+            }
+        }
+    }
+}
+
+/// Number `place` of an order of pages in which neighbours are rare and every page comes once in
+/// `pages`, a power of two: odd factors and shifts of the upper half are all one to one.
+fn page_at(place: u64, pages: u64) -> u64 {
+    let half = pages.ilog2() / 2;
+    let mut page = place.wrapping_mul(0x9e37_79b9_7f4a_7c15) % pages;
+    page ^= page >> half;
+    page = page.wrapping_mul(0xbf58_476d_1ce4_e5b9) % pages;
+    page ^ page >> half
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_soft::{Backup, RingSize};
+
+    #[test]
+    fn every_page_comes_once() {
+        for pages in [1 << 9, 1 << 12] {
+            let mut seen = vec![false; pages as usize];
+            for place in 77..77 + pages {
+                let page = page_at(place, pages) as usize;
+                assert!(!std::mem::replace(&mut seen[page], true), "page {page}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_of_the_pages_are_neighbours() {
+        let pages = 1 << 16;
+        let mut some: Vec<u64> = (0..pages / 100)
+            .map(|place| page_at(place, pages))
+            .collect();
+        some.sort_unstable();
+        let neighbours = some.windows(2).filter(|two| two[1] - two[0] == 1).count();
+        assert!(
+            neighbours < some.len() / 20,
+            "{neighbours} of {}",
+            some.len()
+        );
+    }
+
+    #[test]
+    fn what_is_written_is_harvested_by_every_detection_and_delivery() {
+        let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
+        let backup = Backup::None;
+        for delivery in [Delivery::Bitmap, Delivery::Ring { size, backup }] {
+            let done = Bed::with(1 << 12, delivery, |bed| {
+                for detection in [Detection::WriteProtect, Detection::Pml] {
+                    bed.detect_by(detection)?;
+                    let mut some = Harvested::default();
+                    bed.dirty(100, &mut some)?;
+                    assert_eq!((some.pages, some.harvests), (100, 1));
+                    let mut all = Harvested::default();
+                    bed.dirty(1 << 12, &mut all)?;
+                    let many = delivery != Delivery::Bitmap;
+                    assert_eq!(all.harvests > 1, many, "{delivery:?} {}", all.harvests);
+                }
+                Ok(())
+            });
+            done.unwrap();
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! PML left on while no slot logs: every vCPU looks for pages to log, and there are none.
+
+use super::score_charge::DIAL_MOST;
+use super::score_guest::{Churn, Watch};
+use crate::experiment::{LabError, Options};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, measures, paired};
+use lacuna_soft::Detection;
+
+const ID: &str = "pml.always_on_loss_percent";
+
+const ARMS: [Watch; 3] = [
+    Watch::Nothing(Detection::WriteProtect),
+    Watch::Nothing(Detection::WriteProtect),
+    Watch::Nothing(Detection::Pml),
+];
+const OFF: usize = 0;
+const NULL: usize = 1;
+const ON: usize = 2;
+
+/// `pml.always_on_loss_percent`.
+///
+/// # Errors
+/// Those of the guest; and a single page that was logged, for nobody wants to know.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    churn: &mut Churn<'_>,
+) -> Result<(), LabError> {
+    let rounds = if options.quick { 3 } else { 21 };
+    churn.turn(DIAL_MOST)?;
+    let mut logged = 0;
+    let runs = measures(ARMS.len(), rounds, |arm| {
+        let slice = churn.slice(ARMS[arm], 1)?;
+        let stats = slice.counted.stats;
+        if arm == ON {
+            logged += stats.logged + stats.log_full + stats.flushes;
+        }
+        Ok::<_, LabError>([slice.rate])
+    })?;
+    if logged > 0 {
+        return Err(LabError::Guest(format!(
+            "{logged} entries, full logs and flushes though no slot logs"
+        )));
+    }
+    let rates = |arm: usize| &runs[arm][0];
+    let loss = lost(paired(rates(OFF), rates(ON)));
+    let null = lost(paired(rates(OFF), rates(NULL)));
+    report.push(
+        Measurement::new(ID, "%", Better::Lower, loss)
+            .reference(0.45, "KVM PML patch letter, 2015: 0.06 and 0.45")
+            .param("entries_logged", logged)
+            .param("inside_null", inside(loss, null))
+            .arm("null_percent", null)
+            .arm("off_per_s", Summary::of(rates(OFF)))
+            .arm("on_per_s", Summary::of(rates(ON))),
+    );
+    report.say(format!(
+        "PML on and no slot that logs: {logged} pages logged; {:.2} % lost, {} the interval of no \
+         change against itself ({:.2} .. {:.2}).",
+        loss.median,
+        if inside(loss, null) {
+            "inside"
+        } else {
+            "outside"
+        },
+        null.low,
+        null.high
+    ));
+    Ok(())
+}
+
+fn inside(loss: Summary, null: Summary) -> bool {
+    (null.low..=null.high).contains(&loss.median)
+}
+
+/// A ratio of rates as a loss in percent.
+fn lost(ratio: Summary) -> Summary {
+    let percent = |ratio: f64| 100.0 * (1.0 - ratio);
+    Summary {
+        median: percent(ratio.median),
+        low: percent(ratio.high),
+        high: percent(ratio.low),
+        ..ratio
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_is_what_the_ratio_lacks() {
+        let ratio = Summary::of(&[0.98, 0.99, 1.01]);
+        let loss = lost(ratio);
+        assert!((loss.median - 1.0).abs() < 1e-9);
+        assert!((loss.low + 1.0).abs() < 1e-9 && (loss.high - 2.0).abs() < 1e-9);
+        assert!(inside(loss, lost(Summary::of(&[0.97, 1.0, 1.03]))));
+        assert!(!inside(loss, lost(Summary::of(&[1.0]))));
+    }
+}
