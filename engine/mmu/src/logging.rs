@@ -49,6 +49,9 @@ impl Mmu {
     /// vCPUs.
     pub fn set_detection(&self, detection: Detection) {
         let _change = self.lock_layout();
+        if detection == self.dirty.detection() {
+            return;
+        }
         match detection {
             Detection::Pml => {
                 self.dirty.vcpus_log.store(true, Ordering::SeqCst);

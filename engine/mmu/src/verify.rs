@@ -5,6 +5,7 @@ use crate::rmap::parts;
 use crate::{InBlock, Mmu, Rmap};
 use lacuna_addr::{GfnRange, Level};
 use lacuna_slots::{Slot, assert_invariants};
+use lacuna_sync::shim::Ordering;
 
 impl Mmu {
     /// Walks everything.
@@ -12,12 +13,21 @@ impl Mmu {
     /// # Panics
     /// When an invariant is broken: every rmap word leads to a leaf of its level, every leaf is in
     /// exactly one rmap, block words count exactly, a huge leaf is where one is possible, disallow
-    /// counts are not below what the slot's place says, D means W, and the tables are sound in
-    /// themselves.
+    /// counts are not below what the slot's place says, D means W, W means D
+    /// wherever no vCPU logs for a slot that wants to know, and the tables are sound in themselves.
     pub fn verify(&self) {
         let slots = self.slots.snapshot();
         assert_invariants(&slots);
-        let counts = self.stage2.verify();
+        let vcpus_log = self.dirty.vcpus_log.load(Ordering::Relaxed);
+        let counts = self.stage2.verify_leaves(|gfn, leaf| {
+            let unseen = leaf.is_writable() && !leaf.dirty;
+            let logs = |slot: &Slot<Rmap>| vcpus_log && slot.attach.log().is_on();
+            let may_be = slots.find(gfn).is_some_and(|slot| logs(slot));
+            assert!(
+                !unseen || may_be,
+                "gfn {gfn}: W without D that nobody looks for"
+            );
+        });
         let (mut small, mut huge) = (0, 0);
         for slot in slots.iter() {
             let fresh = Rmap::new(slot.gfns, slot.hvas);

@@ -1,15 +1,16 @@
 //! Walks everything and asserts. Tests, the simulator and fuzzers call it after each step.
 
 use crate::format::Height;
-use crate::{Counts, Entry, EntryRef, Stage2};
+use crate::{Counts, Entry, EntryRef, Leaf, Stage2};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_tables::TableId;
 use std::collections::HashSet;
 
-struct Census<'a> {
+struct Census<'a, F> {
     stage2: &'a Stage2,
     seen: HashSet<TableId>,
     counts: Counts,
+    each: F,
 }
 
 impl Stage2 {
@@ -24,12 +25,21 @@ impl Stage2 {
     /// # Panics
     /// When one of these is not so.
     pub fn verify(&self) -> Counts {
+        self.verify_leaves(|_, _| {})
+    }
+
+    /// The same, and shows each leaf with its first frame.
+    ///
+    /// # Panics
+    /// As [`Stage2::verify`].
+    pub fn verify_leaves(&self, each: impl FnMut(Gfn, Leaf)) -> Counts {
         let everything = everything();
         let _locked = self.cursor(everything);
         let mut census = Census {
             stage2: self,
             seen: HashSet::new(),
             counts: Counts::default(),
+            each,
         };
         census.visit(self.root, Height::ROOT, everything);
         assert_eq!(
@@ -46,7 +56,7 @@ impl Stage2 {
     }
 }
 
-impl Census<'_> {
+impl<F: FnMut(Gfn, Leaf)> Census<'_, F> {
     fn visit(&mut self, table: TableId, height: Height, span: GfnRange) {
         assert!(self.seen.insert(table), "{table:?} is linked twice");
         for (index, span) in height.entries(span.start(), span) {
@@ -64,6 +74,7 @@ impl Census<'_> {
                     );
                     assert_eq!(leaf.defect(), None, "{leaf:?} at {span:?}");
                     self.counts.leaves[leaf.level as usize - 1] += 1;
+                    (self.each)(span.start(), leaf);
                 }
                 Entry::Frozen => panic!("a frozen entry at rest, at {span:?}"),
             }

@@ -112,7 +112,7 @@ impl Pace {
                 mib: 2048.min((HostInfo::detect().memory_bytes >> 22).max(192)),
                 period: Duration::from_secs(1),
                 heal: Duration::from_millis(2500),
-                periods: 2,
+                periods: 1,
                 rounds: 6,
                 tries: 7,
             },

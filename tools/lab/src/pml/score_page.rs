@@ -118,7 +118,7 @@ fn tell(report: &mut Report, suffix: &str, pages: u64, costs: &Costs) {
 
 /// Measures all arms.
 fn costs(options: &Options, pages: u64, delivery: Delivery) -> Result<Costs, LabError> {
-    let (rounds, sweeps) = if options.quick { (3, 8) } else { (41, 24) };
+    let (rounds, sweeps) = if options.quick { (3, 8) } else { (31, 12) };
     let mut rig = Rig::new(pages, delivery)?;
     let runs = measures(ARMS.len(), rounds, |arm| rig.slice(ARMS[arm].1, sweeps))?;
     let none_ns = runs[NONE][0].clone();
@@ -280,7 +280,7 @@ fn tables(end: u64) -> Vec<u8> {
         words[(1024 + block) as usize] = table(3 + block) | USED;
     }
     for page in 0..blocks * 512 {
-        words[(1536 + page) as usize] = page * PAGE | USED;
+        words[(1536 + page) as usize] = (page * PAGE) | USED;
     }
     assert!(TABLES + words.len() as u64 * 8 <= AREA, "tables have room");
     words.into_iter().flat_map(u64::to_le_bytes).collect()

@@ -33,7 +33,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mut huge = Bed::new(1, blocks, HugePages::Always)?;
     let mut small = Bed::new(1, blocks, HugePages::Never)?;
     let mut other = memory((mib << 20) as usize)?;
-    let repeats = if options.quick { 2 } else { 9 };
+    let repeats = if options.quick { 2 } else { 31 };
     // Milliseconds: the whole; and its faults, where zeroing is taken out already.
     let runs = measures(4, repeats, |arm| match arm {
         ZERO => Ok::<_, LabError>([zero(&mut other), 0.0]),
