@@ -125,7 +125,7 @@ impl Mmu {
     }
 
     /// What vCPUs have logged so far is marked.
-    fn sync(&self) {
+    pub(crate) fn sync(&self) {
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
             debug_assert!(Detection::Pml == self.dirty.detection());
             self.kick();

@@ -167,6 +167,8 @@ impl Mmu {
             }
         }
         flush.retire(&*self.quiescence);
+        // Pages were logged until their D was there again: nobody shall find them later.
+        self.sync();
     }
 
     /// Arms all of a slot, and waits.
