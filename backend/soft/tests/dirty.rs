@@ -6,7 +6,9 @@ mod common;
 use common::{boot_with, launch};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Apf, Ending, Exit, GuestMemory as _, MemoryError, Vcpu as _};
-use lacuna_soft::{Backup, Delivery, Detection, HugePages, Launch, Logging, RingSize, SlotId, Vm};
+use lacuna_soft::{
+    Backup, Delivery, Detection, HugePages, Launch, Logging, RingSize, SlotFlags, SlotId, Vm,
+};
 use lacuna_sync::HostClock;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -132,13 +134,26 @@ fn every_detection_with_every_delivery() {
 
 #[test]
 fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
-    for delivery in [Delivery::Bitmap, ring(Backup::Bitmap)] {
+    let deliveries = [Delivery::Bitmap, ring(Backup::None), ring(Backup::Bitmap)];
+    for (delivery, huge) in
+        deliveries
+            .into_iter()
+            .zip([HugePages::Always, HugePages::Always, HugePages::Never])
+    {
         let launch = Launch {
-            huge: HugePages::Always,
+            huge,
             apf: Apf::On,
-            ..launch(32, 20, 2, "rounds=2")
+            ..launch(32, 20, 3, "rounds=2")
         };
-        let switch = |vm: &Vm, round: usize| vm.set_detection(DETECTIONS[round / 3 % 2]);
+        let switch = |vm: &Vm, round: usize| {
+            vm.set_detection(DETECTIONS[round / 3 % 2]);
+            if round % 7 == 3 {
+                // The slot is replaced, and logs on.
+                for id in vm.slots() {
+                    vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
+                }
+            }
+        };
         follow(&launch, "verify", (Detection::Pml, delivery), switch);
     }
 }

@@ -85,8 +85,8 @@ impl Mmu {
     }
 
     /// Hands out the pages in all vCPUs' rings, as (slot, page of it), and returns how many. They
-    /// stay in the rings until [`Mmu::reset_rings`]; only after that copy the pages. A slot may have
-    /// gone since, or be smaller. `each` must not ask this MMU for anything about dirty pages.
+    /// stay in the rings until [`Mmu::reset_rings`]; only after that copy the pages. A slot may
+    /// have gone since, or be smaller. `each` must not ask this MMU about dirty pages.
     pub fn collect_rings(&self, mut each: impl FnMut(SlotId, usize)) -> usize {
         let _no_change = self.lock_layout();
         self.sync();
