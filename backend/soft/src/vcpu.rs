@@ -117,6 +117,11 @@ impl Vcpu {
             self.entry.bus.faulter().retired();
         }
         self.entry.obey();
+        // Before anything is written: a ring has no room for many pages beyond its soft limit. And
+        // before any wait: a page that has come could not be told of, and would not come again.
+        if self.is_ring_full() {
+            return Step::Exit(Exit::DirtyRingFull);
+        }
         self.tell_of_pages();
         if let Some(error) = self.entry.failed.take() {
             return Step::Failed(error);
@@ -125,9 +130,6 @@ impl Vcpu {
             return halt;
         }
         self.end_stall();
-        if self.entry.bus.faulter().room() == Room::SoftFull {
-            return Step::Exit(Exit::DirtyRingFull);
-        }
         let exit = self.entry.run(fuel);
         self.meter()
             .retired
@@ -147,10 +149,14 @@ impl Vcpu {
         }
     }
 
+    /// Whether the vCPU has to leave for its VMM until its ring of dirty pages is reset.
+    fn is_ring_full(&mut self) -> bool {
+        self.entry.bus.faulter().room() == Room::SoftFull
+    }
+
     /// Tells the guest of pages that have come; how many.
     fn tell_of_pages(&mut self) -> usize {
-        // Each is a write: a ring has no room for many beyond its soft limit.
-        if !self.apf.has_arrivals() || self.entry.bus.faulter().room() == Room::SoftFull {
+        if !self.apf.has_arrivals() {
             return 0;
         }
         let told = self.apf.poll(self.vm.clock.now(), &mut self.entry);
@@ -178,6 +184,9 @@ impl Vcpu {
     /// HLT. A page may have come that the guest could not be told of before: while its interrupts
     /// were off, or its last event unread.
     fn halt(&mut self) -> Step {
+        if self.is_ring_full() {
+            return Step::Exit(Exit::DirtyRingFull);
+        }
         match self.tell_of_pages() {
             0 => Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())),
             _ => Step::Ran,
