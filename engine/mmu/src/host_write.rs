@@ -11,7 +11,7 @@
 
 use crate::dirty::{Count, DirtyError};
 use crate::{Faulter, Mmu, Rmap};
-use lacuna_addr::{Gfn, Hva};
+use lacuna_addr::Gfn;
 use lacuna_slots::Slot;
 use lacuna_sync::shim::{Ordering, fence};
 use std::sync::Arc;
@@ -52,11 +52,6 @@ impl Writing {
             gfn,
             logs: slot.attach.log().is_on(),
         }
-    }
-
-    /// Where its page is backed.
-    pub fn hva(&self) -> Hva {
-        self.slot.hva(self.gfn)
     }
 
     /// All is written.

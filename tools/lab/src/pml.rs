@@ -6,6 +6,12 @@
 //! | `pml.ns_per_dirty_page.ARM.SET` | CPU time a dirtied page, above no logging |
 //! | `pml.cost_ratio.SET` | the same, write protection / PML |
 //! | `pml.always_on_loss_percent` | PML on and no slot that logs / PML off |
+//! | `pml.disable_ratio` | guest time lost when logging ends, dropping / in place |
+//! | `pml.disable_lost_ms.*`, `pml.disable_ms.*` | the same in milliseconds; the call alone |
+//! | `pml.recovery_percent` | huge leaves after logging in place / before |
+//! | `pml.harvest_ns_per_dirty_page.ARM.PERCENT` | a harvest, by dirty pages of 8 GiB |
+//! | `pml.harvest_empty_us.ARM` | a harvest of nothing |
+//! | `pml.kvm.score_percent.WAY`, `pml.kvm.ns_per_dirty_page.WAY` | as above, on `/dev/kvm` |
 //!
 //! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
 //! `raw`, or `exitcost`: each exit charged as hardware's, and the figure marked as simulated.

@@ -119,7 +119,7 @@ impl Bed {
         let slot = slots.get(SLOT).expect("it is never without");
         let gfn = slot.gfns.start().checked_add(page).expect("in the slot");
         let writing = self.mmu.host_write(slot, gfn)?;
-        let at = writing.hva().get() + 8 * HOST_WORD as u64;
+        let at = slot.hva(gfn).get() + 8 * HOST_WORD as u64;
         self.host
             .copy_in(Hva::new(at), &value.to_le_bytes())
             .unwrap();

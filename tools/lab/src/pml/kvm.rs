@@ -31,6 +31,7 @@ use lacuna_kvm::{
     Apf, Delivery, Dial, DirtyError, FirstTouch, KvmError, Launch, Logging, RingSize, SlotId, Vm,
 };
 use lacuna_machine::Ending;
+use rustix::io::Errno;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -127,15 +128,18 @@ pub fn measure(
     Ok(())
 }
 
+/// Whether this host has no such thing. Any other refusal is a failure.
 fn is_lacking(why: &KvmError) -> bool {
-    matches!(
-        why,
+    match why {
         KvmError::Unavailable(_)
-            | KvmError::NoRing
-            | KvmError::Ring { .. }
-            | KvmError::Userfaultfd { .. }
-            | KvmError::Dirty(DirtyError::Kernel { .. })
-    )
+        | KvmError::NoRing
+        | KvmError::Ring { .. }
+        | KvmError::Userfaultfd { .. } => true,
+        KvmError::Dirty(DirtyError::Kernel { errno, .. }) => {
+            matches!(*errno, Errno::NOTTY | Errno::INVAL | Errno::OPNOTSUPP)
+        }
+        _ => false,
+    }
 }
 
 /// What one VM did: of each arm, in each round, transactions a second, the same a second of the
