@@ -221,6 +221,25 @@ static IMAGES: &[Image] = &[
         ]
     ),
     image!(
+        "gaps",
+        "how much time is gone between two instructions: what a guest notices of its host",
+        &[
+            param(
+                "threads",
+                "smp",
+                "threads that write, all of them everywhere"
+            ),
+            param(
+                "limit_ns",
+                "2000",
+                "an interval longer than this is a gap, nanoseconds"
+            ),
+            param("seconds", "10", "how long, seconds"),
+            param("bytes", "all", "how much of the arena, bytes"),
+            param("seed", "1", "of the places"),
+        ]
+    ),
+    image!(
         "reads",
         "random reads of 8 bytes over much memory",
         &[

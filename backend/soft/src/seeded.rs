@@ -4,6 +4,7 @@
 //! loop: wake who can run -> draw one of them and a number of instructions -> step it
 //!       -> time goes on by 1 ns an instruction -> deliver I/O that is due
 //!       -> now and then one step of background reclaim, or of making pages huge
+//!       -> whatever the caller does between slices: harvests, switches, looks
 //!       nobody can run: jump to the next completion or timer; there is none: the guest hangs
 //! ```
 //! The same code runs in thread mode; only time, I/O and the choice of who runs next come from
@@ -14,7 +15,7 @@ use crate::Vm;
 use crate::vcpu::{Step, Vcpu, Wait};
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
-use lacuna_machine::{Board, Ending, Next, VcpuError, dispatch};
+use lacuna_machine::{Board, Ending, Exit, Next, VcpuError, dispatch};
 use lacuna_sync::{Clock, Nanos, VirtualClock};
 use std::sync::Arc;
 
@@ -113,6 +114,19 @@ impl World {
 
     /// Runs until every guest has an ending. `watch` is called now and then, for live views.
     pub fn run(&mut self, mut watch: impl FnMut()) -> Trace {
+        let mut slices = 0u64;
+        self.run_beside(|| {
+            slices += 1;
+            if slices.is_multiple_of(1024) {
+                watch();
+            }
+        })
+    }
+
+    /// Runs until every guest has an ending, with `between` called after every slice, when all
+    /// vCPUs are out of guest code. What it does is a part of what happens: for the same trace it
+    /// has to do the same. Where pages are delivered by rings, nobody but it makes room in them.
+    pub fn run_beside(&mut self, mut between: impl FnMut()) -> Trace {
         loop {
             self.retire();
             if self.runners.iter().all(|r| matches!(r.state, State::Over)) {
@@ -130,9 +144,7 @@ impl World {
                 32..48 => drop(self.host.collapse_step()),
                 _ => {}
             }
-            if self.trace.slices.is_multiple_of(1024) {
-                watch();
-            }
+            between();
         }
         self.guests.iter().for_each(|(_, board)| board.flush());
         self.trace.end = self.clock.now();
@@ -200,6 +212,8 @@ impl World {
                 self.host.start(&ticket);
                 runner.state = State::Page(ticket);
             }
+            // Its ring is emptied between slices: no nap.
+            Step::Exit(Exit::DirtyRingFull) => {}
             Step::Exit(exit) => {
                 if dispatch(&mut runner.vcpu, Ok(exit), board, &**vm) == Next::Stop {
                     runner.state = State::Over;

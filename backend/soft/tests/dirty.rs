@@ -3,78 +3,14 @@
 
 mod common;
 
+use common::shadow::{DETECTIONS, Shadow, ring};
 use common::{boot_with, launch};
-use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Apf, Ending, Exit, GuestMemory as _, MemoryError, Vcpu as _};
-use lacuna_soft::{
-    Backup, Delivery, Detection, HugePages, Launch, Logging, RingSize, SlotFlags, SlotId, Vm,
-};
+use lacuna_soft::{Backup, Delivery, Detection, HugePages, Launch, Logging, SlotFlags, SlotId, Vm};
 use lacuna_sync::HostClock;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::{scope, sleep};
 use std::time::Duration;
-
-const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
-
-fn ring(backup: Backup) -> Delivery {
-    let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
-    Delivery::Ring { size, backup }
-}
-
-/// A copy of all slots, page by page.
-struct Copy(BTreeMap<SlotId, Vec<[u8; PAGE_SIZE]>>);
-
-fn page(vm: &Vm, id: SlotId, page: usize) -> [u8; PAGE_SIZE] {
-    let slots = vm.mmu().slots().snapshot();
-    let slot = slots.get(id).unwrap();
-    let gfn = slot.gfns.start().checked_add(page as u64).unwrap();
-    let mut bytes = [0; PAGE_SIZE];
-    vm.read(gfn.gpa(), &mut bytes).unwrap();
-    bytes
-}
-
-impl Copy {
-    fn begin(vm: &Vm) -> Self {
-        let all = |id| {
-            vm.set_logging(id, Logging::LAZY).unwrap();
-            let pages = vm.mmu().slots().snapshot().get(id).unwrap().gfns.pages() as usize;
-            (id, (0..pages).map(|at| page(vm, id, at)).collect())
-        };
-        Self(vm.slots().into_iter().map(all).collect())
-    }
-
-    /// How many pages were written.
-    fn harvest(&mut self, vm: &Vm) -> usize {
-        let mut dirty = Vec::new();
-        if vm.mmu().delivery() == Delivery::Bitmap {
-            for (id, pages) in &self.0 {
-                let mut words = vec![0; pages.len().div_ceil(64)];
-                vm.get_dirty(*id, &mut words).unwrap();
-                let is_set = |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
-                dirty.extend((0..pages.len()).filter(is_set).map(|at| (*id, at)));
-            }
-        } else {
-            vm.collect_rings(|id, at| dirty.push((id, at)));
-            vm.reset_rings();
-        }
-        for (id, at) in &dirty {
-            self.0.get_mut(id).unwrap()[*at] = page(vm, *id, *at);
-        }
-        dirty.len()
-    }
-
-    fn compare(&self, vm: &Vm) {
-        for (id, pages) in &self.0 {
-            for (at, bytes) in pages.iter().enumerate() {
-                assert!(
-                    *bytes == page(vm, *id, at),
-                    "{id}: page {at} was written unseen"
-                );
-            }
-        }
-    }
-}
 
 /// Runs `name` to its end beside a monitor, `between` two harvests of which anything may happen.
 /// How many pages were harvested.
@@ -90,7 +26,7 @@ fn follow(
     let before_boot = |vm: &Vm| vm.set_delivery(delivery).unwrap();
     let (vm, vcpus, board, lines) = boot_with(launch, &host, clock, name, before_boot);
     vm.set_detection(detection);
-    let mut copy = Copy::begin(&vm);
+    let mut copy = Shadow::begin(&vm);
     let mut harvested = 0;
     scope(|scope| {
         let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
@@ -121,13 +57,41 @@ fn every_detection_with_every_delivery() {
     for vcpus in [1, 2] {
         for detection in DETECTIONS {
             for delivery in [Delivery::Bitmap, ring(Backup::None)] {
-                let launch = launch(16, 12, vcpus, "rounds=2");
+                let launch = launch(8, 6, vcpus, "rounds=2");
                 let harvested = follow(&launch, "verify", (detection, delivery), |_, _| ());
                 assert!(
-                    harvested > 2000,
+                    harvested > 1000,
                     "{detection:?} {delivery:?} {vcpus}: {harvested}"
                 );
             }
+        }
+    }
+}
+
+#[test]
+fn one_two_and_four_vcpus_change_their_heaps() {
+    for vcpus in [1, 2, 4] {
+        for detection in DETECTIONS {
+            for delivery in [Delivery::Bitmap, ring(Backup::None)] {
+                let launch = launch(16, 16, vcpus, "transactions=1500 cold=5000");
+                let harvested = follow(&launch, "churn", (detection, delivery), |_, _| ());
+                assert!(
+                    harvested > 1000,
+                    "{detection:?} {delivery:?} {vcpus}: {harvested}"
+                );
+            }
+        }
+    }
+}
+
+/// Harvests get vCPUs out of guest code and take W from pages with code in them: no guest sees it.
+#[test]
+fn modified_code_and_memory_order_are_as_without_a_log() {
+    for (name, arguments) in [("smc", "iters=50"), ("litmus", "iters=300 adds=300")] {
+        for delivery in [Delivery::Bitmap, ring(Backup::None)] {
+            let switch = |vm: &Vm, round: usize| vm.set_detection(DETECTIONS[round / 3 % 2]);
+            let launch = launch(16, 16, 2, arguments);
+            follow(&launch, name, (Detection::Pml, delivery), switch);
         }
     }
 }
@@ -143,7 +107,7 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
         let launch = Launch {
             huge,
             apf: Apf::On,
-            ..launch(32, 20, 3, "rounds=2")
+            ..launch(24, 15, 3, "rounds=1")
         };
         let switch = |vm: &Vm, round: usize| {
             vm.set_detection(DETECTIONS[round / 3 % 2]);

@@ -14,9 +14,8 @@
 
 use crate::Rmap;
 use lacuna_slots::{ClearError, DirtyBitmap, RingConsumer, RingSize, Slot, SlotError, SlotId};
-use lacuna_sync::shim::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use lacuna_sync::shim::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence, yield_now};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::thread::yield_now;
 
 /// How writes are noticed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -296,6 +295,15 @@ impl SlotLog {
     pub(crate) fn mark(&self, page: usize) {
         if let Some(bitmap) = self.bitmap.get() {
             let _ = bitmap.mark(page);
+        }
+    }
+
+    /// The same of many; how many.
+    #[inline]
+    pub(crate) fn mark_all(&self, pages: impl Iterator<Item = usize>) -> usize {
+        match self.bitmap.get() {
+            Some(bitmap) => bitmap.mark_all(pages),
+            None => pages.count(),
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::dirty::{Count, Counts, Delivery};
 use crate::{Mmu, Rmap};
-use lacuna_addr::{Access, Gfn};
+use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_host::{FrameCache, HostError};
 use lacuna_slots::{Reader, RingProducer, Room, Slot, dirty_ring};
 use lacuna_stage2::{PmlLog, Translation, Walk};
@@ -35,6 +35,31 @@ impl Marker {
             Some(ring) => self.room = ring.push(slot.id, page),
             None => slot.attach.log().mark(page),
         }
+    }
+
+    /// Pages that were logged have got D, the last of them first in `logged`: marks those at its
+    /// end that are in `slot`, and returns the others. The last one is.
+    #[inline]
+    fn mark_logged<'l>(&mut self, slot: &Slot<Rmap>, logged: &'l [Gpa]) -> &'l [Gpa] {
+        let (start, end) = (slot.gfns.start().get(), slot.gfns.pages());
+        let pages = logged.iter().rev().map_while(|gpa| {
+            let page = gpa.gfn().get().wrapping_sub(start);
+            (page < end).then_some(page as usize)
+        });
+        let log = slot.attach.log();
+        let count = match &mut self.ring {
+            // Marked for nobody: the slot has stopped to log. Who makes it log does so before he
+            // takes the first D, and these pages have had theirs back since.
+            _ if !log.is_on() => return &logged[..logged.len() - pages.count()],
+            Some(ring) => {
+                let count = ring.push_all(slot.id, pages);
+                self.room = ring.room();
+                count
+            }
+            None => log.mark_all(pages),
+        };
+        self.counts.add(Count::Logged, count as u64);
+        &logged[..logged.len() - count]
     }
 }
 
@@ -135,16 +160,13 @@ impl Faulter {
         marker.counts.add(Count::Flush, 1);
         // Looked up once for all that is logged: whoever changes slots has all logs flushed before.
         let slots = reader.snapshot();
-        let mut last = None;
-        log.flush(|gfn| {
-            let holds = |slot: &&Arc<Slot<Rmap>>| slot.gfns.contains(gfn);
-            last = last.filter(holds).or_else(|| slots.find(gfn));
-            // Logged for nobody: a slot that has stopped to log, or is gone.
-            if let Some(slot) = last
-                && slot.attach.log().is_on()
-            {
-                marker.mark(slot, gfn, Count::Logged);
-            }
-        });
+        let mut logged = log.take();
+        while let [rest @ .., next] = logged {
+            logged = match slots.find(next.gfn()) {
+                Some(slot) => marker.mark_logged(slot, logged),
+                // The slot is gone.
+                None => rest,
+            };
+        }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! begin   for each slot with backing in the range, each 2 MiB block: lock its stripe, busy += 1,
-//!         unmap what the reverse map has: one leaf if it is huge, each small one otherwise
+//!         unmap what the reverse map leads to: one leaf if it is huge, else each small one
 //! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
 //!         lock each stripe again: seq += 1, busy -= 1: faults are admitted
 //! ```
@@ -25,7 +25,7 @@ use lacuna_stage2::{Cursor, EntryRef, Flush, Removed};
 pub struct Steps {
     /// Slots, or nodes of their index, looked at.
     pub slots: u64,
-    /// Words of reverse maps visited, at every level.
+    /// Visits to words of reverse maps, at every level.
     pub words: u64,
     /// Table entries read to find leaves, or to remove them.
     pub entries: u64,
@@ -146,7 +146,10 @@ impl Mmu {
             return self.unmap_walk(part, visit);
         }
         self.cut(visit.cursor, rmap, part);
-        visit.steps.words += rmap.leaves(part, |at, gfn| self.unmap_leaf(at, gfn, visit));
+        visit.steps.words += 1;
+        visit.steps.entries += rmap.leaves(&self.stage2, part, |at, gfn| {
+            self.unmap_leaf(at, gfn, visit);
+        });
     }
 
     /// If `part` is not its whole block, splits the block's huge leaf.
@@ -161,7 +164,6 @@ impl Mmu {
     /// Unmaps the leaf at `at`, which maps `gfn`.
     #[inline]
     pub(crate) fn unmap_leaf(&self, at: EntryRef, gfn: Gfn, visit: &mut Visit<'_, '_>) {
-        visit.steps.entries += 1;
         let (removed, flush) = visit
             .cursor
             .unmap_at(at, gfn)

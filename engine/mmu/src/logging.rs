@@ -7,6 +7,9 @@
 //! off    the slot says so; all vCPUs leave once, and nobody repairs pages any more; block by
 //!        block: 512 leaves are one again, or D is preset; no TLB is wrong, only the tables wait
 //! ```
+//! Of the 512 leaves hardly any is looked at. That they map one block of frames, the host and their
+//! count say (`Mmu::could_be_huge`); what they allow differs in W alone, since a slot that becomes
+//! read-only, or writable, is unmapped for it; and the first that has W decides about the block.
 
 use crate::dirty::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
@@ -146,7 +149,6 @@ impl Mmu {
     }
 
     fn log_off(&self, slot: &Slot<Rmap>) {
-        const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
         rmap.log().turn_off();
         // Whoever is about to repair a page because the slot logged.
@@ -155,10 +157,8 @@ impl Mmu {
         for part in parts(slot.gfns) {
             let gfn = part.start();
             let mut cursor = self.stage2.fault_cursor(gfn);
-            if rmap.most(gfn) == Level::L2M
-                && rmap.block(gfn) == FULL
-                && self.host.whole(slot.hva(gfn)).is_some()
-                && let Ok(Some((collapsed, table))) = cursor.collapse_unrepaired(gfn)
+            if let Some(first) = self.could_be_huge(slot, gfn)
+                && let Ok(Some((collapsed, table))) = cursor.collapse_unrepaired(gfn, first)
             {
                 rmap.collapse(gfn, collapsed.at);
                 flush.join(table);

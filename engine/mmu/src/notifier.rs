@@ -45,7 +45,7 @@ impl Mmu {
         self.cut(cursor, rmap, part);
         let spare = part.pages() < BLOCK && matches!(rmap.block(part.start()), InBlock::Huge(_));
         let mut young = false;
-        rmap.leaves(part, |at, gfn| {
+        rmap.leaves(&self.stage2, part, |at, gfn| {
             let age = if spare {
                 cursor.test_young_at(at, gfn)
             } else {
@@ -90,7 +90,9 @@ impl Mmu {
     ) -> bool {
         let mut young = false;
         self.each_part(range, |cursor, rmap, part| {
-            rmap.leaves(part, |at, gfn| young |= look(cursor, at, gfn) == Age::Young);
+            rmap.leaves(&self.stage2, part, |at, gfn| {
+                young |= look(cursor, at, gfn) == Age::Young;
+            });
         });
         young
     }

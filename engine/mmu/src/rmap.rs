@@ -1,43 +1,50 @@
 //! The reverse map: from a guest frame of a slot to the leaf that maps it.
 //!
 //! ```text
-//! blocks   [ 0 ][ leaf at .. ][ 3 small ][ 0 ]          one word a 2 MiB block
-//! pages    . . . . . . . . . .[ at ][ at ][ at ]. . .   one word a page, read where leaves are
+//! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one a 2 MiB block
 //! ```
-//! A block word says that nothing is mapped, or where the 2 MiB leaf is, or how many 4 KiB leaves
-//! there are; so an invalidation looks at one word for a block that is huge or empty, and at page
-//! words only where small leaves are. Words are written only under the block's stripe, together
-//! with the leaves, and `Mmu::verify` checks that they agree.
+//! It says of a block that nothing is mapped, or where the 2 MiB leaf is, or how many 4 KiB leaves
+//! there are and in which table. All small leaves of a block are in one table, at the places that
+//! their frame numbers say; so what is mapped there is read from the table itself, and what is
+//! written down here takes as long for 512 leaves as for one.
+//!
+//! A table stays where it is while leaves are in it: what takes one out of use (a range is unmapped
+//! that covers it, or it is collapsed) takes its leaves out of the reverse map under the same lock.
+//! Two slots that meet inside a block have leaves in one table; each counts its own.
+//!
+//! Words are written only under the block's stripe, together with the leaves, and `Mmu::verify`
+//! checks that they agree.
 //!
 //! Blocks are counted as the guest's frame numbers are (`gfn >> 9`), so the first and the last may
 //! stick out of the slot. Such a block never has a 2 MiB leaf; nor has any block when the guest's
 //! frames and the backing are not aligned alike. That is how the *disallow counts* begin; whoever
 //! needs 4 KiB leaves for another reason counts them up for a while.
 //!
-//! It costs 4 bytes a page and 8 a block: [`Rmap::bytes`].
+//! It costs 12 bytes a block: [`Rmap::bytes`].
 
 use crate::dirty::SlotLog;
 use lacuna_addr::{Gfn, GfnRange, HvaRange, Level, PAGE_SIZE};
-use lacuna_stage2::{EntryRef, Removed};
+use lacuna_stage2::{EntryRef, Removed, Stage2};
 use lacuna_sync::shim::{AtomicU32, Ordering};
 use std::sync::Arc;
 
 /// Pages in a block.
 pub(crate) const BLOCK: u64 = Level::L2M.pages();
 
-/// Leaf locations of one slot, by level.
+/// Leaf locations of one slot.
 pub struct Rmap {
     gfns: GfnRange,
-    pages: Box<[AtomicU32]>,
     blocks: Box<[Block]>,
     log: Arc<SlotLog>,
 }
 
 #[derive(Default)]
 struct Block {
-    /// A number of small leaves up to 512; or where the huge leaf is, which is more: the root is
-    /// the first table, and holds none.
-    word: AtomicU32,
+    /// Where the huge leaf is; or, if there are small ones, a place in their table. Zero where
+    /// nothing is mapped.
+    at: AtomicU32,
+    /// How many of the slot's pages have a small leaf here.
+    small: AtomicU32,
     /// How many reasons there are against a huge leaf.
     disallow: AtomicU32,
 }
@@ -67,13 +74,12 @@ impl Rmap {
             let whole =
                 gfns.start().get() <= number * BLOCK && (number + 1) * BLOCK <= gfns.end_raw();
             Block {
-                word: AtomicU32::new(0),
                 disallow: AtomicU32::new(u32::from(!(whole && alike))),
+                ..Block::default()
             }
         };
         Self {
             gfns,
-            pages: (0..gfns.pages()).map(|_| AtomicU32::new(0)).collect(),
             blocks: (first..end).map(block).collect(),
             log,
         }
@@ -87,22 +93,27 @@ impl Rmap {
 
     /// Bytes of metadata.
     pub fn bytes(&self) -> usize {
-        size_of_val(&*self.pages) + size_of_val(&*self.blocks)
+        size_of_val(&*self.blocks)
     }
 
-    /// The leaf that maps the page alone.
+    /// Where the small leaf of `gfn` is, if it has one: whether it has, the entry there says.
+    /// `None` where the block has none.
     #[inline]
-    pub(crate) fn page(&self, gfn: Gfn) -> Option<EntryRef> {
-        EntryRef::from_bits(self.page_word(gfn).load(Ordering::Relaxed))
+    pub(crate) fn place(&self, gfn: Gfn) -> Option<EntryRef> {
+        let block = self.block_of(gfn);
+        match block.small.load(Ordering::Relaxed) {
+            0 => None,
+            _ => block.at().map(|at| at.beside(gfn)),
+        }
     }
 
     /// What is mapped in the block of `gfn`, as far as it is this slot's.
     #[inline]
     pub(crate) fn block(&self, gfn: Gfn) -> InBlock {
-        match self.block_of(gfn).word.load(Ordering::Relaxed) {
-            0 => InBlock::Nothing,
-            count @ ..=MOST_SMALL => InBlock::Small(count),
-            bits => InBlock::Huge(EntryRef::from_bits(bits).expect("a location, as it was stored")),
+        let block = self.block_of(gfn);
+        match block.small.load(Ordering::Relaxed) {
+            0 => block.at().map_or(InBlock::Nothing, InBlock::Huge),
+            count => InBlock::Small(count),
         }
     }
 
@@ -140,35 +151,42 @@ impl Rmap {
         );
     }
 
-    /// A small leaf was mapped.
+    /// A small leaf was mapped where nothing was.
     #[inline]
     pub(crate) fn set_page(&self, gfn: Gfn, at: EntryRef) {
-        debug_assert_eq!(self.page(gfn), None, "gfn {gfn} has a leaf");
-        self.page_word(gfn).store(at.to_bits(), Ordering::Relaxed);
-        let word = &self.block_of(gfn).word;
-        let count = word.load(Ordering::Relaxed);
+        let block = self.block_of(gfn);
+        let count = block.small.load(Ordering::Relaxed);
         debug_assert!(count < MOST_SMALL, "gfn {gfn}: no room in its block");
-        word.store(count + 1, Ordering::Relaxed);
+        match count {
+            0 => {
+                debug_assert_eq!(block.at(), None, "the block of gfn {gfn}");
+                block.at.store(at.to_bits(), Ordering::Relaxed);
+            }
+            _ => debug_assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table"),
+        }
+        block.small.store(count + 1, Ordering::Relaxed);
     }
 
     /// A huge leaf was mapped where nothing was.
     pub(crate) fn set_huge(&self, gfn: Gfn, at: EntryRef) {
         debug_assert_eq!(self.block(gfn), InBlock::Nothing, "the block of gfn {gfn}");
-        self.store_huge(gfn, at);
+        self.block_of(gfn).set(Some(at), 0);
     }
 
     /// A leaf was removed.
     #[inline]
     pub(crate) fn clear(&self, removed: &Removed) {
         let Removed { gfn, at, leaf } = *removed;
-        let word = &self.block_of(gfn).word;
+        let block = self.block_of(gfn);
         if leaf.level == Level::L4K {
-            debug_assert_eq!(self.page(gfn), Some(at));
-            self.page_word(gfn).store(0, Ordering::Relaxed);
-            word.store(word.load(Ordering::Relaxed) - 1, Ordering::Relaxed);
+            debug_assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table");
+            match block.small.load(Ordering::Relaxed) {
+                1 => block.set(None, 0),
+                count => block.small.store(count - 1, Ordering::Relaxed),
+            }
         } else {
             debug_assert_eq!(self.block(gfn), InBlock::Huge(at));
-            word.store(0, Ordering::Relaxed);
+            block.set(None, 0);
         }
     }
 
@@ -178,11 +196,7 @@ impl Rmap {
             matches!(self.block(gfn), InBlock::Huge(_)),
             "the block of gfn {gfn}"
         );
-        for page in block_range(gfn).iter() {
-            let at = beside.beside(page);
-            self.page_word(page).store(at.to_bits(), Ordering::Relaxed);
-        }
-        self.block_of(gfn).word.store(MOST_SMALL, Ordering::Relaxed);
+        self.block_of(gfn).set(Some(beside), MOST_SMALL);
     }
 
     /// The small leaves around `gfn` became a huge one, at `at`.
@@ -191,28 +205,33 @@ impl Rmap {
             !matches!(self.block(gfn), InBlock::Huge(_)),
             "the block of gfn {gfn}"
         );
-        for page in block_range(gfn).iter() {
-            self.page_word(page).store(0, Ordering::Relaxed);
-        }
-        self.store_huge(gfn, at);
+        self.block_of(gfn).set(Some(at), 0);
     }
 
     /// Calls `leaf` with each leaf that maps a frame of `part`, which is inside one block, and with
-    /// the first of those frames. `leaf` may remove it. Returns the words visited.
+    /// the first of those frames. `leaf` may remove it. Returns the table entries looked at.
     #[inline]
-    pub(crate) fn leaves(&self, part: GfnRange, mut leaf: impl FnMut(EntryRef, Gfn)) -> u64 {
-        let mut left = match self.block(part.start()) {
-            InBlock::Nothing => return 1,
+    pub(crate) fn leaves(
+        &self,
+        stage2: &Stage2,
+        part: GfnRange,
+        mut leaf: impl FnMut(EntryRef, Gfn),
+    ) -> u64 {
+        let first = part.start();
+        let mut left = match self.block(first) {
+            InBlock::Nothing => return 0,
             InBlock::Huge(at) => {
-                leaf(at, part.start());
+                leaf(at, first);
                 return 1;
             }
             InBlock::Small(count) => count,
         };
-        let mut words = 1;
+        let table = self.place(first).expect("the block has small leaves");
+        let mut entries = 0;
         for gfn in part.iter() {
-            words += 1;
-            if let Some(at) = self.page(gfn) {
+            entries += 1;
+            let at = table.beside(gfn);
+            if stage2.has_leaf(at) {
                 leaf(at, gfn);
                 left -= 1;
                 if left == 0 {
@@ -220,23 +239,26 @@ impl Rmap {
                 }
             }
         }
-        words
-    }
-
-    fn store_huge(&self, gfn: Gfn, at: EntryRef) {
-        let bits = at.to_bits();
-        assert!(bits > MOST_SMALL, "a leaf in the root table");
-        self.block_of(gfn).word.store(bits, Ordering::Relaxed);
-    }
-
-    #[inline]
-    fn page_word(&self, gfn: Gfn) -> &AtomicU32 {
-        &self.pages[(gfn.get() - self.gfns.start().get()) as usize]
+        entries
     }
 
     #[inline]
     fn block_of(&self, gfn: Gfn) -> &Block {
         &self.blocks[(gfn.block() - self.gfns.start().block()) as usize]
+    }
+}
+
+impl Block {
+    #[inline]
+    fn at(&self) -> Option<EntryRef> {
+        EntryRef::from_bits(self.at.load(Ordering::Relaxed))
+    }
+
+    #[inline]
+    fn set(&self, at: Option<EntryRef>, small: u32) {
+        let bits = at.map_or(0, EntryRef::to_bits);
+        self.at.store(bits, Ordering::Relaxed);
+        self.small.store(small, Ordering::Relaxed);
     }
 }
 

@@ -5,8 +5,11 @@
 //! |---|---|
 //! | `PageLoop` | for each page: every slot is compared, then a word at every level: n (s + 2) |
 //! | `RangeThenPages` | the slots once; then for each page a word at every level: s + 2n |
-//! | `PerLevel` | slots by their index; one word a block; page words where small leaves are |
+//! | `PerLevel` | slots by their index; one word a block; entries where small leaves are |
 //! | `Walk` | slots by their index; no reverse map: the tables are descended |
+//!
+//! The word of a page at either level is its block's: whoever goes page by page comes to it twice a
+//! page, and from it to the page's entry where there are small leaves.
 //!
 //! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
 //! `PerLevel` the whole of it and what Lacuna does, `Walk` what KVM does where it has no reverse
@@ -99,10 +102,14 @@ impl Mmu {
         visit.steps.words += 2;
         self.cut(visit.cursor, visit.rmap, part);
         if let InBlock::Huge(at) = visit.rmap.block(gfn) {
+            visit.steps.entries += 1;
             self.unmap_leaf(at, gfn, visit);
         }
-        if let Some(at) = visit.rmap.page(gfn) {
-            self.unmap_leaf(at, gfn, visit);
+        if let Some(at) = visit.rmap.place(gfn) {
+            visit.steps.entries += 1;
+            if self.stage2.has_leaf(at) {
+                self.unmap_leaf(at, gfn, visit);
+            }
         }
     }
 

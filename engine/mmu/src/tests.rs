@@ -110,7 +110,7 @@ fn leaves(mmu: &Mmu) -> Vec<(u64, Level, bool)> {
                 InBlock::Huge(_) => Level::L2M,
                 InBlock::Nothing | InBlock::Small(_) => Level::L4K,
             };
-            slot.attach.leaves(part, |at, gfn| {
+            slot.attach.leaves(&mmu.stage2, part, |at, gfn| {
                 let young = cursor.test_young_at(at, gfn) == Age::Young;
                 found.push((gfn.get(), level, young));
             });

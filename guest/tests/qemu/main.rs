@@ -205,6 +205,11 @@ fn the_other_workloads_pass() {
         "RESULT threads=2 reads=4",
     );
     assert_ended(
+        &boot("gaps", "gaps", 1, "seconds=1 bytes=16M"),
+        0,
+        "RESULT threads=1 steps=",
+    );
+    assert_ended(
         &boot("maxpage", "maxpage", 1, ""),
         0,
         "instruction=push_mem iterations=1000",

@@ -114,7 +114,7 @@ impl DirtyBitmap {
     /// When the slot does not have that page.
     #[inline]
     pub fn mark(&self, page: usize) -> Marked {
-        assert!(page < self.pages, "page {page} of {}", self.pages);
+        assert_has(page, self.pages);
         let bit = 1 << (page % WORD);
         let before = self.words[page / WORD].fetch_or(bit, Ordering::Release);
         if before & bit == 0 {
@@ -122,6 +122,34 @@ impl DirtyBitmap {
         } else {
             Marked::Already
         }
+    }
+
+    /// [`Self::mark`] of all of `pages`, and how many those are. Pages that follow each other and
+    /// share a word take one exchange together, so none is marked for sure before the return.
+    ///
+    /// # Panics
+    /// When the slot does not have one of the pages. Some may be marked then.
+    #[inline]
+    pub fn mark_all(&self, pages: impl Iterator<Item = usize>) -> usize {
+        let (words, slot_pages) = (&*self.words, self.pages);
+        let mut count = 0;
+        let mut places = pages.map(|page| {
+            assert_has(page, slot_pages);
+            count += 1;
+            (page / WORD, 1 << (page % WORD))
+        });
+        let Some((mut at, mut bits)) = places.next() else {
+            return 0;
+        };
+        for (word, bit) in places {
+            if word != at {
+                words[at].fetch_or(bits, Ordering::Release);
+                (at, bits) = (word, 0);
+            }
+            bits |= bit;
+        }
+        words[at].fetch_or(bits, Ordering::Release);
+        count
     }
 
     /// Moves the words from `first_word` on into `out`, all of it, and leaves zeroes: the call that
@@ -241,5 +269,18 @@ impl DirtyBitmap {
         let end = first_word.checked_add(count);
         let part = end.and_then(|end| self.words.get(first_word..end));
         part.unwrap_or_else(|| panic!("{count} words from {first_word} of {}", self.words.len()))
+    }
+}
+
+/// That a slot of so many pages has this one. The message is made out of line: `page` stays in a
+/// register.
+#[inline]
+fn assert_has(page: usize, slot_pages: usize) {
+    #[cold]
+    fn fail(page: usize, slot_pages: usize) -> ! {
+        panic!("page {page} of {slot_pages}")
+    }
+    if page >= slot_pages {
+        fail(page, slot_pages);
     }
 }

@@ -170,6 +170,21 @@ impl RingProducer {
     /// When the reserve is used up too: somebody has gone on after [`Room::SoftFull`].
     #[inline]
     pub fn push(&mut self, slot: SlotId, page: usize) -> Room {
+        self.append(slot, page);
+        self.room()
+    }
+
+    /// [`Self::push`] of all of `pages`, and how many those are. Ask for [`Self::room`] afterwards.
+    ///
+    /// # Panics
+    /// As `push`.
+    #[inline]
+    pub fn push_all(&mut self, slot: SlotId, pages: impl Iterator<Item = usize>) -> usize {
+        pages.map(|page| self.append(slot, page)).count()
+    }
+
+    #[inline]
+    fn append(&mut self, slot: SlotId, page: usize) {
         let used = self.dirty - self.reset;
         assert!(
             used < self.ring.size.entries as u64,
@@ -180,7 +195,6 @@ impl RingProducer {
         entry.page.store(page as u64, Ordering::Relaxed);
         entry.flags.store(DIRTY, Ordering::Release);
         self.dirty += 1;
-        self.room()
     }
 
     /// Whether the vCPU may enter the guest.

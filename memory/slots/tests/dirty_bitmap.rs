@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[derive(Clone, Debug)]
 enum Op {
     Mark(usize),
+    MarkAll(Vec<usize>),
     Take {
         first: usize,
         count: usize,
@@ -35,6 +36,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     let pages = prop_oneof![2 => (0..5usize).prop_map(|words| words * 64), 2 => 0..300usize];
     prop_oneof![
         20 => (0..300usize).prop_map(Op::Mark),
+        4 => pages_in_a_row().prop_map(Op::MarkAll),
         3 => (0..5usize, 0..5usize).prop_map(|(first, count)| Op::Take { first, count }),
         2 => (0..5usize, 0..5usize).prop_map(|(first, count)| Op::Copy { first, count }),
         6 => (first_page, pages, words())
@@ -42,6 +44,18 @@ fn any_op() -> impl Strategy<Value = Op> {
         2 => (0..5usize, words()).prop_map(|(first, words)| Op::PutBack { first, words }),
         1 => Just(Op::SetAll),
     ]
+}
+
+/// Neighbours, up or down, between others: some share a word with the one before.
+fn pages_in_a_row() -> impl Strategy<Value = Vec<usize>> {
+    let run = (0..300usize, 0..20usize, any::<bool>()).prop_map(|(first, count, up)| {
+        let pages = first..first + count;
+        match up {
+            true => pages.collect::<Vec<_>>(),
+            false => pages.rev().collect(),
+        }
+    });
+    prop::collection::vec(run, 0..5).prop_map(|runs| runs.concat())
 }
 
 /// The dirty pages of a slot.
@@ -116,6 +130,11 @@ fn step(bitmap: &DirtyBitmap, model: &mut Model, op: Op) {
             let fresh = model.dirty.insert(page);
             let expected = if fresh { Marked::New } else { Marked::Already };
             assert_eq!(bitmap.mark(page), expected);
+        }
+        Op::MarkAll(mut pages) => {
+            pages.retain(|page| *page < model.pages);
+            assert_eq!(bitmap.mark_all(pages.iter().copied()), pages.len());
+            model.dirty.extend(pages);
         }
         Op::Take { first, count } if model.has(first, count) => {
             let mut out = vec![0xdead; count];

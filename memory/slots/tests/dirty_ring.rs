@@ -28,6 +28,24 @@ fn sizes_are_kvms() {
     }
 }
 
+#[test]
+fn many_pages_at_once_are_pushed_one_after_the_other() {
+    let (mut producer, mut consumer) = smallest();
+    let pages = [5, 900, 6, 5];
+    assert_eq!(producer.push_all(SlotId(3), pages.into_iter()), pages.len());
+    assert_eq!(producer.push_all(SlotId(3), std::iter::empty()), 0);
+    assert_eq!(producer.room(), Room::Yes);
+    let mut found = Vec::new();
+    consumer.harvest(|slot, page| found.push((slot.0, page)));
+    assert_eq!(found, pages.map(|page| (3, page)));
+    // A full log on top of nearly the soft limit.
+    let limit = 1024 - (64 + 512);
+    producer.push_all(SlotId(1), 0..limit - pages.len() - 1);
+    assert_eq!(producer.room(), Room::Yes);
+    assert_eq!(producer.push_all(SlotId(1), 0..512), 512);
+    assert_eq!(producer.room(), Room::SoftFull);
+}
+
 #[derive(Clone, Debug)]
 enum Op {
     /// Pages of that slot, from the first on, so far apart; then, if the ring is full, as many

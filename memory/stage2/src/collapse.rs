@@ -16,6 +16,12 @@
 //! W gets D at once. A walk inside of the table can set A, which is lost, and D where there is W;
 //! and what it finds is a part of the large leaf, as what a TLB has.
 //!
+//! Where besides all pages are known to be mapped as one large leaf would map them, one thing is
+//! left to be found out in 1: whether any page has W. Without repairs W comes and goes under the
+//! cursor alone, so the search may end with the first page that has it, and what it finds stays
+//! true until 2. D follows from W; and A, which nobody would look for in 512 places, is set: a
+//! block that looks used is looked at again by reclaim, one that looks unused is taken apart.
+//!
 //! **What becomes of rights, A and D.** A and D are *or*-ed: the large leaf's D speaks for the
 //! whole block, so pages that were clean count as dirty with it, and none that was dirty is
 //! forgotten. W is given if any page has it, since [`Write::OnFault`](crate::Write::OnFault) means
@@ -24,10 +30,11 @@
 //! logging by page). [`Write::Never`](crate::Write::Never) beside any other, or pages that differ
 //! in exec, are not uniform: rights that the backing does not grant are never invented.
 
-use crate::format::block_range;
-use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Write};
-use lacuna_addr::{Gfn, GfnRange, Level};
-use lacuna_tables::TableId;
+use crate::format::{self, block_range};
+use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, Write};
+use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
+use lacuna_sync::shim::Ordering;
+use lacuna_tables::{Index, TableId};
 
 /// A table's leaves are not the parts of one 2 MiB leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -71,29 +78,29 @@ impl<'s> Cursor<'s> {
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
-    /// As [`Cursor::collapse`], where no repair of a page of the block is under way, or will be:
-    /// then nothing comes to the table any more that the large leaf does not have, and the 512
-    /// leaves in it are left as they are. Where there is W, D is set with it.
+    /// As [`Cursor::collapse`], where the caller knows that every page of the block is mapped, to
+    /// the frames from `first` on, with rights that differ in W alone; and that no repair of one is
+    /// under way, or will be. Then nothing comes to the table any more that the large leaf does not
+    /// have, and the 512 leaves in it are left as they are. The large leaf has A; and W, with D, if
+    /// any page has W.
     ///
     /// # Errors
-    /// As [`Cursor::collapse`].
+    /// [`NotUniform`]: the first or the last page says that the caller is wrong. Nothing has
+    /// changed.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`.
+    /// When the cursor does not hold `gfn`; in debug builds also when any page says so.
     pub fn collapse_unrepaired(
         &mut self,
         gfn: Gfn,
+        first: Pfn,
     ) -> Result<Option<(Collapsed, Flush<'s>)>, NotUniform> {
         self.assert_holds(gfn);
         let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
             return Ok(None);
         };
         let block = block_range(gfn);
-        let found = self.whole(table, block, None)?;
-        let leaf = Leaf {
-            dirty: found.is_writable(),
-            ..found
-        };
+        let leaf = self.known(table, block, first)?;
         self.stage2.link_collapsed(at, block, table, leaf);
         self.stage2.forget_leaves(block);
         Ok(Some(self.collapsed(at, table, block, leaf)))
@@ -143,6 +150,34 @@ impl<'s> Cursor<'s> {
         Ok(whole.expect("a block has pages"))
     }
 
+    /// The large leaf that maps the frames from `first` on, as the pages of `table` do.
+    fn known(&self, table: TableId, block: GfnRange, first: Pfn) -> Result<Leaf, NotUniform> {
+        let stage2 = self.stage2;
+        let page = |gfn| match stage2.read(EntryRef::page_of(table, gfn)) {
+            Entry::Leaf(page) if page.pfn == format::frame_of(first, Level::L2M, gfn) => Ok(page),
+            found => Err(NotUniform { gfn, found }),
+        };
+        let last = Gfn::new(block.end_raw() - 1).expect("the last of a range");
+        let (one, _) = (page(block.start())?, page(last)?);
+        debug_assert!(
+            block.iter().all(|gfn| page(gfn).is_ok()) && self.whole(table, block, None).is_ok(),
+            "{block:?} is not mapped to the frames from {first} on"
+        );
+        let write = match one.write {
+            Write::Never => Write::Never,
+            _ if stage2.any_writable(table) => Write::Allowed,
+            _ => Write::OnFault,
+        };
+        Ok(Leaf {
+            pfn: first,
+            level: Level::L2M,
+            write,
+            exec: one.exec,
+            accessed: true,
+            dirty: write == Write::Allowed,
+        })
+    }
+
     fn collapse_at(
         &self,
         at: EntryRef,
@@ -181,6 +216,17 @@ impl<'s> Cursor<'s> {
         flush.add_table(self.stage2.arena.detach(table), block);
         let gfn = block.start();
         (Collapsed { gfn, at, leaf }, flush)
+    }
+}
+
+impl Stage2 {
+    /// Whether a write goes through to any page of `table`, which holds 4 KiB leaves.
+    fn any_writable(&self, table: TableId) -> bool {
+        // Relaxed: whatever gave W did so under the stripe, or before all vCPUs had passed.
+        Index::all().any(|index| {
+            let entry = self.arena.entry(table, index);
+            format::is_writable_leaf(entry.load(Ordering::Relaxed))
+        })
     }
 }
 

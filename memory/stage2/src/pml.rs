@@ -11,7 +11,7 @@ use lacuna_addr::{Gfn, Gpa};
 
 /// The log of one vCPU.
 pub struct PmlLog {
-    entries: Box<[u64; Self::ENTRIES]>,
+    entries: Box<[Gpa; Self::ENTRIES]>,
     index: u16,
 }
 
@@ -28,7 +28,7 @@ impl PmlLog {
     /// An empty one.
     pub fn new() -> Self {
         Self {
-            entries: Box::new([0; Self::ENTRIES]),
+            entries: Box::new([Gpa::default(); Self::ENTRIES]),
             index: Self::EMPTY,
         }
     }
@@ -50,24 +50,22 @@ impl PmlLog {
         usize::from(self.index) >= Self::ENTRIES
     }
 
-    /// The log's memory: guest-physical addresses, in order from 511 down.
-    pub fn entries(&self) -> &[u64; Self::ENTRIES] {
+    /// The log's memory, in order from 511 down.
+    pub fn entries(&self) -> &[Gpa; Self::ENTRIES] {
         &self.entries
     }
 
-    /// Hands out its pages in the order in which they were logged, and is empty. How many those
-    /// were.
-    pub fn flush(&mut self, mut each: impl FnMut(Gfn)) -> usize {
+    /// What is logged, the youngest first as in [`Self::entries`]. The log is empty from here on.
+    #[inline]
+    pub fn take(&mut self) -> &[Gpa] {
         let first = usize::from(self.index.wrapping_add(1));
         self.index = Self::EMPTY;
-        for &entry in self.entries[first..].iter().rev() {
-            each(Gpa::new(entry).expect("logged as a Gpa").gfn());
-        }
-        Self::ENTRIES - first
+        &self.entries[first..]
     }
 
+    #[inline]
     fn append(&mut self, gfn: Gfn) {
-        self.entries[usize::from(self.index)] = gfn.gpa().get();
+        self.entries[usize::from(self.index)] = gfn.gpa();
         self.index = self.index.wrapping_sub(1);
     }
 }

@@ -9,9 +9,10 @@
 //! the table rides in the flush, and is free when every vCPU has passed
 //! ```
 
-use crate::format::Height;
+use crate::format::{self, Height};
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf};
 use lacuna_addr::{Gfn, GfnRange};
+use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
 /// A leaf that was taken out.
@@ -121,6 +122,12 @@ impl<'s> Cursor<'s> {
 }
 
 impl crate::Stage2 {
+    /// Whether a leaf is there. Stable only under a cursor.
+    #[inline]
+    pub fn has_leaf(&self, at: EntryRef) -> bool {
+        format::is_leaf(self.entry(at).load(Ordering::Acquire))
+    }
+
     /// Where the leaf is that maps `gfn`. Stable only under a cursor.
     pub fn find(&self, gfn: Gfn) -> Option<EntryRef> {
         let mut table = self.root;

@@ -114,25 +114,25 @@ impl Stage2 {
                     if !grants(leaf, access) {
                         return violation(access, Cause::Denied(leaf));
                     }
-                    let used = used(leaf, access);
-                    if used != leaf {
+                    let used = format::used(raw, access);
+                    if used != raw {
                         if !log.has_room() {
                             return Step::Full;
                         }
-                        let bits = format::encode(Entry::Leaf(used));
                         // Relaxed on success: the leaf's publication was acquired by the load
                         // above, and A and D order nothing. D reaches whoever removes the leaf by
                         // the removal itself.
                         let swap =
-                            entry.compare_exchange(raw, bits, Ordering::Relaxed, Ordering::Relaxed);
+                            entry.compare_exchange(raw, used, Ordering::Relaxed, Ordering::Relaxed);
                         if swap.is_err() {
                             return Step::Again;
                         }
-                        if used.dirty != leaf.dirty {
+                        if access.is_write() && !leaf.dirty {
                             log.written(gfn);
                         }
                     }
-                    return Step::Done(Walk::Hit(translation(used, gfn)));
+                    let dirty = leaf.dirty || access.is_write();
+                    return Step::Done(Walk::Hit(translation(Leaf { dirty, ..leaf }, gfn)));
                 }
                 Entry::Absent => return violation(access, Cause::Absent),
                 Entry::Frozen => return Step::Again,
@@ -151,14 +151,6 @@ const fn grants(leaf: Leaf, access: Access) -> bool {
         Access::Read => true,
         Access::Write => leaf.is_writable(),
         Access::Fetch => leaf.exec,
-    }
-}
-
-const fn used(leaf: Leaf, access: Access) -> Leaf {
-    Leaf {
-        accessed: true,
-        dirty: leaf.dirty || access.is_write(),
-        ..leaf
     }
 }
 

@@ -104,7 +104,7 @@ impl Vcpu<'_> {
             self.tlb_writable = true;
         }
         world.data.store(value, Ordering::Relaxed);
-        self.log.flush(|_| {
+        self.log.take().iter().for_each(|_| {
             world.marked.fetch_or(1, Ordering::Release);
         });
         world.quiescence.offline(0);

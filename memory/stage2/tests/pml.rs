@@ -38,9 +38,8 @@ fn last(stage2: &Stage2, page: u64) -> Leaf {
 }
 
 fn flushed(log: &mut PmlLog) -> Vec<u64> {
-    let mut pages = Vec::new();
-    assert_eq!(log.flush(|gfn| pages.push(gfn.get())), pages.len());
-    pages
+    let logged = log.take().iter().rev();
+    logged.map(|gpa| gpa.gfn().get()).collect()
 }
 
 #[test]
@@ -55,7 +54,7 @@ fn entries_go_down_from_511_and_the_index_wraps() {
     hit(&stage2, 511, Access::Write, &mut log);
     assert_eq!((log.index(), log.is_full()), (0xffff, true));
     assert_eq!(
-        log.entries()[0],
+        log.entries()[0].get(),
         511 << 12,
         "the last entry went into slot 0"
     );
@@ -140,7 +139,7 @@ proptest! {
         for (page, write, clear) in ops {
             let access = if write { Access::Write } else { Access::Read };
             if stage2.walk_logged(gfn(page), access, &mut log).is_err() {
-                log.flush(|gfn| got.push(gfn.get()));
+                got.extend(flushed(&mut log));
                 hit(&stage2, page, access, &mut log);
             }
             if write && !dirty[page as usize] {
@@ -155,7 +154,7 @@ proptest! {
                 }).finish(&nobody);
             }
         }
-        log.flush(|gfn| got.push(gfn.get()));
+        got.extend(flushed(&mut log));
         prop_assert_eq!(got, want);
     }
 }

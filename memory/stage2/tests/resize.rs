@@ -83,7 +83,7 @@ impl World {
         }
         let collapsed = match self.way {
             Way::Frozen => cursor.collapse(at),
-            Way::Unrepaired => cursor.collapse_unrepaired(at),
+            Way::Unrepaired => cursor.collapse_unrepaired(at, frame(block * 512)),
         }
         .expect("frames never change");
         drop(cursor);
@@ -223,8 +223,12 @@ fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("a frame")
 }
 
+fn frame(page: u64) -> Pfn {
+    Pfn::new((FIRST + page) as u32)
+}
+
 fn leaf(page: u64, access: Access, level: Level) -> Leaf {
-    let pfn = Pfn::new((FIRST + page) as u32);
+    let pfn = frame(page);
     match access {
         Access::Write => Leaf::dirty(pfn).at(level),
         Access::Read | Access::Fetch => Leaf::clean(pfn).at(level),
@@ -307,7 +311,7 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
         let mut cursor = world.stage2.fault_cursor(at);
         assert!(cursor.split(at).expect("a table").is_some());
         let (collapsed, flush) = cursor
-            .collapse_unrepaired(at)
+            .collapse_unrepaired(at, frame(0))
             .expect("uniform")
             .expect("a table");
         drop(cursor);
@@ -329,7 +333,7 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
         flush.join(cursor.protect(others.expect("a range"), |_| {}));
     }
     let (collapsed, table) = cursor
-        .collapse_unrepaired(at)
+        .collapse_unrepaired(at, frame(0))
         .expect("uniform")
         .expect("a table");
     drop(cursor);

@@ -44,7 +44,7 @@ pub enum Command {
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub struct RunArgs {
     /// The path of an ELF64 image, or a built-in guest: bm, verify, membound, touch,
-    /// zipf, reads, churn, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
+    /// zipf, reads, churn, gaps, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
     /// triple, hello
     pub image: String,
     /// Memory the guest believes it has

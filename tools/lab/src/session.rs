@@ -5,10 +5,10 @@
 //! asynchronously), and nothing else: the same processes, the same pages, the same swap.
 
 use crate::experiment::LabError;
-use lacuna_addr::Gpa;
+use lacuna_addr::{Gpa, PageCount};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
 use lacuna_machine::{Board, Ending, GuestMemory, Image};
-use lacuna_soft::{Apf, Launch, Stalls, Vm};
+use lacuna_soft::{Apf, Dial, HugePages, Launch, Stalls, Swap, Vm};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -188,6 +188,23 @@ pub fn image(name: &str) -> Result<Image<'static>, LabError> {
     }
 }
 
+/// A VM with so many MiB, for which there is a frame each, and what a host keeps free besides:
+/// nothing is ever reclaimed.
+pub fn resident(mib: u64, vcpus: usize) -> Launch {
+    let memory = PageCount::from_bytes(mib << 20);
+    Launch {
+        memory,
+        resident: PageCount::new(memory.get() + memory.get() / 8 + 16384),
+        vcpus,
+        huge: HugePages::Never,
+        swap: Swap::Memory,
+        latency: Dial::default(),
+        apf: Apf::Off,
+        seed: None,
+        command_line: String::new(),
+    }
+}
+
 /// Starts a VM of `launch` with the guest `name`, carries out `experiment` while it runs, and ends
 /// it. The latency dial is at zero until the experiment turns it.
 ///
@@ -217,8 +234,6 @@ pub fn on_soft<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna_addr::PageCount;
-    use lacuna_soft::{HugePages, Swap};
 
     const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
 

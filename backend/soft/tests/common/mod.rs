@@ -1,6 +1,9 @@
 //! What the tests of whole guests share.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod program;
+pub mod shadow;
+
 use lacuna_addr::PageCount;
 use lacuna_machine::{Board, Ending, Image};
 use lacuna_soft::{Apf, Dial, HugePages, Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
@@ -78,6 +81,17 @@ pub fn boot_with(
     name: &str,
     before_vcpus: impl FnOnce(&Vm),
 ) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
+    boot_image(launch, host, clock, &image(name), before_vcpus)
+}
+
+/// [`boot_with`], with an image of the test's own.
+pub fn boot_image(
+    launch: &Launch,
+    host: &Arc<lacuna_soft::Host>,
+    clock: Arc<dyn lacuna_sync::Clock>,
+    image: &Image<'_>,
+    before_vcpus: impl FnOnce(&Vm),
+) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
     let config = VmConfig {
         memory: launch.memory,
         vcpus: launch.vcpus,
@@ -85,7 +99,7 @@ pub fn boot_with(
     };
     let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
     before_vcpus(&vm);
-    let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();
+    let vcpus = vm.boot(image, &launch.full_command_line()).unwrap();
     let lines = Lines::default();
     let board = Arc::new(Board::new(lines.sink()));
     (vm, vcpus, board, lines)

@@ -272,12 +272,8 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
             }
             mmu.allow_huge(gfns);
             for at in blocks {
+                // Nothing is huge again at once: the host has no block whole.
                 *model.counts.get_mut(&at).expect("counted") -= 1;
-                let full = (at.1..at.1 + 512).all(|gfn| model.leaves.contains_key(&gfn));
-                if full && model.allows_huge(at.1) {
-                    let first = model.leaves[&at.1];
-                    model.join(at.1, first);
-                }
             }
         }
         Op::Delete(id) => {

@@ -1,16 +1,13 @@
-//! A VM of model vCPUs with TLBs, and a monitor that keeps a copy of its memory.
+//! A VM of model vCPUs with TLBs.
 
 use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{
-    Backup, Delivery, DirtyError, Faulter, HugeLeaves, Initially, Logging, Mmu, Outcome, RingSize,
-    Room,
-};
+use lacuna_mmu::{Backup, Delivery, DirtyError, Faulter, Mmu, Outcome, RingSize, Room};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::Walk;
 use lacuna_sync::{Epoch, HostClock, Quiescence};
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, RwLock};
 use std::thread::yield_now;
 
 /// Three blocks and a rest.
@@ -18,9 +15,11 @@ pub const PAGES: u64 = 1600;
 /// Where the slot can be: aligned as its backing is, and not.
 pub const PLACES: [u64; 2] = [0x400, 0x2_0001];
 pub const SLOT: SlotId = SlotId(3);
-/// A word for each vCPU, and one for the host.
-pub type Words = [u64; 3];
-const HOST_WORD: usize = 2;
+pub const VCPUS_MAX: usize = 5;
+/// What a page holds: a word for each vCPU, and one for the host. Nobody writes to another's word,
+/// and what is written grows: of two copies of a word the greater is the newer.
+pub type Words = [u64; VCPUS_MAX + 1];
+pub const HOST_WORD: usize = VCPUS_MAX;
 
 pub fn ring(backup: Backup) -> Delivery {
     let size = RingSize::from_bytes(RingSize::BYTES_MIN).expect("a ring");
@@ -32,6 +31,9 @@ pub struct Bed {
     pub mmu: Arc<Mmu>,
     pub quiescence: Arc<Quiescence>,
     pub backing: HvaRange,
+    /// Who collects from the rings, to copy. Exclusively: who puts back what was collected since
+    /// the last reset, for that may be others' too.
+    pub collecting: RwLock<()>,
 }
 
 /// A page as a vCPU's TLB has it.
@@ -58,17 +60,17 @@ pub enum Stuck {
 }
 
 impl Bed {
-    pub fn new(huge: HugePages, delivery: Delivery) -> (Self, [Vcpu; 2]) {
+    pub fn new(huge: HugePages, delivery: Delivery, vcpus: usize) -> (Self, Vec<Vcpu>) {
         let frames = [PAGES / 2, PAGES * 7 / 8][usize::from(huge != HugePages::Never)];
         let config = HostConfig {
-            budget: PageCount::new(Host::minimum_budget(2).get().max(frames)),
+            budget: PageCount::new(Host::minimum_budget(vcpus).get().max(frames)),
             huge,
             swap: Box::new(MemoryStore::new()),
             io: Io::Threads { readers: 1 },
             clock: Arc::new(HostClock::default()),
         };
         let host = Host::new(config).unwrap();
-        let quiescence = Arc::new(Quiescence::new(2));
+        let quiescence = Arc::new(Quiescence::new(vcpus));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), 4096).unwrap();
         mmu.set_delivery(delivery).unwrap();
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
@@ -81,17 +83,19 @@ impl Bed {
             flags: SlotFlags::empty(),
         };
         mmu.add_slot(spec).unwrap();
-        let vcpus = [0, 1].map(|index| Vcpu {
+        let vcpu = |index| Vcpu {
             index,
             faulter: mmu.faulter().unwrap(),
             tlb: HashMap::new(),
             flushed: Epoch::default(),
-        });
+        };
+        let vcpus = (0..vcpus).map(vcpu).collect();
         let bed = Self {
             host,
             mmu,
             quiescence,
             backing,
+            collecting: RwLock::new(()),
         };
         (bed, vcpus)
     }
@@ -108,9 +112,11 @@ impl Bed {
     }
 
     pub fn words(&self, page: u64) -> Words {
-        let mut bytes = [0; 24];
+        let mut bytes = [0; size_of::<Words>()];
         self.host.copy_out(self.hva(page), &mut bytes).unwrap();
-        [0, 8, 16].map(|at| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()))
+        let (words, _) = bytes.as_chunks::<8>();
+        let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
+        [(); VCPUS_MAX + 1].map(|()| words.next().expect("as many"))
     }
 
     /// A write past the vCPUs, if one is allowed.
@@ -119,6 +125,8 @@ impl Bed {
         let slot = slots.get(SLOT).expect("it is never without");
         let gfn = slot.gfns.start().checked_add(page).expect("in the slot");
         let writing = self.mmu.host_write(slot, gfn)?;
+        // A device takes its time.
+        yield_now();
         let at = slot.hva(gfn).get() + 8 * HOST_WORD as u64;
         self.host
             .copy_in(Hva::new(at), &value.to_le_bytes())
@@ -137,7 +145,7 @@ impl Vcpu {
     /// A stay online with one access; more if it must leave for a moment. The word that was read.
     pub fn access(&mut self, bed: &Bed, page: u64, write: Option<u64>) -> Result<u64, Stuck> {
         loop {
-            if self.faulter.room() == Room::SoftFull {
+            if !self.has_room() {
                 return Err(Stuck::Ring);
             }
             self.enter(bed);
@@ -145,18 +153,19 @@ impl Vcpu {
             self.leave(bed);
             match outcome {
                 Ok(word) => return Ok(word),
-                Err(Outcome::Mapped(_)) => unreachable!("that is no reason to leave"),
-                Err(Outcome::Busy) => yield_now(),
-                Err(Outcome::Pending(ticket)) => {
-                    bed.host.start(&ticket);
-                    let _ = bed.host.wait(&ticket);
-                }
-                Err(Outcome::NoMemory) => drop(bed.host.reclaim_direct().unwrap()),
-                Err(Outcome::Mmio) => return Err(Stuck::NoSlot),
-                Err(Outcome::Lost(page)) => panic!("{page}"),
-                Err(Outcome::NoTables(error)) => panic!("{error}"),
+                Err(outcome) => settle(bed, outcome)?,
             }
         }
+    }
+
+    /// Whether its ring takes more.
+    pub fn has_room(&mut self) -> bool {
+        self.faulter.room() == Room::Yes
+    }
+
+    /// Whether somebody wants it to leave.
+    pub fn is_poked(&self, bed: &Bed) -> bool {
+        bed.quiescence.vcpu(self.index).poked()
     }
 
     pub fn enter(&mut self, bed: &Bed) {
@@ -216,72 +225,19 @@ impl Vcpu {
     }
 }
 
-/// The copy.
-pub struct Monitor {
-    pub shadow: Vec<Words>,
-}
-
-impl Monitor {
-    /// Turns logging on, and copies all that does not count as written.
-    pub fn begin(bed: &Bed, initially: Initially, huge: HugeLeaves) -> Self {
-        let on = Logging::On { initially, huge };
-        let refused = bed.mmu.set_logging(SLOT, on).is_err();
-        if refused {
-            bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+/// Makes good what kept an access from its page; the vCPU is offline.
+fn settle(bed: &Bed, outcome: Outcome) -> Result<(), Stuck> {
+    match outcome {
+        Outcome::Mapped(_) => unreachable!("that is no reason to leave"),
+        Outcome::Busy => yield_now(),
+        Outcome::Pending(ticket) => {
+            bed.host.start(&ticket);
+            let _ = bed.host.wait(&ticket);
         }
-        let shadow = match initially {
-            Initially::AllSet if !refused => vec![[u64::MAX; 3]; PAGES as usize],
-            _ => (0..PAGES).map(|page| bed.words(page)).collect(),
-        };
-        Self { shadow }
+        Outcome::NoMemory => drop(bed.host.reclaim_direct().unwrap()),
+        Outcome::Mmio => return Err(Stuck::NoSlot),
+        Outcome::Lost(page) => panic!("{page}"),
+        Outcome::NoTables(error) => panic!("{error}"),
     }
-
-    fn replay(&mut self, bed: &Bed, words: &[u64]) {
-        for page in 0..PAGES {
-            if words[(page / 64) as usize] >> (page % 64) & 1 == 1 {
-                self.shadow[page as usize] = bed.words(page);
-            }
-        }
-    }
-
-    /// Everything that was written, by the calls that clear at once.
-    pub fn harvest(&mut self, bed: &Bed) {
-        let mut words = vec![0; PAGES.div_ceil(64) as usize];
-        if bed.mmu.delivery() != Delivery::Bitmap {
-            bed.mmu.collect_rings(|id, page| {
-                assert_eq!(id, SLOT);
-                words[page / 64] |= 1 << (page % 64);
-            });
-            bed.mmu.reset_rings();
-            self.replay(bed, &words);
-        }
-        match bed.mmu.get_dirty(SLOT, &mut words) {
-            Ok(()) => self.replay(bed, &words),
-            Err(error) => assert_eq!(error, DirtyError::NoBitmap),
-        }
-    }
-
-    /// One half of the slot, by the calls that copy and clear.
-    pub fn clear_some(&mut self, bed: &Bed, from: usize, count: usize) {
-        let mut words = vec![0; PAGES.div_ceil(64) as usize];
-        if bed.mmu.peek_dirty(SLOT, &mut words).is_err() {
-            return;
-        }
-        let part = &mut words[from..(from + count).min(25)];
-        let pages = part.len() * 64;
-        bed.mmu.clear_dirty(SLOT, from * 64, pages, part).unwrap();
-        words[..from].fill(0);
-        words[(from + count).min(25)..].fill(0);
-        self.replay(bed, &words);
-    }
-
-    /// A harvest that does not reach its user.
-    pub fn lose(&self, bed: &Bed) {
-        bed.mmu.collect_rings(|_, _| {});
-        bed.mmu.put_back_rings();
-        let mut words = vec![0; PAGES.div_ceil(64) as usize];
-        if bed.mmu.get_dirty(SLOT, &mut words).is_ok() {
-            bed.mmu.put_back_dirty(SLOT, 0, &words).unwrap();
-        }
-    }
+    Ok(())
 }

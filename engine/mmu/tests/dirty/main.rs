@@ -1,15 +1,19 @@
 //! A copy of memory that is kept by replaying harvests is right, whatever else goes on: reclaim,
-//! splits, collapses, slot changes, switches of detection.
+//! splits, collapses, slot changes, switches of detection. Here one step after the other; in
+//! [`chaos`] all of it at once.
 
 mod bed;
+mod chaos;
+mod monitor;
 mod threads;
 
-use bed::{Bed, Monitor, PAGES, PLACES, SLOT, Stuck, Vcpu, Words, ring};
+use bed::{Bed, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words, ring};
 use lacuna_addr::{Access, GfnRange, HvaRange, Level};
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Backup, Delivery, Detection, DirtyError, HugeLeaves, Initially, Logging};
 use lacuna_slots::SlotFlags;
 use lacuna_stage2::Walk;
+use monitor::{Begun, Monitor};
 use proptest::prelude::*;
 
 fn deliveries() -> [Delivery; 3] {
@@ -22,15 +26,17 @@ fn bare_ring() -> Delivery {
 
 const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
 
+/// vCPUs and monitors come by a number, of which the rest modulo those that there are counts.
 #[derive(Clone, Debug)]
 enum Op {
-    Write(usize, u64, u64),
-    Run(usize, u64, u64),
+    Write(usize, u64),
+    Run(usize, u64),
     Read(usize, u64),
-    HostWrite(u64, u64),
-    Harvest,
-    ClearSome(usize, usize),
-    Lose,
+    HostWrite(u64),
+    Harvest(usize),
+    ClearSome(usize, usize, usize),
+    Lose(usize),
+    Check,
     Detect(Detection),
     Restart(Initially, HugeLeaves),
     Balance,
@@ -43,17 +49,18 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let page = || 0..PAGES;
+    let (who, page) = (|| 0..60usize, || 0..PAGES);
     let initially = prop::sample::select(vec![Initially::Clean, Initially::AllSet]);
     let huge = prop::sample::select(vec![HugeLeaves::Lazy, HugeLeaves::Eager]);
     prop_oneof![
-        20 => (0..2usize, page(), any::<u64>()).prop_map(|(v, p, x)| Op::Write(v, p, x)),
-        6 => (0..2usize, page(), any::<u64>()).prop_map(|(v, p, x)| Op::Run(v, p, x)),
-        6 => (0..2usize, page()).prop_map(|(v, p)| Op::Read(v, p)),
-        3 => (page(), any::<u64>()).prop_map(|(p, x)| Op::HostWrite(p, x)),
-        8 => Just(Op::Harvest),
-        4 => (0..25usize, 1..12usize).prop_map(|(from, n)| Op::ClearSome(from, n)),
-        2 => Just(Op::Lose),
+        20 => (who(), page()).prop_map(|(v, p)| Op::Write(v, p)),
+        6 => (who(), page()).prop_map(|(v, p)| Op::Run(v, p)),
+        6 => (who(), page()).prop_map(|(v, p)| Op::Read(v, p)),
+        3 => page().prop_map(Op::HostWrite),
+        6 => who().prop_map(Op::Harvest),
+        4 => (who(), 0..25usize, 1..12usize).prop_map(|(m, from, n)| Op::ClearSome(m, from, n)),
+        2 => who().prop_map(Op::Lose),
+        6 => Just(Op::Check),
         3 => prop::sample::select(DETECTIONS.to_vec()).prop_map(Op::Detect),
         3 => (initially, huge).prop_map(|(i, h)| Op::Restart(i, h)),
         3 => Just(Op::Balance),
@@ -68,29 +75,48 @@ fn op() -> impl Strategy<Value = Op> {
 
 struct World {
     bed: Bed,
-    vcpus: [Vcpu; 2],
-    monitor: Monitor,
+    vcpus: Vec<Vcpu>,
+    monitors: Vec<Monitor>,
     truth: Vec<Words>,
+    /// What was written last, wherever.
+    clock: u64,
     disallowed: Vec<GfnRange>,
 }
 
 impl World {
-    fn new(huge: HugePages, delivery: Delivery) -> Self {
-        let (bed, vcpus) = Bed::new(huge, delivery);
-        let monitor = Monitor::begin(&bed, Initially::Clean, HugeLeaves::Lazy);
+    fn new(huge: HugePages, delivery: Delivery, vcpus: usize, monitors: usize) -> Self {
+        let (bed, vcpus) = Bed::new(huge, delivery, vcpus);
+        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
         Self {
             bed,
             vcpus,
-            monitor,
-            truth: vec![[0; 3]; PAGES as usize],
+            monitors: (0..monitors).map(|_| Monitor::new()).collect(),
+            truth: vec![Words::default(); PAGES as usize],
+            clock: 0,
             disallowed: Vec::new(),
         }
     }
 
+    fn monitor(&mut self, number: usize) -> (&Bed, &mut Monitor) {
+        let index = number % self.monitors.len();
+        (&self.bed, &mut self.monitors[index])
+    }
+
+    fn harvest(&mut self, number: usize) {
+        let (bed, monitor) = self.monitor(number);
+        monitor.harvest(bed);
+    }
+
+    fn write(&mut self, vcpu: usize, page: u64) {
+        self.clock += 1;
+        self.access(vcpu, page, Some(self.clock));
+    }
+
     fn access(&mut self, vcpu: usize, page: u64, write: Option<u64>) {
+        let vcpu = vcpu % self.vcpus.len();
         let seen = match self.vcpus[vcpu].access(&self.bed, page, write) {
             Err(Stuck::Ring) => {
-                self.monitor.harvest(&self.bed);
+                self.harvest(vcpu);
                 self.vcpus[vcpu].access(&self.bed, page, write)
             }
             other => other,
@@ -100,41 +126,53 @@ impl World {
         assert_eq!(seen, Ok(*word));
     }
 
+    fn host_write(&mut self, page: u64) {
+        self.clock += 1;
+        match self.bed.host_write(page, self.clock) {
+            Ok(()) => self.truth[page as usize][HOST_WORD] = self.clock,
+            Err(error) => assert_eq!(
+                (error, self.bed.mmu.delivery()),
+                (DirtyError::NoBitmap, bare_ring())
+            ),
+        }
+    }
+
     fn check(&mut self) {
-        self.monitor.harvest(&self.bed);
-        for (page, truth) in self.truth.iter().enumerate() {
-            assert_eq!(
-                self.monitor.shadow[page], *truth,
-                "page {page} was written unseen"
-            );
+        self.harvest(0);
+        let mut all = Monitor::new();
+        self.monitors.iter().for_each(|monitor| all.join(monitor));
+        for (page, truth) in (0..).zip(&self.truth) {
+            assert_eq!(all.page(page), truth, "page {page} was written unseen");
         }
         self.bed.mmu.verify();
     }
 
     fn restart(&mut self, initially: Initially, huge: HugeLeaves) {
         self.bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
-        self.monitor = Monitor::begin(&self.bed, initially, huge);
+        let (bed, monitor) = self.monitor(self.clock as usize);
+        if monitor.begin(bed, initially, huge) == Begun::AllSet {
+            self.monitors.iter_mut().for_each(Monitor::forget);
+        }
     }
 
     fn step(&mut self, op: &Op) {
         match *op {
-            Op::Write(vcpu, page, value) => self.access(vcpu, page, Some(value)),
-            Op::Run(vcpu, page, value) => {
-                for page in page..(page + 90).min(PAGES) {
-                    self.access(vcpu, page, Some(value ^ page));
-                }
+            Op::Write(vcpu, page) => self.write(vcpu, page),
+            Op::Run(vcpu, page) => {
+                (page..(page + 90).min(PAGES)).for_each(|page| self.write(vcpu, page));
             }
             Op::Read(vcpu, page) => self.access(vcpu, page, None),
-            Op::HostWrite(page, value) => match self.bed.host_write(page, value) {
-                Ok(()) => self.truth[page as usize][2] = value,
-                Err(error) => assert_eq!(
-                    (error, self.bed.mmu.delivery()),
-                    (DirtyError::NoBitmap, bare_ring())
-                ),
-            },
-            Op::Harvest => self.check(),
-            Op::ClearSome(from, count) => self.monitor.clear_some(&self.bed, from, count),
-            Op::Lose => self.monitor.lose(&self.bed),
+            Op::HostWrite(page) => self.host_write(page),
+            Op::Harvest(monitor) => self.harvest(monitor),
+            Op::ClearSome(monitor, from, count) => {
+                let (bed, monitor) = self.monitor(monitor);
+                monitor.clear_some(bed, from, count);
+            }
+            Op::Lose(monitor) => {
+                let (bed, monitor) = self.monitor(monitor);
+                monitor.lose(bed);
+            }
+            Op::Check => self.check(),
             Op::Detect(detection) => self.bed.mmu.set_detection(detection),
             Op::Restart(initially, huge) => self.restart(initially, huge),
             Op::Balance => drop(self.bed.host.balance()),
@@ -175,9 +213,11 @@ proptest! {
     fn a_replayed_copy_is_right(
         huge in prop::sample::select(vec![HugePages::Never, HugePages::Always]),
         delivery in prop::sample::select(deliveries().to_vec()),
+        vcpus in 1..=VCPUS_MAX,
+        monitors in 1..=3usize,
         ops in prop::collection::vec(op(), 1..200),
     ) {
-        let mut world = World::new(huge, delivery);
+        let mut world = World::new(huge, delivery, vcpus, monitors);
         for op in &ops {
             world.step(op);
         }
@@ -186,7 +226,7 @@ proptest! {
 }
 
 fn fill(world: &mut World) {
-    (0..PAGES).for_each(|page| world.access(0, page, Some(page + 1)));
+    (0..PAGES).for_each(|page| world.write(0, page));
 }
 
 /// With the detections and deliveries one by one: every page once, all of them, twice over.
@@ -194,7 +234,7 @@ fn fill(world: &mut World) {
 fn every_detection_with_every_delivery() {
     for detection in DETECTIONS {
         for delivery in deliveries() {
-            let mut world = World::new(HugePages::Never, delivery);
+            let mut world = World::new(HugePages::Never, delivery, 1, 1);
             world.bed.mmu.set_detection(detection);
             for _ in 0..2 {
                 fill(&mut world);
@@ -212,7 +252,7 @@ fn every_detection_with_every_delivery() {
 
 #[test]
 fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
-    let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap);
+    let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap, 1);
     bed.mmu.set_detection(Detection::Pml);
     for round in 0..3 {
         for page in 0..PAGES {
@@ -228,19 +268,44 @@ fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
     );
 }
 
+/// All pages were armed when the log ended; huge or not, none of them is noticed any more.
+#[test]
+fn a_log_that_has_ended_costs_nothing() {
+    for detection in DETECTIONS {
+        for huge in [HugePages::Never, HugePages::Always] {
+            let (bed, mut vcpus) = Bed::new(huge, Delivery::Bitmap, 1);
+            bed.mmu.set_detection(detection);
+            // As many as the host has frames for in any case.
+            let mut write = |value| {
+                (0..600).for_each(|page| {
+                    vcpus[0].access(&bed, page, Some(value)).unwrap();
+                });
+            };
+            write(1);
+            bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+            write(2);
+            bed.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap();
+            bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+            let before = bed.mmu.dirty_stats();
+            write(3);
+            assert_eq!(bed.mmu.dirty_stats(), before, "{detection:?} {huge:?}");
+        }
+    }
+}
+
 /// Huge leaves are split page by page of what is written, and are back at once afterwards.
 #[test]
 fn huge_leaves_go_lazily_and_come_back_in_place() {
     for detection in DETECTIONS {
-        let (bed, [mut vcpu, _]) = Bed::new(HugePages::Always, Delivery::Bitmap);
+        let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap, 1);
         bed.mmu.set_detection(detection);
         let mut write = |page| {
-            vcpu.access(&bed, page, Some(page)).unwrap();
+            vcpus[0].access(&bed, page, Some(page)).unwrap();
         };
         (0..1024).for_each(&mut write);
         let huge = || bed.mmu.stage2().counts().of(Level::L2M);
         assert_eq!(huge(), 2);
-        let monitor = Monitor::begin(&bed, Initially::Clean, HugeLeaves::Lazy);
+        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
         assert_eq!(huge(), 2, "protected, not split");
         write(5);
         assert_eq!(huge(), 1, "{detection:?}");
@@ -249,7 +314,6 @@ fn huge_leaves_go_lazily_and_come_back_in_place() {
         assert_eq!((words[0], words[1..].iter().max()), (1 << 5, Some(&0)));
         bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
         assert_eq!(huge(), 2, "put together in place");
-        drop(monitor);
         bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
         bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
         let eager = Logging::On {
@@ -266,7 +330,7 @@ fn huge_leaves_go_lazily_and_come_back_in_place() {
 
 #[test]
 fn what_a_ring_vm_refuses() {
-    let (bed, _) = Bed::new(HugePages::Never, bare_ring());
+    let (bed, _) = Bed::new(HugePages::Never, bare_ring(), 1);
     let all_set = Logging::On {
         initially: Initially::AllSet,
         huge: HugeLeaves::Lazy,
@@ -287,14 +351,34 @@ fn what_a_ring_vm_refuses() {
     assert_eq!(late, Err(DirtyError::TooLate));
 }
 
+/// As when a log ends: one leaf where the host has one block, in place.
+#[test]
+fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
+    for (huge, expected) in [(HugePages::Always, 2), (HugePages::Never, 0)] {
+        let (bed, mut vcpus) = Bed::new(huge, Delivery::Bitmap, 1);
+        // As many as the host has frames for in any case.
+        (0..700).for_each(|page| {
+            vcpus[0].access(&bed, page, Some(page)).unwrap();
+        });
+        let huge = || bed.mmu.stage2().counts().of(Level::L2M);
+        let all = GfnRange::new(bed.gfn(0), PAGES).unwrap();
+        assert_eq!(huge(), expected);
+        bed.mmu.disallow_huge(all).unwrap();
+        assert_eq!(huge(), 0);
+        bed.mmu.allow_huge(all);
+        assert_eq!(huge(), expected);
+        bed.mmu.verify();
+    }
+}
+
 /// What was disallowed and is allowed again stays split while the slot logs.
 #[test]
 fn no_huge_leaf_appears_under_a_log() {
     for detection in DETECTIONS {
-        let (bed, [mut vcpu, _]) = Bed::new(HugePages::Always, Delivery::Bitmap);
+        let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap, 1);
         bed.mmu.set_detection(detection);
         let mut write = |page| {
-            vcpu.access(&bed, page, Some(page)).unwrap();
+            vcpus[0].access(&bed, page, Some(page)).unwrap();
         };
         (0..512).for_each(&mut write);
         bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();

@@ -158,6 +158,24 @@ const fn encode_leaf(leaf: Leaf) -> u64 {
         | flag(leaf.dirty, DIRTY)
 }
 
+/// Whether the bits are a leaf: where 512 entries are asked, [`decode`] would tell too much.
+#[inline]
+pub(crate) const fn is_leaf(raw: u64) -> bool {
+    raw & LEVEL != 0
+}
+
+/// Whether they are one with W.
+#[inline]
+pub(crate) const fn is_writable_leaf(raw: u64) -> bool {
+    is_leaf(raw) && raw & WRITE != 0
+}
+
+/// A leaf's bits after `access` has gone through it: A, and D for a write.
+#[inline]
+pub(crate) const fn used(leaf: u64, access: Access) -> u64 {
+    leaf | ACCESSED | flag(access.is_write(), DIRTY)
+}
+
 const fn flag(on: bool, bit: u64) -> u64 {
     if on { bit } else { 0 }
 }
@@ -214,6 +232,24 @@ mod tests {
         #[test]
         fn decoding_undoes_encoding(entry in any_entry()) {
             prop_assert_eq!(decode(encode(entry)), entry);
+        }
+
+        #[test]
+        fn leaves_and_those_with_w_are_told_from_all_others(entry in any_entry()) {
+            let raw = encode(entry);
+            let writable = matches!(entry, Entry::Leaf(leaf) if leaf.is_writable());
+            prop_assert_eq!(is_leaf(raw), matches!(entry, Entry::Leaf(_)));
+            prop_assert_eq!(is_writable_leaf(raw), writable);
+        }
+
+        #[test]
+        fn an_access_sets_a_and_a_write_d(leaf in any_leaf()) {
+            for access in [Access::Read, Access::Write, Access::Fetch] {
+                let dirty = leaf.dirty || access.is_write();
+                let wanted = Leaf { accessed: true, dirty, ..leaf };
+                let found = used(encode(Entry::Leaf(leaf)), access);
+                prop_assert_eq!(decode(found), Entry::Leaf(wanted));
+            }
         }
 
         /// What an Intel processor would make of it (SDM 29.3.3.1): present entries are no

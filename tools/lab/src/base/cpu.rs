@@ -4,11 +4,11 @@ use crate::experiment::{LabError, Options};
 use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
+use crate::session::resident;
 use crate::stats::{Summary, paired, rounds};
-use lacuna_addr::PageCount;
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
+use lacuna_soft::Launch;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -126,18 +126,10 @@ fn arguments(test: &Test, iterations: u64) -> [String; 2] {
 }
 
 fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {
-    let memory = PageCount::from_bytes(u64::from(MEMORY_MIB) << 20);
     let launch = Launch {
-        memory,
-        // Everything fits: this is about instructions, not about memory.
-        resident: PageCount::new(memory.get() + 4096),
-        vcpus: 1,
-        huge: HugePages::Never,
-        swap: Swap::Memory,
-        latency: Dial::default(),
-        apf: Apf::Off,
-        seed: None,
         command_line: arguments(test, iterations).join(" "),
+        // This is about instructions, not about memory.
+        ..resident(u64::from(MEMORY_MIB), 1)
     };
     let phases = Arc::new(Mutex::new(Phases::default()));
     let console = {

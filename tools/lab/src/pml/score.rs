@@ -1,4 +1,5 @@
-//! What a guest that is watched has left: `churn` under a monitor that harvests once a second.
+//! What a guest that is watched has left: `churn` under a monitor that harvests once a second, a VM
+//! for each arm, in turns.
 //!
 //! Twice, each at a dirty rate of its own, found by turning the guest's dial until write protection
 //! with a bitmap leaves 92 % of what the guest does unwatched, as in the letter of 2015. `.raw` is
@@ -6,16 +7,17 @@
 //! ([`charged`](super::score_charge)). Where even the highest rate leaves more than 92 %, that is
 //! the rate, and nothing is promised of it.
 
-use super::score_charge::{Counted, DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
-use super::score_guest::{Churn, Setup, Slice, Watch, with_churn};
+use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
+use super::score_guest::{Churn, Period, Setup, Watch, period, play, with_churns};
+use super::turns::TURN;
 use super::{score_always, score_page};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::host_info::HostInfo;
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, measures, paired};
-use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Backup, Delivery, Detection, Dial, HugePages, Launch, RingSize, Swap};
+use crate::session::resident;
+use crate::stats::{Summary, paired};
+use lacuna_soft::{Backup, Delivery, Detection, Launch, RingSize};
 use std::time::Duration;
 
 /// Steps of the progress that it makes.
@@ -75,8 +77,6 @@ const ARMS: [(&str, Watch); 4] = [
 const NONE: usize = 0;
 const NULL: usize = 1;
 const WP: usize = 2;
-/// Of an arm's rates, that by the clock on the wall; the first two are those of the sets.
-const WALL: usize = 2;
 
 /// A ring for each vCPU, as large as it can be, as QEMU has them.
 pub fn rings() -> Delivery {
@@ -92,7 +92,7 @@ struct Pace {
     mib: u64,
     period: Duration,
     heal: Duration,
-    periods: u32,
+    /// For each VM in each arm.
     rounds: usize,
     tries: usize,
 }
@@ -101,40 +101,31 @@ impl Pace {
     fn of(options: &Options) -> Self {
         match options.quick {
             true => Self {
-                mib: 192,
+                mib: 128,
                 period: Duration::from_millis(100),
                 heal: Duration::from_millis(100),
-                periods: 1,
-                rounds: 2,
+                rounds: 1,
                 tries: 3,
             },
             false => Self {
-                mib: 2048.min((HostInfo::detect().memory_bytes >> 22).max(192)),
+                // A VM for each arm, and half of the machine left.
+                mib: 2048.min((HostInfo::detect().memory_bytes >> 23).max(128)),
                 period: Duration::from_secs(1),
                 heal: Duration::from_millis(2500),
-                periods: 1,
-                rounds: 6,
+                rounds: 8,
                 tries: 7,
             },
         }
     }
 }
 
-/// The VM whose marks go to `delivery`.
+/// The VMs whose marks go to `delivery`.
 fn setup(pace: Pace, delivery: Delivery) -> Setup {
     let hot = pace.mib / 32;
     Setup {
         launch: Launch {
-            memory: PageCount::from_bytes(pace.mib << 20),
-            // All of it and what a host keeps free, so that nothing is ever reclaimed.
-            resident: PageCount::from_bytes((pace.mib + pace.mib / 8 + 64) << 20),
-            vcpus: vcpus(),
-            huge: HugePages::Never,
-            swap: Swap::Memory,
-            latency: Dial::default(),
-            apf: Apf::Off,
-            seed: None,
             command_line: format!("hot={hot}M writes=100 frees=0 seconds=1000000"),
+            ..resident(pace.mib, vcpus())
         },
         delivery,
         period: pace.period,
@@ -142,14 +133,15 @@ fn setup(pace: Pace, delivery: Delivery) -> Setup {
     }
 }
 
-/// What `slice` is worth in a set.
-fn worth(set: Set, slice: &Slice, watch: Watch, vcpus: u64) -> f64 {
+/// What a period is worth in a set: transactions a second.
+fn worth(set: Set, period: &Period, watch: Watch) -> f64 {
     match (set, watch) {
         (Set::ExitCost, Watch::Dirty(detection)) => {
-            let exits = slice.counted.exits(detection, vcpus);
-            charged(slice.rate, slice.ran, vcpus, exits)
+            let vcpus = vcpus() as u64;
+            let exits = period.counted.exits(detection, vcpus);
+            charged(period.rate(), period.done.cpu, vcpus, exits)
         }
-        _ => slice.rate,
+        _ => period.rate(),
     }
 }
 
@@ -162,16 +154,25 @@ struct Rate {
 }
 
 /// Looks for the mark at which write protection leaves [`WANTED`].
-fn calibrate(churn: &mut Churn<'_>, pace: Pace, set: Set) -> Result<Rate, LabError> {
+fn calibrate(
+    churns: &mut [Churn<'_>],
+    setup: &Setup,
+    tries: usize,
+    set: Set,
+) -> Result<Rate, LabError> {
     let mut score = |mark: u32| -> Result<f64, LabError> {
-        churn.turn(mark)?;
-        let mut sums = [0.0; 2];
-        for arm in [NONE, WP, WP, NONE] {
-            let watch = ARMS[arm].1;
-            let slice = churn.slice(watch, 1)?;
-            sums[usize::from(arm == WP)] += worth(set, &slice, watch, churn.vcpus());
+        for (vm, arm) in [NONE, WP].into_iter().enumerate() {
+            churns[vm].watch(ARMS[arm].1, mark, setup.heal)?;
         }
-        Ok(100.0 * sums[1] / sums[0])
+        let vms = [0, 1];
+        period(churns, setup, &vms)?;
+        let [mut none, mut wp] = [0.0; 2];
+        for _ in 0..3 {
+            let found = period(churns, setup, &vms)?;
+            none += worth(set, &found[0], ARMS[NONE].1);
+            wp += worth(set, &found[1], ARMS[WP].1);
+        }
+        Ok(100.0 * wp / none)
     };
     if score(DIAL_MOST)? > WANTED {
         return Ok(Rate {
@@ -180,7 +181,7 @@ fn calibrate(churn: &mut Churn<'_>, pace: Pace, set: Set) -> Result<Rate, LabErr
         });
     }
     let mut search = Search::new();
-    for _ in 0..pace.tries {
+    for _ in 0..tries {
         search = search.told(score(search.mark())?, WANTED);
     }
     Ok(Rate {
@@ -192,36 +193,24 @@ fn calibrate(churn: &mut Churn<'_>, pace: Pace, set: Set) -> Result<Rate, LabErr
 /// What the arms of one delivery did at one mark of the dial.
 struct Runs {
     delivery: &'static str,
-    /// Of each arm: transactions a second in each round, raw, charged, and by the wall's clock.
-    rates: Vec<[Vec<f64>; 3]>,
-    /// Of each arm, all slices but the first round's.
-    counted: Vec<(Counted, f64, Duration)>,
+    /// Of each arm, period by period.
+    periods: Vec<Vec<Period>>,
 }
 
-fn run(
-    churn: &mut Churn<'_>,
-    pace: Pace,
-    delivery: &'static str,
-    mark: u32,
-) -> Result<Runs, LabError> {
-    churn.turn(mark)?;
-    let mut counted = vec![(Counted::default(), 0.0, Duration::ZERO); ARMS.len()];
-    let rates = measures(ARMS.len(), pace.rounds, |arm| {
-        let watch = ARMS[arm].1;
-        let slice = churn.slice(watch, pace.periods)?;
-        let (sum, seconds, harvesting) = &mut counted[arm];
-        *sum = sum.and(&slice.counted);
-        *seconds += slice.seconds;
-        *harvesting += slice.harvesting;
-        let worth = |set| worth(set, &slice, watch, churn.vcpus());
-        let [raw, charged] = Set::ALL.map(worth);
-        Ok::<_, LabError>([raw, charged, slice.wall_rate])
-    })?;
-    Ok(Runs {
-        delivery,
-        rates,
-        counted,
-    })
+impl Runs {
+    fn rates(&self, arm: usize, set: Set) -> Vec<f64> {
+        let worth = |period| worth(set, period, ARMS[arm].1);
+        self.periods[arm].iter().map(worth).collect()
+    }
+
+    fn wall(&self, arm: usize) -> Vec<f64> {
+        self.periods[arm].iter().map(Period::wall_rate).collect()
+    }
+
+    fn sum(&self, arm: usize) -> Period {
+        let all = self.periods[arm].iter();
+        all.fold(Period::default(), |sum, one| sum.and(one))
+    }
 }
 
 /// Everything about scores, costs and a log that nobody reads.
@@ -233,21 +222,23 @@ pub fn measure(
     let pace = Pace::of(options);
     let mut rates = Vec::new();
     for (delivery, to) in [("", Delivery::Bitmap), ("_ring", rings())] {
-        with_churn(&setup(pace, to), |churn| {
+        let setup = setup(pace, to);
+        with_churns(&setup, ARMS.len(), |churns| {
             if rates.is_empty() {
                 progress.step("dirty rates for the scores");
                 for set in Set::ALL {
-                    rates.push((set, calibrate(churn, pace, set)?));
+                    rates.push((set, calibrate(churns, &setup, pace.tries, set)?));
                 }
             }
             for &(set, rate) in &rates {
                 progress.step(format!("scores{delivery}, {}", set.name()));
-                let runs = run(churn, pace, delivery, rate.mark)?;
-                tell(report, pace, set, rate, &runs);
+                let arms = ARMS.map(|arm| arm.1);
+                let periods = play(churns, &setup, &arms, rate.mark, pace.rounds)?;
+                tell(report, pace, set, rate, &Runs { delivery, periods });
             }
             if to == Delivery::Bitmap {
                 progress.step("a log that nobody reads");
-                score_always::measure(options, report, churn)?;
+                score_always::measure(report, churns, &setup, pace.rounds)?;
             }
             Ok(())
         })?;
@@ -257,22 +248,26 @@ pub fn measure(
 }
 
 fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
-    let of = |arm: usize| &runs.rates[arm][set as usize];
-    let percent = |arm: usize| paired(of(NONE), of(arm)).scaled(100.0);
-    let wall = |arm: usize| &runs.rates[arm][WALL];
+    let rates = |arm| runs.rates(arm, set);
+    let percent = |arm| paired(&rates(NONE), &rates(arm)).scaled(100.0);
     for (arm, (name, _)) in ARMS.iter().enumerate().skip(WP) {
         let id = format!("pml.score_percent.{name}{}.{}", runs.delivery, set.name());
-        let (counted, seconds, _) = &runs.counted[arm];
+        let sum = runs.sum(arm);
+        let wall = paired(&runs.wall(NONE), &runs.wall(arm)).scaled(100.0);
         let result = Measurement::new(id, "%", Better::Higher, percent(arm))
             .param("memory_mib", pace.mib)
             .param("vcpus", vcpus())
             .param("harvest_ms", pace.period.as_millis() as u64)
+            .param("turn_ms", TURN.as_millis() as u64)
             .param("cold_of_65536", rate.mark)
-            .param("pages_dirtied_per_s", counted.dirtied as f64 / seconds)
-            .arm("none_per_s", Summary::of(of(NONE)))
-            .arm("watched_per_s", Summary::of(of(arm)))
+            .param(
+                "pages_dirtied_per_s",
+                sum.counted.dirtied as f64 / sum.done.wall,
+            )
+            .arm("none_per_s", Summary::of(&rates(NONE)))
+            .arm("watched_per_s", Summary::of(&rates(arm)))
             .arm("null_percent", percent(NULL))
-            .arm("wall_percent", paired(wall(NONE), wall(arm)).scaled(100.0));
+            .arm("wall_percent", wall);
         let result = match (arm, rate.reached) {
             (WP, _) => result.reference(LETTER_WP, LETTER),
             (_, true) => result.bar(BAR).reference(LETTER_PML, LETTER),
@@ -281,19 +276,14 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
         report.push(set.marked(result));
     }
     if runs.delivery.is_empty() {
-        report.say(said(set, rate, percent(WP), &runs.counted[WP]));
+        report.say(said(set, rate, percent(WP), &runs.sum(WP)));
     }
     report.detail(table(set, runs));
 }
 
 /// The calibration's result.
-fn said(
-    set: Set,
-    rate: Rate,
-    wp: Summary,
-    (counted, seconds, _): &(Counted, f64, Duration),
-) -> String {
-    let dirtied = short(counted.dirtied as f64 / seconds);
+fn said(set: Set, rate: Rate, wp: Summary, sum: &Period) -> String {
+    let dirtied = short(sum.counted.dirtied as f64 / sum.done.wall);
     let at = format!(
         "{}: {} of 65536 transactions dirty the cold part of the heap, {dirtied} pages a second \
          under write protection, which leaves {:.1} % of no logging",
@@ -325,8 +315,13 @@ fn table(set: Set, runs: &Runs) -> String {
         "harvest ms",
     ];
     let mut rows = vec![header.map(str::to_owned)];
-    for ((name, _), (counted, seconds, harvesting)) in ARMS.iter().zip(&runs.counted) {
-        let each = |count: u64| short(count as f64 / seconds);
+    for (arm, (name, _)) in ARMS.iter().enumerate() {
+        let Period {
+            done,
+            counted,
+            harvesting,
+        } = runs.sum(arm);
+        let each = |count: u64| short(count as f64 / done.wall);
         let stats = &counted.stats;
         rows.push([
             format!("  {name}{}", runs.delivery),
@@ -337,7 +332,7 @@ fn table(set: Set, runs: &Runs) -> String {
             each(stats.log_full),
             each(stats.flushes),
             each(counted.rings_full),
-            format!("{:.1}", harvesting.as_secs_f64() * 1e3 / seconds),
+            format!("{:.1}", harvesting.as_secs_f64() * 1e3 / done.wall),
         ]);
     }
     align(&rows)

@@ -1,10 +1,10 @@
 //! PML left on while no slot logs: every vCPU looks for pages to log, and there are none.
 
 use super::score_charge::DIAL_MOST;
-use super::score_guest::{Churn, Watch};
-use crate::experiment::{LabError, Options};
+use super::score_guest::{Churn, Period, Setup, Watch, play};
+use crate::experiment::LabError;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, measures, paired};
+use crate::stats::{Summary, paired};
 use lacuna_soft::Detection;
 
 const ID: &str = "pml.always_on_loss_percent";
@@ -23,37 +23,34 @@ const ON: usize = 2;
 /// # Errors
 /// Those of the guest; and a single page that was logged, for nobody wants to know.
 pub fn measure(
-    options: &Options,
     report: &mut Report,
-    churn: &mut Churn<'_>,
+    churns: &mut [Churn<'_>],
+    setup: &Setup,
+    rounds: usize,
 ) -> Result<(), LabError> {
-    let rounds = if options.quick { 3 } else { 21 };
-    churn.turn(DIAL_MOST)?;
-    let mut logged = 0;
-    let runs = measures(ARMS.len(), rounds, |arm| {
-        let slice = churn.slice(ARMS[arm], 1)?;
-        let stats = slice.counted.stats;
-        if arm == ON {
-            logged += stats.logged + stats.log_full + stats.flushes;
-        }
-        Ok::<_, LabError>([slice.rate])
-    })?;
+    let periods = play(churns, setup, &ARMS, DIAL_MOST, rounds)?;
+    let logged: u64 = periods[ON]
+        .iter()
+        .map(|period| period.counted.stats)
+        .map(|stats| stats.logged + stats.log_full + stats.flushes)
+        .sum();
     if logged > 0 {
         return Err(LabError::Guest(format!(
             "{logged} entries, full logs and flushes though no slot logs"
         )));
     }
-    let rates = |arm: usize| &runs[arm][0];
-    let loss = lost(paired(rates(OFF), rates(ON)));
-    let null = lost(paired(rates(OFF), rates(NULL)));
+    let [off, null, on] =
+        [OFF, NULL, ON].map(|arm| -> Vec<f64> { periods[arm].iter().map(Period::rate).collect() });
+    let loss = lost(paired(&off, &on));
+    let null = lost(paired(&off, &null));
     report.push(
         Measurement::new(ID, "%", Better::Lower, loss)
             .reference(0.45, "KVM PML patch letter, 2015: 0.06 and 0.45")
             .param("entries_logged", logged)
             .param("inside_null", inside(loss, null))
             .arm("null_percent", null)
-            .arm("off_per_s", Summary::of(rates(OFF)))
-            .arm("on_per_s", Summary::of(rates(ON))),
+            .arm("off_per_s", Summary::of(&off))
+            .arm("on_per_s", Summary::of(&on)),
     );
     report.say(format!(
         "PML on and no slot that logs: {logged} pages logged; {:.2} % lost, {} the interval of no \

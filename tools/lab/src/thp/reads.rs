@@ -3,27 +3,20 @@
 use super::pair::{Turn, side_by_side};
 use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
+use crate::session::resident;
 use crate::stats::{Summary, paired, rounds};
-use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
+use lacuna_soft::{HugePages, Launch};
 use std::time::Duration;
 
 /// `thp.random_read_ratio`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mib = if options.quick { 256 } else { 1024 };
     let launch = |huge| {
-        // Room for the kernel and its tables beside what is read; all of it resident.
-        let memory = PageCount::from_bytes((mib + 64) << 20);
         Launch {
-            memory,
-            resident: PageCount::new(memory.get() + 8192),
-            vcpus: 1,
             huge,
-            swap: Swap::Memory,
-            latency: Dial::default(),
-            apf: Apf::Off,
-            seed: None,
             command_line: format!("huge=1 bytes={mib}M seconds=1000000"),
+            // Room for the kernel and its tables beside what is read.
+            ..resident(mib + 64, 1)
         }
     };
     let turn = Turn {

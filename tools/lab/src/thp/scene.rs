@@ -3,9 +3,10 @@
 
 use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{Gfn, Gpa, HvaRange, PAGE_SIZE, PageCount};
+use crate::session::resident;
+use lacuna_addr::{Gfn, Gpa, HvaRange, PAGE_SIZE};
 use lacuna_machine::{Exit, Image, Kick as _, Segment, Vcpu as _};
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Shape, Swap, Vcpu, Vm, VmConfig};
+use lacuna_soft::{HugePages, Launch, Shape, Vcpu, Vm, VmConfig};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,15 +44,8 @@ impl Scene {
     /// A guest in which the worker goes through its piece `passes` times in each of its runs.
     pub fn new(huge: HugePages, passes: u32) -> Result<(Self, Worker, Toucher), LabError> {
         let launch = Launch {
-            memory: PageCount::from_bytes(MEMORY_MIB << 20),
-            resident: PageCount::from_bytes((2 * MEMORY_MIB) << 20),
-            vcpus: 2,
             huge,
-            swap: Swap::Memory,
-            latency: Dial::default(),
-            apf: Apf::Off,
-            seed: None,
-            command_line: String::new(),
+            ..resident(MEMORY_MIB, 2)
         };
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = launch.host(Arc::clone(&clock))?;

@@ -1,0 +1,114 @@
+//! A copy of guest memory, kept up to date by replaying harvests.
+
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::GuestMemory as _;
+use lacuna_soft::{Backup, Delivery, Detection, Logging, RingSize, SlotId, Vm};
+use std::collections::BTreeMap;
+
+pub const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
+
+/// The smallest rings, so that they are full now and then.
+pub fn ring(backup: Backup) -> Delivery {
+    let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
+    Delivery::Ring { size, backup }
+}
+
+/// Whether there are bitmaps, for all writes or for those that no vCPU does.
+pub fn has_bitmaps(vm: &Vm) -> bool {
+    match vm.mmu().delivery() {
+        Delivery::Bitmap => true,
+        Delivery::Ring { backup, .. } => backup == Backup::Bitmap,
+    }
+}
+
+pub type Page = [u8; PAGE_SIZE];
+
+/// A page by its slot.
+pub type Name = (SlotId, usize);
+
+pub fn read((id, page): Name, vm: &Vm) -> Page {
+    let slots = vm.mmu().slots().snapshot();
+    let slot = slots.get(id).unwrap();
+    let gfn = slot.gfns.start().checked_add(page as u64).unwrap();
+    let mut bytes = [0; PAGE_SIZE];
+    vm.read(gfn.gpa(), &mut bytes).unwrap();
+    bytes
+}
+
+/// How many pages a slot has.
+pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
+    vm.mmu().slots().snapshot().get(id).unwrap().gfns.pages() as usize
+}
+
+/// The pages that `words` of a slot names, the first word from its page `first` on.
+pub fn named(id: SlotId, first: usize, words: &[u64]) -> impl Iterator<Item = Name> {
+    let is_set = move |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
+    (0..words.len() * 64)
+        .filter(is_set)
+        .map(move |at| (id, first + at))
+}
+
+/// A copy of all slots, page by page.
+pub struct Shadow(BTreeMap<SlotId, Vec<Page>>);
+
+impl Shadow {
+    /// Of memory of which everything counts as written: nothing is copied yet.
+    pub fn empty(vm: &Vm) -> Self {
+        let all = |id| (id, vec![[0; PAGE_SIZE]; pages_of(vm, id)]);
+        Self(vm.slots().into_iter().map(all).collect())
+    }
+
+    /// Of memory as it is.
+    pub fn of(vm: &Vm) -> Self {
+        let all = |id| {
+            let pages = (0..pages_of(vm, id)).map(|at| read((id, at), vm));
+            (id, pages.collect())
+        };
+        Self(vm.slots().into_iter().map(all).collect())
+    }
+
+    /// Turns all logs on, then copies.
+    pub fn begin(vm: &Vm) -> Self {
+        for id in vm.slots() {
+            vm.set_logging(id, Logging::LAZY).unwrap();
+        }
+        Self::of(vm)
+    }
+
+    /// Copies these pages, which are armed again.
+    pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
+        for name in dirty {
+            self.0.get_mut(&name.0).unwrap()[name.1] = read(*name, vm);
+        }
+    }
+
+    /// Everything written since the last time; how many pages.
+    pub fn harvest(&mut self, vm: &Vm) -> usize {
+        let mut dirty = Vec::new();
+        if vm.mmu().delivery() != Delivery::Bitmap {
+            vm.collect_rings(|id, at| dirty.push((id, at)));
+            vm.reset_rings();
+        }
+        if has_bitmaps(vm) {
+            for id in vm.slots() {
+                let mut words = vec![0; pages_of(vm, id).div_ceil(64)];
+                vm.get_dirty(id, &mut words).unwrap();
+                dirty.extend(named(id, 0, &words));
+            }
+        }
+        self.replay(vm, &dirty);
+        dirty.len()
+    }
+
+    /// The guest does not run, and everything written was harvested.
+    pub fn compare(&self, vm: &Vm) {
+        for (id, pages) in &self.0 {
+            for (at, bytes) in pages.iter().enumerate() {
+                assert!(
+                    *bytes == read((*id, at), vm),
+                    "{id}: page {at} was written unseen"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Everything at once, on threads: vCPUs write while a monitor harvests, switches how writes are
+//! noticed, ends and begins logs, splits huge pages, replaces slots and takes frames away.
+//!
+//! The monitor's steps are counted. After the last it only harvests, until the guest has ended by
+//! itself; so what is asked is whether it does. `LACUNA_ROUNDS=2000` for more steps, and
+//! `--nocapture` to see them.
+
+mod common;
+
+use common::shadow::{DETECTIONS, Shadow, has_bitmaps, ring};
+use common::{boot_with, launch};
+use fastrand::Rng;
+use lacuna_addr::{Gfn, GfnRange};
+use lacuna_machine::{Apf, Ending};
+use lacuna_soft::{
+    Backup, Delivery, Host, HugeLeaves, HugePages, Initially, Launch, Logging, Recovery, SlotFlags,
+    Vm,
+};
+use lacuna_sync::HostClock;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::{scope, sleep, spawn};
+use std::time::{Duration, Instant};
+
+/// A step that takes longer than this takes for ever: one is milliseconds.
+const HANG: Duration = Duration::from_secs(300);
+
+fn from_env(name: &str, otherwise: u64) -> u64 {
+    let told = std::env::var(name).ok();
+    told.map_or(otherwise, |text| text.parse().expect("a number"))
+}
+
+/// Ends the process, and says in which step, when the steps stop coming.
+fn watch(steps: &Receiver<String>) {
+    let mut last = "the start".to_owned();
+    loop {
+        match steps.recv_timeout(HANG) {
+            Ok(step) => last = step,
+            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                eprintln!("hangs after {last}");
+                std::process::abort();
+            }
+        }
+    }
+}
+
+struct Monitor<'a> {
+    vm: &'a Vm,
+    host: &'a Host,
+    rng: Rng,
+    shadow: Option<Shadow>,
+    is_limited: bool,
+    harvested: usize,
+}
+
+impl Monitor<'_> {
+    /// One thing more; its name.
+    fn step(&mut self) -> &'static str {
+        match self.rng.u8(..10) {
+            0 => {
+                self.vm.set_detection(DETECTIONS[self.rng.usize(..2)]);
+                "switch"
+            }
+            1 if self.shadow.is_some() => self.end(),
+            1 | 2 if self.shadow.is_none() => self.start(),
+            3 => self.replace_slots(),
+            4 => self.limit_huge(),
+            5 => {
+                let _ = self.host.reclaim_direct();
+                let _ = self.host.balance();
+                "reclaim"
+            }
+            6 => {
+                let _ = self.host.collapse_step();
+                "collapse"
+            }
+            _ => self.harvest(),
+        }
+    }
+
+    fn start(&mut self) -> &'static str {
+        let all_set = has_bitmaps(self.vm) && self.rng.bool();
+        let logging = Logging::On {
+            initially: match all_set {
+                true => Initially::AllSet,
+                false => Initially::Clean,
+            },
+            huge: match self.rng.bool() {
+                true => HugeLeaves::Lazy,
+                false => HugeLeaves::Eager,
+            },
+        };
+        for id in self.vm.slots() {
+            self.vm.set_logging(id, logging).unwrap();
+        }
+        self.shadow = Some(match all_set {
+            true => Shadow::empty(self.vm),
+            false => Shadow::of(self.vm),
+        });
+        "start"
+    }
+
+    fn end(&mut self) -> &'static str {
+        let recovery = match self.rng.bool() {
+            true => Recovery::InPlace,
+            false => Recovery::Refault,
+        };
+        for id in self.vm.slots() {
+            self.vm.mmu().end_logging_as(id, recovery).unwrap();
+        }
+        // A vCPU that has left for its ring's sake comes back.
+        self.vm.collect_rings(|_, _| ());
+        self.vm.reset_rings();
+        self.shadow = None;
+        "end"
+    }
+
+    fn replace_slots(&mut self) -> &'static str {
+        for id in self.vm.slots() {
+            self.vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
+        }
+        self.is_limited = false;
+        "replace"
+    }
+
+    fn limit_huge(&mut self) -> &'static str {
+        let pages = self.vm.config().memory.get() / 4;
+        let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
+        self.is_limited = !self.is_limited;
+        match self.is_limited {
+            false => self.vm.mmu().allow_huge(part),
+            true => self.vm.mmu().disallow_huge(part).expect("tables enough"),
+        }
+        "limit"
+    }
+
+    fn harvest(&mut self) -> &'static str {
+        if let Some(shadow) = &mut self.shadow {
+            self.harvested += shadow.harvest(self.vm);
+        }
+        "harvest"
+    }
+}
+
+/// Runs `guest` to its end under `steps` steps.
+fn storm(launch: &Launch, guest: &str, delivery: Delivery, steps: u64, told: &Sender<String>) {
+    let clock = Arc::new(HostClock::default());
+    let host = launch.host(Arc::clone(&clock) as _).unwrap();
+    let background = host.spawn_background().unwrap();
+    let before = |vm: &Vm| vm.set_delivery(delivery).unwrap();
+    let (vm, vcpus, board, lines) = boot_with(launch, &host, clock, guest, before);
+    let mut monitor = Monitor {
+        vm: &vm,
+        host: &host,
+        rng: Rng::with_seed(from_env("LACUNA_SEED", 1)),
+        shadow: None,
+        is_limited: false,
+        harvested: 0,
+    };
+    let tell = |step: u64, what: &str, began: Instant| {
+        let (took, retired) = (began.elapsed(), vm.retired().iter().sum::<u64>());
+        let text = format!(
+            "{guest} {} {step} {what}: {took:?}, {retired} instructions",
+            launch.vcpus
+        );
+        println!("{text}");
+        told.send(text).unwrap();
+    };
+    let began = Instant::now();
+    scope(|scope| {
+        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
+        for step in 0..steps {
+            let began = Instant::now();
+            let what = monitor.step();
+            tell(step, what, began);
+            if runner.is_finished() {
+                break;
+            }
+            // No more than what the guest gets done in between: it is to end.
+            sleep(Duration::from_millis(1));
+        }
+        if monitor.shadow.is_none() && !runner.is_finished() {
+            monitor.start();
+        }
+        while !runner.is_finished() {
+            let began = Instant::now();
+            monitor.harvest();
+            tell(steps, "harvest", began);
+            sleep(Duration::from_millis(2));
+        }
+    });
+    let ending = board.ending();
+    assert!(
+        matches!(ending, Some(Ending::Exited(0))),
+        "{ending:?}\n{}",
+        lines.text()
+    );
+    if let Some(mut shadow) = monitor.shadow {
+        shadow.harvest(&vm);
+        shadow.compare(&vm);
+    }
+    drop(background);
+    vm.mmu().verify();
+    host.verify();
+    let (harvested, took) = (monitor.harvested, began.elapsed());
+    tell(steps, &format!("over, {harvested} pages, {took:?}"), began);
+}
+
+#[test]
+fn many_vcpus_end_under_all_switches_at_once() {
+    let steps = from_env("LACUNA_ROUNDS", 30);
+    let (told, steps_told) = channel();
+    let watchdog = spawn(move || watch(&steps_told));
+    let guests = [
+        (
+            3,
+            "zipf",
+            "huge=1 accesses=6000 writes=30",
+            ring(Backup::Bitmap),
+        ),
+        (4, "verify", "rounds=1", Delivery::Bitmap),
+        (
+            4,
+            "churn",
+            "transactions=1000 cold=3000 huge=1",
+            ring(Backup::None),
+        ),
+    ];
+    for (vcpus, guest, arguments, delivery) in guests {
+        let launch = Launch {
+            huge: HugePages::Always,
+            apf: Apf::On,
+            ..launch(20, 12, vcpus, arguments)
+        };
+        storm(&launch, guest, delivery, steps, &told);
+    }
+    drop(told);
+    watchdog.join().unwrap();
+}

@@ -1,0 +1,335 @@
+//! Dirty logging in seeded worlds: a monitor harvests, switches, replaces and compares between two
+//! slices of the guest, everything drawn from one seed.
+//!
+//! `LACUNA_ROUNDS=1000 LACUNA_SEED=7` for a long look: so many worlds, from that seed on.
+
+mod common;
+
+use common::shadow::{DETECTIONS, Name, Shadow, has_bitmaps, named, pages_of, ring};
+use common::{Lines, boot_with, launch};
+use fastrand::Rng;
+use lacuna_addr::{Gfn, GfnRange, Gpa};
+use lacuna_machine::{Board, Ending, GuestMemory as _};
+use lacuna_soft::{
+    Apf, Backup, Delivery, Dial, Guest, Host, HugeLeaves, HugePages, Initially, Launch, Logging,
+    Recovery, SlotFlags, SlotId, Swap, Trace, Vm, World, WorldConfig,
+};
+use lacuna_sync::{Clock, VirtualClock};
+use std::sync::Arc;
+use std::time::Duration;
+
+fn from_env(name: &str, otherwise: u64) -> u64 {
+    let told = std::env::var(name).ok();
+    told.map_or(otherwise, |text| text.parse().expect("a number"))
+}
+
+/// What a monitor has done, and what it has found: a part of the trace.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct Done {
+    harvests: u64,
+    pages: u64,
+    switches: u64,
+    replaced: u64,
+    ended: u64,
+    /// Over every page harvested, in order.
+    hash: u64,
+}
+
+/// Draws what happens between two slices.
+struct Monitor {
+    rng: Rng,
+    vm: Arc<Vm>,
+    host: Arc<Host>,
+    /// While the slots log.
+    shadow: Option<Shadow>,
+    /// From rings that are not reset yet.
+    collected: Vec<Name>,
+    /// Whether a part of the memory is without huge leaves.
+    is_limited: bool,
+    done: Done,
+}
+
+impl Monitor {
+    fn act(&mut self) {
+        match self.rng.u16(..10_000) {
+            ..100 => self.harvest(),
+            100..110 => self.switch(),
+            110..112 => self.start_or_end(),
+            112..116 => self.replace_slots(),
+            116..120 => self.limit_huge(),
+            120..130 => self.write(),
+            130 => self.verify(),
+            _ => {}
+        }
+    }
+
+    fn verify(&self) {
+        self.vm.mmu().verify();
+        self.host.verify();
+    }
+
+    fn switch(&mut self) {
+        self.vm.set_detection(DETECTIONS[self.rng.usize(..2)]);
+        self.done.switches += 1;
+    }
+
+    /// Each slot becomes a new one, with the log of the old.
+    fn replace_slots(&mut self) {
+        for id in self.vm.slots() {
+            self.vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
+        }
+        // Their counts start anew.
+        self.is_limited = false;
+        self.done.replaced += 1;
+    }
+
+    /// Forbids huge leaves in a part of the memory, or allows them again.
+    fn limit_huge(&mut self) {
+        let pages = self.vm.config().memory.get() / 4;
+        let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
+        self.is_limited = !self.is_limited;
+        match self.is_limited {
+            false => self.vm.mmu().allow_huge(part),
+            true => self.vm.mmu().disallow_huge(part).expect("tables enough"),
+        }
+    }
+
+    /// To the first page, which nobody else uses: no write of the guest's hides it.
+    fn write(&mut self) {
+        let (at, value) = (self.rng.u64(..4096), self.rng.u8(1..));
+        if self.shadow.is_none() || has_bitmaps(&self.vm) {
+            self.vm.write(Gpa::truncate(at), &[value]).unwrap();
+        }
+    }
+
+    fn start_or_end(&mut self) {
+        if self.shadow.is_some() {
+            return self.end();
+        }
+        let all_set = has_bitmaps(&self.vm) && self.rng.bool();
+        let logging = Logging::On {
+            initially: match all_set {
+                true => Initially::AllSet,
+                false => Initially::Clean,
+            },
+            huge: match self.rng.bool() {
+                true => HugeLeaves::Lazy,
+                false => HugeLeaves::Eager,
+            },
+        };
+        for id in self.vm.slots() {
+            self.vm.set_logging(id, logging).unwrap();
+        }
+        self.shadow = Some(match all_set {
+            true => Shadow::empty(&self.vm),
+            false => Shadow::of(&self.vm),
+        });
+    }
+
+    /// The last harvest makes the copy what the guest has.
+    fn end(&mut self) {
+        let Some(mut shadow) = self.shadow.take() else {
+            return;
+        };
+        self.reset(&mut shadow);
+        self.done.pages += shadow.harvest(&self.vm) as u64;
+        shadow.compare(&self.vm);
+        let recovery = match self.rng.bool() {
+            true => Recovery::InPlace,
+            false => Recovery::Refault,
+        };
+        for id in self.vm.slots() {
+            self.vm.mmu().end_logging_as(id, recovery).unwrap();
+        }
+        self.verify();
+        self.done.ended += 1;
+    }
+
+    fn harvest(&mut self) {
+        let Some(mut shadow) = self.shadow.take() else {
+            return;
+        };
+        self.done.harvests += 1;
+        if self.vm.mmu().delivery() != Delivery::Bitmap {
+            self.harvest_rings(&mut shadow);
+        }
+        if has_bitmaps(&self.vm) {
+            for id in self.vm.slots() {
+                self.harvest_bitmap(&mut shadow, id);
+            }
+        }
+        self.shadow = Some(shadow);
+    }
+
+    fn replay(&mut self, shadow: &mut Shadow, dirty: &[Name]) {
+        for (id, page) in dirty {
+            let name = u64::from(id.0) << 48 | *page as u64;
+            self.done.hash = (self.done.hash ^ name).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+        self.done.pages += dirty.len() as u64;
+        shadow.replay(&self.vm, dirty);
+    }
+
+    /// Collects; the reset may come later, and what was collected may be lost on its way.
+    fn harvest_rings(&mut self, shadow: &mut Shadow) {
+        let collected = &mut self.collected;
+        self.vm.collect_rings(|id, at| collected.push((id, at)));
+        match self.rng.u8(..4) {
+            0 => {}
+            1 => {
+                self.vm.mmu().put_back_rings();
+                self.collected.clear();
+            }
+            _ => self.reset(shadow),
+        }
+    }
+
+    fn reset(&mut self, shadow: &mut Shadow) {
+        self.vm.reset_rings();
+        let collected = std::mem::take(&mut self.collected);
+        self.replay(shadow, &collected);
+    }
+
+    /// All in one step, or some of it in two; or it is lost on its way.
+    fn harvest_bitmap(&mut self, shadow: &mut Shadow, id: SlotId) {
+        let vm = Arc::clone(&self.vm);
+        let pages = pages_of(&vm, id);
+        let mut words = vec![0; pages.div_ceil(64)];
+        match self.rng.u8(..4) {
+            0 => {
+                vm.peek_dirty(id, &mut words).unwrap();
+                let from = self.rng.usize(..words.len());
+                let some = self.rng.usize(1..=words.len() - from);
+                let mask = &mut words[from..from + some];
+                vm.clear_dirty(id, from * 64, some * 64, mask).unwrap();
+                let dirty: Vec<_> = named(id, from * 64, mask).collect();
+                self.replay(shadow, &dirty);
+            }
+            1 => {
+                vm.get_dirty(id, &mut words).unwrap();
+                vm.mmu().put_back_dirty(id, 0, &words).unwrap();
+            }
+            _ => {
+                vm.get_dirty(id, &mut words).unwrap();
+                let dirty: Vec<_> = named(id, 0, &words).collect();
+                self.replay(shadow, &dirty);
+            }
+        }
+    }
+}
+
+/// A world: everything but the choice of the moment.
+#[derive(Debug)]
+struct Plan {
+    seed: u64,
+    guest: &'static str,
+    launch: Launch,
+    delivery: Delivery,
+}
+
+impl Plan {
+    fn draw(seed: u64) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let vcpus = rng.usize(1..=3);
+        // In MiB.
+        let (guest, memory, resident, arguments) = match rng.u8(..4) {
+            0 => ("verify", 8, 4, "rounds=2"),
+            1 => ("verify", 8, 10, "rounds=3"),
+            2 => ("zipf", 24, 14, "huge=1 accesses=8000 writes=30"),
+            _ => ("churn", 16, 10, "transactions=1500 cold=3000 huge=1"),
+        };
+        let delivery = match rng.u8(..3) {
+            0 => Delivery::Bitmap,
+            1 => ring(Backup::None),
+            _ => ring(Backup::Bitmap),
+        };
+        let ways = ["", "apf=int", "apf=pf"];
+        let way = rng.usize(..ways.len());
+        let launch = Launch {
+            seed: Some(seed),
+            huge: [HugePages::Never, HugePages::Always][rng.usize(..2)],
+            apf: [Apf::Off, Apf::On, Apf::On][way],
+            latency: Dial::new(Duration::from_micros(rng.u64(..2) * 100)),
+            swap: match rng.u8(..4) {
+                0 => Swap::Memory,
+                _ => Swap::File(std::env::temp_dir()),
+            },
+            ..launch(
+                memory,
+                resident,
+                vcpus,
+                &format!("{arguments} {}", ways[way]),
+            )
+        };
+        Self {
+            seed,
+            guest,
+            launch,
+            delivery,
+        }
+    }
+
+    fn run(&self) -> (Trace, Done) {
+        let Self { seed, launch, .. } = self;
+        let clock = Arc::new(VirtualClock::default());
+        let time = || Arc::clone(&clock) as Arc<dyn Clock>;
+        let host = launch.host(time()).unwrap();
+        let before = |vm: &Vm| vm.set_delivery(self.delivery).unwrap();
+        let (vm, vcpus, board, lines) = boot_with(launch, &host, time(), self.guest, before);
+        let mut world = World::new(WorldConfig {
+            seed: *seed,
+            clock: Arc::clone(&clock),
+            host: Arc::clone(&host),
+        });
+        let mut monitor = Monitor {
+            rng: Rng::with_seed(!seed),
+            vm: Arc::clone(&vm),
+            host,
+            shadow: None,
+            collected: Vec::new(),
+            is_limited: false,
+            done: Done::default(),
+        };
+        world.add(Guest {
+            vm,
+            vcpus,
+            board: Arc::clone(&board),
+        });
+        let trace = world.run_beside(|| monitor.act());
+        self.assert_success(&board, &lines);
+        monitor.end();
+        monitor.verify();
+        (trace, monitor.done)
+    }
+
+    fn assert_success(&self, board: &Board, lines: &Lines) {
+        let (ending, text) = (board.ending(), lines.text());
+        assert!(
+            matches!(ending, Some(Ending::Exited(0))),
+            "{self:?}: {ending:?}\n{text}"
+        );
+    }
+}
+
+#[test]
+fn a_copy_by_harvests_is_the_guests_memory() {
+    let first = from_env("LACUNA_SEED", 3);
+    let (mut harvests, mut pages, mut ended) = (0, 0, 0);
+    for seed in first..first + from_env("LACUNA_ROUNDS", 3) {
+        let plan = Plan::draw(seed);
+        println!("{plan:?}");
+        let (_, done) = plan.run();
+        harvests += done.harvests;
+        pages += done.pages;
+        ended += done.ended;
+    }
+    println!("{harvests} harvests of {pages} pages, {ended} logs ended");
+    assert!(harvests > 100 && pages > 1000 && ended > 5);
+}
+
+#[test]
+fn a_seed_gives_one_trace() {
+    for seed in [3, 11] {
+        assert_eq!(Plan::draw(seed).run(), Plan::draw(seed).run(), "{seed}");
+    }
+}

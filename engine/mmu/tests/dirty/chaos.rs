@@ -1,0 +1,338 @@
+//! vCPUs, monitors, a device and all that may come between, on threads at once.
+//!
+//! A round is made of one seed: how many vCPUs and monitors, how writes are noticed, what is done.
+//! Every now and then all is stopped between two accesses and compared: what the vCPUs know that
+//! they wrote, memory, and what the monitors have together. Then it goes on.
+//!
+//! ```text
+//! LACUNA_ROUNDS=100 cargo test -p lacuna-mmu --release --test dirty chaos      (some minutes)
+//! LACUNA_SEED=7 cargo test -p lacuna-mmu --test dirty chaos
+//! ```
+//! A round that failed names its seed: the same steps then, though threads never meet the same way
+//! twice.
+
+use crate::bed::{Bed, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
+use crate::monitor::{Begun, Monitor};
+use crate::threads::Done;
+use crate::{DETECTIONS, bare_ring, ring};
+use lacuna_addr::{GfnRange, HvaRange};
+use lacuna_host::{HugePages, MmuNotifier};
+use lacuna_mmu::{Backup, Delivery, DirtyError, HugeLeaves, Initially, Logging};
+use lacuna_slots::SlotFlags;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, RwLock};
+use std::thread::{scope, sleep, yield_now};
+use std::time::Duration;
+
+/// What the disturber does in a round, at least.
+const STEPS: u64 = 40;
+/// The most that a vCPU does in one stay, and between two looks at whether it shall leave.
+const STAY: u64 = 80;
+const BLOCK: u64 = 16;
+/// And not before so much was written, however few of the threads run.
+const WRITES: u64 = 200;
+
+fn from_env(name: &str) -> Option<u64> {
+    let told = std::env::var(name).ok()?;
+    Some(told.parse().expect("a number"))
+}
+
+/// A small generator: the test needs variety, not quality.
+struct Rng(u64);
+
+impl Rng {
+    fn new(seed: u64, who: u64) -> Self {
+        // Neighbouring seeds shall not begin alike.
+        Self((seed << 8 | who).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % n
+    }
+
+    fn of<T: Copy>(&mut self, some: &[T]) -> T {
+        some[self.below(some.len() as u64) as usize]
+    }
+
+    /// A hot part, so that TLBs are used.
+    fn page(&mut self) -> u64 {
+        let pages = self.of(&[64, 64, 64, PAGES]);
+        self.below(pages)
+    }
+}
+
+/// Says on a panic, of whatever thread, which round it was.
+struct Round {
+    seed: u64,
+    huge: HugePages,
+    delivery: Delivery,
+}
+
+impl Drop for Round {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let Self {
+                seed,
+                huge,
+                delivery,
+            } = self;
+            eprintln!("LACUNA_SEED={seed}: huge pages {huge:?}, {delivery:?}");
+        }
+    }
+}
+
+/// What all threads of a round share.
+struct Chaos {
+    bed: Bed,
+    /// Whoever does anything reads; who compares writes.
+    going: RwLock<()>,
+    done: AtomicBool,
+    monitors: Vec<Mutex<Monitor>>,
+    /// What was written last to each page, by each vCPU and the device.
+    written: Vec<Mutex<Vec<u64>>>,
+    /// How often a vCPU wrote.
+    writes: AtomicU64,
+}
+
+impl Chaos {
+    fn new(bed: Bed, monitors: u64) -> Self {
+        let monitor = |_| Mutex::new(Monitor::new());
+        let written = |_| Mutex::new(vec![0; PAGES as usize]);
+        Self {
+            bed,
+            going: RwLock::new(()),
+            done: AtomicBool::new(false),
+            monitors: (0..monitors).map(monitor).collect(),
+            written: (0..=VCPUS_MAX).map(written).collect(),
+            writes: AtomicU64::new(0),
+        }
+    }
+
+    /// Calls `step` until somebody is done.
+    fn repeat(&self, mut step: impl FnMut()) {
+        let _done = Done(&self.done);
+        while !self.done.load(Ordering::Relaxed) {
+            let _going = self.going.read().expect("no panic while all is compared");
+            step();
+        }
+    }
+
+    fn run_vcpu(&self, index: usize, vcpu: &mut Vcpu, mut rng: Rng) {
+        let mut clock = 0;
+        self.repeat(|| {
+            let mut written = self.written[index].lock().unwrap();
+            let mut next = |rng: &mut Rng| {
+                clock += 1;
+                (rng.page(), (rng.below(4) != 0).then_some(clock))
+            };
+            let mut note = |page: u64, write: Option<u64>, seen: u64| {
+                let word = &mut written[page as usize];
+                *word = write.unwrap_or(*word);
+                self.writes
+                    .fetch_add(write.is_some().into(), Ordering::Relaxed);
+                assert_eq!(seen, *word, "page {page} is not what vCPU {index} wrote");
+            };
+            if rng.below(2) == 0 {
+                let (page, write) = next(&mut rng);
+                match vcpu.access(&self.bed, page, write) {
+                    Ok(seen) => note(page, write, seen),
+                    Err(Stuck::Ring | Stuck::NoSlot) => yield_now(),
+                }
+                return;
+            }
+            vcpu.enter(&self.bed);
+            for access in 0..rng.below(STAY) {
+                // As between two blocks of guest code.
+                if access % BLOCK == 0 && vcpu.is_poked(&self.bed) || !vcpu.has_room() {
+                    break;
+                }
+                let (page, write) = next(&mut rng);
+                match vcpu.online(&self.bed, page, write) {
+                    Ok(seen) => note(page, write, seen),
+                    Err(_) => break,
+                }
+            }
+            vcpu.leave(&self.bed);
+        });
+    }
+
+    fn run_monitor(&self, index: usize, mut rng: Rng) {
+        let bed = &self.bed;
+        self.repeat(|| {
+            let mut monitor = self.monitors[index].lock().unwrap();
+            match rng.below(8) {
+                0..=4 => monitor.harvest(bed),
+                5 | 6 => monitor.clear_some(bed, rng.below(25) as usize, 8),
+                _ => monitor.lose(bed),
+            }
+            drop(monitor);
+            sleep(Duration::from_micros(rng.below(400)));
+        });
+    }
+
+    fn run_device(&self, mut rng: Rng) {
+        let mut clock = 0;
+        self.repeat(|| {
+            clock += 1;
+            let page = rng.page();
+            let mut written = self.written[HOST_WORD].lock().unwrap();
+            match self.bed.host_write(page, clock) {
+                Ok(()) => written[page as usize] = clock,
+                // It must leave memory alone that logs into rings only.
+                Err(error) => assert_eq!(
+                    (error, self.bed.mmu.delivery()),
+                    (DirtyError::NoBitmap, bare_ring())
+                ),
+            }
+            drop(written);
+            sleep(Duration::from_micros(20));
+        });
+    }
+
+    /// One thing that comes between.
+    fn disturb(&self, rng: &mut Rng, detections: &[lacuna_mmu::Detection]) {
+        let _going = self.going.read().expect("no panic while all is compared");
+        let bed = &self.bed;
+        let page = rng.below(PAGES - 300);
+        match rng.below(12) {
+            0 => bed.mmu.set_detection(rng.of(detections)),
+            1 | 2 => {
+                let mut monitor = self.monitors[0].lock().unwrap();
+                bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+                let (initially, huge) = some_log(rng);
+                let _ = monitor.begin(bed, initially, huge);
+            }
+            3 => drop(bed.host.balance()),
+            4 => drop(bed.host.collapse_step()),
+            5 => {
+                let start = bed.backing.start().checked_add_pages(page).unwrap();
+                bed.mmu.shatter(HvaRange::new(start, 300).unwrap());
+            }
+            6 => bed.move_to(rng.of(&PLACES)),
+            7 => {
+                for flags in [SlotFlags::READONLY, SlotFlags::empty()] {
+                    bed.mmu.set_slot_flags(SLOT, flags).unwrap();
+                }
+            }
+            8 | 9 => {
+                let gfns = GfnRange::new(bed.gfn(page), 300).unwrap();
+                if bed.mmu.disallow_huge(gfns).is_ok() {
+                    sleep(Duration::from_micros(rng.below(300)));
+                    bed.mmu.allow_huge(gfns);
+                }
+            }
+            10 => {
+                let start = bed.backing.start().checked_add_pages(page).unwrap();
+                bed.mmu
+                    .invalidate(&[HvaRange::new(start, 1 + rng.below(300)).unwrap()]);
+            }
+            _ => bed
+                .mmu
+                .write_protect(HvaRange::new(bed.backing.start(), 300).unwrap()),
+        }
+    }
+
+    /// All is stopped, one monitor takes what is left, and all must agree. Sometimes a log begins
+    /// then that makes the copies worthless.
+    fn compare(&self, rng: &mut Rng) {
+        let _stopped = self.going.write().expect("no panic in a thread");
+        let mut monitors: Vec<_> = self.monitors.iter().map(|m| m.lock().unwrap()).collect();
+        let last = rng.below(monitors.len() as u64) as usize;
+        monitors[last].harvest(&self.bed);
+        let mut all = Monitor::new();
+        monitors.iter().for_each(|monitor| all.join(monitor));
+        let written: Vec<_> = self.written.iter().map(|w| w.lock().unwrap()).collect();
+        for page in 0..PAGES {
+            let truth: Words = std::array::from_fn(|who| written[who][page as usize]);
+            assert_eq!(self.bed.words(page), truth, "page {page} lost a write");
+            assert_eq!(*all.page(page), truth, "page {page} was written unseen");
+        }
+        self.bed.mmu.verify();
+        if rng.below(2) == 0 {
+            self.bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+            let (initially, huge) = some_log(rng);
+            if monitors[last].begin(&self.bed, initially, huge) == Begun::AllSet {
+                monitors.iter_mut().for_each(|monitor| monitor.forget());
+            }
+        }
+    }
+}
+
+fn some_log(rng: &mut Rng) -> (Initially, HugeLeaves) {
+    (
+        rng.of(&[Initially::Clean, Initially::AllSet]),
+        rng.of(&[HugeLeaves::Lazy, HugeLeaves::Eager]),
+    )
+}
+
+fn round(seed: u64, huge: HugePages, delivery: Delivery) {
+    let _says = Round {
+        seed,
+        huge,
+        delivery,
+    };
+    let mut rng = Rng::new(seed, 0);
+    // Counts of both in 15 seeds; the way to notice is one, the other, or switched.
+    let (vcpus, monitors) = (1 + seed % VCPUS_MAX as u64, 1 + seed % 3);
+    let detections: &[_] = rng.of(&[&DETECTIONS[..1], &DETECTIONS[1..], &DETECTIONS]);
+    let (bed, mut all) = Bed::new(huge, delivery, vcpus as usize);
+    bed.mmu.set_detection(rng.of(detections));
+    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    let chaos = Chaos::new(bed, monitors);
+    scope(|scope| {
+        let chaos = &chaos;
+        for (index, vcpu) in all.iter_mut().enumerate() {
+            let rng = Rng::new(seed, 1 + index as u64);
+            scope.spawn(move || chaos.run_vcpu(index, vcpu, rng));
+        }
+        for index in 0..monitors as usize {
+            let rng = Rng::new(seed, 10 + index as u64);
+            scope.spawn(move || chaos.run_monitor(index, rng));
+        }
+        scope.spawn(move || chaos.run_device(Rng::new(seed, 20)));
+        let _over = Done(&chaos.done);
+        let mut steps = 0;
+        while steps < STEPS || chaos.writes.load(Ordering::Relaxed) < WRITES {
+            if chaos.done.load(Ordering::Relaxed) {
+                break;
+            }
+            steps += 1;
+            chaos.disturb(&mut rng, detections);
+            sleep(Duration::from_micros(rng.below(400)));
+            if rng.below(6) == 0 {
+                chaos.compare(&mut rng);
+            }
+        }
+    });
+    chaos.compare(&mut rng);
+}
+
+const HUGE: [HugePages; 2] = [HugePages::Never, HugePages::Always];
+
+/// One round of each kind of memory, or `LACUNA_ROUNDS`; from `LACUNA_SEED` on.
+fn rounds(delivery: Delivery) {
+    let first = from_env("LACUNA_SEED").unwrap_or(30);
+    for seed in first..first + from_env("LACUNA_ROUNDS").unwrap_or(1) {
+        for huge in HUGE {
+            round(seed, huge, delivery);
+        }
+    }
+}
+
+#[test]
+fn by_bitmap() {
+    rounds(Delivery::Bitmap);
+}
+
+#[test]
+fn by_ring() {
+    rounds(bare_ring());
+}
+
+#[test]
+fn by_ring_with_a_bitmap() {
+    rounds(ring(Backup::Bitmap));
+}

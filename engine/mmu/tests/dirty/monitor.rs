@@ -1,0 +1,139 @@
+//! Who asks which pages were written, and keeps copies of them.
+
+use crate::bed::{Bed, PAGES, SLOT, Words};
+use lacuna_mmu::{Delivery, DirtyError, HugeLeaves, Initially, Logging};
+
+const WORDS: usize = PAGES.div_ceil(64) as usize;
+
+/// One who harvests. There may be several: each has copies of the pages that it was told of, and
+/// only together they have all.
+pub struct Monitor {
+    copies: Vec<Words>,
+}
+
+/// Where copies stand after a log has begun.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Begun {
+    /// All pages were copied.
+    Copied,
+    /// All pages will be reported: nobody needs the copies that were made so far.
+    AllSet,
+}
+
+impl Monitor {
+    /// Of memory that is all zeros.
+    pub fn new() -> Self {
+        Self {
+            copies: vec![Words::default(); PAGES as usize],
+        }
+    }
+
+    /// Turns logging on, and copies all that does not count as written.
+    pub fn begin(&mut self, bed: &Bed, initially: Initially, huge: HugeLeaves) -> Begun {
+        let on = Logging::On { initially, huge };
+        let refused = bed.mmu.set_logging(SLOT, on);
+        if let Err(error) = refused {
+            assert_eq!(error, DirtyError::NoBitmap);
+            bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        }
+        if initially == Initially::AllSet && refused.is_ok() {
+            return Begun::AllSet;
+        }
+        (0..PAGES).for_each(|page| self.copy(bed, page));
+        Begun::Copied
+    }
+
+    pub fn forget(&mut self) {
+        self.copies.fill(Words::default());
+    }
+
+    fn copy(&mut self, bed: &Bed, page: u64) {
+        merge(&mut self.copies[page as usize], &bed.words(page));
+    }
+
+    fn replay(&mut self, bed: &Bed, words: &[u64]) {
+        for page in 0..PAGES {
+            if words[(page / 64) as usize] >> (page % 64) & 1 == 1 {
+                self.copy(bed, page);
+            }
+        }
+    }
+
+    /// Everything that was written, by the calls that clear at once.
+    pub fn harvest(&mut self, bed: &Bed) {
+        let mut words = vec![0; WORDS];
+        if bed.mmu.delivery() != Delivery::Bitmap {
+            let _copying = bed.collecting.read().unwrap();
+            bed.mmu.collect_rings(|id, page| {
+                assert_eq!(id, SLOT);
+                words[page / 64] |= 1 << (page % 64);
+            });
+            bed.mmu.reset_rings();
+            self.replay(bed, &words);
+        }
+        match bed.mmu.get_dirty(SLOT, &mut words) {
+            Ok(()) => self.replay(bed, &words),
+            Err(error) => assert_is_no_log(bed, error),
+        }
+    }
+
+    /// One part of the slot, by the calls that copy and clear.
+    pub fn clear_some(&mut self, bed: &Bed, from: usize, count: usize) {
+        let mut words = vec![0; WORDS];
+        if let Err(error) = bed.mmu.peek_dirty(SLOT, &mut words) {
+            return assert_is_no_log(bed, error);
+        }
+        let end = (from + count).min(WORDS);
+        let pages = (end - from) * 64;
+        let part = &mut words[from..end];
+        if let Err(error) = bed.mmu.clear_dirty(SLOT, from * 64, pages, part) {
+            return assert_is_no_log(bed, error);
+        }
+        words[..from].fill(0);
+        words[end..].fill(0);
+        self.replay(bed, &words);
+    }
+
+    /// A harvest that does not reach its user.
+    pub fn lose(&self, bed: &Bed) {
+        if bed.mmu.delivery() != Delivery::Bitmap {
+            let _alone = bed.collecting.write().unwrap();
+            bed.mmu.collect_rings(|_, _| {});
+            bed.mmu.put_back_rings();
+        }
+        let mut words = vec![0; WORDS];
+        let lost = bed.mmu.get_dirty(SLOT, &mut words);
+        if let Err(error) = lost.and_then(|()| bed.mmu.put_back_dirty(SLOT, 0, &words)) {
+            assert_is_no_log(bed, error);
+        }
+    }
+
+    /// Takes over another's copies.
+    pub fn join(&mut self, other: &Self) {
+        for (copy, other) in self.copies.iter_mut().zip(&other.copies) {
+            merge(copy, other);
+        }
+    }
+
+    /// What it has of a page.
+    pub fn page(&self, page: u64) -> &Words {
+        &self.copies[page as usize]
+    }
+}
+
+/// The newer of each word.
+fn merge(copy: &mut Words, other: &Words) {
+    for (word, other) in copy.iter_mut().zip(other) {
+        *word = (*word).max(*other);
+    }
+}
+
+/// The refusals that are right: no bitmap, or somebody is about to begin the log again.
+fn assert_is_no_log(bed: &Bed, error: DirtyError) {
+    match error {
+        DirtyError::NotLogging(SLOT) => {}
+        DirtyError::NoBitmap => assert_eq!(bed.mmu.delivery(), crate::bare_ring()),
+        error => panic!("{error}"),
+    }
+}

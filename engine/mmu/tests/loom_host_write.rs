@@ -1,0 +1,207 @@
+//! Writes past the vCPUs against the start of a slot's log, every interleaving of the real code: no
+//! write is lost.
+//!
+//! ```text
+//! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
+//!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-mmu --test loom_host_write --release
+//! ```
+//! A device writes two pages, one after the other; another writer may be about the second too. A
+//! monitor turns the log on as `Mmu::set_logging` does, copies both pages, and harvests once. Then
+//! its copy of each page is what was written last, or the page's bit is set.
+//!
+//! They fail without either fence, when the start does not wait for the writers, when a writer
+//! looks at the log before it has counted itself, and when it marks at the beginning only.
+#![cfg(loom)]
+#![allow(dead_code, reason = "the modules are whole, the models use their part")]
+
+#[path = "../src/dirty.rs"]
+mod dirty;
+#[path = "../src/host_write.rs"]
+mod host_write;
+
+use dirty::{HugeLeaves, SlotLog, Tracking};
+use lacuna_addr::{Gfn, Hva};
+use lacuna_slots::{Limits, Slot, SlotFlags, SlotId, SlotSpec, Slots};
+use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
+
+/// What of the MMU these modules know.
+struct Mmu {
+    dirty: Tracking,
+}
+
+/// What of the reverse map.
+struct Rmap {
+    log: std::sync::Arc<SlotLog>,
+}
+
+impl Rmap {
+    fn log(&self) -> &std::sync::Arc<SlotLog> {
+        &self.log
+    }
+}
+
+/// A vCPU's side, of a VM that delivers by bitmap.
+struct Faulter {
+    marker: Marker,
+}
+
+struct Marker;
+
+impl Marker {
+    fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, _: dirty::Count) {
+        slot.attach.log().mark(slot.page(gfn));
+    }
+}
+
+const PAGES: usize = 2;
+
+struct World {
+    mmu: Mmu,
+    slot: std::sync::Arc<Slot<Rmap>>,
+    /// The pages.
+    data: [AtomicU64; PAGES],
+}
+
+/// Whose write it is.
+#[derive(Clone, Copy)]
+enum By {
+    Device,
+    Vcpu,
+}
+
+impl World {
+    fn new() -> Self {
+        let spec = SlotSpec {
+            id: SlotId(1),
+            guest: 0,
+            host: Hva::new(0x10_0000),
+            bytes: (PAGES * lacuna_addr::PAGE_SIZE) as u64,
+            flags: SlotFlags::empty(),
+        };
+        let attach = |_, _| Rmap {
+            log: std::sync::Arc::default(),
+        };
+        let slots = Slots::new(Limits::default());
+        let slot = slots.add(spec, attach).expect("the first slot");
+        // There is a bitmap from here on: loom knows nothing of the order that `OnceLock` gives.
+        slot.attach.log().clean_bitmap(PAGES);
+        Self {
+            mmu: Mmu {
+                dirty: Tracking::default(),
+            },
+            slot,
+            data: [AtomicU64::new(0), AtomicU64::new(0)],
+        }
+    }
+
+    fn log(&self) -> &SlotLog {
+        self.slot.attach.log()
+    }
+
+    fn write(&self, page: usize, value: u64, by: By) {
+        let gfn = Gfn::new(page as u64).expect("a small number");
+        let store = || self.data[page].store(value, Ordering::Relaxed);
+        match by {
+            By::Device => {
+                let writing = self.mmu.host_write(&self.slot, gfn).expect("a bitmap");
+                store();
+                writing.done();
+            }
+            By::Vcpu => {
+                let writing = self.mmu.vcpu_write(&self.slot, gfn);
+                store();
+                writing.done_by(&mut Faulter { marker: Marker });
+            }
+        }
+    }
+
+    /// As `Mmu::set_logging` does it; on return, whatever does not count as written may be copied.
+    fn begin(&self) -> [u64; PAGES] {
+        self.log().clean_bitmap(PAGES);
+        self.log().turn_on(HugeLeaves::Lazy);
+        self.log().wait_for_writers();
+        [0, 1].map(|page| self.data[page].load(Ordering::Relaxed))
+    }
+
+    fn harvest(&self, copy: &mut [u64; PAGES]) {
+        let bits = self.take();
+        for (page, copy) in copy.iter_mut().enumerate() {
+            if bits >> page & 1 == 1 {
+                *copy = self.data[page].load(Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn take(&self) -> u64 {
+        let mut bits = [0];
+        let bitmap = self.log().bitmap().expect("it logs");
+        bitmap.take(0, &mut bits);
+        bits[0]
+    }
+}
+
+/// `writers` write the pages named, each in its order, while `monitor` begins a log and copies.
+fn no_write_is_lost(
+    writers: &'static [(By, &'static [usize])],
+    monitor: fn(&World) -> [u64; PAGES],
+) {
+    loom::model(move || {
+        let world = Arc::new(World::new());
+        let threads: Vec<_> = (1..)
+            .zip(writers)
+            .map(|(value, (by, pages))| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || pages.iter().for_each(|page| world.write(*page, value, *by)))
+            })
+            .collect();
+        let copy = monitor(&world);
+        for thread in threads {
+            thread.join().expect("writer");
+        }
+        let still_marked = world.take();
+        for (page, copy) in copy.into_iter().enumerate() {
+            let now = world.data[page].load(Ordering::Relaxed);
+            assert!(
+                copy == now || still_marked >> page & 1 == 1,
+                "a write to page {page} was lost: {now}, not {copy}"
+            );
+        }
+    });
+}
+
+fn begin(world: &World) -> [u64; PAGES] {
+    world.begin()
+}
+
+fn begin_and_harvest(world: &World) -> [u64; PAGES] {
+    let mut copy = world.begin();
+    world.harvest(&mut copy);
+    copy
+}
+
+/// The writer may have seen the log that is over, or that there is none.
+fn begin_again(world: &World) -> [u64; PAGES] {
+    let _ = world.begin();
+    world.log().turn_off();
+    world.begin()
+}
+
+#[test]
+fn a_device_that_writes_while_the_log_begins() {
+    no_write_is_lost(&[(By::Device, &[0, 1])], begin_and_harvest);
+}
+
+#[test]
+fn a_vcpu_that_writes_while_the_log_begins() {
+    no_write_is_lost(&[(By::Vcpu, &[0, 1])], begin_and_harvest);
+}
+
+#[test]
+fn two_at_the_same_page() {
+    no_write_is_lost(&[(By::Device, &[0]), (By::Vcpu, &[0])], begin);
+}
+
+#[test]
+fn a_log_that_begins_again() {
+    no_write_is_lost(&[(By::Device, &[0, 1])], begin_again);
+}

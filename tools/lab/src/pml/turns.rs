@@ -1,0 +1,455 @@
+//! VMs that take turns: one runs, for some milliseconds, and the others stand still.
+//!
+//! Machines are noisy at every scale: on the test machine a guest's rate in one 10 ms differs from
+//! that in the next by 6 %, in one second from that in the next by 5 % (docs/speed-pml.md). So long
+//! slices tell no more than short ones, and what helps is to change arms often. But an arm has its
+//! own rhythm, a harvest a second, a mapping that comes back page by page, that must not be cut.
+//! Hence a VM for each arm, and between two turns time stands still for it:
+//!
+//! ```text
+//! core time   a b c c b a a b c c b a ...     each letter a turn of a VM, some ms
+//! VM a        a────a─a────a─ ...              its second is fifty turns of its own
+//! ```
+//! Frames lie where they lie, some better than others: so arms change VMs too ([`shifts`]).
+
+use crate::experiment::LabError;
+use crate::native::thread_cpu_ns;
+use crate::session::{Guest, LastWords, image};
+use lacuna_machine::{Board, Ending, Exit, Next, VcpuError, dispatch};
+use lacuna_soft::{Delivery, Launch, Step, Vcpu, Vm, VmConfig, Wait};
+use lacuna_sync::{Clock, HostClock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A turn that only lets time pass.
+pub const TURN: Duration = Duration::from_millis(20);
+
+/// What a guest may take until it has announced its status page.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Instructions between two looks at whose turn it is: some 100 us.
+const FUEL: u64 = 35_000;
+
+/// What a VM did in turns of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Done {
+    /// Transactions of all its processes.
+    pub transactions: u64,
+    /// Seconds of turns, in the mean of its vCPUs.
+    pub wall: f64,
+    /// Seconds that its vCPUs' threads ran in them, in the mean.
+    pub cpu: f64,
+}
+
+impl Done {
+    /// Both together.
+    #[must_use]
+    pub fn and(&self, more: &Self) -> Self {
+        Self {
+            transactions: self.transactions + more.transactions,
+            wall: self.wall + more.wall,
+            cpu: self.cpu + more.cpu,
+        }
+    }
+
+    fn since(&self, before: &Self) -> Self {
+        Self {
+            transactions: self.transactions - before.transactions,
+            wall: self.wall - before.wall,
+            cpu: self.cpu - before.cpu,
+        }
+    }
+}
+
+/// A VM with a guest that counts transactions. It stands still unless it has a [`Player::turn`].
+pub struct Player<'a> {
+    machine: &'a Machine,
+    guest: Guest<'a>,
+    last: Done,
+}
+
+impl Player<'_> {
+    /// The VM.
+    pub fn vm(&self) -> &Vm {
+        &self.machine.vm
+    }
+
+    /// Its board.
+    pub fn board(&self) -> &Board {
+        &self.machine.board
+    }
+
+    /// How often one of its vCPUs found its ring full, and how many pages those reaped.
+    pub fn full_rings(&self) -> (u64, u64) {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        (read(&self.machine.rings_full), read(&self.machine.reaped))
+    }
+
+    /// Lets it run until `during` has returned; what it did.
+    ///
+    /// # Errors
+    /// Those of `during`; and when the guest ends.
+    pub fn turn(
+        &mut self,
+        during: impl FnOnce(&Vm) -> Result<(), LabError>,
+    ) -> Result<Done, LabError> {
+        self.machine.gate.open();
+        let result = during(&self.machine.vm);
+        self.machine.gate.close();
+        result?;
+        if let Some(ending) = self.machine.board.ending() {
+            let text = format!("the guest ended while it was measured: {ending:?}");
+            return Err(LabError::Guest(text));
+        }
+        let now = self.done()?;
+        let done = now.since(&self.last);
+        self.last = now;
+        Ok(done)
+    }
+
+    /// A turn of some length.
+    ///
+    /// # Errors
+    /// When the guest ends.
+    pub fn run_for(&mut self, time: Duration) -> Result<Done, LabError> {
+        self.turn(|_| {
+            thread::sleep(time);
+            Ok(())
+        })
+    }
+
+    fn done(&self) -> Result<Done, LabError> {
+        let vcpus = self.machine.vm.config().vcpus as f64;
+        let [wall, cpu] = self.machine.gate.spent_ns().map(|ns| ns / vcpus / 1e9);
+        Ok(Done {
+            transactions: self.guest.count()?.workers,
+            wall,
+            cpu,
+        })
+    }
+}
+
+/// Whether vCPUs may run, and how long they have.
+#[derive(Default)]
+struct Gate {
+    /// A hint of `state`, so that a vCPU that runs has nothing to lock.
+    closed: AtomicBool,
+    state: Mutex<Inside>,
+    changed: Condvar,
+}
+
+/// What the gate's lock guards.
+#[derive(Default)]
+struct Inside {
+    closed: bool,
+    /// vCPUs that have not seen it close.
+    vcpus: usize,
+    /// By the wall's clock and by their threads', of all turns that are over.
+    ns: [u64; 2],
+}
+
+impl Gate {
+    /// For a vCPU's thread between two steps: it is out for as long as the gate is closed.
+    fn pass<'a>(&'a self, turn: &mut Option<Turn<'a>>) {
+        if self.closed.load(Ordering::Relaxed) {
+            drop(turn.take());
+            *turn = Some(self.enter());
+        }
+    }
+
+    fn enter(&self) -> Turn<'_> {
+        let state = self.state.lock().expect("no panic under this lock");
+        let opened = self.changed.wait_while(state, |state| state.closed);
+        opened.expect("no panic under this lock").vcpus += 1;
+        Turn {
+            gate: self,
+            wall: Instant::now(),
+            cpu_ns: thread_cpu_ns(),
+        }
+    }
+
+    fn open(&self) {
+        let mut state = self.state.lock().expect("no panic under this lock");
+        state.closed = false;
+        self.closed.store(false, Ordering::Relaxed);
+        self.changed.notify_all();
+    }
+
+    /// On return, no vCPU runs.
+    fn close(&self) {
+        let mut state = self.state.lock().expect("no panic under this lock");
+        state.closed = true;
+        self.closed.store(true, Ordering::Relaxed);
+        let closed = self.changed.wait_while(state, |state| state.vcpus > 0);
+        drop(closed.expect("no panic under this lock"));
+    }
+
+    fn spent_ns(&self) -> [f64; 2] {
+        let state = self.state.lock().expect("no panic under this lock");
+        state.ns.map(|ns| ns as f64)
+    }
+}
+
+/// A vCPU's turn, from where it began to where it is dropped.
+struct Turn<'a> {
+    gate: &'a Gate,
+    wall: Instant,
+    cpu_ns: u64,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let wall = u64::try_from(self.wall.elapsed().as_nanos()).expect("not for centuries");
+        let cpu = thread_cpu_ns() - self.cpu_ns;
+        let mut state = self.gate.state.lock().expect("no panic under this lock");
+        state.vcpus -= 1;
+        for (sum, ns) in state.ns.iter_mut().zip([wall, cpu]) {
+            *sum += ns;
+        }
+        self.gate.changed.notify_all();
+    }
+}
+
+struct Machine {
+    vm: Arc<Vm>,
+    board: Board,
+    words: LastWords,
+    gate: Gate,
+    rings_full: AtomicU64,
+    reaped: AtomicU64,
+}
+
+impl Machine {
+    fn new(launch: &Launch, delivery: Delivery) -> Result<(Self, Vec<Vcpu>), LabError> {
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        let config = VmConfig {
+            memory: launch.memory,
+            vcpus: launch.vcpus,
+            apf: launch.apf,
+        };
+        let vm = Vm::new(launch.host(Arc::clone(&clock))?, clock, config)?;
+        vm.set_delivery(delivery)?;
+        let vcpus = vm.boot(&image("churn")?, &launch.full_command_line())?;
+        let words = LastWords::default();
+        let machine = Self {
+            board: Board::new(words.console()),
+            vm,
+            words,
+            gate: Gate::default(),
+            rings_full: AtomicU64::new(0),
+            reaped: AtomicU64::new(0),
+        };
+        Ok((machine, vcpus))
+    }
+
+    /// One vCPU's thread.
+    fn drive(&self, mut vcpu: Vcpu) {
+        let _end = End(self);
+        let mut turn = Some(self.gate.enter());
+        while self.board.ending().is_none() {
+            self.gate.pass(&mut turn);
+            match vcpu.step(FUEL) {
+                Step::Ran => {}
+                // Nothing is ever swapped, so whatever it waits for is near.
+                Step::Wait(Wait::Page(ticket)) => drop(self.vm.host().wait(&ticket)),
+                Step::Wait(_) => thread::yield_now(),
+                Step::Exit(exit) => self.exit(&mut vcpu, Ok(exit)),
+                Step::Failed(error) => self.exit(&mut vcpu, Err(error)),
+            }
+        }
+    }
+
+    /// A vCPU whose ring is full reaps for itself, as QEMU's do.
+    fn exit(&self, vcpu: &mut Vcpu, exit: Result<Exit, VcpuError>) {
+        if let Ok(Exit::DirtyRingFull) = exit {
+            self.rings_full.fetch_add(1, Ordering::Relaxed);
+            self.reaped.fetch_add(reap(&self.vm), Ordering::Relaxed);
+        } else if dispatch(vcpu, exit, &self.board, &*self.vm) == Next::Stop {
+            debug_assert!(self.board.ending().is_some(), "the loop sees it");
+        }
+    }
+
+    /// Lets it boot and prepare, and stops it.
+    fn attach(&self) -> Result<Player<'_>, LabError> {
+        let deadline = Instant::now() + LIMIT;
+        let guest = loop {
+            if let Some(guest) = Guest::attach(&*self.vm, &self.board) {
+                break guest;
+            }
+            if self.board.ending().is_some() || Instant::now() > deadline {
+                return Err(LabError::Guest("the guest did not begin".into()));
+            }
+            thread::sleep(Duration::from_millis(1));
+        };
+        guest.prepared()?;
+        let mut player = Player {
+            machine: self,
+            guest,
+            last: Done::default(),
+        };
+        self.gate.close();
+        player.last = player.done()?;
+        Ok(player)
+    }
+}
+
+/// Ends the guest, whatever happens to its threads or to the experiment.
+struct End<'a>(&'a Machine);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.board.end(Ending::Stopped, &*self.0.vm);
+        self.0.gate.open();
+    }
+}
+
+/// Starts so many VMs with `churn`, one after the other, carries out `experiment` when all are
+/// prepared and stand still, and ends them.
+///
+/// # Errors
+/// Those of the experiment and of the launch; and a guest that ends before the experiment does.
+pub fn with_players<T>(
+    launch: &Launch,
+    delivery: Delivery,
+    count: usize,
+    experiment: impl FnOnce(Vec<Player<'_>>) -> Result<T, LabError>,
+) -> Result<T, LabError> {
+    let (mut machines, mut vcpus) = (Vec::new(), Vec::new());
+    for _ in 0..count {
+        let (machine, its) = Machine::new(launch, delivery)?;
+        machines.push(machine);
+        vcpus.push(its);
+    }
+    let result = thread::scope(|scope| {
+        let _ends: Vec<_> = machines.iter().map(End).collect();
+        let mut players = Vec::new();
+        for (machine, vcpus) in machines.iter().zip(vcpus) {
+            for vcpu in vcpus {
+                scope.spawn(|| machine.drive(vcpu));
+            }
+            players.push(machine.attach()?);
+        }
+        experiment(players)
+    });
+    let mut result = Some(result);
+    for machine in &machines {
+        let ending = machine.board.ending().unwrap_or(Ending::Stopped);
+        if !matches!(ending, Ending::Stopped) {
+            return machine.words.settle(result.take(), &ending);
+        }
+    }
+    result.take().expect("not taken above")
+}
+
+/// Empties all of a VM's rings; how many pages were in them.
+pub fn reap(vm: &Vm) -> u64 {
+    let pages = vm.collect_rings(|_, _| ());
+    vm.reset_rings();
+    pages as u64
+}
+
+/// Every way to give `count` arms to as many VMs by turning: VM `shift[arm]` plays `arm`.
+pub fn shifts(count: usize) -> impl Iterator<Item = Vec<usize>> {
+    (0..count).map(move |shift| (0..count).map(|arm| (arm + shift) % count).collect())
+}
+
+/// Whether a turn is the last of its round.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Last {
+    /// It is.
+    Yes,
+    /// More will come.
+    No,
+}
+
+/// A round: turns of `arms`, there and back, until each has had `time`. Calls `turn` with an arm
+/// and the length of its turn.
+///
+/// # Errors
+/// The first of a turn.
+pub fn round(
+    arms: usize,
+    time: Duration,
+    mut turn: impl FnMut(usize, Duration, Last) -> Result<(), LabError>,
+) -> Result<(), LabError> {
+    let pairs = time.div_duration_f64(2 * TURN).ceil().max(1.0) as u32;
+    let length = time / (2 * pairs);
+    for pair in 1..=pairs {
+        for arm in 0..arms {
+            turn(arm, length, Last::No)?;
+        }
+        let last = if pair == pairs { Last::Yes } else { Last::No };
+        for arm in (0..arms).rev() {
+            turn(arm, length, last)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::resident;
+
+    #[test]
+    fn a_round_is_a_palindrome_with_all_of_the_time() {
+        let mut turns = Vec::new();
+        round(3, 4 * TURN, |arm, length, last| {
+            turns.push((arm, length, last));
+            Ok(())
+        })
+        .unwrap();
+        let arms: Vec<_> = turns.iter().map(|turn| turn.0).collect();
+        assert_eq!(arms, [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]);
+        assert!(turns.iter().all(|turn| turn.1 == TURN));
+        let last = |turn: &&(_, _, Last)| turn.2 == Last::Yes;
+        assert_eq!(turns.iter().filter(last).count(), 3);
+        assert!(turns[9..].iter().all(|turn| turn.2 == Last::Yes));
+    }
+
+    #[test]
+    fn every_vm_plays_every_arm() {
+        let mut played = [[0; 3]; 3];
+        for vms in shifts(3) {
+            vms.iter()
+                .enumerate()
+                .for_each(|(arm, vm)| played[arm][*vm] += 1);
+        }
+        assert_eq!(played, [[1; 3]; 3]);
+    }
+
+    /// Between two turns a VM does nothing, and its time does not pass.
+    #[test]
+    fn who_has_no_turn_stands_still() {
+        let mut launch = resident(48, 2);
+        launch.command_line = "hot=4M seconds=1000000".into();
+        let done = with_players(&launch, Delivery::Bitmap, 2, |mut players| {
+            let mut before = players[1].done()?;
+            for _ in 0..3 {
+                let done = players[0].run_for(TURN)?;
+                assert!(done.transactions > 0 && done.cpu > 0.0 && done.wall > 0.0);
+                assert_eq!(players[1].done()?, before, "it has had no turn");
+                let its = players[1].run_for(TURN)?;
+                before = before.and(&its);
+                assert!(its.transactions > 0);
+            }
+            Ok(())
+        });
+        done.unwrap();
+    }
+
+    /// The guest's own end is an error, not an end of the experiment without one.
+    #[test]
+    fn a_guest_that_ends_is_told_of() {
+        let mut launch = resident(48, 1);
+        launch.command_line = "hot=4M transactions=1".into();
+        let ended = with_players(&launch, Delivery::Bitmap, 1, |mut players| {
+            loop {
+                players[0].run_for(TURN)?;
+            }
+        });
+        let text = Result::<(), _>::unwrap_err(ended).to_string();
+        assert!(text.contains("ended with Exited(0)"), "{text}");
+    }
+}
