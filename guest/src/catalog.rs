@@ -234,6 +234,11 @@ static IMAGES: &[Image] = &[
                 "2000",
                 "an interval longer than this is a gap, nanoseconds"
             ),
+            param(
+                "look_ms",
+                "20",
+                "how often who is paused looks whether that is over"
+            ),
             param("seconds", "10", "how long, seconds"),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the places"),

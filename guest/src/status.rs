@@ -38,7 +38,8 @@ pub const APF_AT: usize = 24;
 /// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`], written by the host alone.
 pub const PAUSED_AT: usize = 48;
 /// Offset of the workload's dial, u32, written by the host alone; 0: not turned. Of the workloads
-/// `churn` has one: 1 + the transactions, of 65536, that go to the rest of its heap.
+/// `churn` has one: 1 + the transactions, of 65536, that go to the rest of its heap; at the last
+/// mark, `u32::MAX`, each transaction writes to all of its pages.
 pub const DIAL_AT: usize = 52;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;

@@ -3,7 +3,8 @@
  * own: a transaction looks up four objects, reads them, updates some, and sometimes frees one and
  * makes it anew. It happens in the hot part of the heap or, `cold` of 10000, in the large rest:
  * that is the dial of how many pages are newly dirtied each second; the host may turn it on the
- * status page (1 + transactions of 65536). `hot=0` leaves only the rest.
+ * status page (1 + transactions of 65536). `hot=0` leaves only the rest. At the dial's last mark a
+ * transaction is another: a write to every page that the process has.
  *
  * Counters are transactions; each status entry has the latency percentiles of the last window. A
  * latency is the time since the transaction before, so that it has all that the host takes. The
@@ -14,6 +15,7 @@
 #include "objects.h"
 
 #define EACH 4  /* objects of a transaction */
+#define SWEEP UINT32_MAX
 #define READS 8 /* words of an object, all of a small one, that are read */
 #define KIND LACUNA_KIND_WORKER
 
@@ -29,6 +31,7 @@ _Static_assert(sizeof(struct record) <= RECORD_PAGES * PAGE, "and a block has ro
 _Static_assert(1 + LACUNA_MAX_THREADS * RECORD_PAGES <= BLOCK / PAGE, "the first block");
 
 static struct worker {
+    char *share; /* where both heaps are */
     struct objects hot, cold;
     uint64_t random, writes, frees, colds; /* of 65536 each */
     uint64_t read;                         /* so that reads are not optimised away */
@@ -69,8 +72,20 @@ static bool visit(struct worker *w, struct objects *h, uint64_t number, uint64_t
     return true;
 }
 
+/* What is there already is written. */
+static void sweep(const struct worker *w) {
+    for (uint64_t at = 0, share = share_bytes(); at < share; at += PAGE) {
+        volatile uint64_t *p = (volatile uint64_t *)(w->share + at);
+        *p = *p;
+    }
+}
+
 static int transaction(struct worker *w) {
     uint64_t r = lacuna_random(&w->random), number = 0, dial = lacuna_dial();
+    if (dial == SWEEP) {
+        sweep(w);
+        return 0;
+    }
     uint64_t colds = dial ? dial - 1 : w->colds;
     bool cold = !w->hot.count || (r & 0xffff) < colds, replace = (r >> 16 & 0xffff) < w->frees;
     struct objects *h = cold ? &w->cold : &w->hot;
@@ -119,9 +134,9 @@ static int check(const struct objects *h) {
 
 static void make(struct worker *w, uint64_t index) {
     uint64_t seed = lacuna_mix(lacuna_param("seed", 1) + index), hot = hot_pages();
-    char *at = lacuna_arena() + BLOCK + index * share_bytes();
-    objects_init(&w->hot, at, hot, seed);
-    objects_init(&w->cold, at + hot * PAGE, share_bytes() / PAGE - hot, seed + 1);
+    w->share = lacuna_arena() + BLOCK + index * share_bytes();
+    objects_init(&w->hot, w->share, hot, seed);
+    objects_init(&w->cold, w->share + hot * PAGE, share_bytes() / PAGE - hot, seed + 1);
     w->random = seed | 1;
     w->colds = lacuna_param("cold", 1000) * 65536 / 10000;
     w->writes = lacuna_param("writes", 50) * 65536 / 100;

@@ -248,7 +248,8 @@ pub(crate) struct SlotLog {
 impl SlotLog {
     #[inline]
     pub(crate) fn is_on(&self) -> bool {
-        self.on.load(Ordering::Relaxed)
+        // Who sees the log that has begun sees what the one before it has left of the tables.
+        self.on.load(Ordering::Acquire)
     }
 
     pub(crate) fn huge(&self) -> HugeLeaves {

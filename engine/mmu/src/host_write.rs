@@ -3,11 +3,14 @@
 //! ```text
 //! writer                                 who turns the log on
 //! writers += 1; fence                    on = true; fence
-//! on? then marked after the write        wait until writers == 0: those that have not seen it
-//! write; mark; writers -= 1              return: the copy that follows has what they wrote
+//! on? then marked after the write,       wait until writers == 0: those that have not seen it
+//!   and writers -= 1 at once             return: the copy that follows has what they wrote
+//! write; mark, or writers -= 1
 //! ```
 //! A writer keeps the slot that it has found: whatever becomes of the layout meanwhile, the mark
-//! goes to the log of the pages that it writes to, which a slot takes along where it goes.
+//! goes to the log of the pages that it writes to, which a slot takes along where it goes. A slot
+//! that is deleted, and made anew over the same backing, has another log: its owner sees to it that
+//! nobody writes in between.
 
 use crate::dirty::{Count, DirtyError};
 use crate::{Faulter, Mmu, Rmap};
@@ -45,12 +48,18 @@ impl Mmu {
 
 impl Writing {
     fn begin(slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Self {
-        slot.attach.log().writers.fetch_add(1, Ordering::Relaxed);
+        let log = slot.attach.log();
+        log.writers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
+        let logs = log.is_on();
+        // Not waited for: else writers that come all the time would be waited for for ever.
+        if logs {
+            log.writers.fetch_sub(1, Ordering::Release);
+        }
         Self {
             slot: Arc::clone(slot),
             gfn,
-            logs: slot.attach.log().is_on(),
+            logs,
         }
     }
 
@@ -71,10 +80,9 @@ impl Writing {
 
 impl Drop for Writing {
     fn drop(&mut self) {
-        self.slot
-            .attach
-            .log()
-            .writers
-            .fetch_sub(1, Ordering::Release);
+        if !self.logs {
+            let log = self.slot.attach.log();
+            log.writers.fetch_sub(1, Ordering::Release);
+        }
     }
 }

@@ -172,7 +172,7 @@ impl Mmu {
         self.forget(visit.rmap, visit.steps, removed);
     }
 
-    /// A leaf is gone: so must be its word, and its D must be known.
+    /// A leaf is gone: the reverse map must know, and the host its D.
     #[inline]
     pub(crate) fn forget(&self, rmap: &Rmap, steps: &mut Steps, removed: Removed) {
         steps.leaves += 1;

@@ -74,14 +74,16 @@ impl Mmu {
 
     /// Runs `publish` while no fault in `slot` is admitted and nothing of it is mapped.
     fn exclude<T>(&self, slot: &Slot<Rmap>, publish: impl FnOnce() -> T) -> T {
-        self.stage2.cursor(slot.gfns).begin();
         let mut cursor = self.stage2.cursor(slot.gfns);
-        let flush = cursor.unmap(slot.gfns, |removed| {
+        // A TLB may hold what reclaim has removed and not waited for.
+        let mut flush = cursor.unsettled();
+        cursor.begin();
+        flush.join(cursor.unmap(slot.gfns, |removed| {
             slot.attach.clear(&removed);
             if removed.leaf.dirty {
                 self.host.mark_dirty(removed.leaf.pfn, removed.leaf.level);
             }
-        });
+        }));
         drop(cursor);
         flush.finish(&*self.quiescence);
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {

@@ -77,8 +77,9 @@ impl Mmu {
     }
 
     /// Whether slot `id` logs which of its pages are written. On return, whatever is written later
-    /// will be reported (on), or no longer costs anything (off). Not for a vCPU's own thread: it
-    /// waits for all vCPUs. Without effect on a slot of which that is true already.
+    /// will be reported (on), or is logged no longer (off). What write protection has armed and is
+    /// in no huge leaf costs one fault more. Not for a vCPU's own thread: it waits for all vCPUs.
+    /// Without effect on a slot of which that is true already.
     ///
     /// # Errors
     /// No such slot; or all is to count as written and there is no bitmap.

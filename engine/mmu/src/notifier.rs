@@ -69,6 +69,7 @@ impl Mmu {
         let _no_harvest = self.lock_layout();
         let mut flush = Flush::none(&self.stage2);
         self.each_part(range, |cursor, rmap, part| {
+            flush.join(cursor.unsettled());
             if rmap.block(part.start()) == InBlock::Nothing {
                 return;
             }

@@ -45,9 +45,13 @@ struct Block {
     at: AtomicU32,
     /// How many of the slot's pages have a small leaf here.
     small: AtomicU32,
-    /// How many reasons there are against a huge leaf.
+    /// How many reasons there are against a huge leaf; [`CUT`] is one.
     disallow: AtomicU32,
 }
+
+/// The reason that nobody can take away: the slot does not have the block whole, or not aligned as
+/// its backing is.
+const CUT: u32 = 1 << 31;
 
 /// What is mapped in one block of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -74,7 +78,7 @@ impl Rmap {
             let whole =
                 gfns.start().get() <= number * BLOCK && (number + 1) * BLOCK <= gfns.end_raw();
             Block {
-                disallow: AtomicU32::new(u32::from(!(whole && alike))),
+                disallow: AtomicU32::new(if whole && alike { 0 } else { CUT }),
                 ..Block::default()
             }
         };
@@ -136,19 +140,14 @@ impl Rmap {
     pub(crate) fn allow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         let was = count.load(Ordering::Relaxed);
-        count.store(
-            was.checked_sub(1).expect("it was disallowed"),
-            Ordering::Relaxed,
-        );
+        assert_ne!(was & !CUT, 0, "gfn {gfn} was not disallowed");
+        count.store(was - 1, Ordering::Relaxed);
     }
 
     /// Asserts that the slot's place, as `fresh` has it, is among the reasons.
     pub(crate) fn assert_disallowed_like(&self, fresh: &Self, gfn: Gfn) {
-        let count = |rmap: &Self| rmap.block_of(gfn).disallow.load(Ordering::Relaxed);
-        assert!(
-            count(self) >= count(fresh),
-            "disallow count around gfn {gfn}"
-        );
+        let cut = |rmap: &Self| rmap.block_of(gfn).disallow.load(Ordering::Relaxed) & CUT;
+        assert_eq!(cut(self), cut(fresh), "disallow count around gfn {gfn}");
     }
 
     /// A small leaf was mapped where nothing was.
@@ -162,7 +161,8 @@ impl Rmap {
                 debug_assert_eq!(block.at(), None, "the block of gfn {gfn}");
                 block.at.store(at.to_bits(), Ordering::Relaxed);
             }
-            _ => debug_assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table"),
+            // An invalidation would not find it, and its frame would be somebody else's.
+            _ => assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table"),
         }
         block.small.store(count + 1, Ordering::Relaxed);
     }

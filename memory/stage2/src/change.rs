@@ -128,7 +128,7 @@ impl Stage2 {
     }
 
     /// Replaces `table` at `at` by `leaf`, which maps `block`. The table's leaves map the same
-    /// frames, or nothing, and still count: they are frozen next.
+    /// frames, or nothing, and still count: they are frozen next, or forgotten.
     pub(crate) fn link_collapsed(&self, at: EntryRef, block: GfnRange, table: TableId, leaf: Leaf) {
         assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves replace tables");
         assert_eq!(leaf.defect(), None, "{leaf:?} at {block:?}");

@@ -10,7 +10,7 @@
 #![cfg(loom)]
 
 use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
-use lacuna_stage2::{Arena, Flush, Leaf, PmlLog, Shootdown, Stage2, Walk, Write};
+use lacuna_stage2::{Arena, Flush, Leaf, PmlLog, Stage2, Walk, Write};
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
 use lacuna_sync::{Epoch, Quiescence};
 
@@ -71,8 +71,10 @@ impl World {
     /// What a copy has, if the page was marked.
     fn harvest(&self, by: By) -> Option<u64> {
         if by == By::Log {
-            let kick = Quiescence::request(&self.quiescence);
-            self.quiescence.wait(kick);
+            let pass = self.quiescence.pass();
+            while !self.quiescence.has_passed(&pass) {
+                thread::yield_now();
+            }
         }
         if self.marked.swap(0, Ordering::Acquire) == 0 {
             return None;

@@ -241,3 +241,15 @@ fn settle(bed: &Bed, outcome: Outcome) -> Result<(), Stuck> {
     }
     Ok(())
 }
+
+impl Vcpu {
+    /// A store to a place where nothing may be any more, if the TLB lets it through.
+    pub fn write_by_tlb(&self, bed: &Bed, gfn: Gfn, value: u64) -> bool {
+        let hit = self.tlb.get(&gfn.get()).filter(|hit| hit.writable);
+        if let Some(hit) = hit {
+            let frame = bed.host.frame(hit.pfn);
+            frame.write(8 * self.index, &value.to_le_bytes());
+        }
+        hit.is_some()
+    }
+}

@@ -5,7 +5,7 @@ use crate::monitor::Monitor;
 use crate::{DETECTIONS, deliveries};
 use lacuna_addr::HvaRange;
 use lacuna_host::{HugePages, MmuNotifier};
-use lacuna_mmu::{Delivery, Detection, Logging};
+use lacuna_mmu::{Delivery, Detection, Logging, Shape};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
@@ -134,4 +134,86 @@ fn a_slot_does_not_move_away_under_a_log() {
     let mut words = [0; 25];
     bed.mmu.get_dirty(SLOT, &mut words).unwrap();
     assert_eq!(words[24], 1 << (PAGE % 64), "the write was lost on the way");
+}
+
+/// What reclaim has begun to take, and has not waited for.
+struct Taken {
+    huge: HugePages,
+    detection: Detection,
+    /// The page that is written, and the range that is taken.
+    page: u64,
+    first: u64,
+    pages: u64,
+}
+
+/// The slot moves meanwhile. Who copies what a harvest names after that shall not miss what a vCPU
+/// writes at the old place.
+fn moved(taken: &Taken) {
+    let (bed, mut vcpus) = Bed::new(taken.huge, Delivery::Bitmap, 1);
+    bed.mmu.set_detection(taken.detection);
+    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    let vcpu = &mut vcpus[0];
+    vcpu.access(&bed, taken.page, Some(1)).unwrap();
+    for page in taken.first..taken.first + taken.pages.min(200) {
+        vcpu.access(&bed, page, Some(1)).unwrap();
+    }
+    let old = bed.gfn(taken.page);
+    let at = bed.backing.start().checked_add_pages(taken.first).unwrap();
+    let range = HvaRange::new(at, taken.pages).unwrap();
+    let begun = bed.mmu.begin_invalidation(Shape::PerLevel, &[range]);
+    bed.move_to(PLACES[1]);
+    let mut monitor = Monitor::new();
+    monitor.harvest(&bed);
+    assert_eq!(monitor.page(taken.page)[0], 1);
+    vcpu.enter(&bed);
+    let wrote = vcpu.write_by_tlb(&bed, old, 2);
+    vcpu.leave(&bed);
+    begun.finish();
+    monitor.harvest(&bed);
+    assert_eq!(
+        monitor.page(taken.page)[0],
+        bed.words(taken.page)[0],
+        "a write is lost"
+    );
+    assert!(!wrote, "a TLB has the old address");
+}
+
+#[test]
+fn a_slot_that_moves_under_a_reclaim_is_in_no_tlb() {
+    for detection in DETECTIONS {
+        // In a block that the slot does not fill, so that no table goes with the leaf.
+        moved(&Taken {
+            huge: HugePages::Never,
+            detection,
+            page: 1550,
+            first: 1550,
+            pages: 1,
+        });
+        // Small leaves of a block that the host has whole; many, whose table goes as one.
+        for huge in [HugePages::Always, HugePages::Never] {
+            moved(&Taken {
+                huge,
+                detection,
+                page: 7,
+                first: 0,
+                pages: 512,
+            });
+        }
+    }
+}
+
+#[test]
+fn what_is_protected_under_a_reclaim_is_in_no_tlb() {
+    let (bed, mut vcpus) = Bed::new(HugePages::Never, Delivery::Bitmap, 1);
+    let vcpu = &mut vcpus[0];
+    vcpu.access(&bed, 7, Some(1)).unwrap();
+    let gfn = bed.gfn(7);
+    let at = bed.backing.start().checked_add_pages(7).unwrap();
+    let page = HvaRange::new(at, 1).unwrap();
+    let begun = bed.mmu.begin_invalidation(Shape::PerLevel, &[page]);
+    bed.mmu.write_protect(page);
+    vcpu.enter(&bed);
+    assert!(!vcpu.write_by_tlb(&bed, gfn, 2), "a TLB still has W");
+    vcpu.leave(&bed);
+    begun.finish();
 }

@@ -57,7 +57,7 @@ impl Size {
     fn of(options: &Options) -> Self {
         let (mib, rounds, window) = match options.quick {
             true => (512, 2, Duration::from_millis(400)),
-            false => (4096, 41, Duration::from_secs(1)),
+            false => (4096, 31, Duration::from_secs(1)),
         };
         Self {
             mib,
@@ -69,12 +69,13 @@ impl Size {
 }
 
 /// What one slice has: milliseconds of a vCPU that were gone; that the call took; percent of the
-/// huge leaves that were there when it returned, and a window later.
-type Slice = [f64; 4];
+/// huge leaves that were there when it returned, and a window later; how many of them were split.
+type Slice = [f64; 5];
 const GONE: usize = 0;
 const CALL: usize = 1;
 const AT_ONCE: usize = 2;
 const LATER: usize = 3;
+const SPLIT: usize = 4;
 
 /// `pml.disable_*` and `pml.recovery_percent`.
 pub fn measure(
@@ -128,6 +129,7 @@ fn slice(session: &Session<'_>, size: &Size, how: Option<Recovery>) -> Result<Sl
         1e3 * call.as_secs_f64(),
         100.0 * at_once / before,
         100.0 * huge_leaves(vm) / before,
+        before,
     ])
 }
 
@@ -140,7 +142,7 @@ fn huge_leaves(vm: &Vm) -> f64 {
     vm.mmu().stage2().counts().of(Level::L2M) as f64
 }
 
-fn tell(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 4]]) {
+fn tell(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {
     let of = |arm: usize, what: usize| Summary::of(&runs[arm][what]);
     // What is gone where nothing happens: timers, and what others take of the machine.
     let lost = |arm: usize| {
@@ -190,6 +192,7 @@ fn tell(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 4]]) {
             of(IN_PLACE, AT_ONCE),
         )
         .bar(98.0)
+        .param("huge_leaves_split", of(IN_PLACE, SPLIT).median)
         .arm("in_place_a_window_later", of(IN_PLACE, LATER))
         .arm("drop_at_once", of(DROP, AT_ONCE))
         .arm("drop_a_window_later", of(DROP, LATER)),

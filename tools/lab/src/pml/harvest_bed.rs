@@ -99,13 +99,16 @@ impl Bed {
             orders,
             answers,
         };
-        thread::scope(|scope| {
+        let done = thread::scope(|scope| {
             scope.spawn(|| writer.run());
             let done = bed.prepare().and_then(|()| experiment(&mut bed));
             // Without anybody to give it orders the writer ends.
             drop(bed);
             done
-        })
+        });
+        // The host holds the MMU by its region, and that holds the host: without this, for ever.
+        host.remove_region(region)?;
+        done
     }
 
     /// Maps everything; only then is it logged.

@@ -1,10 +1,11 @@
 //! PML left on while no slot logs: every vCPU looks for pages to log, and there are none.
 
+use super::score::across_vms;
 use super::score_charge::DIAL_MOST;
 use super::score_guest::{Churn, Period, Setup, Watch, play};
 use crate::experiment::LabError;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, paired};
+use crate::stats::Summary;
 use lacuna_soft::Detection;
 
 const ID: &str = "pml.always_on_loss_percent";
@@ -41,8 +42,8 @@ pub fn measure(
     }
     let [off, null, on] =
         [OFF, NULL, ON].map(|arm| -> Vec<f64> { periods[arm].iter().map(Period::rate).collect() });
-    let loss = lost(paired(&off, &on));
-    let null = lost(paired(&off, &null));
+    let loss = lost(across_vms(&off, &on, rounds));
+    let null = lost(across_vms(&off, &null, rounds));
     report.push(
         Measurement::new(ID, "%", Better::Lower, loss)
             .reference(0.45, "KVM PML patch letter, 2015: 0.06 and 0.45")
@@ -71,14 +72,13 @@ fn inside(loss: Summary, null: Summary) -> bool {
     (null.low..=null.high).contains(&loss.median)
 }
 
-/// A ratio of rates as a loss in percent.
-fn lost(ratio: Summary) -> Summary {
-    let percent = |ratio: f64| 100.0 * (1.0 - ratio);
+/// What is left, as a loss, in percent.
+fn lost(left: Summary) -> Summary {
     Summary {
-        median: percent(ratio.median),
-        low: percent(ratio.high),
-        high: percent(ratio.low),
-        ..ratio
+        median: 100.0 - left.median,
+        low: 100.0 - left.high,
+        high: 100.0 - left.low,
+        ..left
     }
 }
 
@@ -88,11 +88,10 @@ mod tests {
 
     #[test]
     fn a_loss_is_what_the_ratio_lacks() {
-        let ratio = Summary::of(&[0.98, 0.99, 1.01]);
-        let loss = lost(ratio);
+        let loss = lost(Summary::of(&[98.0, 99.0, 101.0]));
         assert!((loss.median - 1.0).abs() < 1e-9);
         assert!((loss.low + 1.0).abs() < 1e-9 && (loss.high - 2.0).abs() < 1e-9);
-        assert!(inside(loss, lost(Summary::of(&[0.97, 1.0, 1.03]))));
-        assert!(!inside(loss, lost(Summary::of(&[1.0]))));
+        assert!(inside(loss, lost(Summary::of(&[97.0, 100.0, 103.0]))));
+        assert!(!inside(loss, lost(Summary::of(&[100.0]))));
     }
 }

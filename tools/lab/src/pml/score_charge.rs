@@ -8,8 +8,8 @@
 //! |---|---|
 //! | write fault | once a page that write protection finds |
 //! | full log | once 512 logged pages: ours is flushed more often, whenever a vCPU leaves anyway |
-//! | shoot-down of a harvest | once a vCPU and harvest |
-//! | kick of a harvest | the same, where vCPUs log |
+//! | shoot-down of a harvest, or of a vCPU that empties full rings | once a vCPU and harvest |
+//! | kick of the same | the same, where vCPUs log |
 //! | full ring | as counted |
 
 use lacuna_soft::{Detection, DirtyStats};
@@ -82,7 +82,8 @@ impl Counted {
             ..
         } = self.stats;
         let full = log_full.max(logged / LOG);
-        faults + repairs + full + self.rings_full + kicks * self.harvests * vcpus
+        let harvests = self.harvests + self.rings_full;
+        faults + repairs + full + self.rings_full + kicks * harvests * vcpus
     }
 }
 
@@ -151,12 +152,12 @@ mod tests {
         counted.stats.repairs = 1000;
         counted.stats.faults = 10;
         counted.rings_full = 1;
-        assert_eq!(counted.exits(Detection::WriteProtect, 2), 1017);
+        assert_eq!(counted.exits(Detection::WriteProtect, 2), 1019);
         // Flushed early, but hardware would have filled four.
         counted.stats.logged = 2048;
         counted.stats.flushes = 300;
         counted.stats.log_full = 2;
-        assert_eq!(counted.exits(Detection::Pml, 2), 1011 + 4 + 12);
+        assert_eq!(counted.exits(Detection::Pml, 2), 1011 + 4 + 16);
     }
 
     #[test]

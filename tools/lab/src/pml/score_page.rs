@@ -1,21 +1,22 @@
 //! What a page costs that is dirtied, apart from any rate: a guest of a dozen instructions writes
 //! one byte to each of its pages, in a pseudo-random order, and leaves; the host harvests; again.
+//! There is a VM for each arm, and a turn is one such sweep.
 //!
 //! Timed is the vCPU's thread inside `Vcpu::run`: what the arm without logging takes for the same
-//! writes is taken off. The guest maps 4 KiB pages, by tables of its own. It has half as many pages
-//! as the processor's TLB has entries, so that only a harvest's flush makes them walk, and that is
-//! part of the cost. In the details are figures of four times as many, where every write walks in
-//! every arm, and what is left is what noticing costs, less sharply seen.
+//! writes is taken off. The guest maps 4 KiB pages, by tables of its own, and loads CR3 before each
+//! sweep: every write walks, in every arm, and what is left is what noticing costs. In the details
+//! is the same without loading CR3, so that only a harvest's flush makes it walk, in the arms that
+//! are watched alone; and of four times as many pages as the processor's TLB has entries.
 
 use super::score::{Set, rings};
 use super::score_charge::{Counted, EXIT_NS};
-use super::turns::reap;
+use super::turns::{reap, round, shifts};
 use crate::experiment::{LabError, Options};
 use crate::native::thread_cpu_ns;
 use crate::report::{align, figure};
 use crate::result::{Better, Measurement, Report};
 use crate::session::resident;
-use crate::stats::{Summary, measures};
+use crate::stats::Summary;
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
 use lacuna_soft::{Apf, Delivery, Detection, Logging, SlotId, Vcpu, Vm, VmConfig};
@@ -30,8 +31,21 @@ const BLOCK: u64 = 0x20_0000;
 /// From one write to the next page's: so not all go to the same place of the caches.
 const STRIDE: u64 = PAGE_SIZE as u64 + 64;
 
-/// How many pages, and what is said of them.
-const WORKS: [(u64, &str); 2] = [(2048, "inside the TLB"), (16384, "beyond the TLB")];
+/// Which writes walk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Walks {
+    /// Each.
+    All,
+    /// Those that a harvest's flush makes walk.
+    Flushed,
+}
+
+/// How many pages, which of them are walked for, and what is said of it.
+const WORKS: [(u64, Walks, &str); 3] = [
+    (2048, Walks::All, "every write walks"),
+    (2048, Walks::Flushed, "and the refill after a flush"),
+    (16384, Walks::All, "four times the TLB"),
+];
 /// Arms: whether all slots log, and how. The second is the null.
 const ARMS: [(&str, Option<Detection>); 4] = [
     ("none", None),
@@ -63,8 +77,8 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         .map(str::to_owned),
     ];
     for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings())] {
-        for (work, (pages, about)) in WORKS.into_iter().enumerate() {
-            let costs = costs(options, pages, delivery)?;
+        for (work, (pages, walks, about)) in WORKS.into_iter().enumerate() {
+            let costs = costs(options, pages, walks, delivery)?;
             for (arm, (name, _)) in ARMS.iter().enumerate().skip(NONE + 1) {
                 let [raw, charged] = costs.ns[arm].each_ref().map(|ns| Summary::of(ns));
                 rows.push([
@@ -116,11 +130,34 @@ fn tell(report: &mut Report, suffix: &str, pages: u64, costs: &Costs) {
     }
 }
 
-/// Measures all arms.
-fn costs(options: &Options, pages: u64, delivery: Delivery) -> Result<Costs, LabError> {
-    let (rounds, sweeps) = if options.quick { (3, 8) } else { (31, 12) };
-    let mut rig = Rig::new(pages, delivery)?;
-    let runs = measures(ARMS.len(), rounds, |arm| rig.slice(ARMS[arm].1, sweeps))?;
+/// Sweeps of an arm in a round, times pages.
+const ROUND: u64 = 1 << 18;
+
+/// Measures all arms, a VM for each, in turns of a sweep.
+fn costs(
+    options: &Options,
+    pages: u64,
+    walks: Walks,
+    delivery: Delivery,
+) -> Result<Costs, LabError> {
+    let (rounds, sweeps) = match options.quick {
+        true => (1, (ROUND / 8 / pages).max(2)),
+        false => (8, ROUND / pages),
+    };
+    let rigs = ARMS.map(|_| Rig::new(pages, walks, delivery));
+    let mut rigs = rigs.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let mut runs = vec![[const { Vec::new() }; 3]; ARMS.len()];
+    for vms in shifts(ARMS.len()) {
+        for (arm, vm) in ARMS.iter().zip(&vms) {
+            rigs[*vm].watch(arm.1)?;
+        }
+        for _ in 0..rounds {
+            let found = one_round(&mut rigs, &vms, sweeps)?;
+            for (all, one) in runs.iter_mut().flatten().zip(found.into_iter().flatten()) {
+                all.push(one);
+            }
+        }
+    }
     let none_ns = runs[NONE][0].clone();
     let above = |arm: &[Vec<f64>; 3]| {
         let [ns, exits, dirtied] = arm;
@@ -137,6 +174,28 @@ fn costs(options: &Options, pages: u64, delivery: Delivery) -> Result<Costs, Lab
     })
 }
 
+/// Of each arm: nanoseconds a page of its middle sweep, and exits and pages dirtied in a sweep.
+fn one_round(rigs: &mut [Rig], vms: &[usize], sweeps: u64) -> Result<Vec<[f64; 3]>, LabError> {
+    let before: Vec<_> = vms.iter().map(|vm| rigs[*vm].counted()).collect();
+    let mut times = vec![Vec::new(); vms.len()];
+    round(vms.len(), sweeps as usize / 2, |arm, _| {
+        times[arm].push(rigs[vms[arm]].sweep_and_harvest()?);
+        Ok::<_, LabError>(())
+    })?;
+    let found = vms.iter().zip(before).zip(times);
+    let found = found.map(|((vm, before), times)| {
+        let rig = &rigs[*vm];
+        let counted = rig.counted().since(&before);
+        let each = |count: u64| count as f64 / times.len() as f64;
+        let (exits, dirtied) = match rig.watch {
+            Some(how) => (counted.exits(how, 1), each(counted.dirtied)),
+            None => (0, rig.pages as f64),
+        };
+        [Summary::of(&times).median, each(exits), dirtied]
+    });
+    Ok(found.collect())
+}
+
 /// One vCPU, its pages, and a host that has frames for all of them.
 struct Rig {
     vm: Arc<Vm>,
@@ -144,10 +203,13 @@ struct Rig {
     slot: SlotId,
     words: Vec<u64>,
     pages: u64,
+    watch: Option<Detection>,
+    /// Of its harvests.
+    harvested: Counted,
 }
 
 impl Rig {
-    fn new(pages: u64, delivery: Delivery) -> Result<Self, LabError> {
+    fn new(pages: u64, walks: Walks, delivery: Delivery) -> Result<Self, LabError> {
         let end = (AREA + pages * STRIDE).next_multiple_of(BLOCK);
         let memory = PageCount::from_bytes(end);
         let launch = resident(end >> 20, 1);
@@ -159,7 +221,7 @@ impl Rig {
         };
         let vm = Vm::new(launch.host(Arc::clone(&clock))?, clock, config)?;
         vm.set_delivery(delivery)?;
-        let (code, tables) = (program(pages), tables(end));
+        let (code, tables) = (program(pages, walks), tables(end));
         let segment = |at: u64, bytes| Segment {
             gpa: Gpa::new(at).expect("a small address"),
             bytes,
@@ -178,6 +240,8 @@ impl Rig {
             vm,
             vcpu,
             pages,
+            watch: None,
+            harvested: Counted::default(),
         };
         // First touch, and the frames once more.
         rig.sweep()?;
@@ -205,45 +269,34 @@ impl Rig {
         Ok(self.words.iter().map(|w| u64::from(w.count_ones())).sum())
     }
 
-    /// Of sweeps with a harvest after each: nanoseconds a page of the middle one, and exits and
-    /// pages dirtied in a sweep.
-    fn slice(&mut self, detection: Option<Detection>, sweeps: u64) -> Result<[f64; 3], LabError> {
-        self.vm
-            .set_detection(detection.unwrap_or(Detection::WriteProtect));
-        let logging = detection.map_or(Logging::Off, |_| Logging::LAZY);
-        self.vm.set_logging(self.slot, logging)?;
-        // Not counted: the arm before has left some pages armed.
-        self.sweep()?;
-        if detection.is_some() {
-            self.harvest()?;
-        }
-        let before = self.vm.dirty_stats()[0];
-        let (mut times, mut counted) = (Vec::new(), Counted::default());
-        for _ in 0..sweeps {
-            times.push(self.sweep()? as f64 / self.pages as f64);
-            if detection.is_some() {
-                counted.dirtied += self.harvest()?;
-                counted.harvests += 1;
-            }
-        }
-        let stats = self.vm.dirty_stats()[0];
-        let counted = counted
-            .and(&Counted {
-                stats,
-                ..Counted::default()
-            })
-            .since(&Counted {
-                stats: before,
-                ..Counted::default()
-            });
+    /// From here on its writes are noticed so. Begins with a sweep: the arm before may have left
+    /// pages armed.
+    fn watch(&mut self, watch: Option<Detection>) -> Result<(), LabError> {
+        let detection = watch.unwrap_or(Detection::WriteProtect);
         self.vm.set_logging(self.slot, Logging::Off)?;
-        let exits = detection.map_or(0, |detection| counted.exits(detection, 1));
-        let each = |count: u64| count as f64 / sweeps as f64;
-        let dirtied = match detection {
-            Some(_) => each(counted.dirtied),
-            None => self.pages as f64,
-        };
-        Ok([Summary::of(&times).median, each(exits), dirtied])
+        self.vm.set_detection(detection);
+        if watch.is_some() {
+            self.vm.set_logging(self.slot, Logging::LAZY)?;
+        }
+        self.watch = watch;
+        self.sweep_and_harvest().map(drop)
+    }
+
+    /// Nanoseconds a page of the sweep.
+    fn sweep_and_harvest(&mut self) -> Result<f64, LabError> {
+        let ns = self.sweep()? as f64 / self.pages as f64;
+        if self.watch.is_some() {
+            self.harvested.dirtied += self.harvest()?;
+            self.harvested.harvests += 1;
+        }
+        Ok(ns)
+    }
+
+    fn counted(&self) -> Counted {
+        Counted {
+            stats: self.vm.dirty_stats()[0],
+            ..self.harvested
+        }
     }
 }
 
@@ -267,8 +320,12 @@ fn tables(end: u64) -> Vec<u8> {
 }
 
 /// The machine code. Pages are numbered by a linear congruential generator of full period.
-fn program(pages: u64) -> Vec<u8> {
+fn program(pages: u64, walks: Walks) -> Vec<u8> {
     assert!(pages.is_power_of_two(), "the generator's period");
+    let again = match walks {
+        Walks::All => [0xeb, 0xcb],
+        Walks::Flushed => [0xeb, 0xd3],
+    };
     let long = |value: u64| u32::try_from(value).expect("a small number").to_le_bytes();
     [
         &[0xb8][..],
@@ -291,7 +348,7 @@ fn program(pages: u64) -> Vec<u8> {
         &[0xff, 0xcb], // dec ebx
         &[0x75, 0xde], // jnz touch
         &[0xe6, 0xf4], // out 0xf4, al
-        &[0xeb, 0xcb], // jmp again
+        &again,        // jmp again, or behind what it does to the TLB
     ]
     .concat()
 }
@@ -304,19 +361,22 @@ mod tests {
     #[test]
     fn a_sweep_writes_every_page_once() {
         for delivery in [Delivery::Bitmap, rings()] {
-            let mut rig = Rig::new(2048, delivery).unwrap();
-            let [_, exits, dirtied] = rig.slice(None, 2).unwrap();
+            let mut rigs = [Rig::new(2048, Walks::All, delivery).unwrap()];
+            let mut round = |watch| {
+                rigs[0].watch(watch).unwrap();
+                let found = one_round(&mut rigs, &[0], 4).unwrap();
+                (found[0], rigs[0].vm.dirty_stats())
+            };
+            let ([_, exits, dirtied], _) = round(None);
             assert_eq!((exits, dirtied), (0.0, 2048.0));
-            let [ns, exits, dirtied] = rig.slice(Some(Detection::WriteProtect), 4).unwrap();
+            let ([ns, exits, dirtied], _) = round(Some(Detection::WriteProtect));
             // The pages, and some tables that a walk dirties.
             assert!((2048.0..2100.0).contains(&dirtied), "{dirtied}");
-            assert!(ns > 0.0 && exits >= 2049.0, "{exits}");
-            let [_, exits, logged] = rig.slice(Some(Detection::Pml), 4).unwrap();
+            assert!(ns > 0.0 && (2049.0..2110.0).contains(&exits), "{exits}");
+            let ([_, exits, logged], before) = round(Some(Detection::Pml));
             assert!((2048.0..2100.0).contains(&logged), "{logged}");
             assert!((2.0 + 4.0..10.0).contains(&exits), "{exits}");
-            let before = rig.vm.dirty_stats();
-            rig.slice(None, 2).unwrap();
-            assert_eq!(rig.vm.dirty_stats(), before, "nobody looks any more");
+            assert_eq!(round(None).1, before, "nobody looks any more");
         }
     }
 
