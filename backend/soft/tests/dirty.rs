@@ -5,11 +5,11 @@ mod common;
 
 use common::shadow::{DETECTIONS, Shadow, ring};
 use common::{boot_with, launch};
-use lacuna_machine::{Apf, Ending, Exit, GuestMemory as _, MemoryError, Vcpu as _};
+use lacuna_machine::{Apf, Board, Ending, Exit, GuestMemory as _, MemoryError, Vcpu as _};
 use lacuna_soft::{Backup, Delivery, Detection, HugePages, Launch, Logging, SlotFlags, SlotId, Vm};
 use lacuna_sync::HostClock;
 use std::sync::Arc;
-use std::thread::{scope, sleep};
+use std::thread::{panicking, scope, sleep};
 use std::time::Duration;
 
 /// Runs `name` to its end beside a monitor, `between` two harvests of which anything may happen.
@@ -30,6 +30,7 @@ fn follow(
     let mut harvested = 0;
     scope(|scope| {
         let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
+        let _end = EndOnPanic(&board, &vm);
         for round in 0.. {
             if runner.is_finished() {
                 break;
@@ -50,6 +51,17 @@ fn follow(
     drop(background);
     vm.mmu().verify();
     harvested
+}
+
+/// Without a monitor, vCPUs with full rings would be waited for, for ever.
+struct EndOnPanic<'a>(&'a Board, &'a Vm);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if panicking() {
+            self.0.end(Ending::Stopped, self.1);
+        }
+    }
 }
 
 #[test]

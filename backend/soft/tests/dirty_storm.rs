@@ -17,6 +17,7 @@ use lacuna_soft::{
     Vm,
 };
 use lacuna_sync::HostClock;
+use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{scope, sleep, spawn};
@@ -38,7 +39,8 @@ fn watch(steps: &Receiver<String>) {
             Ok(step) => last = step,
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
-                eprintln!("hangs after {last}");
+                // Not `eprintln`, which a test keeps for itself until it has ended.
+                let _ = writeln!(std::io::stderr(), "hangs after {last}");
                 std::process::abort();
             }
         }

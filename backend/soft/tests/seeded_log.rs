@@ -313,9 +313,9 @@ impl Plan {
 
 #[test]
 fn a_copy_by_harvests_is_the_guests_memory() {
-    let first = from_env("LACUNA_SEED", 3);
+    let (first, rounds) = (from_env("LACUNA_SEED", 3), from_env("LACUNA_ROUNDS", 3));
     let (mut harvests, mut pages, mut ended) = (0, 0, 0);
-    for seed in first..first + from_env("LACUNA_ROUNDS", 3) {
+    for seed in first..first + rounds {
         let plan = Plan::draw(seed);
         println!("{plan:?}");
         let (_, done) = plan.run();
@@ -324,7 +324,8 @@ fn a_copy_by_harvests_is_the_guests_memory() {
         ended += done.ended;
     }
     println!("{harvests} harvests of {pages} pages, {ended} logs ended");
-    assert!(harvests > 100 && pages > 1000 && ended > 5);
+    // One world alone, replayed, may have less.
+    assert!(rounds < 3 || harvests > 100 && pages > 1000 && ended > 5);
 }
 
 #[test]

@@ -128,12 +128,16 @@ impl Chaos {
                 clock += 1;
                 (rng.page(), (rng.below(4) != 0).then_some(clock))
             };
+            // Told when it is out of the guest: who panics inside is waited for, for ever.
+            let mut wrong = None;
             let mut note = |page: u64, write: Option<u64>, seen: u64| {
                 let word = &mut written[page as usize];
                 *word = write.unwrap_or(*word);
                 self.writes
                     .fetch_add(write.is_some().into(), Ordering::Relaxed);
-                assert_eq!(seen, *word, "page {page} is not what vCPU {index} wrote");
+                if seen != *word {
+                    wrong = Some((page, *word, seen));
+                }
             };
             if rng.below(2) == 0 {
                 let (page, write) = next(&mut rng);
@@ -141,6 +145,7 @@ impl Chaos {
                     Ok(seen) => note(page, write, seen),
                     Err(Stuck::Ring | Stuck::NoSlot) => yield_now(),
                 }
+                assert_eq!(wrong, None, "page, what vCPU {index} wrote, what it sees");
                 return;
             }
             vcpu.enter(&self.bed);
@@ -156,6 +161,7 @@ impl Chaos {
                 }
             }
             vcpu.leave(&self.bed);
+            assert_eq!(wrong, None, "page, what vCPU {index} wrote, what it sees");
         });
     }
 

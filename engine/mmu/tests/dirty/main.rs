@@ -268,9 +268,9 @@ fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
     );
 }
 
-/// All pages were armed when the log ended; huge or not, none of them is noticed any more.
+/// All pages were armed when the log ended; huge or not, no write to them is told of any more.
 #[test]
-fn a_log_that_has_ended_costs_nothing() {
+fn a_log_that_has_ended_is_told_nothing() {
     for detection in DETECTIONS {
         for huge in [HugePages::Never, HugePages::Always] {
             let (bed, mut vcpus) = Bed::new(huge, Delivery::Bitmap, 1);

