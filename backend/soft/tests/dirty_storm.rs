@@ -7,15 +7,12 @@
 
 mod common;
 
-use common::shadow::{DETECTIONS, Shadow, has_bitmaps, ring};
-use common::{boot_with, launch};
+use common::shadow::{DETECTIONS, Shadow, ring};
+use common::{boot_with, from_env, launch};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{Apf, Ending};
-use lacuna_soft::{
-    Backup, Delivery, Host, HugeLeaves, HugePages, Initially, Launch, Logging, Recovery, SlotFlags,
-    Vm,
-};
+use lacuna_soft::{Backup, Delivery, Host, HugePages, Launch, Recovery, SlotFlags, Vm};
 use lacuna_sync::HostClock;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -25,11 +22,6 @@ use std::time::{Duration, Instant};
 
 /// A step that takes longer than this takes for ever: one is milliseconds.
 const HANG: Duration = Duration::from_secs(300);
-
-fn from_env(name: &str, otherwise: u64) -> u64 {
-    let told = std::env::var(name).ok();
-    told.map_or(otherwise, |text| text.parse().expect("a number"))
-}
 
 /// Ends the process, and says in which step, when the steps stop coming.
 fn watch(steps: &Receiver<String>) {
@@ -82,24 +74,7 @@ impl Monitor<'_> {
     }
 
     fn start(&mut self) -> &'static str {
-        let all_set = has_bitmaps(self.vm) && self.rng.bool();
-        let logging = Logging::On {
-            initially: match all_set {
-                true => Initially::AllSet,
-                false => Initially::Clean,
-            },
-            huge: match self.rng.bool() {
-                true => HugeLeaves::Lazy,
-                false => HugeLeaves::Eager,
-            },
-        };
-        for id in self.vm.slots() {
-            self.vm.set_logging(id, logging).unwrap();
-        }
-        self.shadow = Some(match all_set {
-            true => Shadow::empty(self.vm),
-            false => Shadow::of(self.vm),
-        });
+        self.shadow = Some(Shadow::drawn(self.vm, &mut self.rng));
         "start"
     }
 

@@ -6,22 +6,17 @@
 mod common;
 
 use common::shadow::{DETECTIONS, Name, Shadow, has_bitmaps, named, pages_of, ring};
-use common::{Lines, boot_with, launch};
+use common::{Lines, boot_with, from_env, launch};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{Board, Ending, GuestMemory as _};
 use lacuna_soft::{
-    Apf, Backup, Delivery, Dial, Guest, Host, HugeLeaves, HugePages, Initially, Launch, Logging,
-    Recovery, SlotFlags, SlotId, Swap, Trace, Vm, World, WorldConfig,
+    Apf, Backup, Delivery, Dial, Guest, Host, HugePages, Launch, Recovery, SlotFlags, SlotId, Swap,
+    Trace, Vm, World, WorldConfig,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
-
-fn from_env(name: &str, otherwise: u64) -> u64 {
-    let told = std::env::var(name).ok();
-    told.map_or(otherwise, |text| text.parse().expect("a number"))
-}
 
 /// What a monitor has done, and what it has found: a part of the trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -106,24 +101,7 @@ impl Monitor {
         if self.shadow.is_some() {
             return self.end();
         }
-        let all_set = has_bitmaps(&self.vm) && self.rng.bool();
-        let logging = Logging::On {
-            initially: match all_set {
-                true => Initially::AllSet,
-                false => Initially::Clean,
-            },
-            huge: match self.rng.bool() {
-                true => HugeLeaves::Lazy,
-                false => HugeLeaves::Eager,
-            },
-        };
-        for id in self.vm.slots() {
-            self.vm.set_logging(id, logging).unwrap();
-        }
-        self.shadow = Some(match all_set {
-            true => Shadow::empty(&self.vm),
-            false => Shadow::of(&self.vm),
-        });
+        self.shadow = Some(Shadow::drawn(&self.vm, &mut self.rng));
     }
 
     /// The last harvest makes the copy what the guest has.

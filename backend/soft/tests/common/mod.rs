@@ -11,6 +11,12 @@ use std::sync::{Arc, Mutex};
 
 pub const MIB: u64 = 1 << 20;
 
+/// A number that the caller of the tests may set, for a longer look.
+pub fn from_env(name: &str, otherwise: u64) -> u64 {
+    let told = std::env::var(name).ok();
+    told.map_or(otherwise, |text| text.parse().expect("a number"))
+}
+
 /// What a guest printed.
 #[derive(Clone, Default)]
 pub struct Lines(Arc<Mutex<Vec<String>>>);

@@ -1,8 +1,11 @@
 //! A copy of guest memory, kept up to date by replaying harvests.
 
+use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::GuestMemory as _;
-use lacuna_soft::{Backup, Delivery, Detection, Logging, RingSize, SlotId, Vm};
+use lacuna_soft::{
+    Backup, Delivery, Detection, HugeLeaves, Initially, Logging, RingSize, SlotId, Vm,
+};
 use std::collections::BTreeMap;
 
 pub const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
@@ -52,6 +55,28 @@ pub fn named(id: SlotId, first: usize, words: &[u64]) -> impl Iterator<Item = Na
 pub struct Shadow(BTreeMap<SlotId, Vec<Page>>);
 
 impl Shadow {
+    /// Of slots that log from here on, in a way that is drawn.
+    pub fn drawn(vm: &Vm, rng: &mut Rng) -> Self {
+        let all_set = has_bitmaps(vm) && rng.bool();
+        let logging = Logging::On {
+            initially: match all_set {
+                true => Initially::AllSet,
+                false => Initially::Clean,
+            },
+            huge: match rng.bool() {
+                true => HugeLeaves::Lazy,
+                false => HugeLeaves::Eager,
+            },
+        };
+        for id in vm.slots() {
+            vm.set_logging(id, logging).unwrap();
+        }
+        match all_set {
+            true => Self::empty(vm),
+            false => Self::of(vm),
+        }
+    }
+
     /// Of memory of which everything counts as written: nothing is copied yet.
     pub fn empty(vm: &Vm) -> Self {
         let all = |id| (id, vec![[0; PAGE_SIZE]; pages_of(vm, id)]);
