@@ -115,11 +115,17 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     })?;
     let (done, faults) = (taking.done.load(Ordering::Relaxed), scene.faults());
     let per_s = Summary::of(&taken).median;
-    if per_s < f64::from(RATE) / 2.0 || faults < done {
-        return Err(LabError::Guest(format!(
-            "the range was taken {per_s:.0} times a second of {RATE} wanted; {done} times in all, \
-             with {faults} faults"
-        )));
+    if faults < done {
+        let text = format!("the range was taken {done} times, with {faults} faults");
+        return Err(LabError::Guest(text));
+    }
+    if per_s < f64::from(RATE) / 2.0 {
+        let why = format!(
+            "the range was taken {per_s:.0} times a second of {RATE} wanted: leave this machine's \
+             processors to the lab"
+        );
+        report.skip(ID, why);
+        return Ok(());
     }
     let loss = minus_one(paired(&runs[0], &runs[2]));
     report.push(
