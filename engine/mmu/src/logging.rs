@@ -154,6 +154,8 @@ impl Mmu {
         rmap.log().turn_off();
         // Whoever is about to repair a page because the slot logged.
         self.kick();
+        // Else every leaf that has W has D already.
+        let no_d = self.dirty.vcpus_log.load(Ordering::Relaxed);
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {
             let gfn = part.start();
@@ -163,7 +165,7 @@ impl Mmu {
             {
                 rmap.collapse(gfn, collapsed.at);
                 flush.join(table);
-            } else if rmap.block(gfn) != InBlock::Nothing {
+            } else if no_d && rmap.block(gfn) != InBlock::Nothing {
                 cursor.preset_dirty(part);
             }
         }

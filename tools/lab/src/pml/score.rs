@@ -150,7 +150,7 @@ struct Rate {
     reached: bool,
 }
 
-/// Looks for the mark at which write protection leaves [`WANTED`].
+/// Looks for the mark at which write protection leaves [`AIM`].
 fn calibrate(
     churns: &mut [Churn<'_>],
     setup: &Setup,

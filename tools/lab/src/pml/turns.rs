@@ -15,7 +15,7 @@
 use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
-use lacuna_machine::{Board, Ending, Exit, Next, VcpuError, dispatch};
+use lacuna_machine::{Board, Ending, Exit, VcpuError, dispatch};
 use lacuna_soft::{Delivery, Launch, Step, Vcpu, Vm, VmConfig, Wait};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -265,8 +265,9 @@ impl Machine {
         if let Ok(Exit::DirtyRingFull) = exit {
             self.rings_full.fetch_add(1, Ordering::Relaxed);
             self.reaped.fetch_add(reap(&self.vm), Ordering::Relaxed);
-        } else if dispatch(vcpu, exit, &self.board, &*self.vm) == Next::Stop {
-            debug_assert!(self.board.ending().is_some(), "the loop sees it");
+        } else {
+            // Whether to go on, the loop asks the board itself.
+            let _ = dispatch(vcpu, exit, &self.board, &*self.vm);
         }
     }
 
