@@ -34,7 +34,8 @@ impl Vm {
         slots.iter().map(|slot| slot.id).collect()
     }
 
-    /// Whether a slot logs.
+    /// Whether a slot logs. A vCPU that has left because its ring was full stays out, also when
+    /// nothing logs any more, until somebody collects and resets.
     ///
     /// # Errors
     /// As [`lacuna_mmu::Mmu::set_logging`].

@@ -302,10 +302,10 @@ impl SlotLog {
     /// The same of many; how many.
     #[inline]
     pub(crate) fn mark_all(&self, pages: impl Iterator<Item = usize>) -> usize {
-        match self.bitmap.get() {
-            Some(bitmap) => bitmap.mark_all(pages),
-            None => pages.count(),
-        }
+        let bitmap = self.bitmap.get();
+        bitmap
+            .expect("who logs without rings has one")
+            .mark_all(pages)
     }
 }
 

@@ -9,7 +9,7 @@
 
 use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
 use super::score_guest::{Churn, Period, Setup, Watch, play, with_churns};
-use super::turns::TURN;
+use super::turns::{TURN, percent_across};
 use super::{score_always, score_page};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::host_info::HostInfo;
@@ -235,7 +235,7 @@ pub fn measure(
 
 fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
     let rates = |arm| runs.rates(arm, set);
-    let percent = |arm| across_vms(&rates(NONE), &rates(arm), pace.rounds);
+    let percent = |arm| percent_across(&rates(NONE), &rates(arm), pace.rounds);
     // Where it may be at what is wanted, or lower.
     let reached = rate.reached && percent(WP).low <= WANTED;
     for (arm, (name, _)) in ARMS.iter().enumerate().skip(WP) {
@@ -262,7 +262,7 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
             // Nothing is charged by the wall's clock.
             Set::ExitCost => result,
             Set::Raw => {
-                let wall = across_vms(&runs.wall(NONE), &runs.wall(arm), pace.rounds);
+                let wall = percent_across(&runs.wall(NONE), &runs.wall(arm), pace.rounds);
                 result.arm("wall_percent", wall)
             }
         };
@@ -303,18 +303,6 @@ fn said(
     }
 }
 
-/// `b` over `a` in percent. Each figure is one round's of all shifts, in the geometric mean: as
-/// every VM has played either arm, what makes one faster than another cancels.
-pub fn across_vms(a: &[f64], b: &[f64], rounds: usize) -> Summary {
-    let round = |round: usize| {
-        let pairs = a.iter().zip(b).skip(round).step_by(rounds);
-        let logs: Vec<f64> = pairs.map(|(a, b)| (b / a).ln()).collect();
-        (logs.iter().sum::<f64>() / logs.len() as f64).exp()
-    };
-    let all: Vec<f64> = (0..rounds).map(round).collect();
-    Summary::of(&all).scaled(100.0)
-}
-
 /// What happened each second.
 fn table(set: Set, runs: &Runs) -> String {
     let head = format!("{}: each second", set.name());
@@ -351,18 +339,4 @@ fn table(set: Set, runs: &Runs) -> String {
         ]);
     }
     align(&rows)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::across_vms;
-
-    /// Two VMs, one half again as fast, and arms of which one does nine tenths of the other.
-    #[test]
-    fn what_a_vm_is_faster_cancels() {
-        let a = [100.0, 100.0, 150.0, 150.0];
-        let b = [150.0 * 0.9, 150.0 * 0.8, 100.0 * 0.9, 100.0 * 0.8];
-        let found = across_vms(&a, &b, 2);
-        assert!((found.low - 80.0).abs() < 1e-9 && (found.high - 90.0).abs() < 1e-9);
-    }
 }

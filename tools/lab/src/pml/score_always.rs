@@ -1,8 +1,8 @@
 //! PML left on while no slot logs: every vCPU looks for pages to log, and there are none.
 
-use super::score::across_vms;
 use super::score_charge::DIAL_MOST;
 use super::score_guest::{Churn, Period, Setup, Watch, play};
+use super::turns::percent_across;
 use crate::experiment::LabError;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::Summary;
@@ -42,8 +42,8 @@ pub fn measure(
     }
     let [off, null, on] =
         [OFF, NULL, ON].map(|arm| -> Vec<f64> { periods[arm].iter().map(Period::rate).collect() });
-    let loss = lost(across_vms(&off, &on, rounds));
-    let null = lost(across_vms(&off, &null, rounds));
+    let loss = lost(percent_across(&off, &on, rounds));
+    let null = lost(percent_across(&off, &null, rounds));
     report.push(
         Measurement::new(ID, "%", Better::Lower, loss)
             .reference(0.45, "KVM PML patch letter, 2015: 0.06 and 0.45")

@@ -10,7 +10,7 @@
 
 use super::score::{Set, rings};
 use super::score_charge::{Counted, EXIT_NS};
-use super::turns::{reap, round, shifts};
+use super::turns::{across_shifts, reap, round, shifts};
 use crate::experiment::{LabError, Options};
 use crate::native::thread_cpu_ns;
 use crate::report::{align, figure};
@@ -142,7 +142,7 @@ fn costs(
 ) -> Result<Costs, LabError> {
     let (rounds, sweeps) = match options.quick {
         true => (1, (ROUND / 8 / pages).max(2)),
-        false => (8, ROUND / pages),
+        false => (16, ROUND / pages),
     };
     let rigs = ARMS.map(|_| Rig::new(pages, walks, delivery));
     let mut rigs = rigs.into_iter().collect::<Result<Vec<_>, _>>()?;
@@ -165,12 +165,12 @@ fn costs(
             .map(|run| (ns[run] - none_ns[run]) * pages as f64 / dirtied[run])
             .collect();
         let charge = |(run, raw): (usize, &f64)| raw + exits[run] * EXIT_NS / dirtied[run];
-        let charged = raw.iter().enumerate().map(charge).collect();
-        [raw, charged]
+        let charged: Vec<f64> = raw.iter().enumerate().map(charge).collect();
+        [raw, charged].map(|ns| across_shifts(&ns, rounds))
     };
     Ok(Costs {
         ns: runs.iter().map(above).collect(),
-        none_ns,
+        none_ns: across_shifts(&none_ns, rounds),
     })
 }
 

@@ -15,6 +15,7 @@
 use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
+use crate::stats::Summary;
 use lacuna_machine::{Board, Ending, Exit, VcpuError, dispatch};
 use lacuna_soft::{Delivery, Launch, Step, Vcpu, Vm, VmConfig, Wait};
 use lacuna_sync::{Clock, HostClock};
@@ -355,6 +356,29 @@ pub fn shifts(count: usize) -> impl Iterator<Item = Vec<usize>> {
     (0..count).map(move |shift| (0..count).map(|arm| (arm + shift) % count).collect())
 }
 
+/// Figures of `rounds` rounds in each of the [`shifts`], one shift after the other: one a round,
+/// the mean over the shifts. As every VM has played every arm, what makes one VM differ from
+/// another cancels.
+pub fn across_shifts(figures: &[f64], rounds: usize) -> Vec<f64> {
+    let mean = |round: usize| {
+        let all: Vec<f64> = figures
+            .iter()
+            .skip(round)
+            .step_by(rounds)
+            .copied()
+            .collect();
+        all.iter().sum::<f64>() / all.len() as f64
+    };
+    (0..rounds).map(mean).collect()
+}
+
+/// `b` over `a` in percent, the geometric mean [`across_shifts`].
+pub fn percent_across(a: &[f64], b: &[f64], rounds: usize) -> Summary {
+    let logs: Vec<f64> = a.iter().zip(b).map(|(a, b)| (b / a).ln()).collect();
+    let means = across_shifts(&logs, rounds).into_iter();
+    Summary::of(&means.map(|log| 100.0 * log.exp()).collect::<Vec<_>>())
+}
+
 /// Whether a turn is the last of its round.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Last {
@@ -421,6 +445,17 @@ mod tests {
     fn a_time_is_as_many_turns() {
         assert_eq!(turns_of(Duration::from_secs(1)), (25, TURN));
         assert_eq!(turns_of(TURN), (1, TURN / 2));
+    }
+
+    /// Two VMs, one half again as fast, and arms of which one does nine tenths of the other, then
+    /// eight.
+    #[test]
+    fn what_a_vm_is_faster_cancels() {
+        let a = [100.0, 100.0, 150.0, 150.0];
+        let b = [150.0 * 0.9, 150.0 * 0.8, 100.0 * 0.9, 100.0 * 0.8];
+        let found = percent_across(&a, &b, 2);
+        assert!((found.low - 80.0).abs() < 1e-9 && (found.high - 90.0).abs() < 1e-9);
+        assert_eq!(across_shifts(&[1.0, 10.0, 3.0, 30.0], 2), [2.0, 20.0]);
     }
 
     #[test]
