@@ -14,7 +14,8 @@
 //! | `dirty` | which pages are written: states and rules |
 //! | `logging` | a slot's log goes on and off; how writes are noticed |
 //! | `host_write` | writes that no vCPU's TLB knows of |
-//! | `harvest` | the marks are taken, and the pages armed again |
+//! | `harvest` | the marks are taken |
+//! | `rearm` | and their pages armed again |
 //! | `layout` | slots come, go and move |
 //! | `verify` | slots, rmap and tables agree |
 //!
@@ -35,6 +36,7 @@ mod level;
 mod logging;
 mod mmu;
 mod notifier;
+mod rearm;
 mod rmap;
 mod shape;
 mod verify;

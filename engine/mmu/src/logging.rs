@@ -17,7 +17,7 @@ use crate::{InBlock, Mmu, Recovery, Shape};
 use lacuna_addr::{GfnRange, HvaRange, Level};
 use lacuna_host::Host;
 use lacuna_slots::{Slot, SlotId};
-use lacuna_stage2::{Cursor, Flush, Leaf, Removed};
+use lacuna_stage2::{Flush, Leaf, Removed};
 use lacuna_sync::shim::Ordering;
 use std::thread::yield_now;
 
@@ -203,27 +203,16 @@ impl Mmu {
             let _ = self.split(&mut cursor, rmap, part.start());
         }
         let mut dirty = Told::new(&self.host);
-        for run in runs {
-            flush.join(self.arm_run(&mut cursor, run, &mut dirty));
-        }
-        dirty.tell();
-    }
-
-    fn arm_run<'s>(
-        &self,
-        cursor: &mut Cursor<'s>,
-        run: GfnRange,
-        dirty: &mut Told<'_>,
-    ) -> Flush<'s> {
         let taken = |was: Removed| {
             if was.leaf.dirty {
                 dirty.add(was.leaf);
             }
         };
-        match self.dirty.detection() {
-            Detection::WriteProtect => cursor.protect(run, taken),
-            Detection::Pml => cursor.clear_dirty(run, taken),
-        }
+        flush.join(match self.dirty.detection() {
+            Detection::WriteProtect => cursor.protect(runs, taken),
+            Detection::Pml => cursor.clear_dirty(runs, taken),
+        });
+        dirty.tell();
     }
 
     /// Every vCPU that runs guest code leaves it, and flushes its log on the way.
@@ -239,7 +228,7 @@ impl Mmu {
 const TOLD_AT_ONCE: usize = 32;
 
 /// Leaves whose D was taken, told to the host some at a time. Their frames' descriptors may be
-/// anywhere, and are fetched side by side only where no exchange of an entry is in between.
+/// anywhere in memory: each is prefetched while the next entries are exchanged.
 struct Told<'h> {
     host: &'h Host,
     leaves: [Option<Leaf>; TOLD_AT_ONCE],
@@ -260,6 +249,7 @@ impl<'h> Told<'h> {
         if self.count == TOLD_AT_ONCE {
             self.tell();
         }
+        self.host.prefetch(leaf.pfn);
         self.leaves[self.count] = Some(leaf);
         self.count += 1;
     }

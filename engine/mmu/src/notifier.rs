@@ -74,7 +74,7 @@ impl Mmu {
                 return;
             }
             self.cut(cursor, rmap, part);
-            flush.join(cursor.protect(part, |was| {
+            flush.join(cursor.protect([part], |was| {
                 if was.leaf.dirty {
                     self.host.mark_dirty(was.leaf.pfn, was.leaf.level);
                 }

@@ -13,7 +13,7 @@ use crate::block::{BlockDesc, Marked, Parts};
 use crate::desc::{Desc, FrameState};
 use crate::free::FreeMap;
 use crate::head::{BLOCK, BlockNo};
-use crate::pool::{FramePtr, Pool};
+use crate::pool::{FramePtr, Pool, prefetch, table_of};
 use crate::region::Span;
 use lacuna_addr::{Level, Pfn};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -44,7 +44,7 @@ impl Frames {
         let frames = pool.frames();
         let low = (frames / 64).clamp(16, 4096).min(frames / 4);
         Self {
-            descs: (0..frames).map(|_| Desc::new()).collect(),
+            descs: table_of(frames, Desc::new),
             blocks: (0..frames / BLOCK).map(|_| BlockDesc::new()).collect(),
             free: Mutex::new(FreeMap::new(frames)),
             free_now: AtomicUsize::new(frames),
@@ -87,6 +87,12 @@ impl Frames {
             desc: self.block(block),
             frames: &self.descs[first..first + BLOCK],
         }
+    }
+
+    /// See [`crate::Host::prefetch`].
+    #[inline]
+    pub fn prefetch(&self, pfn: Pfn) {
+        prefetch(self.desc(pfn));
     }
 
     /// See [`crate::Host::mark_dirty`].

@@ -199,6 +199,13 @@ impl Host {
         }
     }
 
+    /// Asks the processor for the descriptor of frame `pfn`, because [`Host::mark_dirty`] will
+    /// follow soon. Changes nothing.
+    #[inline]
+    pub fn prefetch(&self, pfn: Pfn) {
+        self.core.frames.prefetch(pfn);
+    }
+
     /// The page in `pfn`, or the block of pages that begins there, has been written: a leaf with D
     /// set that maps it was removed, or is known of.
     #[inline]

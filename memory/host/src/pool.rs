@@ -44,6 +44,37 @@ impl Page {
 
 const _: () = assert!(size_of::<Page>() == PAGE_SIZE);
 
+/// `len` values for a table that is read at random, one for each frame or so: on the host's large
+/// pages where it has them, because then a lookup does not miss the host's TLB as well.
+pub(crate) fn table_of<T>(len: usize, make: impl FnMut() -> T) -> Box<[T]> {
+    let mut table = Vec::with_capacity(len);
+    let room: &mut [_] = table.spare_capacity_mut();
+    let (start, bytes) = (room.as_mut_ptr().cast::<u8>(), size_of_val(room));
+    let skipped = start.align_offset(HUGE);
+    let whole = bytes.saturating_sub(skipped) / HUGE * HUGE;
+    if whole > 0 {
+        // A host without transparent huge pages refuses the advice; 4 KiB pages then.
+        // SAFETY: the range lies inside of the table's memory; this advice keeps its contents.
+        let _ = unsafe { madvise(start.add(skipped).cast(), whole, Advice::LinuxHugepage) };
+    }
+    table.extend(std::iter::repeat_with(make).take(len));
+    table.into_boxed_slice()
+}
+
+/// Asks the processor for the cache line of `value`, which is going to be read and perhaps written.
+/// A hint: where the target has no such instruction in stable Rust, nothing happens.
+#[inline]
+pub(crate) fn prefetch<T>(value: &T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads and writes nothing that a program can see, and never faults.
+    unsafe {
+        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>((&raw const *value).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = value;
+}
+
 impl Default for Page {
     fn default() -> Self {
         Self::ZERO

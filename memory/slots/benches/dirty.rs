@@ -82,8 +82,8 @@ fn ring() {
                 });
             }));
             reset = reset.min(time(|| {
-                consumer.reset(|slot, page, mask| {
-                    black_box((slot, page, mask));
+                consumer.reset(|slot, page| {
+                    black_box((slot, page));
                 });
             }));
         }

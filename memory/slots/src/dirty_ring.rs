@@ -239,13 +239,12 @@ impl RingConsumer {
         self.fetch = self.reset;
     }
 
-    /// Frees the entries harvested so far, hands their pages to `rearm` as (slot, first page, mask
-    /// of 64 pages from there), neighbours together, and returns how many entries those were. The
-    /// entries are free before their pages are armed, so that a push that the arming brings about
-    /// finds its room. Flush afterwards if it was not zero, and only then copy the pages.
-    pub fn reset(&mut self, mut rearm: impl FnMut(SlotId, usize, u64)) -> usize {
+    /// Frees the entries harvested so far, hands their pages to `rearm` in order, and returns how
+    /// many entries those were. An entry is free before its page is handed out, so that a push that
+    /// the arming brings about finds room. Arm the pages, flush if there was one, and only then
+    /// copy them.
+    pub fn reset(&mut self, mut rearm: impl FnMut(SlotId, usize)) -> usize {
         let first = self.reset;
-        let mut batch: Option<Batch> = None;
         while self.reset < self.fetch {
             let entry = self.ring.at(self.reset);
             debug_assert_eq!(entry.flags.load(Ordering::Relaxed), RESET, "harvested");
@@ -253,14 +252,7 @@ impl RingConsumer {
             entry.flags.store(FREE, Ordering::Release);
             self.reset += 1;
             self.ring.reset.0.store(self.reset, Ordering::Release);
-            let joined = batch.as_ref().and_then(|batch| batch.with(slot, page));
-            let done = batch.replace(joined.unwrap_or(Batch::new(slot, page)));
-            if let Some(done) = done.filter(|_| joined.is_none()) {
-                rearm(done.slot, done.page, done.mask);
-            }
-        }
-        if let Some(last) = batch {
-            rearm(last.slot, last.page, last.mask);
+            rearm(slot, page);
         }
         (self.reset - first) as usize
     }
@@ -270,44 +262,5 @@ impl Entry {
     fn read(&self) -> (SlotId, usize) {
         let slot = self.slot.load(Ordering::Relaxed) as u16;
         (SlotId(slot), self.page.load(Ordering::Relaxed) as usize)
-    }
-}
-
-/// Pages of one slot within 64 of each other.
-#[derive(Clone, Copy)]
-struct Batch {
-    slot: SlotId,
-    page: usize,
-    mask: u64,
-}
-
-impl Batch {
-    fn new(slot: SlotId, page: usize) -> Self {
-        let mask = 1;
-        Self { slot, page, mask }
-    }
-
-    /// With one page more, if that lies within reach: ahead of the first, or behind it as far as
-    /// no page falls out at the other end.
-    fn with(&self, slot: SlotId, page: usize) -> Option<Self> {
-        let Self {
-            page: first, mask, ..
-        } = *self;
-        if slot != self.slot {
-            return None;
-        }
-        if page >= first {
-            let ahead = page - first;
-            return (ahead < 64).then(|| Self {
-                mask: mask | (1 << ahead),
-                ..*self
-            });
-        }
-        let behind = first - page;
-        (behind <= mask.leading_zeros() as usize).then(|| Self {
-            page,
-            mask: (mask << behind) | 1,
-            slot,
-        })
     }
 }

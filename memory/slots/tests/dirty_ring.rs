@@ -2,7 +2,7 @@
 
 use lacuna_slots::{RingConsumer, RingProducer, RingSize, Room, SlotId, dirty_ring};
 use proptest::prelude::*;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 
 /// The smallest there is: 1024 entries, 576 of them the reserve.
 fn smallest() -> (RingProducer, RingConsumer) {
@@ -136,18 +136,11 @@ fn step(ends: &mut (RingProducer, RingConsumer), model: &mut Model, op: Op) {
             std::mem::swap(&mut model.harvested, &mut model.dirty);
         }
         Op::Reset => {
-            let expected: BTreeSet<_> = model.harvested.iter().copied().collect();
-            let mut armed = BTreeSet::new();
-            let mut batches = 0;
-            let count = consumer.reset(|slot, page, mask| {
-                assert_eq!(mask & 1, 1, "a batch begins with its first page");
-                let bits = (0..64).filter(|bit| mask >> bit & 1 == 1);
-                armed.extend(bits.map(|bit| (slot.0, page + bit)));
-                batches += 1;
-            });
-            assert_eq!(count, model.harvested.len());
+            let expected: Vec<_> = model.harvested.iter().copied().collect();
+            let mut armed = Vec::new();
+            let count = consumer.reset(|slot, page| armed.push((slot.0, page)));
+            assert_eq!(count, expected.len());
             assert_eq!(armed, expected);
-            assert!(batches <= count);
             model.harvested.clear();
         }
     }
@@ -164,56 +157,6 @@ proptest! {
             step(&mut ends, &mut model, op);
         }
     }
-}
-
-/// The batches that become of these entries.
-fn batches(entries: &[(u16, usize)]) -> Vec<(u16, usize, u64)> {
-    let (mut producer, mut consumer) = smallest();
-    for (slot, page) in entries {
-        assert_eq!(producer.push(SlotId(*slot), *page), Room::Yes);
-    }
-    consumer.harvest(|_, _| ());
-    let mut batches = Vec::new();
-    consumer.reset(|slot, page, mask| batches.push((slot.0, page, mask)));
-    batches
-}
-
-#[test]
-fn neighbours_are_armed_together() {
-    assert_eq!(batches(&[]), []);
-    assert_eq!(batches(&[(3, 7)]), [(3, 7, 1)]);
-    let up: Vec<_> = (100..200).map(|page| (0, page)).collect();
-    assert_eq!(batches(&up), [(0, 100, u64::MAX), (0, 164, u64::MAX >> 28)]);
-    let down: Vec<_> = (100..200).rev().map(|page| (0, page)).collect();
-    assert_eq!(
-        batches(&down),
-        [(0, 136, u64::MAX), (0, 100, u64::MAX >> 28)]
-    );
-    assert_eq!(
-        batches(&[(0, 10), (0, 73), (0, 10), (0, 30)]),
-        [(0, 10, 1 << 63 | 1 << 20 | 1)],
-        "in any order, once"
-    );
-    assert_eq!(
-        batches(&[(0, 10), (0, 20), (0, 9)]),
-        [(0, 9, 1 << 11 | 2 | 1)],
-        "backward"
-    );
-    assert_eq!(
-        batches(&[(0, 10), (0, 73), (0, 9)]),
-        [(0, 10, 1 << 63 | 1), (0, 9, 1)],
-        "backward, where the other end would fall out"
-    );
-    assert_eq!(
-        batches(&[(0, 10), (1, 11), (0, 12)]),
-        [(0, 10, 1), (1, 11, 1), (0, 12, 1)],
-        "slots are not mixed"
-    );
-    assert_eq!(
-        batches(&[(0, usize::MAX), (0, 0), (0, 64)]),
-        [(0, usize::MAX, 1), (0, 0, 1), (0, 64, 1)],
-        "page numbers do not wrap around"
-    );
 }
 
 #[test]
@@ -234,13 +177,13 @@ fn entries_are_free_before_their_pages_are_armed() {
     }
     consumer.harvest(|_, _| ());
     let mut armed = 0;
-    consumer.reset(|_, page, _| {
+    consumer.reset(|_, page| {
         // Arming a page lets the vCPU write it again, and push it: into a ring that was full.
         let _ = producer.room();
         let _ = producer.push(SlotId(1), page);
         armed += 1;
     });
-    assert_eq!(armed, 1024 - 448);
+    assert_eq!(armed, 1024);
     let mut again = 0;
     consumer.harvest(|slot, _| again += usize::from(slot == SlotId(1)));
     assert_eq!(again, armed);
@@ -277,12 +220,12 @@ fn reset_then_copy_sees_a_write_that_copy_then_reset_loses() {
         let mut copy = 0;
         if reset_first {
             page.write(2);
-            consumer.reset(|_, _, _| page.dirty = false);
+            consumer.reset(|_, _| page.dirty = false);
             copy = page.data;
         } else {
             copy += page.data;
             page.write(2);
-            consumer.reset(|_, _, _| page.dirty = false);
+            consumer.reset(|_, _| page.dirty = false);
         }
         let told = consumer.harvest(|_, _| ()) > 0;
         assert_eq!(!told && copy != page.data, lost);
@@ -314,7 +257,7 @@ fn two_threads_pass_every_page_on_in_order() {
                 consumer.put_back();
                 next = armed;
             } else {
-                armed += consumer.reset(|_, _, mask| assert_eq!(mask, 1));
+                armed += consumer.reset(|_, _| ());
                 assert_eq!(armed, next);
             }
             if next == before {

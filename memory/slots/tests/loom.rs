@@ -293,9 +293,9 @@ fn the_ring_passes_everything_on_once_and_in_order() {
                 assert_eq!(page, next);
                 next += 1;
             });
-            let freed = consumer.reset(|_, page, mask| {
+            let freed = consumer.reset(|_, page| {
                 assert_eq!(page, armed);
-                armed += mask.trailing_ones() as usize;
+                armed += 1;
             });
             assert_eq!((freed, armed), (found, next));
             if found == 0 {
@@ -335,7 +335,7 @@ fn write_and_harvest(reset_and_copy: fn(&World, &mut RingConsumer) -> u64) {
 #[test]
 fn reset_then_copy_loses_no_write() {
     write_and_harvest(|world, consumer| {
-        consumer.reset(|_, _, _| world.rearm());
+        consumer.reset(|_, _| world.rearm());
         world.flush();
         world.copy()
     });
@@ -346,7 +346,7 @@ fn reset_then_copy_loses_no_write() {
 fn copy_then_reset_loses_a_write() {
     write_and_harvest(|world, consumer| {
         let copy = world.copy();
-        consumer.reset(|_, _, _| world.rearm());
+        consumer.reset(|_, _| world.rearm());
         world.flush();
         copy
     });
@@ -356,7 +356,7 @@ fn copy_then_reset_loses_a_write() {
 #[should_panic(expected = "a write was lost")]
 fn a_copy_before_the_flush_loses_a_write() {
     write_and_harvest(|world, consumer| {
-        consumer.reset(|_, _, _| world.rearm());
+        consumer.reset(|_, _| world.rearm());
         let copy = world.copy();
         world.flush();
         copy

@@ -4,7 +4,7 @@
 //! ```text
 //!  Absent --> Leaf, Table, Frozen      Leaf --> the same frames with other rights, A, D
 //!  Leaf, Table --> Absent, Frozen      Frozen --> nothing: its table is dead
-//!  Leaf W D --> W          update_taking_dirty only: the D goes to the caller
+//!  Leaf W D --> W          arm only: the D goes to the caller
 //!  Leaf 2 MiB --> Table    link_split only: the table is filled with the leaf's parts
 //!  Table --> Leaf 2 MiB    link_collapsed only: the table's leaves are the leaf's parts
 //! ```
@@ -167,9 +167,12 @@ impl Stage2 {
         let (was, becomes) = (format::encode(old), format::encode(new));
         match entry.compare_exchange(was, becomes, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => {
-                let counts = self.counts_of(gfn);
-                counts.count(old, 1u64.wrapping_neg());
-                counts.count(new, 1);
+                // A leaf that becomes a leaf has the same size.
+                if !matches!((old, new), (Entry::Leaf(_), Entry::Leaf(_))) {
+                    let counts = self.counts_of(gfn);
+                    counts.count(old, 1u64.wrapping_neg());
+                    counts.count(new, 1);
+                }
                 Ok(())
             }
             Err(seen) => Err(format::decode(seen)),
@@ -198,32 +201,26 @@ impl Stage2 {
         }
     }
 
-    /// [`Stage2::update`] of a leaf, and the one way to take D and leave W: whoever calls it tells
-    /// the owner of the page. Returns what was there.
-    pub(crate) fn update_taking_dirty(
-        &self,
-        at: EntryRef,
-        gfn: Gfn,
-        next: impl Fn(Leaf) -> Leaf,
-    ) -> Entry {
-        let mut old = self.read(at);
+    /// Arms the leaf at `at` if it is writable: `armed` is [`format::protected`] or
+    /// [`format::cleaned`]. Returns the leaf as it was, or `None` when nothing had to change. The
+    /// one way to take D and leave W: whoever calls it tells the owner of the page.
+    ///
+    /// On the bits, because a harvest does this for every dirty page, and decoding and encoding
+    /// would be most of it.
+    #[inline]
+    pub(crate) fn arm(&self, at: EntryRef, armed: impl Fn(u64) -> u64) -> Option<Leaf> {
+        let entry = self.entry(at);
+        let mut old = entry.load(Ordering::Acquire);
         loop {
-            let Entry::Leaf(leaf) = old else { return old };
-            let new = next(leaf);
-            if new == leaf {
-                return old;
+            if !format::is_writable_leaf(old) || armed(old) == old {
+                return None;
             }
-            let kept = Leaf {
-                dirty: leaf.dirty && new.is_writable(),
-                ..new
-            };
-            assert_eq!(
-                illegal(old, Entry::Leaf(kept)),
-                None,
-                "gfn {gfn}: more than D"
-            );
-            match self.replace(at, gfn, old, Entry::Leaf(new)) {
-                Ok(()) => return old,
+            let new = armed(old);
+            match entry.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => match format::decode(old) {
+                    Entry::Leaf(leaf) => return Some(leaf),
+                    _ => unreachable!("a writable leaf is a leaf"),
+                },
                 Err(seen) => old = seen,
             }
         }

@@ -1,33 +1,33 @@
 //! Which pages are written: D taken and given apart from W, and W given back without a lock.
 
-use crate::format::{Height, block_range};
+use crate::format::{self, Height};
 use crate::unmap::Removed;
 use crate::walk::translation;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, Translation, Write};
 use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
+use lacuna_tables::TableId;
 
 /// How often a repair tries against others: as KVM.
 const TRIES: usize = 4;
 
 impl<'s> Cursor<'s> {
-    /// Takes D from every 4 KiB leaf in `range` and leaves W, so that the next walk for a write
+    /// Takes D from every 4 KiB leaf in `runs` and leaves W, so that the next walk for a write
     /// sets it again, and a logging one notes it. From larger leaves, of which one D would speak
     /// for all pages, it takes W too. `cleared` is told of each leaf that had D, as it was: that D
     /// is in nobody's hands but yours. Until the flush is finished a vCPU may write through its
     /// TLB.
     ///
     /// # Panics
-    /// When the cursor does not hold `range`.
-    pub fn clear_dirty(&mut self, range: GfnRange, mut cleared: impl FnMut(Removed)) -> Flush<'s> {
-        self.assert_holds_all(range);
+    /// When the cursor does not hold `runs`.
+    pub fn clear_dirty(
+        &mut self,
+        runs: impl IntoIterator<Item = GfnRange>,
+        mut cleared: impl FnMut(Removed),
+    ) -> Flush<'s> {
         let mut flush = self.flush();
-        self.each_leaf(range, |at, gfn| {
-            let old = self.stage2.update_taking_dirty(at, gfn, cleaned);
-            if let Entry::Leaf(leaf) = old
-                && leaf.is_writable()
-                && leaf != cleaned(leaf)
-            {
+        self.each_leaf(runs, |at, gfn| {
+            if let Some(leaf) = self.stage2.arm(at, format::cleaned) {
                 flush.add_stale(leaf.span(gfn));
                 if leaf.dirty {
                     cleared(Removed { gfn, at, leaf });
@@ -43,8 +43,7 @@ impl<'s> Cursor<'s> {
     /// # Panics
     /// When the cursor does not hold `range`.
     pub fn preset_dirty(&mut self, range: GfnRange) {
-        self.assert_holds_all(range);
-        self.each_leaf(range, |at, gfn| {
+        self.each_leaf([range], |at, gfn| {
             self.stage2.update(at, gfn, |found| match found {
                 Entry::Leaf(leaf) if leaf.is_writable() => Entry::Leaf(Leaf {
                     dirty: true,
@@ -55,28 +54,36 @@ impl<'s> Cursor<'s> {
         });
     }
 
-    /// Calls `visit` with each leaf that maps a frame of `range`, and the first frame it maps.
+    /// Calls `visit` with each leaf that maps a frame of `runs`, and the first frame it maps.
+    ///
+    /// # Panics
+    /// When the cursor does not hold `runs`.
     #[inline]
-    pub(crate) fn each_leaf(&self, range: GfnRange, mut visit: impl FnMut(EntryRef, Gfn)) {
-        let first = range.start();
-        // Nearly always: some pages of one block, which has small leaves.
-        if block_range(first).intersect(range) == Some(range)
-            && let Some((_, Entry::Table(table))) = self.stage2.block_entry(first)
-        {
-            for gfn in range.iter() {
+    pub(crate) fn each_leaf(
+        &self,
+        runs: impl IntoIterator<Item = GfnRange>,
+        mut visit: impl FnMut(EntryRef, Gfn),
+    ) {
+        let mut tables = BlockTables::new(self.stage2);
+        for run in runs {
+            self.assert_holds_all(run);
+            // Nearly always: pages of one block, which has small leaves.
+            let Some(table) = tables.of_run(run) else {
+                self.each_leaf_below(self.stage2.root, Height::ROOT, run, &mut visit);
+                continue;
+            };
+            for gfn in run.iter() {
                 let at = EntryRef::page_of(table, gfn);
-                if let Entry::Leaf(_) = self.stage2.read(at) {
+                if self.stage2.has_leaf(at) {
                     visit(at, gfn);
                 }
             }
-            return;
         }
-        self.each_leaf_below(self.stage2.root, Height::ROOT, range, &mut visit);
     }
 
     fn each_leaf_below(
         &self,
-        table: lacuna_tables::TableId,
+        table: TableId,
         height: Height,
         range: GfnRange,
         visit: &mut dyn FnMut(EntryRef, Gfn),
@@ -98,7 +105,58 @@ impl<'s> Cursor<'s> {
     }
 }
 
+/// The tables of 4 KiB leaves of one block after the other, each looked up once.
+struct BlockTables<'s> {
+    stage2: &'s Stage2,
+    /// The last block, by number, and its table if it has one.
+    last: Option<(u64, Option<TableId>)>,
+}
+
+impl<'s> BlockTables<'s> {
+    fn new(stage2: &'s Stage2) -> Self {
+        Self { stage2, last: None }
+    }
+
+    /// The table that translates all of `run`; `None` when a larger leaf does, or no single table.
+    #[inline]
+    fn of_run(&mut self, run: GfnRange) -> Option<TableId> {
+        let last = (run.end_raw() - 1) / Level::L2M.pages();
+        (last == run.start().block()).then(|| self.of(run.start()))?
+    }
+
+    #[inline]
+    fn of(&mut self, gfn: Gfn) -> Option<TableId> {
+        let block = gfn.block();
+        if self.last.is_none_or(|(last, _)| last != block) {
+            let table = match self.stage2.block_entry(gfn) {
+                Some((_, Entry::Table(table))) => Some(table),
+                _ => None,
+            };
+            self.last = Some((block, table));
+        }
+        self.last?.1
+    }
+}
+
 impl Stage2 {
+    /// Asks the processor for the cache lines of the 4 KiB leaves of `gfns`, because
+    /// [`Cursor::protect`] or [`Cursor::clear_dirty`] is going to change them: prefetched they come
+    /// together, while locked exchanges wait for one after the other. One gfn of each
+    /// [`Stage2::LINE`] is enough. A hint that changes nothing, so it takes no lock: where a table
+    /// has changed meanwhile, another line comes in vain.
+    pub fn prefetch(&self, gfns: impl IntoIterator<Item = Gfn>) {
+        let mut tables = BlockTables::new(self);
+        for gfn in gfns {
+            if let Some(table) = tables.of(gfn) {
+                let at = EntryRef::page_of(table, gfn);
+                self.arena.prefetch(at.table(), at.index());
+            }
+        }
+    }
+
+    /// Entries that share a cache line, aligned.
+    pub const LINE: u64 = 64 / size_of::<u64>() as u64;
+
     /// Gives W, with A and D, to the 4 KiB leaf of `gfn` if it is [`Write::OnFault`], without a
     /// lock. `None` when this is not so easy: nothing is mapped, a larger leaf is, or writes are
     /// never allowed, or others change the leaf all the time.
@@ -122,18 +180,5 @@ impl Stage2 {
             self.exchange(at, old, Entry::Leaf(new), Ordering::AcqRel)
                 .then(|| translation(new, gfn))
         })
-    }
-}
-
-/// Armed: the next write is noticed.
-fn cleaned(leaf: Leaf) -> Leaf {
-    let write = match leaf.level {
-        Level::L4K => leaf.write,
-        _ => leaf.write.min(Write::OnFault),
-    };
-    Leaf {
-        write,
-        dirty: false,
-        ..leaf
     }
 }

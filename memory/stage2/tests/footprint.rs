@@ -63,7 +63,7 @@ fn a_batch_disturbs_those_who_noted_any_of_it() {
     for block in [0, 700, 3, 20] {
         map(&stage2, block * 512, Leaf::dirty(Pfn::new(block as u32)));
         let range = range(block * 512, 1);
-        flush.join(stage2.cursor(range).protect(range, |_| {}));
+        flush.join(stage2.cursor(range).protect([range], |_| {}));
     }
     let waiting = flush.start(&quiescence);
     assert_eq!(poked(&quiescence), [true, false]);

@@ -63,8 +63,8 @@ impl World {
         let range = GfnRange::page(page());
         let mut cursor = self.stage2.fault_cursor(page());
         match by {
-            By::Log => cursor.clear_dirty(range, |_| {}),
-            By::Fault => cursor.protect(range, |_| {}),
+            By::Log => cursor.clear_dirty([range], |_| {}),
+            By::Fault => cursor.protect([range], |_| {}),
         }
     }
 

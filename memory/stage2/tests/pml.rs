@@ -98,7 +98,7 @@ fn preset_pages_make_no_entry_and_cleared_ones_one_each_time() {
     assert!(log.is_empty(), "D was preset");
     for _ in 0..2 {
         let mut cleared = 0;
-        let flush = stage2.cursor(all).clear_dirty(all, |was| {
+        let flush = stage2.cursor(all).clear_dirty([all], |was| {
             assert!(was.leaf.dirty);
             cleared += 1;
         });
@@ -120,7 +120,7 @@ fn a_large_leaf_is_write_protected_instead() {
     let mut told = Vec::new();
     let flush = stage2
         .fault_cursor(gfn(7))
-        .clear_dirty(page, |was| told.push(was.leaf));
+        .clear_dirty([page], |was| told.push(was.leaf));
     assert_eq!(told, [large]);
     flush.finish(&Quiescence::new(0));
     assert_eq!(stage2.repair(gfn(7)), None, "one D would speak for 512");
@@ -148,7 +148,7 @@ proptest! {
             }
             if clear == 0 {
                 let some = GfnRange::new(gfn(page / 2), page - page / 2 + 1).expect("a range");
-                stage2.cursor(some).clear_dirty(some, |was| {
+                stage2.cursor(some).clear_dirty([some], |was| {
                     assert!(dirty[was.gfn.get() as usize], "D out of nowhere");
                     dirty[was.gfn.get() as usize] = false;
                 }).finish(&nobody);

@@ -98,7 +98,7 @@ impl World {
         let mut cursor = self.stage2.cursor(range);
         // Sometimes there is no table: then a block goes whole, which is as right.
         let _ = cursor.cut(range, |_| {});
-        let flush = cursor.protect(range, |was| {
+        let flush = cursor.protect([range], |was| {
             if was.leaf.dirty {
                 dirty.push(was.leaf.span(was.gfn));
             }
@@ -328,9 +328,9 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
     assert!(cursor.split(at).expect("a table").is_some());
     let block = GfnRange::new(gfn(0), 512).expect("a range");
     let page = GfnRange::new(at, 1).expect("a range");
-    let mut flush = cursor.clear_dirty(page, |_| {});
+    let mut flush = cursor.clear_dirty([page], |_| {});
     for others in [GfnRange::new(gfn(0), 5), GfnRange::new(gfn(6), 506)] {
-        flush.join(cursor.protect(others.expect("a range"), |_| {}));
+        flush.join(cursor.protect([others.expect("a range")], |_| {}));
     }
     let (collapsed, table) = cursor
         .collapse_unrepaired(at, frame(0))

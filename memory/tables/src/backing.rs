@@ -74,6 +74,24 @@ mod mapped {
             unsafe { self.base.add(offset).as_ref() }
         }
 
+        /// Asks the processor for the entry's cache line, for writing. A hint: where the target has
+        /// no such instruction in stable Rust, nothing happens.
+        ///
+        /// # Panics
+        /// As [`Backing::entry`].
+        #[inline]
+        pub(crate) fn prefetch(&self, id: TableId, index: Index) {
+            let entry: *const AtomicU64 = self.entry(id, index);
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a prefetch reads and writes nothing that a program can see, and faults never.
+            unsafe {
+                use core::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_ET0>(entry.cast());
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = entry;
+        }
+
         const fn bytes(cap: u32) -> usize {
             (cap as usize + 1) * PAGE_SIZE
         }
@@ -109,5 +127,8 @@ mod modelled {
         pub(crate) fn entry(&self, id: TableId, index: Index) -> &AtomicU64 {
             &self.0[(id.get() as usize - 1) * ENTRIES + index.get() as usize]
         }
+
+        /// A hint that a model does not need.
+        pub(crate) fn prefetch(&self, _: TableId, _: Index) {}
     }
 }

@@ -176,6 +176,19 @@ pub(crate) const fn used(leaf: u64, access: Access) -> u64 {
     leaf | ACCESSED | flag(access.is_write(), DIRTY)
 }
 
+/// A writable leaf's bits, write-protected: without W and D.
+#[inline]
+pub(crate) const fn protected(leaf: u64) -> u64 {
+    leaf & !(WRITE | DIRTY)
+}
+
+/// A writable leaf's bits, ready to be logged: without D. Above 4 KiB without W too, because one D
+/// would speak for all pages.
+#[inline]
+pub(crate) const fn cleaned(leaf: u64) -> u64 {
+    leaf & !(DIRTY | flag(leaf & LARGE != 0, WRITE))
+}
+
 const fn flag(on: bool, bit: u64) -> u64 {
     if on { bit } else { 0 }
 }
@@ -250,6 +263,17 @@ mod tests {
                 let found = used(encode(Entry::Leaf(leaf)), access);
                 prop_assert_eq!(decode(found), Entry::Leaf(wanted));
             }
+        }
+
+        #[test]
+        fn an_armed_leaf_keeps_all_but_w_and_d(leaf in any_leaf()) {
+            let leaf = Leaf { write: Write::Allowed, ..leaf };
+            let raw = encode(Entry::Leaf(leaf));
+            let no_w = Leaf { write: Write::OnFault, dirty: false, ..leaf };
+            let no_d = Leaf { dirty: false, ..leaf };
+            let logged = if leaf.level == Level::L4K { no_d } else { no_w };
+            prop_assert_eq!(decode(protected(raw)), Entry::Leaf(no_w));
+            prop_assert_eq!(decode(cleaned(raw)), Entry::Leaf(logged));
         }
 
         /// What an Intel processor would make of it (SDM 29.3.3.1): present entries are no

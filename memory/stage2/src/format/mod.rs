@@ -3,5 +3,7 @@
 mod ept;
 mod height;
 
-pub(crate) use ept::{decode, encode, is_leaf, is_writable_leaf, qualification, table, used};
+pub(crate) use ept::{
+    cleaned, decode, encode, is_leaf, is_writable_leaf, protected, qualification, table, used,
+};
 pub(crate) use height::{Height, block_of, block_range, blocks_of, frame_of, leaf_span};

@@ -9,7 +9,7 @@ impl World {
     pub(crate) fn clear_dirty(&mut self, range: GfnRange) {
         let mut cleared = Vec::new();
         let mut cursor = self.stage2.cursor(range);
-        let flush = cursor.clear_dirty(range, |was| cleared.push(was));
+        let flush = cursor.clear_dirty([range], |was| cleared.push(was));
         drop(cursor);
         let (mut expected, mut stale) = (Vec::new(), false);
         for start in self.model.in_range(range) {

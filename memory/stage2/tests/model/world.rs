@@ -250,7 +250,7 @@ impl World {
         let flush = self
             .stage2
             .cursor(range)
-            .protect(range, |was| protected.push(was));
+            .protect([range], |was| protected.push(was));
         let mut expected = Vec::new();
         for start in self.model.in_range(range) {
             let leaf = self.model.leaves.get_mut(&start).expect("a leaf");

@@ -1,0 +1,281 @@
+//! After a harvest: the pages that were dirty are armed again, block by block.
+//!
+//! A dirty page's entry was last written by a vCPU, so its cache line is in that vCPU's core, and a
+//! locked exchange waits for it: some 100 ns a page where pages are far apart. Therefore the
+//! entries of the blocks ahead are prefetched while this one is armed.
+
+use crate::Mmu;
+use crate::rmap::{BLOCK, Rmap, block_range, parts};
+use lacuna_addr::{Gfn, GfnRange};
+use lacuna_slots::{Slot, SlotId};
+use lacuna_stage2::Flush;
+use std::collections::VecDeque;
+
+/// Pages in one word of a bitmap.
+const WORD: usize = u64::BITS as usize;
+/// Words of bits that a block has.
+const BLOCK_WORDS: usize = BLOCK as usize / WORD;
+/// Blocks whose entries are on their way while one is armed. Rings hold some tens of pages a block
+/// of a large guest, sparse bitmaps one or two.
+const AHEAD: usize = 4;
+
+impl Mmu {
+    /// Arms the pages that `words` names, counted from `first_page` of the slot on, and waits for
+    /// the flush.
+    pub(crate) fn rearm_words(&self, slot: &Slot<Rmap>, first_page: usize, words: &[u64]) {
+        let mut flush = Flush::none(&self.stage2);
+        self.rearm(
+            slot,
+            blocks_of_words(slot.gfns, first_page, words),
+            &mut flush,
+        );
+        flush.finish(&*self.quiescence);
+    }
+
+    /// Arms pages of `slot`.
+    pub(crate) fn rearm<'s>(
+        &'s self,
+        slot: &Slot<Rmap>,
+        blocks: impl Iterator<Item = BlockPages>,
+        flush: &mut Flush<'s>,
+    ) {
+        let mut on_their_way = VecDeque::with_capacity(AHEAD + 1);
+        for block in blocks {
+            self.stage2.prefetch(block.lines());
+            on_their_way.push_back(block);
+            if on_their_way.len() > AHEAD {
+                let block = on_their_way.pop_front().expect("more than none");
+                self.arm(&slot.attach, block.part, block.runs(), flush);
+            }
+        }
+        for block in on_their_way {
+            self.arm(&slot.attach, block.part, block.runs(), flush);
+        }
+    }
+}
+
+/// Some pages of a block of a slot.
+pub(crate) struct BlockPages {
+    /// The slot's part of the block.
+    part: GfnRange,
+    /// A bit a page of `part`, from its first on.
+    mask: [u64; BLOCK_WORDS],
+}
+
+impl BlockPages {
+    /// A page of each cache line that holds entries of these, or one more.
+    fn lines(&self) -> impl Iterator<Item = Gfn> {
+        const EACH: u64 = u64::from_ne_bytes([1; 8]);
+        let first = self.part.start().get();
+        self.mask
+            .iter()
+            .zip(0..)
+            .flat_map(move |(word, at)| {
+                // Bit 0 of each byte: whether any of its bits is set.
+                let pairs = word | word >> 1;
+                let fours = pairs | pairs >> 2;
+                let mut left = (fours | fours >> 4) & EACH;
+                std::iter::from_fn(move || {
+                    let bit = left.trailing_zeros();
+                    left &= left.wrapping_sub(1);
+                    (bit < u64::BITS).then(|| first + at * u64::from(u64::BITS) + u64::from(bit))
+                })
+            })
+            .filter_map(Gfn::new)
+    }
+
+    /// Runs of pages that follow each other, ascending.
+    fn runs(&self) -> impl Iterator<Item = GfnRange> {
+        let first = self.part.start();
+        Runs::of(&self.mask).map(move |(at, pages)| {
+            let start = first.checked_add(at as u64).expect("inside the slot");
+            GfnRange::new(start, pages as u64).expect("inside the slot")
+        })
+    }
+}
+
+/// The pages of a slot at `gfns` that `words` names, counted from `first_page` on. Bits beyond the
+/// slot's end are no pages.
+fn blocks_of_words(
+    gfns: GfnRange,
+    first_page: usize,
+    words: &[u64],
+) -> impl Iterator<Item = BlockPages> {
+    let first = gfns.start().checked_add(first_page as u64);
+    let all = first.and_then(|first| {
+        let left = gfns.end_raw().saturating_sub(first.get());
+        GfnRange::new(first, left.min((words.len() * WORD) as u64))
+    });
+    all.into_iter().flat_map(move |all| {
+        parts(all).filter_map(move |part| {
+            let from = (part.start().get() - all.start().get()) as usize;
+            let mask = window(words, from, part.pages() as usize);
+            (mask != [0; BLOCK_WORDS]).then_some(BlockPages { part, mask })
+        })
+    })
+}
+
+/// `count` bits of `words` from bit `from` on, at most a block's.
+fn window(words: &[u64], from: usize, count: usize) -> [u64; BLOCK_WORDS] {
+    let (first, shift) = (from / WORD, from % WORD);
+    let word = |at: usize| words.get(at).copied().unwrap_or(0);
+    std::array::from_fn(|i| {
+        let low = word(first + i) >> shift;
+        let high = word(first + i + 1).checked_shl((WORD - shift) as u32);
+        let bits = low | high.unwrap_or(0);
+        match count.saturating_sub(i * WORD) {
+            left if left >= WORD => bits,
+            left => bits & ((1 << left) - 1),
+        }
+    })
+}
+
+/// Pages that vCPUs' rings held, of any slots, in any order.
+///
+/// Each is one number, the slot above the page, because numbers are sorted three times as fast as
+/// tuples: a ring holds 65 536 pages, and a block shall be locked once.
+#[derive(Default)]
+pub(crate) struct Found(Vec<u64>);
+
+/// Bits of a page's number inside its slot.
+const PAGE_BITS: u32 = 48;
+
+impl Found {
+    pub(crate) fn add(&mut self, id: SlotId, page: usize) {
+        debug_assert!((page as u64) < 1 << PAGE_BITS);
+        self.0.push(u64::from(id.0) << PAGE_BITS | page as u64);
+    }
+
+    /// Calls `each` with every slot and its pages. Returns how many were added.
+    pub(crate) fn each_slot(mut self, mut each: impl FnMut(SlotId, SlotPages<'_>)) -> usize {
+        self.0.sort_unstable();
+        for some in self.0.chunk_by(|a, b| a >> PAGE_BITS == b >> PAGE_BITS) {
+            each(SlotId((some[0] >> PAGE_BITS) as u16), SlotPages(some));
+        }
+        self.0.len()
+    }
+}
+
+/// Pages of one slot, ascending; some may come more than once.
+pub(crate) struct SlotPages<'a>(&'a [u64]);
+
+impl<'a> SlotPages<'a> {
+    /// By block of a slot at `gfns`, without the pages that lie beyond its end.
+    pub(crate) fn in_blocks(&self, gfns: GfnRange) -> impl Iterator<Item = BlockPages> + use<'a> {
+        let first = gfns.start().get();
+        let gfn_of = move |found: &u64| first + (found & ((1 << PAGE_BITS) - 1));
+        let inside = self
+            .0
+            .partition_point(|found| gfn_of(found) < gfns.end_raw());
+        let blocks = self.0[..inside].chunk_by(move |a, b| gfn_of(a) / BLOCK == gfn_of(b) / BLOCK);
+        blocks.map(move |some| {
+            let gfn = Gfn::new(gfn_of(&some[0])).expect("inside the slot");
+            let part = block_range(gfn).intersect(gfns).expect("a page of both");
+            let mut mask = [0; BLOCK_WORDS];
+            for found in some {
+                let at = (gfn_of(found) - part.start().get()) as usize;
+                mask[at / WORD] |= 1 << (at % WORD);
+            }
+            BlockPages { part, mask }
+        })
+    }
+}
+
+/// Runs of ones among the bits of a block, as (first, how many).
+struct Runs<'a> {
+    words: &'a [u64; BLOCK_WORDS],
+    /// The word that is looked at, and what is left of it.
+    at: usize,
+    left: u64,
+}
+
+impl<'a> Runs<'a> {
+    fn of(words: &'a [u64; BLOCK_WORDS]) -> Self {
+        let (at, left) = (0, words[0]);
+        Self { words, at, left }
+    }
+}
+
+impl Iterator for Runs<'_> {
+    type Item = (usize, usize);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while self.left == 0 {
+            self.at += 1;
+            self.left = *self.words.get(self.at)?;
+        }
+        let bit = self.left.trailing_zeros() as usize;
+        let first = self.at * WORD + bit;
+        let mut pages = (self.left >> bit).trailing_ones() as usize;
+        let mut end = bit + pages;
+        while end == WORD {
+            // The run may go on in the next word.
+            self.at += 1;
+            self.left = self.words.get(self.at).copied().unwrap_or(0);
+            end = self.left.trailing_ones() as usize;
+            pages += end;
+        }
+        self.left &= !((1 << end) - 1);
+        Some((first, pages))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(first: u64, pages: u64) -> GfnRange {
+        GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap()
+    }
+
+    /// First frame and count of all runs.
+    fn runs_of(blocks: impl Iterator<Item = BlockPages>) -> Vec<(u64, u64)> {
+        let runs = blocks.flat_map(|block| block.runs().collect::<Vec<_>>());
+        runs.map(|run| (run.start().get(), run.pages())).collect()
+    }
+
+    #[test]
+    fn words_become_runs_that_end_with_a_block_and_with_the_slot() {
+        let words = [1 << 63 | 0b110, u64::MAX, 0, 0b1];
+        let found =
+            |first, pages, page| runs_of(blocks_of_words(range(first, pages), page, &words));
+        assert_eq!(found(0, 256, 0), [(1, 2), (63, 65), (192, 1)]);
+        assert_eq!(found(0, 100, 0), [(1, 2), (63, 37)]);
+        // A block ends at 512, inside of the run.
+        assert_eq!(
+            found(412, 256, 0),
+            [(413, 2), (475, 37), (512, 28), (604, 1)]
+        );
+        assert_eq!(found(512, 1000, 640), [(1153, 2), (1215, 65), (1344, 1)]);
+        assert_eq!(found(0, 64, 64), []);
+        assert_eq!(found(0, 64, 640), []);
+    }
+
+    #[test]
+    fn pages_of_rings_come_by_slot_and_block_in_order() {
+        let (a, b) = (SlotId(1), SlotId(2));
+        let mut found = Found::default();
+        let pages = [
+            (b, 3),
+            (a, 1024),
+            (a, 0),
+            (a, 2),
+            (a, 1),
+            (a, 0),
+            (a, 511),
+            (a, 2000),
+        ];
+        for (id, page) in pages {
+            found.add(id, page);
+        }
+        let mut runs = Vec::new();
+        let count = found.each_slot(|id, pages| {
+            // The slot has shrunk: 2000 is beyond its end.
+            let blocks = pages.in_blocks(range(100, 1100));
+            runs.extend(runs_of(blocks).into_iter().map(|run| (id, run)));
+        });
+        assert_eq!(count, 8);
+        let expected = [(a, (100, 3)), (a, (611, 1)), (a, (1124, 1)), (b, (103, 1))];
+        assert_eq!(runs, expected);
+    }
+}
