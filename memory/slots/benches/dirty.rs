@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 /// 8 GiB.
 const PAGES: usize = 2 << 20;
 const STEPS: usize = 4_000_000;
+/// Pages of a full log.
+const LOG: usize = 512;
 
 fn main() {
     bitmap();
@@ -23,6 +25,14 @@ fn bitmap() {
         black_box(bitmap.mark(scatter(i)));
     });
     println!("bitmap of 8 GiB: mark {near:.1} ns in order, {far:.1} ns at random");
+    for pages in [1 << 9, 1 << 11, 1 << 14, PAGES] {
+        let each = per_step(|i| {
+            if i % LOG == 0 {
+                bitmap.mark_all((i..i + LOG).map(|i| scatter(i) % pages));
+            }
+        });
+        println!("  logs of {LOG} pages among {pages}: {each:.1} ns a page");
+    }
     for per_mille in [1, 10, 100, 1000] {
         let (mut took, mut cleared) = (Duration::MAX, Duration::MAX);
         let mut words = vec![0; bitmap.words()];
