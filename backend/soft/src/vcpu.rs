@@ -57,6 +57,9 @@ pub enum Wait {
 }
 
 /// One virtual processor of the soft backend.
+// [`Vm::boot`] returns a vector of them, and each runs on a thread of its own: without the
+// alignment the end of one shares a cache line with the beginning of the next.
+#[repr(align(128))]
 pub struct Vcpu {
     vm: Arc<Vm>,
     index: usize,

@@ -67,8 +67,9 @@ impl Wake for Bells {
     }
 }
 
-/// What a vCPU reports while it runs, for whoever watches.
+/// What a vCPU reports while it runs, for whoever watches. On cache lines of its own.
 #[derive(Default)]
+#[repr(align(128))]
 pub(crate) struct Meter {
     pub(crate) retired: AtomicU64,
     pub(crate) stalls: Mutex<Stalls>,

@@ -7,6 +7,7 @@
 //! * [`Dial`]: a latency that a run's user turns while it runs.
 //! * [`Quiescence`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
 //!   protocol).
+//! * [`CachePadded`]: cache lines of one's own.
 //! * [`Stripes`]: the range lock of the stage-2 cursor with its invalidation sequence.
 //!
 //! Imports nothing of ours. No `unsafe`.
@@ -15,6 +16,7 @@
 mod clock;
 mod dial;
 mod footprint;
+mod padded;
 mod quiescence;
 pub mod shim;
 mod stripes;
@@ -22,5 +24,6 @@ mod stripes;
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use dial::Dial;
 pub use footprint::Blocks;
+pub use padded::CachePadded;
 pub use quiescence::{Epoch, Pass, Quiescence, VcpuSlot};
 pub use stripes::{Snapshot, StripeGuard, Stripes};

@@ -41,8 +41,8 @@ const OFFLINE: u64 = u64::MAX;
 #[must_use = "it has to be waited for"]
 pub struct Pass(Box<[Option<u64>]>);
 
-/// One vCPU's side, alone on its cache lines.
-#[repr(align(64))]
+/// One vCPU's side, alone on its cache lines, and on the pairs in which they are fetched.
+#[repr(align(128))]
 pub struct VcpuSlot {
     /// When it last came online or passed a quiescent point, as the `wanted` of that moment.
     seen: AtomicU64,

@@ -10,6 +10,7 @@ use crate::head::{BLOCK, BlockNo, Head, HeadState};
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
 use lacuna_addr::{HvaRange, PageCount};
+use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -47,7 +48,9 @@ pub(crate) struct Region {
     pub listener: usize,
     removed: AtomicBool,
     /// Pages that have a frame. Magazines report late, so that it may be a batch too low.
-    resident: AtomicI64,
+    /// Padded: each vCPU that refills its magazine adds to it, and every fault reads the fields
+    /// beside it.
+    resident: CachePadded<AtomicI64>,
 }
 
 /// A block of a region's pages.
@@ -251,7 +254,7 @@ impl Regions {
             notifier,
             listener,
             removed: AtomicBool::new(false),
-            resident: AtomicI64::new(0),
+            resident: CachePadded::new(AtomicI64::new(0)),
         });
         let range = region.range();
         *list = Arc::new(list.iter().cloned().chain([region]).collect());

@@ -1,0 +1,32 @@
+//! Cache lines of one's own.
+
+use std::ops::{Deref, DerefMut};
+
+/// A value on cache lines that nothing else is on: what one processor writes often does not take
+/// its neighbours in memory away from another. 128 bytes, because processors fetch lines in pairs.
+#[derive(Default, Debug)]
+#[repr(align(128))]
+pub struct CachePadded<T>(T);
+
+impl<T> CachePadded<T> {
+    /// `value`, padded.
+    pub const fn new(value: T) -> Self {
+        Self(value)
+    }
+}
+
+impl<T> Deref for CachePadded<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> DerefMut for CachePadded<T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
