@@ -4,9 +4,10 @@ mod common;
 
 use common::{Lines, boot, image, launch, pass, run};
 use lacuna_addr::PageCount;
+use lacuna_guest::status::Status;
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
-use lacuna_machine::{Ending, VcpuError};
-use lacuna_soft::{Guest, Launch, World, WorldConfig};
+use lacuna_machine::{Board, Ending, GuestMemory, Kick, Next, VcpuError, dispatch};
+use lacuna_soft::{Guest, Launch, Step, Vcpu, Vm, Wait, World, WorldConfig};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 
@@ -27,6 +28,45 @@ fn workloads_end_well() {
     pass(&launch(32, 8, 2, "rounds=1"), "membound");
     pass(&launch(32, 32, 2, ""), "touch");
     pass(&launch(32, 8, 2, "order=random"), "touch");
+}
+
+struct NoKick;
+
+impl Kick for NoKick {
+    fn kick_all(&self) {}
+}
+
+/// Runs one vCPU of several until it halts.
+fn run_to_halt(vcpu: &mut Vcpu, board: &Board) {
+    for _ in 0..100_000 {
+        match vcpu.step(10_000) {
+            Step::Ran => {}
+            Step::Exit(exit) => assert_eq!(dispatch(vcpu, Ok(exit), board, &NoKick), Next::Enter),
+            Step::Wait(Wait::Halt(_)) => return,
+            _ => panic!("the vCPU stopped"),
+        }
+    }
+    panic!("the vCPU never halts");
+}
+
+/// The first vCPU starts all threads before the second vCPU has executed an instruction.
+#[test]
+fn a_thread_is_shown_on_its_vcpu_before_that_vcpu_has_started() {
+    let launch = launch(32, 32, 2, "faulters=2 workers=0 accesses=10");
+    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let (vm, mut vcpus, board, lines) = boot(&launch, &host, clock, "bm");
+    run_to_halt(&mut vcpus[0], &board);
+    assert_eq!(shown_vcpus(&vm, &board), [0, 0, 1], "{}", lines.text());
+}
+
+/// The vCPU of each thread on the status page.
+fn shown_vcpus(vm: &Vm, board: &Board) -> Vec<u32> {
+    let mut page = vec![0; 4096];
+    let at = board.status_page().expect("the guest has announced it");
+    vm.read(at.gpa(), &mut page).unwrap();
+    let threads = Status::parse(&page).unwrap().threads;
+    threads.iter().map(|thread| thread.cpu).collect()
 }
 
 #[test]
