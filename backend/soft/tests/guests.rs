@@ -2,7 +2,8 @@
 
 mod common;
 
-use common::{Lines, boot, image, launch, pass, run};
+use common::{Lines, boot, boot_image, image, launch, pass, program, run};
+use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::Status;
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
@@ -67,6 +68,39 @@ fn shown_vcpus(vm: &Vm, board: &Board) -> Vec<u32> {
     vm.read(at.gpa(), &mut page).unwrap();
     let threads = Status::parse(&page).unwrap().threads;
     threads.iter().map(|thread| thread.cpu).collect()
+}
+
+/// The operands of system instructions where no memory is: a read gives ones, a write is lost.
+#[test]
+fn system_instructions_may_have_their_operand_in_a_device() {
+    const HOLE: u64 = 0xd000_0000;
+    let piece = program::assemble(program::CODE, |a| {
+        a.mov(rdi, HOLE)?;
+        a.smsw(word_ptr(rdi))?;
+        a.sgdt(ptr(rdi))?;
+        a.mov(word_ptr(rdi), ds)?;
+        a.lmsw(word_ptr(rdi))?;
+        a.clts()?;
+        a.mov(al, 0)?;
+        a.out(0xf4, al)
+    });
+    let launch = launch(32, 32, 1, "");
+    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let pieces = [piece];
+    let image = program::image(&pieces);
+    let (_vm, mut vcpus, board, _) = boot_image(&launch, &host, clock, &image, |_| ());
+    while board.ending().is_none() {
+        match vcpus[0].step(1000) {
+            Step::Ran => {}
+            Step::Exit(exit) => {
+                let _ = dispatch(&mut vcpus[0], Ok(exit), &board, &NoKick);
+            }
+            _ => panic!("the vCPU stopped"),
+        }
+    }
+    let ending = board.ending();
+    assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
 }
 
 #[test]
