@@ -445,7 +445,7 @@ fn an_offset_of_32_bits_wraps_before_the_segment_and_after_everything_else() {
 }
 
 /// Programs behind [`trap_flag`], and how many traps they have before their fault.
-const STEPPED: [(&str, usize, Program); 11] = [
+const STEPPED: [(&str, usize, Program); 10] = [
     ("nop", 2, |a| {
         a.nop().unwrap();
         a.nop().unwrap();
@@ -456,13 +456,6 @@ const STEPPED: [(&str, usize, Program); 11] = [
         a.nop().unwrap();
         a.nop().unwrap();
         a.mov(eax, 1).unwrap();
-    }),
-    ("mov ss twice", 3, |a| {
-        a.mov(eax, ss).unwrap();
-        a.mov(ss, eax).unwrap();
-        a.mov(ss, eax).unwrap();
-        a.mov(eax, 1).unwrap();
-        a.nop().unwrap();
     }),
     ("mov ds", 4, |a| {
         a.mov(eax, ss).unwrap();
