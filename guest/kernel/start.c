@@ -15,7 +15,6 @@ u64 boot_param(const char *name, u64 otherwise) {
 static void cpu_init(u32 i) {
     struct cpu *c = cpu_at(i);
     c->tick_at = c->timer_at = NEVER;
-    c->apic_id = i;
     trap_cpu_init(c);
     space_cpu_init();
     apic_init();
@@ -40,6 +39,9 @@ static void start_cpus(void) {
         if (page_alloc() != (u8 *)cpus + i * PAGE)
             panic("no memory for %u processors", ncpus);
     }
+    /* Before any other processor runs: threads may be given to it, and shown on it, earlier. */
+    for (u32 i = 0; i < ncpus; i++)
+        cpu_at(i)->apic_id = i;
     cpu_init(0);
     time_init();
     info->tsc_khz = tsc_khz;

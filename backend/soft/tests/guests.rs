@@ -2,11 +2,13 @@
 
 mod common;
 
-use common::{Lines, boot, image, launch, pass, run};
+use common::{Lines, boot, boot_image, image, launch, pass, program, run};
+use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
+use lacuna_guest::status::Status;
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
-use lacuna_machine::{Ending, VcpuError};
-use lacuna_soft::{Guest, Launch, World, WorldConfig};
+use lacuna_machine::{Board, Ending, GuestMemory, Kick, Next, VcpuError, dispatch};
+use lacuna_soft::{Guest, Launch, Step, Vcpu, Vm, Wait, World, WorldConfig};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 
@@ -27,6 +29,78 @@ fn workloads_end_well() {
     pass(&launch(32, 8, 2, "rounds=1"), "membound");
     pass(&launch(32, 32, 2, ""), "touch");
     pass(&launch(32, 8, 2, "order=random"), "touch");
+}
+
+struct NoKick;
+
+impl Kick for NoKick {
+    fn kick_all(&self) {}
+}
+
+/// Runs one vCPU of several until it halts.
+fn run_to_halt(vcpu: &mut Vcpu, board: &Board) {
+    for _ in 0..100_000 {
+        match vcpu.step(10_000) {
+            Step::Ran => {}
+            Step::Exit(exit) => assert_eq!(dispatch(vcpu, Ok(exit), board, &NoKick), Next::Enter),
+            Step::Wait(Wait::Halt(_)) => return,
+            _ => panic!("the vCPU stopped"),
+        }
+    }
+    panic!("the vCPU never halts");
+}
+
+/// The first vCPU starts all threads before the second vCPU has executed an instruction.
+#[test]
+fn a_thread_is_shown_on_its_vcpu_before_that_vcpu_has_started() {
+    let launch = launch(32, 32, 2, "faulters=2 workers=0 accesses=10");
+    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let (vm, mut vcpus, board, lines) = boot(&launch, &host, clock, "bm");
+    run_to_halt(&mut vcpus[0], &board);
+    assert_eq!(shown_vcpus(&vm, &board), [0, 0, 1], "{}", lines.text());
+}
+
+/// The vCPU of each thread on the status page.
+fn shown_vcpus(vm: &Vm, board: &Board) -> Vec<u32> {
+    let mut page = vec![0; 4096];
+    let at = board.status_page().expect("the guest has announced it");
+    vm.read(at.gpa(), &mut page).unwrap();
+    let threads = Status::parse(&page).unwrap().threads;
+    threads.iter().map(|thread| thread.cpu).collect()
+}
+
+/// The operands of system instructions where no memory is: a read gives ones, a write is lost.
+#[test]
+fn system_instructions_may_have_their_operand_in_a_device() {
+    const HOLE: u64 = 0xd000_0000;
+    let piece = program::assemble(program::CODE, |a| {
+        a.mov(rdi, HOLE)?;
+        a.smsw(word_ptr(rdi))?;
+        a.sgdt(ptr(rdi))?;
+        a.mov(word_ptr(rdi), ds)?;
+        a.lmsw(word_ptr(rdi))?;
+        a.clts()?;
+        a.mov(al, 0)?;
+        a.out(0xf4, al)
+    });
+    let launch = launch(32, 32, 1, "");
+    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::default());
+    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let pieces = [piece];
+    let image = program::image(&pieces);
+    let (_vm, mut vcpus, board, _) = boot_image(&launch, &host, clock, &image, |_| ());
+    while board.ending().is_none() {
+        match vcpus[0].step(1000) {
+            Step::Ran => {}
+            Step::Exit(exit) => {
+                let _ = dispatch(&mut vcpus[0], Ok(exit), &board, &NoKick);
+            }
+            _ => panic!("the vCPU stopped"),
+        }
+    }
+    let ending = board.ending();
+    assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
 }
 
 #[test]

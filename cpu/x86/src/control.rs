@@ -156,9 +156,11 @@ pub(crate) fn clts(sys: &mut System) -> Result<(), Trap> {
 /// Writes `IA32_EFER`.
 ///
 /// # Errors
-/// #GP(0) for reserved bits and for clearing LME. LMA is read-only and ignored.
+/// #GP(0) for reserved bits, of which NXE is one while XD is disabled, and for clearing LME. LMA is
+/// read-only and ignored.
 pub(crate) fn write_efer(sys: &mut System, value: u64) -> Result<Flush, Trap> {
-    if value & !EFER_VALID != 0 || value & EFER_LME == 0 {
+    let hidden = if sys.has_nx() { 0 } else { EFER_NXE };
+    if value & (!EFER_VALID | hidden) != 0 || value & EFER_LME == 0 {
         return Err(Exception::GP0.into());
     }
     let value = value | EFER_LMA;

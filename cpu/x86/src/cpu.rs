@@ -23,14 +23,14 @@ use crate::cache::{CodeCache, Key, NEVER};
 use crate::control::Flush;
 use crate::decode::{self, Found, Window};
 use crate::deliver::Event;
-use crate::dispatch::{Decoded, Leave, dispatch};
+use crate::dispatch::{Decoded, Leave, RSP, dispatch};
 use crate::exit::Exit;
 use crate::flags::TF;
 use crate::mem::{Touch, View};
 use crate::op::{Code, Op, System as SystemOp};
 use crate::processor::{Core, Why};
 use crate::stack;
-use crate::state::{Exception, Trap};
+use crate::state::{Exception, Trap, is_canonical};
 use crate::system::{self, Done};
 use crate::walk::User;
 use events::Pending;
@@ -63,10 +63,20 @@ pub struct Cpu {
     fresh: Vec<Op>,
     /// The way out that led to RIP and is not linked yet.
     unlinked: Option<Unlinked>,
-    /// The last step went to a handler instead of completing.
-    interrupted: bool,
+    progress: Progress,
     pending: Pending,
     retired: u64,
+}
+
+/// How far the last instruction got. It decides whether the trap flag raises #DB.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Progress {
+    /// It did not complete: it will be executed again, or a handler was entered.
+    None,
+    /// It completed, or one iteration of a REP did.
+    Done,
+    /// It completed, and raises no #DB although the trap flag was set.
+    Untrapped,
 }
 
 #[derive(Clone, Copy)]
@@ -87,7 +97,7 @@ impl Cpu {
             code: CodeCache::new(),
             fresh: Vec::new(),
             unlinked: None,
-            interrupted: false,
+            progress: Progress::None,
             pending: Pending::Nothing,
             retired: 0,
         }
@@ -202,20 +212,41 @@ impl Cpu {
         leave: Leave,
         scratch: u64,
     ) -> Option<Exit> {
-        let (Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _)) = leave else {
+        let (Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _) | Leave::Indirect(at)) =
+            leave;
+        if matches!(leave, Leave::Indirect(_)) && is_canonical(self.core.rip) {
+            self.progress = Progress::Done;
             return None;
-        };
+        }
         let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
         if let Leave::Branch(_, condition) = leave {
             self.core.rip = op.branch_target(origin.rip, condition);
+            self.progress = Progress::Done;
             return None;
         }
         self.core.rip = origin.rip;
+        if matches!(leave, Leave::Indirect(_)) {
+            return self.refuse_branch(bus, op);
+        }
         self.core.budget -= origin.before as i64;
         match leave {
             Leave::Blocked(_) => self.blocked(bus, slot, Some(op)),
             _ => self.system_op(bus, slot, op),
         }
+    }
+
+    /// The indirect branch at RIP was executed, but its target is not canonical: its effects are
+    /// undone, and it raises #GP(0). The jump cache holds canonical targets only, so such a branch
+    /// always leaves the hot loop, which needs no check of its own.
+    #[cold]
+    fn refuse_branch<B: Bus>(&mut self, bus: &mut B, op: Op) -> Option<Exit> {
+        if op.code == Code::Ret {
+            let popped = op.imm64().wrapping_add(8);
+            self.core.r[RSP] = self.core.r[RSP].wrapping_sub(popped);
+        }
+        // The block was paid for to its end.
+        self.core.budget += 1;
+        self.raise(bus, Exception::GP0)
     }
 
     /// The block at RIP, decoded if need be; links the way that led here.
@@ -269,31 +300,33 @@ impl Cpu {
         let trace = self.core.rflags & TF != 0;
         let rip = self.core.rip;
         self.core.replay.rewind();
-        self.interrupted = false;
+        self.progress = Progress::None;
         let exit = match self.decode_one(bus) {
             Ok(()) => self.step_decoded(bus, slot, rip),
             Err(_) => self.blocked(bus, slot, None),
         };
-        match exit {
+        if exit.is_some() && self.progress == Progress::None {
             // Not executed, and will be again.
-            Some(
-                Exit::Stop(_)
-                | Exit::Exclusive
-                | Exit::MmioRead { .. }
-                | Exit::MmioWrite { .. }
-                | Exit::IoIn { .. }
-                | Exit::MsrRead { .. }
-                | Exit::MsrWrite { .. },
-            ) => self.core.sys.interrupt_shadow = shadow,
-            _ => {
-                self.core.replay.clear();
-                if trace && !self.interrupted && exit.is_none() && self.core.rip != rip {
-                    self.core.sys.dr6 |= DR6_BS;
-                    return self.raise_once(bus, Exception::DB);
-                }
+            self.core.sys.interrupt_shadow = shadow;
+            return exit;
+        }
+        self.core.replay.clear();
+        match (trace && self.progress == Progress::Done, exit) {
+            (false, _) => exit,
+            (true, None) => self.trap(bus),
+            (true, Some(_)) => {
+                // OUT exits first; the next run begins with the #DB.
+                self.core.sys.dr6 |= DR6_BS;
+                self.pending = Pending::Exception(Exception::DB);
+                exit
             }
         }
-        exit
+    }
+
+    /// Raises the trap flag's #DB, with RIP behind the instruction.
+    fn trap<B: Bus>(&mut self, bus: &mut B) -> Option<Exit> {
+        self.core.sys.dr6 |= DR6_BS;
+        self.raise_once(bus, Exception::DB)
     }
 
     fn decode_one<B: Bus>(&mut self, bus: &mut B) -> Touch<()> {
@@ -341,7 +374,7 @@ impl Cpu {
             Why::NonCanonical => {
                 let stack = op.is_some_and(|op| stack::is_stack_access(&self.core, &op));
                 let exception = if stack {
-                    Exception::with_error(12, 0)
+                    Exception::SS0
                 } else {
                     Exception::GP0
                 };
@@ -352,7 +385,10 @@ impl Cpu {
                 self.core.replay.push(0);
                 Some(Exit::MmioWrite { gpa, size, value })
             }
-            Why::Again => None,
+            Why::Again => {
+                self.progress = Progress::Done;
+                None
+            }
             Why::Step => self.step(bus, slot),
         }
     }
@@ -368,13 +404,17 @@ impl Cpu {
         let done = match done {
             Ok(done) => done,
             Err(trap) => {
-                self.core.why = Why::Trap(trap);
+                // Where the operand is in a device, the access exits, and the instruction is
+                // executed again.
+                if !(trap.is_mmio() && self.core.why.is_device()) {
+                    self.core.why = Why::Trap(trap);
+                }
                 return self.blocked(bus, slot, Some(op));
             }
         };
         match done {
-            Done::Next | Done::Flush(_) | Done::Exit(_) => self.core.rip = next,
-            Done::Jumped | Done::Wait(_) | Done::Event(_) => {}
+            Done::Next | Done::Untrapped | Done::Flush(_) | Done::Exit(_) => self.core.rip = next,
+            Done::Jumped | Done::SystemCall | Done::Wait(_) | Done::Event(_) => {}
         }
         self.core.sync_privilege();
         match done {
@@ -395,10 +435,14 @@ impl Cpu {
             _ => {}
         }
         self.core.budget -= 1;
-        if let Done::Exit(exit) = done {
-            Some(exit)
-        } else {
-            None
+        self.progress = match done {
+            Done::Untrapped | Done::SystemCall => Progress::Untrapped,
+            _ => Progress::Done,
+        };
+        match done {
+            Done::Exit(exit) => Some(exit),
+            Done::SystemCall if self.core.rflags & TF != 0 => self.trap(bus),
+            _ => None,
         }
     }
 

@@ -5,6 +5,7 @@
 //! read as zeros. There is no FPU, MMX or SSE: guests are built with general registers only.
 
 use crate::apic::Lapic;
+use crate::state::System;
 
 /// What CPUID leaves in its four registers.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -56,8 +57,10 @@ mod one {
 /// Leaf 7: SMEP.
 const SEVEN_EBX: u32 = 1 << 7;
 
-/// Leaf 0x80000001: SYSCALL, NX, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode, LZCNT.
-const EXTENDED_EDX: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
+/// Leaf 0x80000001: SYSCALL, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode, LZCNT.
+const EXTENDED_EDX: u32 = 1 << 11 | 1 << 26 | 1 << 27 | 1 << 29;
+/// Unless `IA32_MISC_ENABLE` hides it.
+const NX: u32 = 1 << 20;
 const EXTENDED_ECX: u32 = 1 << 0 | 1 << 5;
 /// Leaf 0x80000007: the TSC runs at one rate and never stops.
 const INVARIANT_TSC: u32 = 1 << 8;
@@ -68,7 +71,7 @@ const INVARIANT_TSC: u32 = 1 << 8;
 const KVM_FEATURES: u32 = 1 << 1;
 
 /// CPUID for `leaf` and `subleaf` on the vCPU of `apic`, with `more` KVM features.
-pub(crate) fn cpuid(apic: &Lapic, more: u32, leaf: u32, subleaf: u32) -> Leaf {
+pub(crate) fn cpuid(sys: &System, apic: &Lapic, more: u32, leaf: u32, subleaf: u32) -> Leaf {
     match leaf {
         0 => vendor(MAX_BASIC, INTEL),
         1 => features(apic),
@@ -100,7 +103,7 @@ pub(crate) fn cpuid(apic: &Lapic, more: u32, leaf: u32, subleaf: u32) -> Leaf {
         },
         0x8000_0001 => Leaf {
             ecx: EXTENDED_ECX,
-            edx: EXTENDED_EDX,
+            edx: EXTENDED_EDX | if sys.has_nx() { NX } else { 0 },
             ..Leaf::default()
         },
         0x8000_0002..=0x8000_0004 => brand(leaf - 0x8000_0002),

@@ -75,10 +75,13 @@ pub(crate) fn one(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
 
 fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     let start = ops.len();
-    let mut decoder = Decoder::with_ip(64, window.bytes(), rip, DecoderOptions::NONE);
+    // The features that define some of the reserved NOPs are absent.
+    let options = DecoderOptions::FORCE_RESERVED_NOP;
+    let mut decoder = Decoder::with_ip(64, window.bytes(), rip, options);
     let mut instruction = Instruction::default();
     let mut flow = Flow::On;
     for n in 0..max {
+        let at = decoder.position();
         decoder.decode_out(&mut instruction);
         if instruction.is_invalid() && decoder.last_error() == DecoderError::NoMoreBytes {
             if n == 0 {
@@ -86,12 +89,19 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
             }
             break;
         }
-        flow = Lower {
+        let mut lower = Lower {
             i: &instruction,
             ops,
             start,
-        }
-        .instruction();
+        };
+        flow = if instruction.is_invalid()
+            && instruction.len() == LONGEST
+            && is_too_long(&window.bytes()[at..])
+        {
+            lower.too_long()
+        } else {
+            lower.instruction()
+        };
         if flow == Flow::End {
             break;
         }
@@ -103,6 +113,21 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     silence(&mut ops[start..]);
     close(ops, start);
     Found::Block
+}
+
+/// Whether an instruction that could not be decoded, and has at least 15 bytes, has more than 15:
+/// then it raises #GP, whatever its opcode. Its first two bytes are prefixes that change nothing.
+/// Without them, 14 bytes remain of 16: room for the ModRM byte that the decoder counts for an
+/// undefined opcode.
+fn is_too_long(bytes: &[u8]) -> bool {
+    let rest = &bytes[2..bytes.len().min(LONGEST + 1)];
+    let options = DecoderOptions::FORCE_RESERVED_NOP | DecoderOptions::NO_INVALID_CHECK;
+    let mut decoder = Decoder::new(64, rest, options);
+    let len = decoder.decode().len();
+    match decoder.last_error() {
+        DecoderError::None => len + 2 > LONGEST,
+        error => error == DecoderError::NoMoreBytes,
+    }
 }
 
 /// Tells the block's links how many instructions it has.

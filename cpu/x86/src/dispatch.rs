@@ -15,7 +15,8 @@ use crate::cache::{Arena, JumpCache};
 use crate::mem::Touch;
 use crate::op::{Code, Links, Op, ZERO};
 use crate::processor::Core;
-use crate::{divide, general, stack, string};
+use crate::state::{Exception, is_canonical};
+use crate::{bits, divide, general, stack, string};
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 
@@ -28,8 +29,8 @@ pub(crate) enum Leave {
     System(u16),
     /// The direct branch at this index ended its block, with this outcome.
     Branch(u16, bool),
-    /// An indirect branch ended its block; [`Core::rip`] is its target.
-    Indirect,
+    /// The indirect branch at this index ended its block; [`Core::rip`] is its target.
+    Indirect(u16),
 }
 
 /// Decoded code as the loop sees it.
@@ -99,7 +100,7 @@ pub(crate) fn dispatch<B: Bus>(
                     core.budget = budget;
                     pc = next;
                 }
-                _ => return leave_at(core, budget, Leave::Indirect),
+                _ => return leave_at(core, budget, Leave::Indirect(pc)),
             }
         }};
     }
@@ -293,22 +294,8 @@ pub(crate) fn dispatch<B: Bus>(
             Code::ImulRri64 => set!(r!(src: u64).multiply(imm::<u64>(op), &mut core.flags)),
             Code::ImulRm32 => set!(r!(dst: u32).multiply(load!(u32), &mut core.flags)),
             Code::ImulRm64 => set!(r!(dst: u64).multiply(load!(u64), &mut core.flags)),
-            Code::CmovRr32 => {
-                let slot = if core.flags.condition(op.aux) {
-                    op.src
-                } else {
-                    op.dst
-                };
-                set!(get::<u32>(core, slot))
-            }
-            Code::CmovRr64 => {
-                let slot = if core.flags.condition(op.aux) {
-                    op.src
-                } else {
-                    op.dst
-                };
-                set!(get::<u64>(core, slot))
-            }
+            Code::CmovRr32 => set!(get::<u32>(core, chosen(core, op))),
+            Code::CmovRr64 => set!(get::<u64>(core, chosen(core, op))),
             Code::SetccR => {
                 let value = u64::from(core.flags.condition(op.aux));
                 set!(core.r[op.dst as usize] & !0xff | value)
@@ -321,6 +308,8 @@ pub(crate) fn dispatch<B: Bus>(
                 core.r[RSP] = rsp.wrapping_add(8);
                 set!(value)
             }
+            Code::TargetR => set!(done!(call_target(r!(src: u64), core))),
+            Code::TargetM => set!(done!(call_target(load!(u64), core))),
             // Not an empty arm: the loop's head would be its own successor, which LLVM copies into
             // no other arm then.
             Code::Nop => core.r[ZERO as usize] = 0,
@@ -436,11 +425,12 @@ pub(crate) fn dispatch<B: Bus>(
             Code::Xadd => call!(general::exchange_add(core, bus, op)),
             Code::Cmpxchg => call!(general::compare_exchange(core, bus, op)),
             Code::Cmpxchg8b => call!(general::compare_exchange_8(core, bus, op)),
-            Code::BitTest => call!(general::bit_test(core, bus, op)),
-            Code::BitScan => call!(general::bit_scan(core, bus, op)),
+            Code::BitTest => call!(bits::bit_test(core, bus, op)),
+            Code::BitOffset => bits::bit_offset(core, op),
+            Code::BitScan => call!(bits::bit_scan(core, bus, op)),
             Code::Bswap | Code::Widen | Code::SignFill => general::registers(core, op),
             Code::Lahf | Code::Sahf | Code::Carry | Code::Direction => general::flags(core, op),
-            Code::LoopCount => general::loop_count(core, op),
+            Code::LoopCount => call!(general::loop_count(core, op)),
             Code::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
             Code::PushE => call!(stack::push_operand(core, bus, op)),
             Code::PopE => call!(stack::pop_operand(core, bus, op)),
@@ -448,6 +438,7 @@ pub(crate) fn dispatch<B: Bus>(
             Code::Leave => call!(stack::leave(core, bus, op)),
             Code::Enter => call!(stack::enter(core, bus, op)),
             Code::String => call!(string::execute(core, bus, op)),
+            Code::RefuseIf => call!(general::refuse_if(core, op)),
             Code::Links | Code::Float | Code::Undefined => done!(general::undefined(core, op)),
         }
         pc = pc.wrapping_add(1);
@@ -460,6 +451,27 @@ pub(crate) fn dispatch<B: Bus>(
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {
     core.budget = budget;
     leave
+}
+
+/// The slot that CMOVcc's destination takes its value from.
+#[inline(always)]
+fn chosen(core: &Core, op: &Op) -> u8 {
+    if core.flags.condition(op.aux) {
+        op.src
+    } else {
+        op.dst
+    }
+}
+
+/// The target of an indirect call, if it is canonical: else the call raises #GP(0) before it
+/// pushes.
+#[inline(always)]
+fn call_target(target: u64, core: &mut Core) -> Touch<u64> {
+    if is_canonical(target) {
+        Ok(target)
+    } else {
+        core.raise(Exception::GP0)
+    }
 }
 
 /// RSP's slot.

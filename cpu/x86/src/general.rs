@@ -8,7 +8,7 @@ use crate::arith::{
     alu, alu_flags, alu_result, bits, extend, mask, shift, shift_count, shifted, sign,
 };
 use crate::dispatch::address;
-use crate::flags::{AF, ARITHMETIC, CF, DF, OF, PF, SF, ZF};
+use crate::flags::{AF, CF, DF, OF, PF, SF, ZF};
 use crate::mem::Touch;
 use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op};
 use crate::processor::Core;
@@ -121,12 +121,22 @@ pub(crate) fn flags(core: &mut Core, op: &Op) {
     }
 }
 
-/// Whatever is not implemented, and the x87, which is absent: docs/decisions/0002-no-sse.md.
+/// What is not implemented, and the x87, which is absent: docs/decisions/0002-no-sse.md. `aux` 1:
+/// what raises #GP(0) whenever it is executed.
 pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
-    if op.code == Code::Float && core.sys.cr0 & (CR0_EM | CR0_TS) != 0 {
-        return core.raise(Exception::NM);
+    match op.code {
+        Code::Undefined if op.aux != 0 => core.raise(Exception::GP0),
+        Code::Float if core.sys.cr0 & (CR0_EM | CR0_TS) != 0 => core.raise(Exception::NM),
+        _ => core.raise(Exception::UD),
     }
-    core.raise(Exception::UD)
+}
+
+/// Jcc to a target that is not canonical: falls through, or faults.
+pub(crate) fn refuse_if(core: &mut Core, op: &Op) -> Touch<()> {
+    if core.flags.condition(op.aux) {
+        return core.raise(Exception::GP0);
+    }
+    Ok(())
 }
 
 /// The value of [`Code::Address`]: segment base and 32-bit address size included. `aux` bit 0:
@@ -173,7 +183,7 @@ pub(crate) fn set_reg(core: &mut Core, slot: u8, width: u8, value: u64) {
 }
 
 /// G, or the immediate.
-fn source(core: &Core, op: &Op) -> u64 {
+pub(crate) fn source(core: &Core, op: &Op) -> u64 {
     if op.has(IMMEDIATE) {
         op.imm64() & mask(op.width())
     } else {
@@ -233,7 +243,8 @@ fn modify(core: &mut Core, bus: &mut impl Bus, op: &Op, new: impl Fn(u64) -> u64
     modify_at(core, bus, op, address(core, op), new)
 }
 
-fn modify_at(
+/// Replaces the memory operand, which lies at `va`, by `new` of it; returns the old value.
+pub(crate) fn modify_at(
     core: &mut Core,
     bus: &mut impl Bus,
     op: &Op,
@@ -417,78 +428,23 @@ pub(crate) fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -
     Ok(())
 }
 
-/// BT, BTS, BTR, BTC (`aux` 0 to 3). With memory and a register, the bit may lie anywhere.
-#[inline(never)]
-pub(crate) fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
-    let width = op.width();
-    let index = source(core, op);
-    let bit = 1_u64 << (index & u64::from(bits(width) - 1));
-    let new = |a: u64| match op.aux {
-        0 => a,
-        1 => a | bit,
-        2 => a & !bit,
-        _ => a ^ bit,
-    };
-    let old = if !op.has(MEMORY) {
-        let old = reg(core, op.dst, width);
-        if op.aux != 0 {
-            set_reg(core, op.dst, width, new(old));
-        }
-        old
-    } else {
-        let mut at = address(core, op);
-        if !op.has(IMMEDIATE) {
-            let words = extend(width, index) as i64 >> bits(width).trailing_zeros();
-            at = at.wrapping_add((words << width) as u64);
-        }
-        match op.aux {
-            0 => load(core, bus, at, width)?,
-            _ => modify_at(core, bus, op, at, new)?,
-        }
-    };
-    core.flags.replace(CF, if old & bit != 0 { CF } else { 0 });
-    Ok(())
-}
-
-/// BSF, BSR, TZCNT, LZCNT, POPCNT (`aux` 0 to 4): G from E.
-#[inline(never)]
-pub(crate) fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
-    let width = op.width();
-    let value = read(core, bus, op)?;
-    let leading = u64::from(value.leading_zeros()) - u64::from(64 - bits(width));
-    let trailing = u64::from(value.trailing_zeros().min(bits(width)));
-    let result = match op.aux {
-        // BSF and BSR of zero leave the destination as it is.
-        0 | 1 if value == 0 => {
-            core.flags.replace(ARITHMETIC, ZF);
-            return Ok(());
-        }
-        0 | 2 => trailing,
-        1 => u64::from(bits(width)) - 1 - leading,
-        3 => leading,
-        _ => value.count_ones().into(),
-    };
-    set_reg(core, op.src, width, result);
-    let flag = |on: bool, bit: u64| if on { bit } else { 0 };
-    core.flags.set_bits(match op.aux {
-        0 | 1 => 0,
-        2 | 3 => flag(value == 0, CF) | flag(result == 0, ZF),
-        _ => flag(value == 0, ZF),
-    });
-    Ok(())
-}
-
 /// LOOPcc and JRCXZ: leaves 1 or 0, whether to jump, in `dst` for the branch that follows. `aux`:
-/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size's.
-pub(crate) fn loop_count(core: &mut Core, op: &Op) {
+/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size's. With `imm` the target is
+/// not canonical: instead of a jump #GP(0) is raised, and RCX keeps its value.
+pub(crate) fn loop_count(core: &mut Core, op: &Op) -> Touch<()> {
     let width = op.width();
     let count = reg(core, RCX, width);
-    let jump = if op.aux == 3 {
-        count == 0
-    } else {
-        let left = count.wrapping_sub(1) & mask(width);
-        set_reg(core, RCX, width, left);
-        left != 0 && (op.aux == 2 || core.flags.zf() == (op.aux == 1))
+    let left = count.wrapping_sub(1) & mask(width);
+    let jump = match op.aux {
+        3 => count == 0,
+        kind => left != 0 && (kind == 2 || core.flags.zf() == (kind == 1)),
     };
+    if jump && op.imm != 0 {
+        return core.raise(Exception::GP0);
+    }
+    if op.aux != 3 {
+        set_reg(core, RCX, width, left);
+    }
     core.r[op.dst as usize] = jump.into();
+    Ok(())
 }

@@ -7,7 +7,7 @@
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time
 //! cache.rs    blocks by page, direct links, jump cache; dropped when their page is written
-//! dispatch.rs the hot loop over Ops      general.rs, string.rs  the rarer instructions
+//! dispatch.rs the hot loop over Ops      general.rs, bits.rs, string.rs  the rarer ones
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
 //! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
 //! system.rs   instructions that end a block                           msr.rs cpuid.rs apic.rs
@@ -18,6 +18,7 @@
 
 mod apic;
 mod arith;
+mod bits;
 mod cache;
 mod control;
 mod cpu;

@@ -2,7 +2,7 @@
 
 use crate::arith::{alu, shift};
 use crate::lower_tables::{by_width, hot_alu, hot_load};
-use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, TEMP_STACK, ZERO};
+use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, ZERO};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
 /// Whether the block goes on after an instruction.
@@ -27,6 +27,14 @@ impl Lower<'_> {
     pub(crate) fn instruction(&mut self) -> Flow {
         let first = self.ops.len();
         let flow = self.by_mnemonic();
+        self.seal(first);
+        flow
+    }
+
+    /// An instruction of more than 15 bytes.
+    pub(crate) fn too_long(&mut self) -> Flow {
+        let first = self.ops.len();
+        let flow = self.refused();
         self.seal(first);
         flow
     }
@@ -155,8 +163,6 @@ impl Lower<'_> {
         };
         let (base, index) = (self.i.memory_base(), self.i.memory_index());
         let narrow = base.is_gpr32() || index.is_gpr32() || base == Register::EIP;
-        let stack = self.i.memory_segment() == Register::SS;
-        let temp = if stack { TEMP_STACK } else { TEMP };
         let displacement = self.i.memory_displacement64();
         op.form |= MEMORY | self.i.memory_index_scale().trailing_zeros() as u8;
         op.index = address_slot(index);
@@ -164,8 +170,8 @@ impl Lower<'_> {
             op.base = ZERO;
             op.disp = displacement as i32;
             if op.disp as i64 as u64 != displacement {
-                self.emit(Op::constant(temp, displacement));
-                (op.base, op.disp) = (temp, 0);
+                self.emit(Op::constant(TEMP, displacement));
+                (op.base, op.disp) = (TEMP, 0);
             }
         } else {
             op.base = address_slot(base);
@@ -174,7 +180,7 @@ impl Lower<'_> {
         if segment != 0 || narrow {
             self.emit(Op {
                 code: Code::Address,
-                dst: temp,
+                dst: TEMP,
                 src: segment,
                 aux: narrow.into(),
                 form: op.form & 3,
@@ -182,9 +188,25 @@ impl Lower<'_> {
                 imm: 0,
                 ..*op
             });
-            (op.base, op.index, op.disp) = (temp, ZERO, 0);
+            (op.base, op.index, op.disp) = (TEMP, ZERO, 0);
             op.form &= !3;
         }
+    }
+
+    /// Removes the segment's base from the address that [`Lower::memory`] computed beforehand, if
+    /// it did. The op returned, which the caller emits, adds the caller's `index` and `disp`, wraps
+    /// a 32-bit offset, and then adds the base.
+    pub(crate) fn split_address(&mut self) -> Option<Op> {
+        let address = self.ops.last_mut().filter(|op| op.code == Code::Address)?;
+        let rest = Op {
+            base: TEMP,
+            index: ZERO,
+            disp: 0,
+            form: 0,
+            ..*address
+        };
+        address.src = 0;
+        Some(rest)
     }
 
     fn mov(&mut self) -> Flow {

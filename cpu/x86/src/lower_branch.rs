@@ -2,7 +2,8 @@
 
 use crate::lower::{Flow, Lower};
 use crate::lower_tables::fused;
-use crate::op::{Code, IMMEDIATE, INVERTED, Links, MEMORY, Op, TARGET, TEMP};
+use crate::op::{Code, IMMEDIATE, INVERTED, Links, MEMORY, Op, System, TARGET, TEMP};
+use crate::state::is_canonical;
 use iced_x86::{OpKind, Register};
 
 impl Lower<'_> {
@@ -11,10 +12,22 @@ impl Lower<'_> {
         self.i.near_branch64().wrapping_sub(self.i.next_ip()) as i32
     }
 
+    /// Whether the direct branch's target is not canonical. Such a branch becomes an op that raises
+    /// #GP(0) where it would jump, and changes nothing then.
+    pub(crate) fn has_bad_target(&self) -> bool {
+        !is_canonical(self.i.near_branch64())
+    }
+
     pub(crate) fn jcc(&mut self, cc: u8) -> Flow {
         let disp = self.displacement();
         if self.i.op0_kind() != OpKind::NearBranch64 {
             return self.undefined();
+        }
+        if self.has_bad_target() {
+            return self.emit(Op {
+                aux: cc,
+                ..Op::new(Code::RefuseIf)
+            });
         }
         let inverted = if cc & 1 != 0 { INVERTED } else { 0 };
         let whole = self.whole();
@@ -52,6 +65,7 @@ impl Lower<'_> {
 
     pub(crate) fn jump(&mut self) -> Flow {
         match self.i.op0_kind() {
+            OpKind::NearBranch64 if self.has_bad_target() => self.refused(),
             OpKind::NearBranch64 => {
                 let disp = self.displacement();
                 self.emit_branch(Op {
@@ -59,7 +73,8 @@ impl Lower<'_> {
                     ..Op::new(Code::Jump)
                 })
             }
-            _ if self.i.is_jmp_far_indirect() || self.width(0) != 3 => self.undefined(),
+            _ if self.i.is_jmp_far_indirect() => self.jump_far(),
+            _ if self.width(0) != 3 => self.undefined(),
             OpKind::Register => {
                 let src = self.slot(0);
                 self.emit_branch(Op {
@@ -68,7 +83,7 @@ impl Lower<'_> {
                 })
             }
             _ => {
-                self.load_target();
+                self.load_target(Code::Load64);
                 self.emit_branch(Op {
                     src: TARGET,
                     ..Op::new(Code::JumpR)
@@ -77,10 +92,20 @@ impl Lower<'_> {
         }
     }
 
-    fn load_target(&mut self) {
+    fn jump_far(&mut self) -> Flow {
+        let width = match self.i.code() {
+            iced_x86::Code::Jmp_m1664 => 3,
+            iced_x86::Code::Jmp_m1632 => 2,
+            _ => 1,
+        };
+        let op = self.form(Code::System, width, 0, None);
+        self.end_op(System::JumpFar, op)
+    }
+
+    fn load_target(&mut self, code: Code) {
         let mut op = Op {
             dst: TARGET,
-            ..Op::new(Code::Load64)
+            ..Op::new(code)
         };
         self.memory(&mut op);
         self.emit(op);
@@ -91,18 +116,21 @@ impl Lower<'_> {
         if !direct && (self.i.is_call_far_indirect() || self.width(0) != 3) {
             return self.undefined();
         }
+        if direct && self.has_bad_target() {
+            return self.refused();
+        }
         if self.is_memory(0) {
-            self.load_target();
+            self.load_target(Code::TargetM);
         } else if self.is_register(0) {
             let src = self.slot(0);
             self.emit(Op {
                 dst: TARGET,
                 src,
-                ..Op::new(Code::MovRr64)
+                ..Op::new(Code::TargetR)
             });
         }
         let back = self.i.next_ip();
-        // The jump itself cannot fail, so the instruction is complete with the push.
+        // The target is canonical, so the instruction is complete with the push.
         let len = self.whole();
         if back as i32 as i64 as u64 == back {
             self.emit(Op {
@@ -144,6 +172,61 @@ impl Lower<'_> {
         self.emit_branch(Op {
             imm,
             ..Op::new(Code::Ret)
+        })
+    }
+
+    pub(crate) fn ret_far(&mut self) -> Flow {
+        let imm = if self.i.op_count() == 0 {
+            0
+        } else {
+            i32::from(self.i.immediate16())
+        };
+        let width = match self.i.code() {
+            iced_x86::Code::Retfq | iced_x86::Code::Retfq_imm16 => 3,
+            iced_x86::Code::Retfd | iced_x86::Code::Retfd_imm16 => 2,
+            _ => 1,
+        };
+        self.end_op(
+            System::RetFar,
+            Op {
+                form: width << 2,
+                imm,
+                ..Op::new(Code::System)
+            },
+        )
+    }
+
+    /// LOOPcc and JRCXZ: the condition into scratch, then a branch on it.
+    pub(crate) fn count_loop(&mut self, kind: u8) -> Flow {
+        if self.i.op0_kind() != OpKind::NearBranch64 {
+            return self.undefined();
+        }
+        let bytes = self.i.code();
+        let narrow = matches!(
+            bytes,
+            iced_x86::Code::Loopne_rel8_64_ECX
+                | iced_x86::Code::Loope_rel8_64_ECX
+                | iced_x86::Code::Loop_rel8_64_ECX
+                | iced_x86::Code::Jecxz_rel8_64
+        );
+        let width = if narrow { 2 } else { 3 };
+        let refused = self.has_bad_target();
+        let count = Op {
+            form: width << 2,
+            aux: kind,
+            dst: TEMP,
+            imm: refused.into(),
+            ..Op::new(Code::LoopCount)
+        };
+        self.emit(count);
+        if refused {
+            return Flow::On;
+        }
+        let disp = self.displacement();
+        self.emit_branch(Op {
+            src: TEMP,
+            disp,
+            ..Op::new(Code::JumpSlot)
         })
     }
 
@@ -189,6 +272,14 @@ impl Lower<'_> {
             return self.pop_segment(width);
         }
         let op = self.form(Code::PopE, width, 0, None);
+        if matches!(self.i.memory_base(), Register::RSP | Register::ESP)
+            && let Some(rest) = self.split_address()
+        {
+            self.emit(Op {
+                disp: 1 << width,
+                ..rest
+            });
+        }
         let hot = !op.has(MEMORY) && width == 3;
         self.emit(Op {
             code: if hot { Code::PopR } else { op.code },

@@ -1,8 +1,9 @@
 //! One instruction to ops: what is neither hot nor common. Whatever has no line here raises #UD,
 //! and CPUID does not announce it.
 
+use crate::bits::OFFSET_ADDED;
 use crate::lower::{Flow, Lower, slot};
-use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op, System, TARGET, TEMP};
+use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op, System, TARGET};
 use crate::string;
 use iced_x86::{CpuidFeature, Mnemonic, OpKind, Register};
 
@@ -10,10 +11,7 @@ impl Lower<'_> {
     pub(crate) fn rare(&mut self) -> Flow {
         use Mnemonic as M;
         match self.i.mnemonic() {
-            M::Nop | M::Reservednop | M::Pause | M::Endbr64 | M::Endbr32 => self.nop(),
-            M::Prefetcht0 | M::Prefetcht1 | M::Prefetcht2 | M::Prefetchnta => self.nop(),
-            M::Prefetchit0 | M::Prefetchit1 => self.nop(),
-            M::Prefetch | M::Prefetchw | M::Prefetchwt1 | M::Clflush | M::Clflushopt => self.nop(),
+            M::Nop | M::Reservednop | M::Pause | M::Clflush | M::Clflushopt => self.nop(),
             M::Mfence | M::Lfence | M::Sfence => self.emit(Op::new(Code::Fence)),
             M::Not => self.e(Code::Not),
             M::Mul => self.e(Code::Mul),
@@ -30,10 +28,10 @@ impl Lower<'_> {
             M::Xadd => self.e_g(Code::Xadd, 0),
             M::Cmpxchg => self.e_g(Code::Cmpxchg, 0),
             M::Cmpxchg8b => self.wide_e(Code::Cmpxchg8b),
-            M::Bt => self.e_g(Code::BitTest, 0),
-            M::Bts => self.e_g(Code::BitTest, 1),
-            M::Btr => self.e_g(Code::BitTest, 2),
-            M::Btc => self.e_g(Code::BitTest, 3),
+            M::Bt => self.bit_test(0),
+            M::Bts => self.bit_test(1),
+            M::Btr => self.bit_test(2),
+            M::Btc => self.bit_test(3),
             M::Bsf => self.g_e(Code::BitScan, 0),
             M::Bsr => self.g_e(Code::BitScan, 1),
             M::Tzcnt => self.g_e(Code::BitScan, 2),
@@ -150,6 +148,8 @@ impl Lower<'_> {
             M::Int1 => self.end(System::Int1),
             M::Hlt => self.end(System::Hlt),
             M::Cpuid => self.end(System::Cpuid),
+            // No counter exists, whatever CR4.PCE would allow.
+            M::Rdpmc => self.refused(),
             M::Rdmsr => self.end(System::Rdmsr),
             M::Wrmsr => self.end(System::Wrmsr),
             M::Rdtsc => self.end(System::Rdtsc),
@@ -178,6 +178,14 @@ impl Lower<'_> {
     /// #UD, which ends the block: what follows may be no code.
     pub(crate) fn undefined(&mut self) -> Flow {
         self.emit_last(Op::new(Code::Undefined))
+    }
+
+    /// #GP(0) whenever it is executed.
+    pub(crate) fn refused(&mut self) -> Flow {
+        self.emit_last(Op {
+            aux: 1,
+            ..Op::new(Code::Undefined)
+        })
     }
 
     fn emit_last(&mut self, op: Op) -> Flow {
@@ -231,6 +239,32 @@ impl Lower<'_> {
         let width = self.width(0);
         let op = self.form(code, width, 1, Some(0));
         self.emit(Op { aux, ..op })
+    }
+
+    /// The bit that a register selects may lie in another word than the operand's address. Where
+    /// the address is computed beforehand, the distance to that word is added there, so that both
+    /// wrap together.
+    fn bit_test(&mut self, kind: u8) -> Flow {
+        let width = self.width(0);
+        let mut op = self.form(Code::BitTest, width, 0, Some(1));
+        op.aux = kind;
+        if op.has(MEMORY)
+            && !op.has(IMMEDIATE)
+            && let Some(rest) = self.split_address()
+        {
+            self.emit(Op {
+                form: width << 2,
+                dst: TARGET,
+                src: op.src,
+                ..Op::new(Code::BitOffset)
+            });
+            self.emit(Op {
+                index: TARGET,
+                ..rest
+            });
+            op.aux |= OFFSET_ADDED;
+        }
+        self.emit(op)
     }
 
     fn rotate(&mut self, kind: u8) -> Flow {
@@ -308,36 +342,7 @@ impl Lower<'_> {
         self.emit(op)
     }
 
-    /// LOOPcc and JRCXZ: the condition into scratch, then a branch on it.
-    fn count_loop(&mut self, kind: u8) -> Flow {
-        if self.i.op0_kind() != OpKind::NearBranch64 {
-            return self.undefined();
-        }
-        let bytes = self.i.code();
-        let narrow = matches!(
-            bytes,
-            iced_x86::Code::Loopne_rel8_64_ECX
-                | iced_x86::Code::Loope_rel8_64_ECX
-                | iced_x86::Code::Loop_rel8_64_ECX
-                | iced_x86::Code::Jecxz_rel8_64
-        );
-        let width = if narrow { 2 } else { 3 };
-        let count = Op {
-            form: width << 2,
-            aux: kind,
-            dst: TEMP,
-            ..Op::new(Code::LoopCount)
-        };
-        self.emit(count);
-        let disp = self.displacement();
-        self.emit_branch(Op {
-            src: TEMP,
-            disp,
-            ..Op::new(Code::JumpSlot)
-        })
-    }
-
-    fn end_op(&mut self, system: System, op: Op) -> Flow {
+    pub(crate) fn end_op(&mut self, system: System, op: Op) -> Flow {
         self.emit(Op {
             code: Code::System,
             aux: system as u8,
@@ -382,27 +387,6 @@ impl Lower<'_> {
             op.imm = i32::from(self.i.immediate8());
         }
         self.end_op(system, op)
-    }
-
-    fn ret_far(&mut self) -> Flow {
-        let imm = if self.i.op_count() == 0 {
-            0
-        } else {
-            i32::from(self.i.immediate16())
-        };
-        let width = match self.i.code() {
-            iced_x86::Code::Retfq | iced_x86::Code::Retfq_imm16 => 3,
-            iced_x86::Code::Retfd | iced_x86::Code::Retfd_imm16 => 2,
-            _ => 1,
-        };
-        self.end_op(
-            System::RetFar,
-            Op {
-                form: width << 2,
-                imm,
-                ..Op::new(Code::System)
-            },
-        )
     }
 
     pub(crate) fn pop_segment(&mut self, width: u8) -> Flow {

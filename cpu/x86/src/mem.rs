@@ -214,6 +214,9 @@ impl Core {
             }
             return self.update_slow(bus, va, new);
         }
+        if !is_canonical(va) {
+            return self.block(Why::NonCanonical);
+        }
         match self.translate(bus, va, Access::Write, self.user)? {
             Target::Memory(gfn, page) => {
                 self.note_code_write(gfn, page)?;

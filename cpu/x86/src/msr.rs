@@ -5,7 +5,7 @@
 //! | 0x10 TSC, 0x6e0 TSC_DEADLINE, 0xc0000103 TSC_AUX | 1 GHz; a TSC write moves the deadline |
 //! | 0x1b APIC_BASE, 0x800-0x8ff | the local APIC |
 //! | 0xfe MTRRCAP | 0: no MTRRs; read-only |
-//! | 0x1a0 MISC_ENABLE, 0x277 PAT | kept; memory is write-back whatever they say |
+//! | 0x1a0 MISC_ENABLE, 0x277 PAT | kept; XD disable hides NX; memory is write-back |
 //! | 0xc0000080-84 EFER STAR LSTAR CSTAR FMASK, 0xc0000100-102 FS, GS, kernel GS base | |
 //!
 //! KVM's MSRs, [`KVM`] (0x4b564d00-ff), are not here: they mean what the hypervisor says, so at CPL
@@ -14,6 +14,7 @@
 
 use crate::apic::Lapic;
 use crate::control::{Flush, privileged, set_canonical, write_efer};
+use crate::state::bits::MISC_XD_DISABLE;
 use crate::state::{Exception, System, Trap};
 use lacuna_sync::Nanos;
 use std::ops::RangeInclusive;
@@ -39,8 +40,12 @@ const GS_BASE: u32 = 0xc000_0101;
 const KERNEL_GS_BASE: u32 = 0xc000_0102;
 const TSC_AUX: u32 = 0xc000_0103;
 
-/// MISC_ENABLE: fast strings, thermal control, SpeedStep, MONITOR, CPUID limit, xTPR disable.
-const MISC_WRITABLE: u64 = 1 << 0 | 1 << 3 | 1 << 16 | 1 << 18 | 1 << 22 | 1 << 23;
+/// MISC_ENABLE: fast strings, thermal control, SpeedStep, MONITOR, CPUID limit, xTPR disable, XD
+/// disable. Only the last has an effect: CPUID no longer announces NX, and writing EFER with NXE is
+/// #GP. An NXE that is set already stays in force. KVM accepts the bit and gives it no effect; a
+/// guest that sets it expects what the manual says.
+const MISC_WRITABLE: u64 =
+    1 << 0 | 1 << 3 | 1 << 16 | 1 << 18 | 1 << 22 | 1 << 23 | MISC_XD_DISABLE;
 /// No performance monitoring, branch trace or PEBS: read-only, ignored when written.
 const MISC_READ_ONLY: u64 = 1 << 7 | 1 << 11 | 1 << 12;
 

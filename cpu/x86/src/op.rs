@@ -15,10 +15,8 @@
 
 /// Always zero.
 pub(crate) const ZERO: u8 = 16;
-/// Scratch address, DS-like: a non-canonical one is #GP.
+/// Scratch address.
 pub(crate) const TEMP: u8 = 17;
-/// Scratch address of a stack access: a non-canonical one is #SS.
-pub(crate) const TEMP_STACK: u8 = 18;
 /// Scratch target of an indirect call.
 pub(crate) const TARGET: u8 = 19;
 /// First of the four second-byte registers.
@@ -59,6 +57,8 @@ pub(crate) enum Code {
     ImulRr32, ImulRr64, ImulRri32, ImulRri64, ImulRm32, ImulRm64,
     CmovRr32, CmovRr64, SetccR,
     PushR, PushI, PopR, Nop,
+    // The target of an indirect call, which must be canonical before anything is pushed.
+    TargetR, TargetM,
     // The same without flags, for quiet.rs.
     QuietAddRr32, QuietAddRr64, QuietAddRi32, QuietAddRi64, QuietSubRr32, QuietSubRr64,
     QuietAndRr32, QuietAndRr64, QuietAndRi32, QuietAndRi64,
@@ -85,9 +85,9 @@ pub(crate) enum Code {
     Alu, AluReverse, Shift, DoubleShift, Not, Neg, Inc, Dec,
     Mul, Imul, Div, Idiv, ImulG, ImulGImm,
     MovE, MovG, MovZx, MovSx, Xchg, Xadd, Cmpxchg, Cmpxchg8b,
-    BitTest, BitScan, Bswap, CmovG, SetccE, Widen, SignFill,
+    BitTest, BitOffset, BitScan, Bswap, CmovG, SetccE, Widen, SignFill,
     Lahf, Sahf, Carry, Direction, PushE, PopE, Pushf, Leave, Enter,
-    LoopCount, Fence, String, Float, Undefined,
+    LoopCount, RefuseIf, Fence, String, Float, Undefined,
 }
 
 /// Instructions that the run loop executes, in [`Code::System`]'s `aux`.

@@ -31,8 +31,13 @@ pub(crate) enum Why {
 }
 
 impl Why {
-    /// For code that cannot wait for devices: descriptor tables and stacks of handlers are no
-    /// devices.
+    /// Whether a device was touched, and is to be asked.
+    pub(crate) const fn is_device(self) -> bool {
+        matches!(self, Self::DeviceRead(..) | Self::DeviceWrite(..))
+    }
+
+    /// For event delivery, which cannot wait for devices: descriptor tables and stacks of handlers
+    /// are no devices. A system instruction can, and looks at [`Core::why`] itself.
     pub(crate) fn as_trap(self) -> Trap {
         match self {
             Self::Trap(trap) => trap,

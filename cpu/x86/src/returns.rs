@@ -38,8 +38,9 @@ impl<'a, M: Linear> Pops<'a, M> {
     }
 
     fn pop(&mut self) -> Result<u64, Trap> {
-        if !is_canonical(self.rsp) {
-            return Err(Exception::with_error(12, 0).into());
+        let last = self.rsp.wrapping_add(self.width.bytes() - 1);
+        if !is_canonical(self.rsp) || !is_canonical(last) {
+            return Err(Exception::SS0.into());
         }
         let value = self.m.read(self.rsp, self.width, self.user)?;
         self.rsp = self.rsp.wrapping_add(self.width.bytes());

@@ -5,7 +5,7 @@ use crate::dispatch::{RSP, address};
 use crate::flags::RF;
 use crate::general::{load, read, reg, set_reg, store};
 use crate::mem::Touch;
-use crate::op::{Code, IMMEDIATE, MEMORY, Op, TEMP_STACK};
+use crate::op::{Code, IMMEDIATE, MEMORY, Op};
 use crate::processor::Core;
 use crate::state::is_canonical;
 use lacuna_cpu::Bus;
@@ -31,7 +31,8 @@ pub(crate) fn push_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touc
     push(core, bus, op.width(), value)
 }
 
-/// POP into E. An address that uses RSP uses the value after the pop.
+/// POP into E. An address that uses RSP uses the value after the pop; one that was computed
+/// beforehand includes it.
 pub(crate) fn pop_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, rsp) = (op.width(), core.r[RSP]);
     let value = load(core, bus, rsp, width)?;
@@ -86,7 +87,9 @@ pub(crate) fn enter(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     built.inspect_err(|_| core.r[RSP] = saved)
 }
 
-/// Whether a non-canonical address in this op was the stack's.
+/// Whether a non-canonical address in this op was the stack's: #SS, else #GP. An explicit address
+/// is the stack's by its base register. Of the segment prefixes only FS and GS count, whose
+/// addresses are computed into scratch beforehand.
 pub(crate) fn is_stack_access(core: &Core, op: &Op) -> bool {
     let implicit = matches!(
         op.code,
@@ -100,9 +103,11 @@ pub(crate) fn is_stack_access(core: &Core, op: &Op) -> bool {
             | Code::Leave
             | Code::Enter
     );
-    let explicit = matches!(op.base, 4 | 5 | TEMP_STACK);
-    if op.has(MEMORY) && !(implicit && is_canonical(address(core, op))) {
-        return explicit;
+    let explicit = matches!(op.base, 4 | 5);
+    match op.code {
+        // POP looks at the stack first, PUSH and CALL at their operand.
+        Code::PopE if !is_canonical(core.r[RSP]) => true,
+        _ if op.has(MEMORY) && !(implicit && is_canonical(address(core, op))) => explicit,
+        _ => implicit,
     }
-    implicit
 }

@@ -15,6 +15,13 @@ pub enum Trap {
     Exclusive,
 }
 
+impl Trap {
+    /// Whether a frame without memory was touched.
+    pub(crate) const fn is_mmio(self) -> bool {
+        matches!(self, Self::Stop(Stop::Mmio(_)))
+    }
+}
+
 impl From<Stop> for Trap {
     fn from(stop: Stop) -> Self {
         Self::Stop(stop)
@@ -43,6 +50,8 @@ impl Exception {
     pub const UD: Self = Self::plain(6);
     /// #NM.
     pub const NM: Self = Self::plain(7);
+    /// #SS(0).
+    pub const SS0: Self = Self::with_error(12, 0);
     /// #GP(0), the most frequent.
     pub const GP0: Self = Self::gp(0);
 
@@ -131,6 +140,9 @@ pub(crate) mod bits {
     pub(crate) const EFER_LME: u64 = 1 << 8;
     pub(crate) const EFER_LMA: u64 = 1 << 10;
     pub(crate) const EFER_NXE: u64 = 1 << 11;
+
+    /// `IA32_MISC_ENABLE`: EFER.NXE is reserved.
+    pub(crate) const MISC_XD_DISABLE: u64 = 1 << 34;
 }
 
 /// Whether bits 63 to 47 of a linear address are all equal.
@@ -191,7 +203,7 @@ pub struct System {
     pub tsc_aux: u64,
     /// `IA32_PAT`.
     pub pat: u64,
-    /// `IA32_MISC_ENABLE`: kept, and means nothing.
+    /// `IA32_MISC_ENABLE`: kept, and means nothing but for XD disable, bit 34.
     pub misc_enable: u64,
     /// DR0 to DR3. Breakpoints are kept but never hit.
     pub dr: [u64; 4],
@@ -254,6 +266,11 @@ impl System {
         } else {
             Pcid((self.cr3 & bits::CR3_PCID) as u16)
         }
+    }
+
+    /// Whether EFER.NXE may be set and CPUID announces NX (SDM vol 4, `IA32_MISC_ENABLE` bit 34).
+    pub(crate) const fn has_nx(&self) -> bool {
+        self.misc_enable & bits::MISC_XD_DISABLE == 0
     }
 
     /// What RDTSC reads at `now`: a 1 GHz counter.

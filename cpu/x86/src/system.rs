@@ -14,9 +14,11 @@ use crate::linear::{Linear, Width};
 use crate::mem::View;
 use crate::msr;
 use crate::op::{IMMEDIATE, MEMORY, Op, System as Sys};
+use crate::processor::Core;
 use crate::returns::{self, Saved};
 use crate::segments::{self, Segment};
-use crate::state::{Exception, System, Table, Trap};
+use crate::stack;
+use crate::state::{Exception, System, Table, Trap, is_canonical};
 use crate::walk::User;
 use lacuna_cpu::Bus;
 
@@ -30,8 +32,12 @@ const R11: usize = 11;
 pub(crate) enum Done {
     /// Go on behind it.
     Next,
+    /// Go on behind it. The trap flag raises no #DB before the next instruction has completed.
+    Untrapped,
     /// RIP is set.
     Jumped,
+    /// RIP is set. The trap flag that was loaded, not the old one, decides whether #DB follows.
+    SystemCall,
     /// Go on behind it, after a flush.
     Flush(Flush),
     /// Go on behind it, after telling the outside.
@@ -78,7 +84,13 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
         }
         Sys::Cpuid => {
             let (leaf, subleaf) = (m.core.r[RAX] as u32, m.core.r[RCX] as u32);
-            let leaf = cpuid::cpuid(&m.core.apic, m.core.kvm_features, leaf, subleaf);
+            let leaf = cpuid::cpuid(
+                &m.core.sys,
+                &m.core.apic,
+                m.core.kvm_features,
+                leaf,
+                subleaf,
+            );
             m.core.r[RAX] = leaf.eax.into();
             m.core.r[RBX] = leaf.ebx.into();
             m.core.r[RCX] = leaf.ecx.into();
@@ -138,6 +150,45 @@ fn user<B>(m: &View<'_, B>) -> User {
     m.core.user
 }
 
+/// Reads `width` bytes of the memory operand, from byte `at` on.
+fn read_operand<B: Bus>(m: &mut View<'_, B>, op: &Op, at: u64, width: Width) -> Result<u64, Trap> {
+    let (va, by) = (operand(m.core, op, at, width)?, user(m));
+    m.read(va, width, by)
+}
+
+/// Writes `width` bytes of the memory operand, from byte `at` on.
+fn write_operand<B: Bus>(
+    m: &mut View<'_, B>,
+    op: &Op,
+    at: u64,
+    width: Width,
+    value: u64,
+) -> Result<(), Trap> {
+    let (va, by) = (operand(m.core, op, at, width)?, user(m));
+    m.write(va, width, value, by)
+}
+
+/// The address of byte `at` of the memory operand.
+fn operand(core: &Core, op: &Op, at: u64, width: Width) -> Result<u64, Trap> {
+    let va = address(core, op).wrapping_add(at);
+    if is_canonical(va) && is_canonical(va.wrapping_add(width.bytes() - 1)) {
+        Ok(va)
+    } else if stack::is_stack_access(core, op) {
+        Err(Exception::SS0.into())
+    } else {
+        Err(Exception::GP0.into())
+    }
+}
+
+/// Reads the top of the stack.
+fn read_stack<B: Bus>(m: &mut View<'_, B>, width: Width) -> Result<u64, Trap> {
+    let (rsp, by) = (m.core.r[RSP], user(m));
+    if !is_canonical(rsp) || !is_canonical(rsp.wrapping_add(width.bytes() - 1)) {
+        return Err(Exception::SS0.into());
+    }
+    m.read(rsp, width, by)
+}
+
 /// CLI and STI: by IOPL. STI shadows the next instruction if interrupts were off.
 fn interrupt_flag<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
     if u64::from(m.core.sys.cpl) > (m.core.rflags & IOPL) >> 12 {
@@ -154,7 +205,7 @@ fn interrupt_flag<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
 
 fn pop_flags<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
     let rsp = m.core.r[RSP];
-    let image = m.read(rsp, width(op), user(m))?;
+    let image = read_stack(m, width(op))?;
     let old = m.core.rflags();
     m.core.r[RSP] = rsp.wrapping_add(1 << op.width());
     let new = popped_flags(m.core.sys.cpl, old, image, width(op));
@@ -181,9 +232,8 @@ fn far_transfer<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
         Sys::Iret => returns::iret(m, &mut flow, width(op))?,
         Sys::RetFar => returns::ret_far(m, &mut flow, width(op), op.imm as u16)?,
         _ => {
-            let (at, by) = (address(m.core, op), user(m));
-            let rip = m.read(at, width(op), by)?;
-            let selector = m.read(at.wrapping_add(1 << op.width()), Width::W16, by)?;
+            let rip = read_operand(m, op, 0, width(op))?;
+            let selector = read_operand(m, op, 1 << op.width(), Width::W16)?;
             returns::jump_far(m, &mut flow, selector as u16, rip)?;
         }
     }
@@ -205,7 +255,7 @@ fn system_call<B: Bus>(m: &mut View<'_, B>, kind: Sys, next: u64) -> Outcome {
         returns::sysret(&mut m.core.sys, &mut flow, saved)?;
     }
     m.core.follow(flow);
-    Ok(Done::Jumped)
+    Ok(Done::SystemCall)
 }
 
 fn model_specific<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
@@ -284,8 +334,7 @@ fn store_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
         _ => sys.selectors[op.imm as usize % 6].into(),
     };
     if op.has(MEMORY) {
-        let (at, by) = (address(m.core, op), user(m));
-        m.write(at, Width::W16, value & mask(1), by)?;
+        write_operand(m, op, 0, Width::W16, value & mask(1))?;
     } else {
         set_reg(m.core, op.dst, op.width(), value);
     }
@@ -294,9 +343,11 @@ fn store_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
 
 /// LMSW, LLDT, LTR and MOV to a segment register.
 fn load_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    if kind != Sys::LoadSegment {
+        control::privileged(&m.core.sys)?;
+    }
     let selector = if op.has(MEMORY) {
-        let (at, by) = (address(m.core, op), user(m));
-        m.read(at, Width::W16, by)? as u16
+        read_operand(m, op, 0, Width::W16)? as u16
     } else {
         m.core.r[op.dst as usize] as u16
     };
@@ -307,15 +358,18 @@ fn load_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
         _ => {
             let segment = segment(op);
             segments::load(m, segment, selector)?;
-            m.core.sys.interrupt_shadow |= segment == Segment::Ss;
+            if segment == Segment::Ss {
+                m.core.sys.interrupt_shadow = true;
+                return Ok(Done::Untrapped);
+            }
         }
     }
     Ok(Done::Next)
 }
 
 fn pop_segment<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
-    let (rsp, by) = (m.core.r[RSP], user(m));
-    let selector = m.read(rsp, Width::W16, by)? as u16;
+    let rsp = m.core.r[RSP];
+    let selector = read_stack(m, Width::W16)? as u16;
     segments::load(m, segment(op), selector)?;
     m.core.r[RSP] = rsp.wrapping_add(1 << op.width());
     Ok(Done::Next)
@@ -334,20 +388,18 @@ fn segment(op: &Op) -> Segment {
 
 fn load_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     control::privileged(&m.core.sys)?;
-    let (at, by) = (address(m.core, op), user(m));
-    let limit = m.read(at, Width::W16, by)? as u16;
-    let base = m.read(at.wrapping_add(2), Width::W64, by)?;
+    let limit = read_operand(m, op, 0, Width::W16)? as u16;
+    let base = read_operand(m, op, 2, Width::W64)?;
     let table = segments::pseudo_descriptor(&m.core.sys, limit, base)?;
     *table_register(&mut m.core.sys, kind == Sys::Lgdt) = table;
     Ok(Done::Next)
 }
 
 fn store_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
-    let (at, by) = (address(m.core, op), user(m));
     let table = *table_register(&mut m.core.sys, kind == Sys::Sgdt);
     // The base first: if the second store is blocked the first is done again with the same value.
-    m.write(at.wrapping_add(2), Width::W64, table.base, by)?;
-    m.write(at, Width::W16, table.limit.into(), by)?;
+    write_operand(m, op, 2, Width::W64, table.base)?;
+    write_operand(m, op, 0, Width::W16, table.limit.into())?;
     Ok(Done::Next)
 }
 

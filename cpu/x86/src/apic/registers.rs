@@ -240,5 +240,7 @@ impl Lapic {
     pub(crate) fn set_tsc_deadline(&mut self, deadline: u64, tsc_offset: u64, now: Nanos) {
         self.tick(now);
         self.timer.set_deadline(deadline, tsc_offset, now);
+        // A deadline in the past fires now, not when the processor next looks at its timer.
+        self.tick(now);
     }
 }

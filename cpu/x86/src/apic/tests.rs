@@ -279,9 +279,12 @@ fn tsc_deadline() {
     set(&mut apic, EOI, 0);
     // A deadline in the past fires at once, zero disarms.
     apic.set_tsc_deadline(1, 0, T0);
-    assert_eq!(apic.next_deadline(), Some(T0));
-    apic.set_tsc_deadline(0, 0, T0.after(0));
-    assert_eq!(apic.pending(), Some(0x40));
+    assert_eq!((apic.pending(), apic.next_deadline()), (Some(0x40), None));
+    apic.accept(0x40);
+    set(&mut apic, EOI, 0);
+    apic.set_tsc_deadline(2_000_000_000, 0, T0);
+    apic.set_tsc_deadline(0, 0, T0);
+    assert_eq!((apic.pending(), apic.next_deadline()), (None, None));
     apic.set_tsc_deadline(u64::MAX, 0, T0);
     set(&mut apic, LVT_TIMER, 0x40);
     assert_eq!(apic.next_deadline(), None, "another mode disarms");

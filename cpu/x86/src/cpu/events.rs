@@ -10,7 +10,7 @@
 //! Most events need no keeping: executed again, the instruction faults again, and the interrupt is
 //! still requested. Those that nothing would bring back are kept as [`Pending::Exception`].
 
-use super::Cpu;
+use super::{Cpu, Progress};
 use crate::deliver::{self, Event, Outcome};
 use crate::exit::{Exit, Shutdown};
 use crate::mem::View;
@@ -69,7 +69,7 @@ impl Cpu {
         self.drop_written(bus);
         match outcome {
             Ok(Outcome::Entered(vector)) => {
-                self.interrupted = true;
+                self.progress = Progress::None;
                 self.core.replay.clear();
                 self.core.follow(flow);
                 // A handler that faults at once must not keep the run loop for ever.

@@ -32,6 +32,7 @@ fn what_is_written_is_read() {
     let high = 0xffff_8000_1234_5678;
     let cases = [
         (MISC_ENABLE, 0x8 | 0x1800),
+        (MISC_ENABLE, 1 << 34 | 0x1800),
         (PAT, 0x0001_0405_0607_0406),
         (STAR, u64::MAX),
         (LSTAR, high),
@@ -61,7 +62,7 @@ fn values_that_are_refused() {
     let cases = [
         (APIC_BASE, 0xfee0_0001),
         (MTRRCAP, 0),
-        (MISC_ENABLE, 1 << 34),
+        (MISC_ENABLE, 1 << 35),
         (PAT, 2),
         (PAT, 3 << 56),
         (PAT, 8),
@@ -171,4 +172,17 @@ fn the_whole_index_space() {
         let written = wrmsr(&mut sys, &mut apic, NOW, index, u64::from(index) << 13);
         assert!(written == Err(GP) || exists(index), "{index:#x}");
     }
+}
+
+/// SDM vol 4, `IA32_MISC_ENABLE` bit 34.
+#[test]
+fn with_xd_disabled_nxe_is_reserved() {
+    let (mut sys, mut apic) = cpu();
+    let mut write = |index, value| wrmsr(&mut sys, &mut apic, NOW, index, value);
+    let refused = Err(Exception::GP0.into());
+    assert_eq!(write(MISC_ENABLE, 1 << 34), Ok(Flush::Keep));
+    assert_eq!(write(EFER, EFER_LME | EFER_NXE), refused);
+    assert_eq!(write(EFER, EFER_LME), Ok(Flush::Keep));
+    assert_eq!(write(MISC_ENABLE, 0), Ok(Flush::Keep));
+    assert_eq!(write(EFER, EFER_LME | EFER_NXE), Ok(Flush::All));
 }

@@ -9,6 +9,8 @@
 #![allow(dead_code)] // Each test file uses a part.
 
 pub mod kernel;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub mod signals;
 
 use iced_x86::code_asm::CodeAssembler;
 use lacuna_addr::{Access, Gfn, Gpa};
