@@ -9,8 +9,9 @@ use crate::signals::Signal;
 
 /// What `--help` says of exit codes; the README has the same sentence.
 pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong arguments or image; \
-                              3 this host could not do it, or the result could not be written; \
-                              130 interrupted by Ctrl-C (SIGINT); 143 by SIGTERM.";
+                              3 this host could not do it (memory, disk, a page that swap lost), \
+                              or the result could not be written; 130 interrupted by Ctrl-C \
+                              (SIGINT); 143 by SIGTERM.";
 
 /// How a command ended.
 ///

@@ -112,6 +112,16 @@ fn the_first_signal_ends_the_lab_and_what_was_measured_is_told() {
     assert!(json["results"].is_array(), "{json}");
 }
 
+#[test]
+fn a_result_that_is_lost_outweighs_the_signal() {
+    for line in [ENDLESS, "lab apf --quick --quiet"] {
+        let full = std::fs::File::options().write(true).open("/dev/full");
+        let mut running = Running::start(&format!("{line} --json -"), full.unwrap().into());
+        running.send(Signal::INT);
+        assert_eq!(running.wait().code(), Some(3), "{line}");
+    }
+}
+
 /// A pipe that takes nothing: whoever writes to it waits.
 fn full_pipe() -> (PipeReader, Stdio) {
     let (reader, mut writer) = std::io::pipe().unwrap();
