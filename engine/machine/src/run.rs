@@ -82,7 +82,10 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
             let spawned = named.spawn_scoped(scope, body);
             let refused = |error| VcpuError::Host {
                 vcpu: index,
-                cause: format!("cannot start its thread: {error}"),
+                cause: format!(
+                    "cannot start its thread: {error}; give the guest fewer vCPUs, or raise the \
+                     limit on processes (ulimit -u)"
+                ),
             };
             spawned
                 .map_err(|error| board.end(Ending::Failed(refused(error)), kick))

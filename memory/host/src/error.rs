@@ -86,7 +86,7 @@ pub enum HostError {
     #[error(transparent)]
     Lost(#[from] LostPage),
     /// A thread of the manager's own could not be started.
-    #[error("cannot start a thread: {0}")]
+    #[error("cannot start a thread: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),
 }
 

@@ -10,6 +10,8 @@ use assert_cmd::Command;
 use std::path::Path;
 use std::time::Duration;
 
+const LACUNA: &str = env!("CARGO_BIN_EXE_lacuna");
+
 /// What a row needs of the machine.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
@@ -18,8 +20,19 @@ enum Needs {
     Mount,
     /// `script`, for a terminal.
     Terminal,
+    /// Another user, without processes of its own: limits on them do not hold for root.
+    User,
 }
-use Needs::{Mount, Nothing, Terminal};
+use Needs::{Mount, Nothing, Terminal, User};
+
+/// A command line that another user runs, of whom nothing else is running.
+const AS_USER: [&str; 5] = [
+    "--reuid=64321",
+    "--clear-groups",
+    "prlimit",
+    "--nproc=8",
+    "sh",
+];
 
 /// A row: what it needs, the line, the exit code, fragments of the output in any order.
 type Row = (Needs, &'static str, i32, &'static [&'static str]);
@@ -176,6 +189,12 @@ const TABLE: &[Row] = &[
         3,
         &["swap device full", "No space left on device"],
     ),
+    (
+        User,
+        "$LACUNA run verify --memory 64M --resident 32M --vcpus 64 --swap mem",
+        3,
+        &["cannot start its thread", "fewer vCPUs", "ulimit -u"],
+    ),
     // The guest.
     (
         Nothing,
@@ -279,6 +298,10 @@ fn lacking(needs: Needs) -> Option<&'static str> {
     match needs {
         Nothing => None,
         Mount => (!works("unshare", &mount)).then_some("no mount namespace (unshare -rm)"),
+        User => {
+            let runs = [&AS_USER[..], &["-c", "exec \"$0\" --version", LACUNA]].concat();
+            (!works("setpriv", &runs)).then_some("no other user who may run it (setpriv, prlimit)")
+        }
         Terminal => (!works("script", &["-qec", "true", "/dev/null"]))
             .then_some("no terminal to be had (script, of util-linux)"),
     }
@@ -292,6 +315,10 @@ fn shell(dir: &Path, needs: Needs, line: &str) -> Command {
             let args = ["-rm", "sh", "-c", &mounted];
             ("unshare", args.map(str::to_owned).to_vec())
         }
+        User => {
+            let args = [&AS_USER[..], &["-c", line]].concat();
+            ("setpriv", args.into_iter().map(str::to_owned).collect())
+        }
         Terminal => {
             let args = ["-qec", line, "/dev/null"];
             ("script", args.map(str::to_owned).to_vec())
@@ -299,7 +326,7 @@ fn shell(dir: &Path, needs: Needs, line: &str) -> Command {
     };
     let mut command = Command::new(program);
     command.args(args).current_dir(dir);
-    command.env("LACUNA", env!("CARGO_BIN_EXE_lacuna"));
+    command.env("LACUNA", LACUNA);
     command.timeout(Duration::from_secs(120));
     command
 }
