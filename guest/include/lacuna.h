@@ -23,6 +23,11 @@ bool lacuna_param_given(const char *name);
 
 /* ---- the machine ---- */
 uint32_t lacuna_cpus(void);
+/*
+ * How many threads of each of so many kinds a workload makes unless told otherwise: one a
+ * processor, as far as there is room beside its first thread.
+ */
+uint64_t lacuna_threads_each(uint64_t kinds);
 char *lacuna_arena(void);           /* nearly all guest memory, the same for every process */
 uint64_t lacuna_arena_bytes(void);  /* a multiple of the page; untouched so far, hence zero */
 uint64_t lacuna_gpa(const void *p); /* guest-physical address, for reports */

@@ -151,7 +151,6 @@ _Static_assert(sizeof(struct cpu) <= CPU_SIZE - 4096, "a page of stack");
 _Static_assert(sizeof(struct frame) % 16 == 0, "the processor aligns RSP0 down");
 
 #define NEVER (~0ull)
-#define MAX_CPUS 60 /* a thread each, at least */
 
 extern u32 ncpus;
 extern struct cpu *cpus; /* CPU_SIZE apart: use cpu_at */

@@ -126,8 +126,11 @@ static void read_memmap(const struct hvm_start_info *start) {
 static void map_above_4g(u64 top) {
     for (u64 gib = 4; gib << 30 < top; gib++) {
         u64 *pd = page_alloc();
-        if (gib >= 512 || !pd)
-            panic("cannot map memory up to %lx", top);
+        if (gib >= LACUNA_MEMORY_END_GIB)
+            panic("memory ends at %lu GiB: this kernel maps %u GiB at most", top >> 30,
+                  LACUNA_MEMORY_END_GIB);
+        if (!pd)
+            panic("no memory for the tables of memory up to %lx", top);
         for (u64 i = 0; i < 512; i++)
             pd[i] = (gib << 30) | i << 21 | PTE_P | PTE_W | PTE_PS | PTE_G;
         kernel_pdpt[gib] = (u64)pd | PTE_P | PTE_W;

@@ -28,7 +28,9 @@ void secondary_main(u32 i) {
 
 static void start_cpus(void) {
     u64 wanted = boot_param("smp", 1);
-    ncpus = wanted < 1 ? 1 : wanted > MAX_CPUS ? MAX_CPUS : (u32)wanted;
+    if (wanted > LACUNA_MAX_CPUS)
+        panic("smp=%lu: this kernel has room for %u processors", wanted, LACUNA_MAX_CPUS);
+    ncpus = wanted < 1 ? 1 : (u32)wanted;
     info->ncpus = ncpus;
     apf_init();
     /* The heap has handed out nothing back yet, so that pages still come in sequence. */

@@ -34,7 +34,7 @@ const fn param(name: &'static str, default: &'static str, about: &'static str) -
 
 /// Parameters that the kernel reads, whatever the workload.
 pub const KERNEL_PARAMS: &[Param] = &[
-    param("smp", "1", "vCPUs, APIC ids 0 to smp - 1"),
+    param("smp", "1", "vCPUs, at most 64, APIC ids 0 to smp - 1"),
     param(
         "ap",
         "sipi",
@@ -87,10 +87,10 @@ static IMAGES: &[Image] = &[
         &[
             param(
                 "faulters",
-                "smp",
+                "smp, at most 29",
                 "processes that access the arena at random, half writes"
             ),
-            param("workers", "smp", "processes that count"),
+            param("workers", "smp, at most 29", "processes that count"),
             param(
                 "processes",
                 "1",
@@ -116,7 +116,11 @@ static IMAGES: &[Image] = &[
         "verify",
         "writes and re-reads keyed patterns: any lost, stale or torn page is found",
         &[
-            param("threads", "smp", "threads, each with its own part"),
+            param(
+                "threads",
+                "smp, at most 59",
+                "threads, each with its own part"
+            ),
             param("rounds", "3", "times every page is checked and rewritten"),
             param("pages", "all", "how many pages"),
             param(
@@ -147,7 +151,11 @@ static IMAGES: &[Image] = &[
         "first touch of every page: cycles and nanoseconds a page",
         &[
             param("order", "seq", "seq or random"),
-            param("threads", "smp", "threads, each with its own part"),
+            param(
+                "threads",
+                "smp, at most 59",
+                "threads, each with its own part"
+            ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the random order"),
         ]
@@ -156,7 +164,11 @@ static IMAGES: &[Image] = &[
         "zipf",
         "skewed reads and writes: some memory hot, most of it hardly ever used",
         &[
-            param("processes", "smp", "processes, each with its own part"),
+            param(
+                "processes",
+                "smp, at most 59",
+                "processes, each with its own part"
+            ),
             param(
                 "skew",
                 "99",
@@ -187,7 +199,11 @@ static IMAGES: &[Image] = &[
         "churn",
         "transactions on a heap of objects: pages dirtied at a rate to be set",
         &[
-            param("processes", "smp", "processes, each with its own heap"),
+            param(
+                "processes",
+                "smp, at most 59",
+                "processes, each with its own heap"
+            ),
             param(
                 "hot",
                 "bytes / 8",
@@ -226,7 +242,7 @@ static IMAGES: &[Image] = &[
         &[
             param(
                 "threads",
-                "smp",
+                "smp, at most 59",
                 "threads that write, all of them everywhere"
             ),
             param(
@@ -250,7 +266,7 @@ static IMAGES: &[Image] = &[
         &[
             param(
                 "threads",
-                "smp",
+                "smp, at most 59",
                 "threads that read, all of them everywhere"
             ),
             param(

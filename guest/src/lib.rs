@@ -26,6 +26,10 @@ pub const PORT_CONSOLE: u16 = 0x3f8;
 pub const PORT_EXIT: u16 = 0xf4;
 /// Port whose 32-bit write announces the page frame number of the status page.
 pub const PORT_STATUS: u16 = 0x5c0;
+/// Most vCPUs that the kernel has room for; it panics at `smp=` of more.
+pub const MAX_CPUS: u32 = 64;
+/// Most memory, in bytes, that the kernel has page tables for; it panics at more.
+pub const MAX_MEMORY: u64 = 511 << 30;
 /// Exit code when the guest kernel panicked; the console has the reason.
 pub const EXIT_PANIC: u32 = 125;
 /// Exit code base when a thread was killed by an exception: the vector is added.

@@ -1,6 +1,8 @@
 //! The C headers and their Rust mirror say the same; patterns compress and laws hold as promised.
 
-use lacuna_guest::{EXIT_FAULT, EXIT_PANIC, PORT_CONSOLE, PORT_EXIT, PORT_STATUS, status as s};
+use lacuna_guest::{
+    EXIT_FAULT, EXIT_PANIC, MAX_CPUS, MAX_MEMORY, PORT_CONSOLE, PORT_EXIT, PORT_STATUS, status as s,
+};
 use lz4_flex::block::compress_into;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,6 +36,9 @@ fn rust_mirrors_the_c_headers() {
         format!("magic {}", s::MAGIC),
         format!("version {}", s::VERSION),
         format!("threads {}", s::MAX_THREADS),
+        format!("cpus {MAX_CPUS}"),
+        // The hole below 4 GiB, where devices are, is 1 GiB.
+        format!("memory_end_gib {}", (MAX_MEMORY >> 30) + 1),
         format!("ports {PORT_CONSOLE} {PORT_EXIT} {PORT_STATUS}"),
         format!("exits {EXIT_PANIC} {EXIT_FAULT}"),
         format!("entry_bytes {}", s::ENTRY_BYTES),

@@ -49,6 +49,12 @@ bool lacuna_param_is(const char *name, const char *value) {
 bool lacuna_param_given(const char *name) { return lacuna_find_param(INFO->cmdline, name); }
 
 uint32_t lacuna_cpus(void) { return INFO->ncpus; }
+
+uint64_t lacuna_threads_each(uint64_t kinds) {
+    uint64_t room = (LACUNA_MAX_THREADS - 1) / kinds;
+    return INFO->ncpus < room ? INFO->ncpus : room;
+}
+
 char *lacuna_arena(void) { return (char *)LACUNA_ARENA_BASE; }
 uint64_t lacuna_arena_bytes(void) { return INFO->arena_bytes; }
 

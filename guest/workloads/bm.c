@@ -53,8 +53,8 @@ static void report(const char *kind, int slot, uint64_t *total) {
 }
 
 int main(void) {
-    uint64_t faulters = lacuna_param("faulters", lacuna_cpus());
-    uint64_t workers = lacuna_param("workers", lacuna_cpus());
+    uint64_t faulters = lacuna_param("faulters", lacuna_threads_each(2));
+    uint64_t workers = lacuna_param("workers", lacuna_threads_each(2));
     uint64_t goal = lacuna_param("accesses", 0), worked = 0, accessed = 0;
     int slots[LACUNA_MAX_THREADS];
     if (faulters + workers >= LACUNA_MAX_THREADS || faulters + workers == 0 ||

@@ -45,7 +45,7 @@ static struct record *record_of(uint64_t index) {
     return (struct record *)(lacuna_arena() + PAGE + index * RECORD_PAGES * PAGE);
 }
 
-static uint64_t processes(void) { return lacuna_param("processes", lacuna_cpus()); }
+static uint64_t processes(void) { return lacuna_param("processes", lacuna_threads_each(1)); }
 static uint64_t share_bytes(void) { return (crowd_bytes() - BLOCK) / processes() & ~(BLOCK - 1); }
 static uint64_t hot_pages(void) {
     return lacuna_param("hot", crowd_bytes() / 8) / processes() / PAGE;

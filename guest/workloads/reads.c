@@ -34,7 +34,7 @@ static int reader(uint64_t index) {
 }
 
 int main(void) {
-    uint64_t threads = lacuna_param("threads", lacuna_cpus());
+    uint64_t threads = lacuna_param("threads", lacuna_threads_each(1));
     if (!threads || threads >= LACUNA_MAX_THREADS || crowd_bytes() < 8 * PAGE) {
         lacuna_printf("reads: threads=%lu bytes=%lu cannot be\n", threads, crowd_bytes());
         return 2;

@@ -23,7 +23,7 @@ static int toucher(uint64_t index) {
 }
 
 int main(void) {
-    uint64_t threads = lacuna_param("threads", lacuna_cpus());
+    uint64_t threads = lacuna_param("threads", lacuna_threads_each(1));
     uint64_t bytes = lacuna_param("bytes", lacuna_arena_bytes());
     if (bytes > lacuna_arena_bytes())
         bytes = lacuna_arena_bytes();

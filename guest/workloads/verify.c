@@ -86,7 +86,7 @@ static int verifier(uint64_t index) {
 }
 
 int main(void) {
-    uint64_t threads = lacuna_param("threads", lacuna_cpus());
+    uint64_t threads = lacuna_param("threads", lacuna_threads_each(1));
     uint64_t all = lacuna_arena_bytes() / PAGE, pages = lacuna_param("pages", all);
     if (pages > all)
         pages = all;

@@ -22,7 +22,7 @@ struct part {
 };
 
 static struct part part_of(uint64_t index) {
-    uint64_t processes = lacuna_param("processes", lacuna_cpus());
+    uint64_t processes = lacuna_param("processes", lacuna_threads_each(1));
     uint64_t bytes = (crowd_bytes() - BLOCK) / processes & ~(BLOCK - 1);
     return (struct part){
         .base = lacuna_arena() + BLOCK + index * bytes,
@@ -121,7 +121,7 @@ static int process(uint64_t index) {
 }
 
 int main(void) {
-    uint64_t processes = lacuna_param("processes", lacuna_cpus());
+    uint64_t processes = lacuna_param("processes", lacuna_threads_each(1));
     if (!processes || processes >= LACUNA_MAX_THREADS || crowd_bytes() < (processes + 1) * BLOCK) {
         lacuna_printf("zipf: processes=%lu bytes=%lu cannot be: 2 MiB each, and 2\n", processes,
                       crowd_bytes());

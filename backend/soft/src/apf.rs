@@ -78,7 +78,9 @@ impl Guest for Entry {
 impl Entry {
     /// No memory is the guest's affair; a page that cannot be had ends the run.
     fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
-        if let Err(MemoryError::Backing { gpa, cause }) = &result {
+        if let Err(MemoryError::Backing { gpa, cause } | MemoryError::Refused { gpa, cause }) =
+            &result
+        {
             self.failed = Some(VcpuError::PageLost {
                 vcpu: self.index,
                 gpa: *gpa,

@@ -10,7 +10,7 @@
 //! Bits are never cleared: a page that once held code stays on the slow path for writers. Guests
 //! keep code and data apart; one that does not pays some 100 ns a store.
 
-use lacuna_addr::{Gfn, Level};
+use lacuna_addr::{Gfn, Level, NoRoom, room_for};
 use lacuna_sync::{Quiescence, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,6 +38,11 @@ pub(crate) struct CodeMap {
 }
 
 impl CodeMap {
+    /// Whether there is room for two bitmaps of so many frames.
+    pub(crate) fn check_room(frames: u64) -> Result<(), NoRoom> {
+        room_for::<AtomicU64>(2 * frames.div_ceil(64))
+    }
+
     /// For frames `0..frames` and so many vCPUs.
     pub(crate) fn new(frames: u64, vcpus: usize) -> Self {
         let words = frames.div_ceil(64) as usize;

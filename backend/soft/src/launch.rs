@@ -7,7 +7,7 @@ use lacuna_host::{
     Dial, FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, MemoryStore,
     SwapStore,
 };
-use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image};
+use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image, Layout};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -127,10 +127,26 @@ impl Launch {
         console: impl Console + 'static,
         watch: impl FnMut(&Observed<'_>),
     ) -> Result<Outcome, SoftError> {
+        self.check()?;
         match self.seed {
             None => self.run_threads(image, console, watch),
             Some(seed) => self.run_seeded(seed, image, console, watch),
         }
+    }
+
+    /// Refuses sizes that no host can run, before memory and files are taken for them. The budget
+    /// is compared with what all vCPUs need: each asks for its own part only when it is made.
+    fn check(&self) -> Result<(), SoftError> {
+        Layout::new(self.memory)?;
+        let minimum = Host::minimum_budget(self.vcpus);
+        if self.resident < minimum {
+            return Err(SoftError::Host(HostError::BudgetTooSmall {
+                budget: self.resident,
+                vcpus: self.vcpus,
+                minimum,
+            }));
+        }
+        Ok(())
     }
 
     fn config(&self) -> VmConfig {
@@ -155,10 +171,12 @@ impl Launch {
         let background = host.spawn_background()?;
         let watcher = thread::current();
         thread::scope(|scope| {
-            let runner = scope.spawn(|| {
+            let named = thread::Builder::new().name("lacuna-run".into());
+            let spawned = named.spawn_scoped(scope, || {
                 drop(lacuna_machine::run(vcpus, &board, &*vm));
                 watcher.unpark();
             });
+            let runner = spawned.map_err(|error| HostError::Thread(error.to_string()))?;
             while !runner.is_finished() && board.ending().is_none() {
                 watch(&Observed {
                     vm: &vm,
@@ -167,7 +185,8 @@ impl Launch {
                 });
                 thread::park_timeout(WATCH);
             }
-        });
+            Ok::<(), HostError>(())
+        })?;
         drop(background);
         Ok(Outcome::of(&vm, &board, clock.now(), None))
     }

@@ -12,6 +12,7 @@
 //! | `code` | which pages hold decoded instructions |
 //! | `exclusive` | the world-stop for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
+//! | `kind` | whether an error is due to the request, the guest or the host |
 //! | `launch` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
 //! | `dirty` | which pages the guest writes |
@@ -29,6 +30,7 @@ mod code;
 mod dirty;
 mod entry;
 mod exclusive;
+mod kind;
 mod launch;
 mod layout;
 mod memory;
@@ -40,7 +42,7 @@ mod vm;
 
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{Background, Dial, Host, HostError, HostStats, HugePages, MmuNotifier};
-pub use lacuna_machine::Apf;
+pub use lacuna_machine::{Apf, ErrorKind};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
     RingSize, Room,

@@ -56,14 +56,17 @@ impl Vm {
     ) -> Result<(), MemoryError> {
         for piece in self.pieces(gpa, bytes.len())? {
             let gfn = piece.at.gfn();
-            let refused = |cause: String| MemoryError::Backing {
-                gpa: piece.at,
-                cause,
-            };
-            let writing = begin(&piece.slot, gfn).map_err(|e| refused(e.to_string()))?;
+            let gpa = piece.at;
+            let writing = begin(&piece.slot, gfn).map_err(|e| MemoryError::Refused {
+                gpa,
+                cause: e.to_string(),
+            })?;
             let part = &bytes[piece.done..piece.done + piece.len];
             let copied = self.host.copy_in(piece.hva(), part);
-            copied.map_err(|e| refused(e.to_string()))?;
+            copied.map_err(|e| MemoryError::Backing {
+                gpa,
+                cause: e.to_string(),
+            })?;
             done(writing);
             // A vCPU that decodes meanwhile sets the bit, then reads the bytes: one of the two
             // sees the other.

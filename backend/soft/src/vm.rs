@@ -5,7 +5,7 @@ use crate::exclusive::Exclusive;
 use crate::park::Parker;
 use crate::stall::Stalls;
 use crate::vcpu::Vcpu;
-use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{HvaRange, NoRoom, PAGE_SIZE, PageCount};
 use lacuna_apf::{Features, Stats as ApfStats};
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
@@ -40,6 +40,9 @@ pub enum SoftError {
     /// No tables.
     #[error(transparent)]
     Mmu(#[from] MmuError),
+    /// The VM's own tables do not fit.
+    #[error(transparent)]
+    Tables(#[from] NoRoom),
     /// The memory does not fit into slots.
     #[error(transparent)]
     Slot(#[from] SlotError),
@@ -119,6 +122,7 @@ impl Vm {
             .map(|r| r.end_raw())
             .max()
             .unwrap_or(0);
+        CodeMap::check_room(end)?;
         let vm = Self {
             code: CodeMap::new(end, vcpus),
             apics: Arc::new(ApicBus::new(vcpus, wake)),

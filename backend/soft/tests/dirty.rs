@@ -156,7 +156,7 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
         assert_ne!(vm.set_logging(SlotId(99), Logging::LAZY), Ok(()));
     }
     let refused = vm.write(lacuna_addr::Gpa::new(0x20_0000).unwrap(), &[1]);
-    let Err(MemoryError::Backing { cause, .. }) = refused else {
+    let Err(MemoryError::Refused { cause, .. }) = refused else {
         panic!("{refused:?}")
     };
     assert!(cause.contains("without a backup bitmap"), "{cause}");

@@ -175,8 +175,8 @@ impl PageCount {
         Self(bytes.div_ceil(PAGE_SIZE as u64))
     }
 
-    /// The size in bytes.
+    /// The size in bytes; the largest number where 64 bits do not hold it.
     pub const fn bytes(self) -> u64 {
-        self.0 * PAGE_SIZE as u64
+        self.0.saturating_mul(PAGE_SIZE as u64)
     }
 }

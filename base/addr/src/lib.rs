@@ -9,6 +9,8 @@
 //! | [`Pfn`] | a real 4 KiB frame of the resident budget | page |
 //! | [`Level`] | size of one table leaf | – |
 //!
+//! [`room_for`] asks for room for the tables that are indexed by them.
+//!
 //! There are no operators between kinds; every crossing is a named function of the room that knows
 //! the mapping. This crate imports nothing and holds no `unsafe`.
 #![forbid(unsafe_code)]
@@ -16,10 +18,12 @@
 mod frame;
 mod level;
 mod range;
+mod room;
 
 pub use frame::{Gfn, Gpa, Hva, PageCount, Pfn};
 pub use level::Level;
 pub use range::{GfnRange, HvaRange};
+pub use room::{NoRoom, room_for};
 
 /// log2 of the base page size.
 pub const PAGE_SHIFT: u32 = 12;

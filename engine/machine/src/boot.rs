@@ -12,7 +12,7 @@
 //! Guest memory is `0..3 GiB`, and what does not fit continues at 4 GiB: the hole holds the local
 //! APIC.
 
-use crate::{GuestMemory, Image, MemoryError};
+use crate::{ErrorKind, GuestMemory, Image, MemoryError};
 use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 
 const GDT: u64 = 0x1000;
@@ -60,9 +60,22 @@ pub enum BootError {
     /// Memory below the minimum or above the address space.
     #[error("guest memory of {0} bytes: give at least 1M and at most 64T, in whole pages")]
     BadSize(u64),
-    /// The write failed.
-    #[error(transparent)]
+    /// The image could not be written to the guest's memory.
+    #[error("cannot load the image: {0}")]
     Memory(#[from] MemoryError),
+}
+
+impl BootError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::SegmentOutside { .. }
+            | Self::SegmentTooLow { .. }
+            | Self::CommandLine(_)
+            | Self::BadSize(_) => ErrorKind::Request,
+            Self::Memory(error) => error.kind(),
+        }
+    }
 }
 
 /// Where the guest's memory lies.

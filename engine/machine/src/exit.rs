@@ -1,5 +1,6 @@
 //! Why a vCPU returned to its VMM.
 
+use crate::ErrorKind;
 use lacuna_addr::Gpa;
 
 /// Size of a port or device access.
@@ -103,6 +104,16 @@ pub enum VcpuError {
     /// Nothing can ever wake any vCPU.
     #[error("every vCPU is halted with interrupts off or no timer armed: the guest hangs")]
     Hang,
+}
+
+impl VcpuError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::PageLost { .. } | Self::NoMemory { .. } | Self::Host { .. } => ErrorKind::Host,
+            Self::Hang => ErrorKind::Guest,
+        }
+    }
 }
 
 /// One virtual processor.

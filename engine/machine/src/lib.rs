@@ -6,6 +6,7 @@
 //!   state.
 //! * [`Board`]: the few devices that a guest sees (serial line, exit port, status-page port).
 //! * [`run`]: one thread per vCPU until the guest ends.
+//! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
 //! This crate knows no processor, no tables and no memory manager: it and `lacuna-mmu` are
 //! strangers.
@@ -16,6 +17,7 @@ mod board;
 mod boot;
 mod exit;
 mod image;
+mod kind;
 mod memory;
 mod run;
 
@@ -24,5 +26,6 @@ pub use board::{Board, Console, Ending, port};
 pub use boot::{Boot, BootError, Layout};
 pub use exit::{Exit, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
+pub use kind::ErrorKind;
 pub use memory::{GuestMemory, MemoryError};
 pub use run::{Kick, Next, dispatch, run};

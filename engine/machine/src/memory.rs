@@ -1,5 +1,6 @@
 //! Guest memory as bytes.
 
+use crate::ErrorKind;
 use lacuna_addr::Gpa;
 
 /// Why bytes could not be moved.
@@ -8,7 +9,15 @@ pub enum MemoryError {
     /// Not every byte lies in a memory slot.
     #[error("guest memory has no slot at {0}")]
     NoSlot(Gpa),
-    /// The slot is read-only, or the page lost.
+    /// The VM is in a state in which it takes no such access.
+    #[error("guest memory at {gpa}: {cause}")]
+    Refused {
+        /// First address that failed.
+        gpa: Gpa,
+        /// What the backend says.
+        cause: String,
+    },
+    /// The host could not supply the page: it is lost, or no frame could be made free.
     #[error("guest memory at {gpa}: {cause}")]
     Backing {
         /// First address that failed.
@@ -16,6 +25,16 @@ pub enum MemoryError {
         /// What the backend says.
         cause: String,
     },
+}
+
+impl MemoryError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::NoSlot(_) | Self::Refused { .. } => ErrorKind::Request,
+            Self::Backing { .. } => ErrorKind::Host,
+        }
+    }
 }
 
 /// Reads and writes of a guest's memory by its VMM. May sleep for pages that are elsewhere.

@@ -62,11 +62,12 @@ impl<K: Kick> Drop for EndOnPanic<'_, K> {
     }
 }
 
-/// Runs every vCPU on a thread of its own until the board has an ending; gives the vCPUs back.
+/// Runs every vCPU on a thread of its own until the board has an ending; gives back the vCPUs that
+/// had one. A thread that cannot be started ends the run: the guest would wait for its vCPU.
 pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
     thread::scope(|scope| {
         let start = |mut vcpu: V| {
-            let name = format!("vcpu{}", vcpu.index());
+            let index = vcpu.index();
             let body = move || {
                 let _guard = EndOnPanic { board, kick };
                 while board.ending().is_none() {
@@ -77,12 +78,20 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
                 }
                 vcpu
             };
-            thread::Builder::new()
-                .name(name)
-                .spawn_scoped(scope, body)
-                .expect("spawn a vCPU thread")
+            let named = thread::Builder::new().name(format!("vcpu{index}"));
+            let spawned = named.spawn_scoped(scope, body);
+            let refused = |error| VcpuError::Host {
+                vcpu: index,
+                cause: format!(
+                    "cannot start its thread: {error}; give the guest fewer vCPUs, or raise the \
+                     limit on processes (ulimit -u)"
+                ),
+            };
+            spawned
+                .map_err(|error| board.end(Ending::Failed(refused(error)), kick))
+                .ok()
         };
-        let threads: Vec<_> = vcpus.into_iter().map(start).collect();
+        let threads: Vec<_> = vcpus.into_iter().filter_map(start).collect();
         let join = |t: thread::ScopedJoinHandle<'_, V>| {
             t.join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -25,6 +25,8 @@ impl Mmu {
     /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let _change = self.lock_layout();
+        let refused = |room| SlotError::NoRoom { id: spec.id, room };
+        Rmap::check_room(spec.bytes).map_err(refused)?;
         self.slots.add(spec, Rmap::new).map(|_| ())
     }
 

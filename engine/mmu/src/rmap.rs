@@ -23,7 +23,7 @@
 //! It costs 12 bytes a block: [`Rmap::bytes`].
 
 use crate::dirty::SlotLog;
-use lacuna_addr::{Gfn, GfnRange, HvaRange, Level, PAGE_SIZE};
+use lacuna_addr::{Gfn, GfnRange, HvaRange, Level, NoRoom, PAGE_SIZE, room_for};
 use lacuna_stage2::{EntryRef, Removed, Stage2};
 use lacuna_sync::shim::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -64,6 +64,12 @@ pub(crate) enum InBlock {
 }
 
 impl Rmap {
+    /// Whether there is room for the reverse map of a slot of so many bytes.
+    pub(crate) fn check_room(bytes: u64) -> Result<(), NoRoom> {
+        // One block more where the slot's ends are not aligned.
+        room_for::<Block>(bytes.div_ceil(BLOCK * PAGE_SIZE as u64) + 1)
+    }
+
     /// Nothing mapped, for a slot with these frames and this backing.
     pub fn new(gfns: GfnRange, hvas: HvaRange) -> Self {
         Self::with_log(gfns, hvas, Arc::default())

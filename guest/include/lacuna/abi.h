@@ -32,6 +32,11 @@
 #define LACUNA_STATUS_VERSION 2
 #define LACUNA_MAX_THREADS 60
 
+/* ---- what the kernel has room for ---- */
+#define LACUNA_MAX_CPUS 64
+/* Where memory ends: one PDPT of the kernel's, and the arena ends where aliases begin. */
+#define LACUNA_MEMORY_END_GIB 512
+
 #define LACUNA_STATE_BOOTING 0
 #define LACUNA_STATE_RUNNING 1
 #define LACUNA_STATE_DONE 2

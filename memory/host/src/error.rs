@@ -1,6 +1,6 @@
 //! What can go wrong, in words that say what, where, and what to do.
 
-use lacuna_addr::{Hva, PageCount};
+use lacuna_addr::{Hva, NoRoom, PageCount};
 use std::sync::Arc;
 
 /// Why the host memory manager cannot do what was asked. Cloneable: an error met on one thread is
@@ -29,13 +29,19 @@ pub enum HostError {
         maximum: PageCount,
     },
     /// The kernel refused the memory of the budget.
-    #[error("cannot get {bytes} bytes of memory for the budget: {reason}")]
+    #[error(
+        "cannot get {bytes} bytes of memory for the budget: {reason}; give a smaller budget, or \
+         raise the limit on this process's memory (ulimit -v, cgroup)"
+    )]
     Map {
         /// Bytes asked for.
         bytes: u64,
         /// The system's words.
         reason: String,
     },
+    /// The manager's own tables do not fit.
+    #[error(transparent)]
+    Tables(#[from] NoRoom),
     /// A region of no page, or one that passes the end of the numbering.
     #[error("cannot add a region of {0} pages")]
     BadRegion(PageCount),
@@ -80,7 +86,7 @@ pub enum HostError {
     #[error(transparent)]
     Lost(#[from] LostPage),
     /// A thread of the manager's own could not be started.
-    #[error("cannot start a thread: {0}")]
+    #[error("cannot start a thread: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),
 }
 

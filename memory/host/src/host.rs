@@ -2,6 +2,7 @@
 
 use crate::cache::{FrameCache, MAX_HOLDS, Shared};
 use crate::collapse::Collapser;
+use crate::desc::Desc;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
 use crate::head::HeadState;
@@ -15,7 +16,7 @@ use crate::swap::{Reads, Slot, SlotMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::trial::Trials;
 use crate::writeback::Failure;
-use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn};
+use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn, room_for};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI64, AtomicUsize};
@@ -117,6 +118,7 @@ impl Host {
                 maximum: MAX_FRAMES,
             });
         }
+        room_for::<Desc>(budget.get())?;
         let frames = Arc::new(Frames::new(Pool::new(budget.get() as usize)?));
         store.attach(StoreFrames::new(frames.clone()));
         let core = Core {

@@ -9,7 +9,7 @@ use crate::error::HostError;
 use crate::head::{BLOCK, BlockNo, Head, HeadState};
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
-use lacuna_addr::{HvaRange, PageCount};
+use lacuna_addr::{HvaRange, PageCount, room_for};
 use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -234,6 +234,7 @@ impl Regions {
         if pages.get() == 0 || end.is_none_or(|end| end > MAX_PAGES) {
             return Err(HostError::BadRegion(pages));
         }
+        room_for::<PageWord>(pages.get())?;
         let first = PageNo::new(numbers.next_page);
         numbers.next_page = (first.get() + pages.get() + 1).next_multiple_of(BLOCK as u64);
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,7 @@
 //! Why a change of slots was refused. Nothing has changed then.
 
 use crate::SlotId;
-use lacuna_addr::{GfnRange, Hva};
+use lacuna_addr::{GfnRange, Hva, NoRoom};
 
 /// A refused change, with what to do about it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -71,6 +71,14 @@ pub enum SlotError {
     Unknown {
         /// The slot.
         id: SlotId,
+    },
+    /// The slot's tables do not fit.
+    #[error("{id}: {room}")]
+    NoRoom {
+        /// The slot.
+        id: SlotId,
+        /// How much was asked for.
+        room: NoRoom,
     },
     /// The limit is reached.
     #[error("{id} would be one slot more than the {limit} that this VM may have: remove one first")]

@@ -26,7 +26,10 @@ pub enum ArenaError {
     #[error("a cap of {0} table pages is not between 1 and {max}", max = Arena::MAX_CAP)]
     Cap(u32),
     /// The kernel refused the reservation.
-    #[error("cannot reserve {bytes} bytes of address space for translation tables: {errno}")]
+    #[error(
+        "cannot reserve {bytes} bytes of address space for translation tables: {errno}; raise the \
+         limit on this process's address space (ulimit -v)"
+    )]
     Reserve {
         /// Size of the reservation.
         bytes: usize,

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use lacuna_soft::HugePages;
 
@@ -25,9 +26,6 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Option<Command>,
 }
-
-const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong arguments or image; \
-                          3 this host could not do it.";
 
 /// What can be done.
 #[derive(Clone, PartialEq, Eq, Debug, Subcommand)]
@@ -42,6 +40,7 @@ pub enum Command {
 
 /// `lacuna run`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
+#[command(after_help = EXIT_CODES)]
 pub struct RunArgs {
     /// The path of an ELF64 image, or a built-in guest: bm, verify, membound, touch,
     /// zipf, reads, churn, gaps, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
@@ -135,6 +134,7 @@ impl fmt::Display for Thp {
 
 /// `lacuna lab`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
+#[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
     /// Which experiments; without a name those that compare a system with its absence: apf,
     /// thp, pml
@@ -174,6 +174,7 @@ pub enum Experiment {
 
 /// `lacuna doctor`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
+#[command(after_help = EXIT_CODES)]
 pub struct DoctorArgs {
     /// The folder swap files would go to
     #[arg(long, value_name = "PATH")]

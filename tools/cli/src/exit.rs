@@ -2,14 +2,30 @@
 
 use std::process::ExitCode;
 
+use lacuna_lab::experiment::LabError;
+use lacuna_soft::ErrorKind;
+
+use crate::signals::Signal;
+
+/// What `--help` says of exit codes; the README has the same sentence.
+pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong arguments or image; \
+                              3 this host could not do it (memory, disk, a page that swap lost), \
+                              or the result could not be written; 130 interrupted by Ctrl-C \
+                              (SIGINT); 143 by SIGTERM.";
+
 /// How a command ended.
 ///
 /// | code | meaning | for example |
 /// |---|---|---|
 /// | 0 | done, and the guest said so | |
-/// | 1 | the guest failed | a failed check, a triple fault, a lost page |
+/// | 1 | the guest failed | a failed check, a triple fault, a hang |
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
-/// | 3 | this host could not do it | no memory, the swap folder cannot be written |
+/// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
+/// | 130, 143 | interrupted by SIGINT, SIGTERM | Ctrl-C |
+///
+/// A page that the swap device lost is the host's failure, not the guest's: the guest was stopped
+/// before it could read it, and the same run may succeed with another swap folder. So a script
+/// looks at the guest's output after 1, and at its machine after 3.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
     /// Done.
@@ -20,16 +36,19 @@ pub enum Exit {
     Usage,
     /// The host could not do it.
     Host,
+    /// A signal asked for the end; what was measured until then has been told.
+    Interrupted(Signal),
 }
 
 impl Exit {
-    /// The process exit code.
+    /// The process exit code. A signal's is what a shell reports for a process killed by it.
     pub const fn code(self) -> u8 {
         match self {
             Self::Done => 0,
             Self::GuestFailed => 1,
             Self::Usage => 2,
             Self::Host => 3,
+            Self::Interrupted(signal) => signal.exit_code(),
         }
     }
 }
@@ -37,5 +56,21 @@ impl Exit {
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
         Self::from(exit.code())
+    }
+}
+
+impl From<ErrorKind> for Exit {
+    fn from(kind: ErrorKind) -> Self {
+        match kind {
+            ErrorKind::Request => Self::Usage,
+            ErrorKind::Guest => Self::GuestFailed,
+            ErrorKind::Host => Self::Host,
+        }
+    }
+}
+
+impl From<&LabError> for Exit {
+    fn from(error: &LabError) -> Self {
+        error.kind().into()
     }
 }

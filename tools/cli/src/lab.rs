@@ -2,14 +2,22 @@
 
 use crate::args::{Experiment, LabArgs};
 use crate::exit::Exit;
-use crate::output::tell;
+use crate::output::{complain, tell};
+use crate::signals::Signals;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, base, pml, thp};
+use lacuna_lab::{apf, base, interrupt, pml, thp};
 
 /// Runs the chosen experiments and tells their results.
 pub fn lab(args: &LabArgs) -> Exit {
+    let signals = match Signals::catch(&interrupt::flag()) {
+        Ok(signals) => signals,
+        Err(error) => {
+            complain(&format!("cannot catch signals: {error}"));
+            return Exit::Host;
+        }
+    };
     let mut report = Report::new(std::env::args().collect::<Vec<_>>().join(" "));
     if args.quick {
         report.say(
@@ -26,12 +34,26 @@ pub fn lab(args: &LabArgs) -> Exit {
         };
         args.chosen().into_iter().try_for_each(run)
     });
+    let (exit, why) = match (done, signals.caught()) {
+        (Ok(()), _) => (Exit::Done, None),
+        // Ctrl-C reaches the programs beside us too: their failure is its doing.
+        (Err(_), Some(signal)) => (
+            Exit::Interrupted(signal),
+            Some(format!("interrupted by {signal}")),
+        ),
+        (Err(error), None) => (Exit::from(&error), Some(error.to_string())),
+    };
+    if let Some(why) = &why {
+        complain(why);
+    }
     // What was measured before something failed is told all the same.
-    let told = tell(&args.output, &table(&report), &report.to_json());
-    match (done, told) {
-        (Ok(()), Ok(())) => Exit::Done,
-        (Err(error), _) => refuse(&error),
-        (_, Err(error)) => refuse(&error),
+    report.ended_early = why;
+    match tell(&args.output, &table(&report), &report.to_json()) {
+        Ok(()) => exit,
+        Err(error) => {
+            complain(&error.to_string());
+            Exit::Host
+        }
     }
 }
 
@@ -50,9 +72,4 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
             Verbosity::Normal
         },
     })
-}
-
-fn refuse(error: &dyn std::error::Error) -> Exit {
-    eprintln!("lacuna: {error}");
-    Exit::Host
 }

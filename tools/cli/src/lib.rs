@@ -11,9 +11,9 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`snapshot`], [`live`]: a run at one moment, and what it looks like.
-//! * [`run`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`, and `lacuna` alone.
+//! * [`run`], [`image`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
-//! * [`exit`], [`output`]: exit codes; where text and JSON go.
+//! * [`exit`], [`output`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //!
 //! May import `lab`, `machine`, `soft`, `kvm`, `guest` and `addr`. No `unsafe`.
 #![forbid(unsafe_code)]
@@ -21,10 +21,12 @@
 pub mod args;
 pub mod doctor;
 pub mod exit;
+pub mod image;
 pub mod lab;
 pub mod live;
 pub mod observe;
 pub mod output;
 pub mod run;
+pub mod signals;
 pub mod size;
 pub mod snapshot;

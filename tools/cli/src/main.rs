@@ -1,18 +1,31 @@
 //! The command `lacuna`.
 #![forbid(unsafe_code)]
 
+use std::io;
 use std::process::ExitCode;
 
 use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs};
-use lacuna_cli::doctor;
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
-use lacuna_cli::output::print;
+use lacuna_cli::output::{WriteError, complain, print};
 use lacuna_cli::run::run;
+use lacuna_cli::{doctor, signals};
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
+    if let Err(error) = signals::survive_file_size_limit() {
+        complain(&format!("cannot catch signals: {error}"));
+        return Exit::Host.into();
+    }
+    match Cli::try_parse() {
+        Ok(cli) => command(cli.command),
+        Err(answer) => tell(&answer),
+    }
+    .into()
+}
+
+fn command(command: Option<Command>) -> Exit {
+    match command {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
         Some(Command::Lab(args)) => lab(&args),
@@ -21,16 +34,38 @@ fn main() -> ExitCode {
             ..LabArgs::default()
         }),
     }
-    .into()
+}
+
+/// Prints what `clap` answers instead of a command: help on stdout, or what is wrong on stderr.
+fn tell(answer: &clap::Error) -> Exit {
+    let printed = answer.print();
+    if answer.use_stderr() {
+        return Exit::Usage;
+    }
+    match printed {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            complain(&format!("cannot write to stdout: {error}"));
+            Exit::Host
+        }
+        _ => Exit::Done,
+    }
 }
 
 fn doctor(args: &DoctorArgs) -> Exit {
     let swap_dir = args.swap_dir.clone().unwrap_or_else(std::env::temp_dir);
     let diagnosis = doctor::examine(&swap_dir);
-    print(&if args.json {
+    let text = if args.json {
         diagnosis.to_json()
     } else {
         diagnosis.to_text()
-    });
-    Exit::Done
+    };
+    match print(&text) {
+        Ok(()) => Exit::Done,
+        Err(error) => refuse(&error),
+    }
+}
+
+fn refuse(error: &WriteError) -> Exit {
+    complain(&error.to_string());
+    Exit::Host
 }

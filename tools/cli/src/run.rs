@@ -2,14 +2,15 @@
 
 use crate::args::{self, RunArgs, SwapMedium};
 use crate::exit::Exit;
+use crate::image::{check_limits, load};
 use crate::live::{Live, summary};
 use crate::observe::Observer;
-use crate::output::tell;
-use crate::snapshot::{RunOptions, RunReport};
+use crate::output::{complain, print_guest_line, tell, visible};
+use crate::signals::{Signal, Signals};
+use crate::snapshot::{RunOptions, RunReport, Snapshot};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, Dial, HostError, Launch, Outcome, SoftError, Swap};
-use std::borrow::Cow;
+use lacuna_soft::{Apf, Dial, Launch, Observed, Outcome, Swap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 
@@ -18,66 +19,110 @@ const LINES: usize = 10_000;
 
 /// Runs a guest as `args` say; prints and returns how it went.
 pub fn run(args: &RunArgs) -> Exit {
+    let signals = match Signals::catch(&Arc::default()) {
+        Ok(signals) => signals,
+        Err(error) => return refuse(Exit::Host, &format!("cannot catch signals: {error}")),
+    };
+    if let Err(error) = check_limits(args) {
+        return refuse(Exit::Usage, &error.to_string());
+    }
     let file = match load(&args.image) {
         Ok(file) => file,
-        Err(text) => return refuse(Exit::Usage, &text),
+        Err(error) => return refuse(error.kind().into(), &error.to_string()),
     };
     let image = match Image::parse(&file) {
         Ok(image) => image,
         Err(error) => return refuse(Exit::Usage, &format!("{}: {error}", args.image)),
     };
     let launch = launch(args);
-    let mut live = if args.output.quiet {
-        None
-    } else {
-        Live::on_stderr()
-    };
     let mut observer = Observer::new(&launch);
-    // Bounded: a guest may print faster than a terminal scrolls. What does not fit is counted.
-    let (lines, printed) = mpsc::sync_channel(LINES);
-    let dropped = Arc::new(AtomicU64::new(0));
-    let console = {
-        let dropped = Arc::clone(&dropped);
+    let mut screen = Screen::new(args);
+    let console = screen.console();
+    let done = launch.run(&image, console, |now: &Observed<'_>| {
+        screen.show(observer.look(now));
+        if signals.caught().is_some() {
+            now.board.end(Ending::Stopped, now.vm);
+        }
+    });
+    screen.finish();
+    match done {
+        Ok(outcome) => {
+            let (exit, text) = verdict(&outcome.ending, signals.caught());
+            finish(args, &launch, observer.last(&outcome), &outcome, exit, text)
+        }
+        Err(error) => refuse(error.kind().into(), &error.to_string()),
+    }
+}
+
+/// What is seen of a run while it runs: the guest's lines, and the live view on a terminal.
+struct Screen {
+    live: Option<Live>,
+    lines: mpsc::SyncSender<String>,
+    printed: mpsc::Receiver<String>,
+    dropped: Arc<AtomicU64>,
+}
+
+impl Screen {
+    fn new(args: &RunArgs) -> Self {
+        // Bounded: a guest may print faster than a terminal scrolls. What does not fit is counted.
+        let (lines, printed) = mpsc::sync_channel(LINES);
+        Self {
+            live: (!args.output.quiet).then(Live::on_stderr).flatten(),
+            lines,
+            printed,
+            dropped: Arc::default(),
+        }
+    }
+
+    /// Where the guest's lines go.
+    fn console(&self) -> impl Fn(&str) + Send + use<> {
+        let (lines, dropped) = (self.lines.clone(), Arc::clone(&self.dropped));
         move |line: &str| {
             if lines.try_send(line.to_owned()).is_err() {
                 dropped.fetch_add(1, Ordering::Relaxed);
             }
         }
-    };
-    let show = |live: &Option<Live>| {
-        for line in printed.try_iter().take(LINES) {
-            match live {
-                Some(live) => live.println(&line),
-                None => eprintln!("{line}"),
+    }
+
+    fn show(&mut self, now: &Snapshot) {
+        self.show_lines();
+        if let Some(live) = &mut self.live {
+            live.update(now);
+        }
+    }
+
+    fn show_lines(&self) {
+        for line in self.printed.try_iter().take(LINES) {
+            match &self.live {
+                Some(live) => live.println(&visible(&line)),
+                None => print_guest_line(&line),
             }
         }
-    };
-    let done = launch.run(&image, console, |now| {
-        show(&live);
-        let snapshot = observer.look(now);
-        if let Some(live) = &mut live {
-            live.update(snapshot);
+    }
+
+    fn finish(self) {
+        self.show_lines();
+        if let Some(live) = self.live {
+            live.finish();
         }
-    });
-    show(&live);
-    if let Some(live) = live {
-        live.finish();
-    }
-    match dropped.load(Ordering::Relaxed) {
-        0 => {}
-        lines => eprintln!("lacuna: {lines} lines of the guest's output came too fast to show"),
-    }
-    match done {
-        Ok(outcome) => finish(args, &launch, &observer, &outcome),
-        Err(error) => refuse(blame(&error), &error.to_string()),
+        match self.dropped.load(Ordering::Relaxed) {
+            0 => {}
+            lines => complain(&format!(
+                "{lines} lines of the guest's output came too fast to show"
+            )),
+        }
     }
 }
 
-fn finish(args: &RunArgs, launch: &Launch, observer: &Observer, outcome: &Outcome) -> Exit {
-    let last = observer.last(outcome);
-    let (exit, text) = verdict(&outcome.ending);
+fn finish(
+    args: &RunArgs,
+    launch: &Launch,
+    last: Snapshot,
+    outcome: &Outcome,
+    exit: Exit,
+    text: String,
+) -> Exit {
     let mut report = RunReport::new(options(args, launch), last);
-    report.outcome.clone_from(&text);
     report.exit_code = exit.code();
     report.trace_hash = outcome.trace.map(|trace| format!("{:016x}", trace.hash));
     let mut words = summary(&report.last);
@@ -85,6 +130,7 @@ fn finish(args: &RunArgs, launch: &Launch, observer: &Observer, outcome: &Outcom
         words.push_str(&format!("trace     {hash}\n"));
     }
     words.push_str(&format!("outcome   {text}\n"));
+    report.outcome = text;
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
     match tell(&args.output, &words, &(json + "\n")) {
         Ok(()) => exit,
@@ -92,17 +138,21 @@ fn finish(args: &RunArgs, launch: &Launch, observer: &Observer, outcome: &Outcom
     }
 }
 
-/// What an ending means, in a code and in words.
-pub fn verdict(ending: &Ending) -> (Exit, String) {
-    match ending {
-        Ending::Exited(0) => (Exit::Done, "done".into()),
-        Ending::Exited(code) => (
+/// What an ending means, in a code and in words. `signal` is the one that came during the run.
+pub fn verdict(ending: &Ending, signal: Option<Signal>) -> (Exit, String) {
+    match (ending, signal) {
+        (Ending::Exited(0), _) => (Exit::Done, "done".into()),
+        (Ending::Exited(code), _) => (
             Exit::GuestFailed,
             format!("the guest failed with code {code}"),
         ),
-        Ending::Shutdown(text) => (Exit::GuestFailed, text.clone()),
-        Ending::Failed(error) => (Exit::Host, error.to_string()),
-        Ending::Stopped => (
+        (Ending::Shutdown(text), _) => (Exit::GuestFailed, text.clone()),
+        (Ending::Failed(error), _) => (error.kind().into(), error.to_string()),
+        (Ending::Stopped, Some(signal)) => (
+            Exit::Interrupted(signal),
+            format!("interrupted by {signal} before the guest was done"),
+        ),
+        (Ending::Stopped, None) => (
             Exit::GuestFailed,
             "stopped before the guest was done".into(),
         ),
@@ -110,36 +160,8 @@ pub fn verdict(ending: &Ending) -> (Exit, String) {
 }
 
 fn refuse(exit: Exit, text: &str) -> Exit {
-    eprintln!("lacuna: {text}");
+    complain(text);
     exit
-}
-
-/// Who can do something about it.
-fn blame(error: &SoftError) -> Exit {
-    match error {
-        SoftError::Boot(_) | SoftError::Vcpus(_) | SoftError::Slot(_) => Exit::Usage,
-        SoftError::Host(HostError::BudgetTooSmall { .. } | HostError::BudgetTooLarge { .. }) => {
-            Exit::Usage
-        }
-        SoftError::Host(_) | SoftError::Mmu(_) => Exit::Host,
-    }
-}
-
-/// A built-in image, or a file.
-fn load(name: &str) -> Result<Cow<'static, [u8]>, String> {
-    if let Some(image) = lacuna_guest::image(name) {
-        return Ok(Cow::Borrowed(image.elf));
-    }
-    std::fs::read(name).map(Cow::Owned).map_err(|error| {
-        let names: Vec<_> = lacuna_guest::images()
-            .iter()
-            .map(|image| image.name)
-            .collect();
-        format!(
-            "{name}: neither a built-in guest ({}) nor a file to read: {error}",
-            names.join(", ")
-        )
-    })
 }
 
 fn launch(args: &RunArgs) -> Launch {
@@ -173,5 +195,48 @@ fn options(args: &RunArgs, launch: &Launch) -> RunOptions {
         thp: args.thp.to_string(),
         seed: args.seed,
         append: launch.full_command_line(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_addr::Gpa;
+    use lacuna_machine::VcpuError;
+
+    #[test]
+    fn an_ending_has_the_code_of_its_cause() {
+        let (vcpu, cause) = (0, String::from("the device says so"));
+        let lost = VcpuError::PageLost {
+            vcpu,
+            gpa: Gpa::truncate(0x1000),
+            cause: cause.clone(),
+        };
+        let no_memory = VcpuError::NoMemory {
+            vcpu,
+            cause: cause.clone(),
+        };
+        let signal = Some(Signal::Interrupt);
+        for (ending, signal, code, word) in [
+            (Ending::Exited(0), None, 0, "done"),
+            (Ending::Exited(0), signal, 0, "done"),
+            (Ending::Exited(7), None, 1, "code 7"),
+            (Ending::Shutdown("triple fault".into()), None, 1, "triple"),
+            (Ending::Failed(VcpuError::Hang), None, 1, "hangs"),
+            (Ending::Failed(lost), None, 3, "page 0x1000 is lost"),
+            (Ending::Failed(no_memory), None, 3, "no memory"),
+            (
+                Ending::Failed(VcpuError::Host { vcpu, cause }),
+                None,
+                3,
+                "says so",
+            ),
+            (Ending::Stopped, signal, 130, "interrupted by SIGINT"),
+            (Ending::Stopped, Some(Signal::Terminate), 143, "by SIGTERM"),
+        ] {
+            let (exit, text) = verdict(&ending, signal);
+            assert_eq!(exit.code(), code, "{ending:?}");
+            assert!(text.contains(word), "{text}");
+        }
     }
 }

@@ -64,11 +64,11 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         vcpus = vcpus(),
     ));
     for device in &device::DEVICES {
-        progress.step(format!("on and off: {}", device.about));
+        progress.step(format!("on and off: {}", device.about))?;
         device::measure(device, options, report)?;
     }
     sweep::measure(options, report, &progress)?;
-    progress.step("a memory-bound program alone");
+    progress.step("a memory-bound program alone")?;
     alone::measure(options, report)?;
     kvm::measure(options, report, &progress)
 }

@@ -30,13 +30,13 @@ pub use micro::{Playground, Touch, touch_together};
 /// The first experiment that could not be carried out. What a machine lacks (QEMU) is skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(8, options.verbosity);
-    progress.step("memory overhead: bm, 2 GiB in 512 MiB");
+    progress.step("memory overhead: bm, 2 GiB in 512 MiB")?;
     memory::overhead(options, report)?;
-    progress.step("fault, warm caches");
+    progress.step("fault, warm caches")?;
     fault::hot(options, report)?;
-    progress.step("fault, cold caches");
+    progress.step("fault, cold caches")?;
     fault::cold(options, report)?;
-    progress.step("fault, 1 and 2 vCPUs");
+    progress.step("fault, 1 and 2 vCPUs")?;
     fault::scaling(options, report)?;
     cpu::rates(options, report, &progress)
 }

@@ -1,6 +1,7 @@
 //! What all experiments have in common: how much of it, and why it could not be done.
 
 use crate::report::Verbosity;
+use lacuna_soft::ErrorKind;
 use std::path::PathBuf;
 
 /// Why an experiment could not be carried out.
@@ -41,6 +42,29 @@ pub enum LabError {
     /// A guest did not do what the experiment needs.
     #[error("{0}")]
     Guest(String),
+    /// The end was requested: see [`crate::interrupt`].
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl LabError {
+    /// Where the cause lies. Sizes and images are the lab's own choice, so that what is refused
+    /// for them is refused by this host.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Guest(_) => ErrorKind::Guest,
+            Self::Soft(_)
+            | Self::Kvm(_)
+            | Self::Host(_)
+            | Self::Dirty(_)
+            | Self::Mmu(_)
+            | Self::Slot(_)
+            | Self::Memory(_)
+            | Self::External(_)
+            | Self::Io { .. }
+            | Self::Interrupted => ErrorKind::Host,
+        }
+    }
 }
 
 /// How much of it.

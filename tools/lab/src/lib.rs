@@ -13,6 +13,7 @@
 //! * [`report`]: the table for people, and progress on stderr.
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: what the host kernel's own page fault costs (the denominator of ours).
+//! * [`interrupt`]: ends an experiment early.
 //! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`],
 //!   [`pml`]: they themselves.
 //! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
@@ -23,6 +24,7 @@ pub mod base;
 pub mod experiment;
 pub mod external;
 pub mod host_info;
+pub mod interrupt;
 pub mod native;
 pub mod pml;
 pub mod report;

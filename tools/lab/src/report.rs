@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::experiment::LabError;
+use crate::interrupt;
 use crate::result::{Better, Measurement, Report};
 
 /// Columns of a paragraph.
@@ -33,6 +35,12 @@ pub fn table(report: &Report) -> String {
     text.push_str(&align(&rows));
     for skipped in &report.skipped {
         let _ = writeln!(text, "{}  skipped: {}", skipped.id, skipped.why);
+    }
+    if let Some(why) = &report.ended_early {
+        let _ = writeln!(
+            text,
+            "ended early: {why}; what was not measured until then is missing"
+        );
     }
     for detail in &report.details {
         let _ = write!(text, "\n{detail}");
@@ -175,9 +183,14 @@ impl Progress {
     }
 
     /// Begins a step.
-    pub fn step(&self, what: impl Into<Cow<'static, str>>) {
+    ///
+    /// # Errors
+    /// When the end was requested: [`crate::interrupt`].
+    pub fn step(&self, what: impl Into<Cow<'static, str>>) -> Result<(), LabError> {
+        interrupt::check()?;
         self.0.inc(1);
         self.0.set_message(what);
+        Ok(())
     }
 }
 

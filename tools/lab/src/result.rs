@@ -40,6 +40,9 @@ pub struct Report {
     /// What was not, and why.
     #[serde(default)]
     pub skipped: Vec<Skipped>,
+    /// Why the command ended before everything was measured; absent when everything was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_early: Option<String>,
     /// Tables for people; JSON has the same figures in the arms.
     #[serde(skip)]
     pub details: Vec<String>,
@@ -55,6 +58,7 @@ impl Report {
             about: Vec::new(),
             results: Vec::new(),
             skipped: Vec::new(),
+            ended_early: None,
             details: Vec::new(),
         }
     }

@@ -5,6 +5,7 @@
 //! asynchronously), and nothing else: the same processes, the same pages, the same swap.
 
 use crate::experiment::LabError;
+use crate::interrupt;
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
 use lacuna_machine::{Board, Ending, GuestMemory, Image};
@@ -89,6 +90,7 @@ impl<'a> Guest<'a> {
 
     /// Lets the guest run for `time`.
     pub fn run_for(&self, time: Duration) -> Result<(), LabError> {
+        interrupt::check()?;
         std::thread::sleep(time);
         match self.board.ending() {
             None => Ok(()),

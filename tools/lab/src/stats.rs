@@ -18,6 +18,9 @@
 //! same interval. Below six runs even the full range covers less than 95 %; [`Summary::coverage`]
 //! says what it does cover.
 
+use crate::experiment::LabError;
+use crate::interrupt;
+
 /// Probability that an interval should cover the true median.
 const CONFIDENCE: f64 = 0.95;
 
@@ -116,15 +119,15 @@ pub struct Comparison {
 /// machine and is not counted.
 ///
 /// # Errors
-/// The first error of an arm ends the experiment.
+/// The first error of an arm ends the experiment, and so does [`interrupt`].
 ///
 /// # Panics
 /// If `rounds` is zero.
-pub fn compare<E>(
+pub fn compare(
     rounds: usize,
-    mut a: impl FnMut() -> Result<f64, E>,
-    mut b: impl FnMut() -> Result<f64, E>,
-) -> Result<Comparison, E> {
+    mut a: impl FnMut() -> Result<f64, LabError>,
+    mut b: impl FnMut() -> Result<f64, LabError>,
+) -> Result<Comparison, LabError> {
     let runs = self::rounds(3, rounds, |arm| if arm == B { b() } else { a() })?;
     Ok(Comparison {
         a: Summary::of(&runs[A]),
@@ -142,12 +145,12 @@ const B: usize = 2;
 /// mean of its two slices. Use it where [`compare`]'s two arms are too few.
 ///
 /// # Errors
-/// The first error of a slice ends the experiment.
-pub fn rounds<E>(
+/// The first error of a slice ends the experiment, and so does [`interrupt`].
+pub fn rounds(
     arms: usize,
     rounds: usize,
-    mut slice: impl FnMut(usize) -> Result<f64, E>,
-) -> Result<Vec<Vec<f64>>, E> {
+    mut slice: impl FnMut(usize) -> Result<f64, LabError>,
+) -> Result<Vec<Vec<f64>>, LabError> {
     let runs = measures(arms, rounds, |arm| slice(arm).map(|figure| [figure]))?;
     Ok(runs.into_iter().map(|[run]| run).collect())
 }
@@ -156,16 +159,17 @@ pub fn rounds<E>(
 /// fault, say. Returns each arm's runs, a list for each measure.
 ///
 /// # Errors
-/// The first error of a slice ends the experiment.
-pub fn measures<const M: usize, E>(
+/// The first error of a slice ends the experiment, and so does [`interrupt`].
+pub fn measures<const M: usize>(
     arms: usize,
     rounds: usize,
-    mut slice: impl FnMut(usize) -> Result<[f64; M], E>,
-) -> Result<Vec<[Vec<f64>; M]>, E> {
+    mut slice: impl FnMut(usize) -> Result<[f64; M], LabError>,
+) -> Result<Vec<[Vec<f64>; M]>, LabError> {
     let mut runs = vec![[const { Vec::new() }; M]; arms];
     for round in 0..=rounds {
         let mut sums = vec![[0.0; M]; arms];
         for arm in (0..arms).chain((0..arms).rev()) {
+            interrupt::check()?;
             for (sum, figure) in sums[arm].iter_mut().zip(slice(arm)?) {
                 *sum += figure;
             }
@@ -196,8 +200,8 @@ pub fn paired(a: &[f64], b: &[f64]) -> Summary {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::LabError;
     use std::cell::{Cell, RefCell};
-    use std::convert::Infallible;
 
     #[test]
     fn medians() {
@@ -261,7 +265,7 @@ mod tests {
         let order = RefCell::new(String::new());
         let note = |name, value| {
             order.borrow_mut().push(name);
-            Ok::<_, Infallible>(value)
+            Ok::<_, LabError>(value)
         };
         let found = compare(2, || note('a', 2.0), || note('b', 3.0)).unwrap();
         assert_eq!(order.into_inner(), "aabbaa".repeat(3));
@@ -274,7 +278,7 @@ mod tests {
         let time = Cell::new(100.0);
         let drifting = |factor: f64| {
             time.set(time.get() + 1.0);
-            Ok::<_, Infallible>(factor * time.get())
+            Ok::<_, LabError>(factor * time.get())
         };
         let found = rounds(2, 4, |arm| drifting([1.0, 1.0][arm])).unwrap();
         for (a, b) in found[0].iter().zip(&found[1]) {
@@ -290,16 +294,17 @@ mod tests {
         let calls = Cell::new(0);
         let failing = || {
             calls.set(calls.get() + 1);
-            Err("no memory")
+            Err(LabError::Guest("no memory".into()))
         };
-        assert_eq!(compare(3, failing, || Ok(1.0)).unwrap_err(), "no memory");
+        let error = compare(3, failing, || Ok(1.0)).unwrap_err();
+        assert_eq!(error.to_string(), "no memory");
         assert_eq!(calls.get(), 1);
     }
 
     #[test]
     fn measures_of_a_slice_stay_apart() {
         let found = measures(2, 3, |arm| {
-            Ok::<_, Infallible>([arm as f64, 10.0 + arm as f64])
+            Ok::<_, LabError>([arm as f64, 10.0 + arm as f64])
         });
         let found = found.unwrap();
         assert_eq!(found[1], [vec![1.0; 3], vec![11.0; 3]]);

@@ -44,13 +44,13 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
          stays.",
     );
     range::measure(options, report, &progress)?;
-    progress.step("whole invalidations");
+    progress.step("whole invalidations")?;
     neighbour::total(options, report)?;
-    progress.step("a vCPU next to a range that is taken");
+    progress.step("a vCPU next to a range that is taken")?;
     neighbour::measure(options, report)?;
-    progress.step("first touch");
+    progress.step("first touch")?;
     touch::measure(options, report)?;
-    progress.step("random reads");
+    progress.step("random reads")?;
     reads::measure(options, report)?;
     pressure::measure(options, report, &progress)
 }

@@ -72,9 +72,9 @@ pub fn measure(
         all.for_each(|id| report.skip(id, &why));
         return Ok(());
     }
-    progress.step("/dev/kvm, with asynchronous faults");
+    progress.step("/dev/kvm, with asynchronous faults")?;
     let on = shares(options, Apf::On, Arm::On)?;
-    progress.step("/dev/kvm, without");
+    progress.step("/dev/kvm, without")?;
     let off = shares(options, Apf::Off, Arm::Off)?;
     for ((latency, on), off) in LATENCIES.iter().zip(&on.runs).zip(&off.runs) {
         let &(_, word, bar) = latency;

@@ -75,7 +75,7 @@ pub fn measure(
         session.guest.prepared()?;
         latencies(options)
             .map(|us| {
-                progress.step(format!("break-even: {us} us a page"));
+                progress.step(format!("break-even: {us} us a page"))?;
                 point(session, &launch.latency, us, options)
             })
             .collect::<Result<Vec<_>, _>>()

@@ -71,7 +71,7 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
     };
     report.skip("cpu.x86.vs_bochs.mem64m", bochs());
     for test in &TESTS {
-        progress.step(format!("instructions a second: {}", test.name));
+        progress.step(format!("instructions a second: {}", test.name))?;
         let divisor = if options.quick { 10 } else { 1 };
         let arms = rounds(machines, super::rounds(options), |machine| {
             let iterations = test.iterations[machine] / divisor;

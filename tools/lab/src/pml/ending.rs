@@ -83,7 +83,7 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    progress.step("ending logging");
+    progress.step("ending logging")?;
     let size = Size::of(options);
     let launch = Launch {
         huge: HugePages::Always,

@@ -60,7 +60,7 @@ pub fn measure(
             "harvests of a bitmap"
         } else {
             "harvests of a ring"
-        });
+        })?;
         let runs = Bed::with(pages, delivery, |bed| {
             measures(ARMS.len(), repeats, |arm| slice(bed, pages, ARMS[arm].1))
         })?;

@@ -115,7 +115,7 @@ pub fn measure(
 ) -> Result<(), LabError> {
     let pace = Pace::of(options);
     for (way, words, delivery) in ways() {
-        progress.step(format!("/dev/kvm, {words}"));
+        progress.step(format!("/dev/kvm, {words}"))?;
         match run(pace, delivery) {
             Ok(runs) => tell(report, pace, way, words, &runs),
             Err(LabError::Kvm(why)) if is_lacking(&why) => {

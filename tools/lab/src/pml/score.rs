@@ -216,20 +216,20 @@ pub fn measure(
         let setup = setup(pace, to);
         with_churns(&setup, ARMS.len(), |churns| {
             for set in Set::ALL {
-                progress.step(format!("scores{delivery}, {}", set.name()));
+                progress.step(format!("scores{delivery}, {}", set.name()))?;
                 let rate = calibrate(churns, &setup, pace.tries, set)?;
                 let arms = ARMS.map(|arm| arm.1);
                 let periods = play(churns, &setup, &arms, rate.mark, pace.rounds)?;
                 tell(report, pace, set, rate, &Runs { delivery, periods });
             }
             if to == Delivery::Bitmap {
-                progress.step("a log that nobody reads");
+                progress.step("a log that nobody reads")?;
                 score_always::measure(report, churns, &setup, pace.rounds)?;
             }
             Ok(())
         })?;
     }
-    progress.step("costs of a dirtied page");
+    progress.step("costs of a dirtied page")?;
     score_page::measure(options, report)
 }
 

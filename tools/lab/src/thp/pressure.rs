@@ -68,7 +68,7 @@ pub fn measure(
     progress: &crate::report::Progress,
 ) -> Result<(), LabError> {
     for place in &PLACES {
-        progress.step(format!("memory pressure, {}", place.about));
+        progress.step(format!("memory pressure, {}", place.about))?;
         let launch = |huge| Launch {
             memory: PageCount::from_bytes(MEMORY_MIB << 20),
             resident: PageCount::from_bytes(RESIDENT_MIB << 20),

@@ -113,7 +113,7 @@ pub fn measure(
         .map(str::to_owned),
     ];
     for (slots, works, bar) in SLOTS {
-        progress.step(format!("invalidation among {slots} slots"));
+        progress.step(format!("invalidation among {slots} slots"))?;
         for work in &WORKS[..works] {
             let took = compare(options, work, slots)?;
             let bar = bar.filter(|_| work.suffix.is_empty());
@@ -122,7 +122,7 @@ pub fn measure(
         }
     }
     report.detail(align(&table));
-    progress.step("invalidation, 1 and 512 slots");
+    progress.step("invalidation, 1 and 512 slots")?;
     growth(options, report)
 }
 

@@ -1,0 +1,47 @@
+//! Whether what keeps a VM from being made is due to the request or to the host.
+//!
+//! The crates below know no [`ErrorKind`]: `host`, `mmu` and `slots` serve others than a machine.
+//! Their enums are matched without a catch-all arm wherever they are closed, so that a new error is
+//! sorted before it compiles.
+
+use crate::SoftError;
+use lacuna_host::HostError;
+use lacuna_machine::ErrorKind;
+use lacuna_mmu::MmuError;
+use lacuna_slots::SlotError;
+use lacuna_stage2::ArenaError;
+
+impl SoftError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Vcpus(_) => ErrorKind::Request,
+            // The only one that is due to the host; the type is open to new ones.
+            Self::Slot(SlotError::NoRoom { .. }) | Self::Tables(_) => ErrorKind::Host,
+            Self::Slot(_) => ErrorKind::Request,
+            Self::Host(error) => host(error),
+            Self::Mmu(MmuError::Arena(ArenaError::Cap(_))) => ErrorKind::Request,
+            Self::Mmu(MmuError::Arena(ArenaError::Reserve { .. }) | MmuError::Exhausted(_)) => {
+                ErrorKind::Host
+            }
+            Self::Boot(error) => error.kind(),
+        }
+    }
+}
+
+const fn host(error: &HostError) -> ErrorKind {
+    match error {
+        HostError::BudgetTooSmall { .. }
+        | HostError::BudgetTooLarge { .. }
+        | HostError::BadRegion(_)
+        | HostError::NoSuchRegion(_) => ErrorKind::Request,
+        HostError::Map { .. }
+        | HostError::Tables(_)
+        | HostError::SwapSetup { .. }
+        | HostError::SwapFull { .. }
+        | HostError::SwapWrite { .. }
+        | HostError::Exhausted { .. }
+        | HostError::Lost(_)
+        | HostError::Thread(_) => ErrorKind::Host,
+    }
+}

@@ -1,0 +1,126 @@
+//! The guest image: a built-in one, or a file.
+
+use std::borrow::Cow;
+use std::fs::{self, File};
+use std::io::{self, Read};
+
+use lacuna_soft::ErrorKind;
+
+use crate::args::RunArgs;
+use crate::size::Size;
+
+/// The largest file that is taken for an image. The whole file is read, and a kernel with all its
+/// debugging information has less.
+const FILE_MAX: Size = Size(1 << 30);
+
+/// Why there is no image.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// No such guest, and no file that could be opened.
+    #[error(
+        "{name}: neither a built-in guest ({}) nor a file to read: {source}",
+        built_in()
+    )]
+    Unknown {
+        /// What was asked for.
+        name: String,
+        /// The system's words.
+        source: io::Error,
+    },
+    /// A pipe or a device: it may have no end.
+    #[error("{0}: an image must be a regular file; copy what is there into one")]
+    NotAFile(String),
+    /// More than a kernel has.
+    #[error(
+        "{0}: larger than {FILE_MAX}, which no guest kernel is; if it is one, strip its debugging \
+         information (strip --strip-debug)"
+    )]
+    TooLarge(String),
+    /// The file cannot be read to its end.
+    #[error("cannot read {name}: {source}")]
+    Read {
+        /// The file.
+        name: String,
+        /// The system's words.
+        source: io::Error,
+    },
+}
+
+impl LoadError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Unknown { .. } | Self::NotAFile(_) | Self::TooLarge(_) => ErrorKind::Request,
+            Self::Read { .. } => ErrorKind::Host,
+        }
+    }
+}
+
+/// More than the kernel of the built-in guests has tables for.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "--memory {memory}: the built-in guests take at most {limit}; give --memory {limit} or less, \
+     or a kernel of your own"
+)]
+pub struct TooMuchMemory {
+    memory: Size,
+    limit: Size,
+}
+
+/// Refuses what a built-in guest would refuse itself, by a panic, once it runs.
+///
+/// # Errors
+/// When the guest has no tables for so much memory.
+pub fn check_limits(args: &RunArgs) -> Result<(), TooMuchMemory> {
+    let (memory, limit) = (args.memory, Size(lacuna_guest::MAX_MEMORY));
+    if lacuna_guest::image(&args.image).is_some() && memory > limit {
+        return Err(TooMuchMemory { memory, limit });
+    }
+    Ok(())
+}
+
+fn built_in() -> String {
+    let names: Vec<_> = lacuna_guest::images().iter().map(|i| i.name).collect();
+    names.join(", ")
+}
+
+/// The bytes of a built-in image, or of a file.
+///
+/// # Errors
+/// When there is neither.
+pub fn load(name: &str) -> Result<Cow<'static, [u8]>, LoadError> {
+    match lacuna_guest::image(name) {
+        Some(image) => Ok(Cow::Borrowed(image.elf)),
+        None => read(name).map(Cow::Owned),
+    }
+}
+
+fn read(name: &str) -> Result<Vec<u8>, LoadError> {
+    let unknown = |source| LoadError::Unknown {
+        name: name.to_owned(),
+        source,
+    };
+    let failed = |source| LoadError::Read {
+        name: name.to_owned(),
+        source,
+    };
+    // Asked before it is opened: to open a pipe is to wait for its writer.
+    let is_file = fs::metadata(name).map_err(unknown)?.is_file();
+    if !is_file {
+        return Err(LoadError::NotAFile(name.to_owned()));
+    }
+    let file = File::open(name).map_err(unknown)?;
+    let size = file.metadata().map_err(failed)?.len();
+    let mut bytes = Vec::new();
+    if size <= FILE_MAX.0 {
+        let reserved = bytes.try_reserve_exact(size as usize);
+        reserved.map_err(|error| failed(error.into()))?;
+        let mut limited = file.take(FILE_MAX.0 + 1);
+        limited.read_to_end(&mut bytes).map_err(failed)?;
+    }
+    // Some files are longer than they say, those of /proc for example.
+    if size.max(bytes.len() as u64) > FILE_MAX.0 {
+        return Err(LoadError::TooLarge(name.to_owned()));
+    }
+    Ok(bytes)
+}

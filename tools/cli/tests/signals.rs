@@ -1,0 +1,148 @@
+//! Ctrl-C and SIGTERM: the first ends the command with its result told, the second at once.
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::process::{Pid, Signal, kill_process};
+use std::io::{PipeReader, Write};
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Long enough for any machine; a test that takes as long has failed.
+const LIMIT: Duration = Duration::from_secs(120);
+/// A guest that goes on until it is stopped.
+const ENDLESS: &str = "run bm --memory 32M --resident 16M --append seconds=1000000 --quiet";
+
+struct Running(Child);
+
+impl Running {
+    fn start(line: &str, stdout: Stdio) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+        command.args(line.split_whitespace());
+        command.stdout(stdout).stderr(Stdio::null());
+        let running = Self(command.spawn().unwrap());
+        // A signal that comes before it is caught kills the process.
+        running.wait_until(|| running.catches(Signal::TERM));
+        running
+    }
+
+    /// Whether the process catches `signal`: `SigCgt` of proc(5).
+    fn catches(&self, signal: Signal) -> bool {
+        let path = format!("/proc/{}/status", self.0.id());
+        let status = std::fs::read_to_string(path).unwrap();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let caught = u64::from_str_radix(caught.unwrap().trim(), 16).unwrap();
+        caught >> (signal.as_raw() - 1) & 1 == 1
+    }
+
+    fn wait_until(&self, condition: impl Fn() -> bool) {
+        let deadline = Instant::now() + LIMIT;
+        while !condition() {
+            assert!(Instant::now() < deadline, "it does not come to it");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn send(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.0), signal).unwrap();
+    }
+
+    fn ended(&mut self) -> Option<ExitStatus> {
+        self.0.try_wait().unwrap()
+    }
+
+    fn wait(&mut self) -> ExitStatus {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Some(status) = self.ended() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "it does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// No process stays behind a failed test.
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn json(path: &Path) -> serde_json::Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
+fn the_first_signal_ends_a_run_and_its_result_is_told() {
+    let seeded = format!("{ENDLESS} --seed 1");
+    for (line, signal, code, name) in [
+        (ENDLESS, Signal::INT, 130, "SIGINT"),
+        (ENDLESS, Signal::TERM, 143, "SIGTERM"),
+        (&*seeded, Signal::INT, 130, "SIGINT"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out.json");
+        let line = format!("{line} --json {}", out.display());
+        let mut running = Running::start(&line, Stdio::null());
+        running.send(signal);
+        assert_eq!(running.wait().code(), Some(code), "{line}");
+        let json = json(&out);
+        assert_eq!(json["exit_code"], code);
+        let outcome = json["outcome"].as_str().unwrap();
+        assert!(
+            outcome.contains(&format!("interrupted by {name}")),
+            "{outcome}"
+        );
+        assert_eq!(json["options"]["image"], "bm");
+    }
+}
+
+#[test]
+fn the_first_signal_ends_the_lab_and_what_was_measured_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out.json");
+    let line = format!("lab apf --quick --quiet --json {}", out.display());
+    let mut running = Running::start(&line, Stdio::null());
+    running.send(Signal::INT);
+    assert_eq!(running.wait().code(), Some(130));
+    let json = json(&out);
+    assert_eq!(json["ended_early"], "interrupted by SIGINT");
+    assert!(json["results"].is_array(), "{json}");
+}
+
+#[test]
+fn a_result_that_is_lost_outweighs_the_signal() {
+    for line in [ENDLESS, "lab apf --quick --quiet"] {
+        let full = std::fs::File::options().write(true).open("/dev/full");
+        let mut running = Running::start(&format!("{line} --json -"), full.unwrap().into());
+        running.send(Signal::INT);
+        assert_eq!(running.wait().code(), Some(3), "{line}");
+    }
+}
+
+/// A pipe that takes nothing: whoever writes to it waits.
+fn full_pipe() -> (PipeReader, Stdio) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let flags = fcntl_getfl(&writer).unwrap();
+    fcntl_setfl(&writer, flags | OFlags::NONBLOCK).unwrap();
+    while writer.write(&[0; 4096]).is_ok() {}
+    while writer.write(&[0]).is_ok() {}
+    fcntl_setfl(&writer, flags).unwrap();
+    (reader, writer.into())
+}
+
+#[test]
+fn a_second_signal_ends_what_is_stuck() {
+    let (_reader, stdout) = full_pipe();
+    let mut running = Running::start(ENDLESS, stdout);
+    let deadline = Instant::now() + LIMIT;
+    // One alone cannot end it: the summary goes into the full pipe.
+    while running.ended().is_none() {
+        assert!(Instant::now() < deadline, "no signal ends it");
+        running.send(Signal::TERM);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(running.wait().code(), Some(143));
+}
