@@ -46,6 +46,9 @@ pub enum SoftError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// [`Vm::boot`] has made its vCPUs before.
+    #[error("this VM was booted before; make another one, or reset its vCPUs")]
+    Booted,
 }
 
 /// What wakes vCPUs: flags for those that run, parkers for those that sleep.
@@ -88,6 +91,7 @@ pub struct Vm {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) stopping: AtomicBool,
     pub(crate) meters: Box<[Meter]>,
+    booted: AtomicBool,
     apf_paused: AtomicBool,
     backing: Mutex<Vec<HvaRange>>,
 }
@@ -124,6 +128,7 @@ impl Vm {
             exclusive: Exclusive::default(),
             stopping: AtomicBool::new(false),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
+            booted: AtomicBool::new(false),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             backing: Mutex::new(Vec::new()),
             config,
@@ -159,8 +164,29 @@ impl Vm {
         Ok(())
     }
 
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction.
+    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once: a
+    /// second set of vCPUs would share the interrupt controllers, the shoot-down slots and the
+    /// rings of dirty pages with the first.
+    ///
+    /// # Errors
+    /// [`SoftError::Booted`], and what keeps the image from being loaded or a vCPU from being made;
+    /// after these it may be tried again.
     pub fn boot(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<Vcpu>, SoftError> {
+        if self.booted.swap(true, Ordering::AcqRel) {
+            return Err(SoftError::Booted);
+        }
+        let vcpus = self.make_vcpus(image, command_line);
+        if vcpus.is_err() {
+            self.booted.store(false, Ordering::Release);
+        }
+        vcpus
+    }
+
+    fn make_vcpus(
         self: &Arc<Self>,
         image: &Image<'_>,
         command_line: &str,
