@@ -7,11 +7,11 @@ use common::program::{self, CODE, Piece, STACK, assemble};
 use common::{MIB, boot_image, launch};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
-use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, GuestMemory as _};
+use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_machine::{Exit, GuestMemory as _, VcpuError};
 use lacuna_soft::{
     Host, HugePages, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu, Vm,
-    Wait,
+    VmConfig, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl Bench {
     }
 
     /// Adds a slot of 4 MiB at `guest`.
-    fn add_slot(&self, guest: u64, flags: SlotFlags) {
+    fn add_slot(&self, guest: u64, flags: SlotFlags) -> HvaRange {
         let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
         let pages = PageCount::from_bytes(4 * MIB);
         let backing = self.host.add_region(pages, notifier).unwrap();
@@ -85,6 +85,7 @@ impl Bench {
             flags,
         };
         self.vm.add_slot(spec).unwrap();
+        backing
     }
 
     fn write(&self, at: u64, bytes: &[u8]) {
@@ -237,6 +238,49 @@ fn page_tables_may_be_in_a_read_only_slot() {
             let first = u64::from_le_bytes(bytes[..8].try_into().unwrap());
             assert_eq!(bench.read(*at), first, "read-only means so");
         }
+    }
+}
+
+/// The backing of a slot is removed while the guest runs, and another VM gets its frames.
+#[test]
+fn a_guest_whose_memory_is_removed_stops_and_writes_to_nobody_elses() {
+    for huge in POLICIES {
+        let counter = |a: &mut CodeAssembler| {
+            let mut again = a.create_label();
+            a.mov(rsi, LATER)?;
+            a.set_label(&mut again)?;
+            a.inc(qword_ptr(rsi))?;
+            a.jmp(again)
+        };
+        let mut bench = Bench::new(1, huge, &[assemble(CODE, counter)]);
+        let backing = bench.add_slot(LATER, SlotFlags::empty());
+        for _ in 0..10 {
+            assert!(matches!(bench.vcpus[0].step(10_000), Step::Ran));
+        }
+        assert!(bench.read(LATER) > 10_000, "{huge:?}");
+        bench.host.remove_region(backing).unwrap();
+
+        let launch = launch(16, 32, 1, "");
+        let clock = Arc::new(VirtualClock::default()) as Arc<dyn Clock>;
+        let config = VmConfig {
+            memory: launch.memory,
+            vcpus: 1,
+            apf: launch.apf,
+        };
+        let heir = Vm::new(Arc::clone(&bench.host), clock, config).unwrap();
+        let ones = vec![1; 16 << 20];
+        heir.write(Gpa::new(0).unwrap(), &ones).unwrap();
+        let ended = (0..1000).find_map(|_| match bench.vcpus[0].step(10_000) {
+            Step::Failed(error) => Some(error),
+            _ => None,
+        });
+        assert!(
+            matches!(ended, Some(VcpuError::PageLost { .. })),
+            "{ended:?}"
+        );
+        let mut bytes = vec![0; 16 << 20];
+        heir.read(Gpa::new(0).unwrap(), &mut bytes).unwrap();
+        assert!(bytes == ones, "{huge:?}");
     }
 }
 

@@ -39,6 +39,17 @@ pub enum HostError {
     /// A region of no page, or one that passes the end of the numbering.
     #[error("cannot add a region of {0} pages")]
     BadRegion(PageCount),
+    /// The process cannot have the memory in which a region keeps where its pages are.
+    #[error(
+        "cannot add a region of {pages} pages: no {bytes} bytes of address space to keep track of \
+         them; raise the limit (ulimit -v), or give the guest less memory"
+    )]
+    NoRoomForPages {
+        /// What was asked for.
+        pages: PageCount,
+        /// Bytes that would take.
+        bytes: u64,
+    },
     /// The range is not a region's, or not the whole of one.
     #[error("no region begins at {0} with that length")]
     NoSuchRegion(Hva),

@@ -168,7 +168,7 @@ impl Host {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<HvaRange, HostError> {
-        self.core.regions.add(pages, self.core.huge, notifier)
+        self.core.regions.add(pages, notifier)
     }
 
     /// Makes the blocks that lie wholly inside `range` whole from here on, where they can be, under

@@ -5,7 +5,7 @@ use crate::cache::{FaultCounters, FrameCache};
 use crate::desc::Dirt;
 use crate::error::LostPage;
 use crate::head::{BlockNo, Head, HeadState};
-use crate::host::{Core, Host, lock};
+use crate::host::{Core, Host, HugePages, lock};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, Hva, Level, Pfn};
@@ -82,6 +82,7 @@ impl Core {
             // Who can map a whole block asks the head at once: 512 pages are likely to share it,
             // and a page word that nobody reads costs not even the memory that it is in.
             if most >= Level::L2M
+                && self.huge != HugePages::Never
                 && let Some(head) = cache.region().head(page).map(Head::load)
                 && head != HeadState::Small
             {
