@@ -7,11 +7,11 @@ use common::program::{self, CODE, Piece, STACK, assemble};
 use common::{MIB, boot_image, launch};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
-use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, GuestMemory as _, VcpuError};
 use lacuna_soft::{
-    Host, HugePages, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu, Vm,
-    VmConfig, Wait,
+    Host, HugePages, Launch, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step,
+    Vcpu, Vm, VmConfig, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -281,6 +281,29 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_nobody_elses() {
         let mut bytes = vec![0; 16 << 20];
         heir.read(Gpa::new(0).unwrap(), &mut bytes).unwrap();
         assert!(bytes == ones, "{huge:?}");
+    }
+}
+
+/// Its pages would be taken away without this VM's tables and TLBs hearing of it.
+#[test]
+fn memory_of_another_vm_is_refused_as_backing() {
+    let bench = Bench::new(1, HugePages::Never, &[assemble(CODE, caller)]);
+    let time = Arc::new(VirtualClock::default()) as Arc<dyn Clock>;
+    let other = Vm::new(Arc::clone(&bench.host), time, bench.vm.config()).unwrap();
+    let theirs = other.mmu().slots().find(Gfn::new(0).unwrap()).unwrap().hvas;
+    let ours = bench.add_slot(LATER, SlotFlags::empty());
+    let past = ours.start().checked_add_pages(1).unwrap();
+    for host in [theirs.start(), Hva::new(0), past] {
+        let spec = SlotSpec {
+            id: SlotId(8),
+            guest: 2 * LATER,
+            host,
+            bytes: 4 * MIB,
+            flags: SlotFlags::empty(),
+        };
+        let refused = bench.vm.add_slot(spec);
+        let id = SlotId(8);
+        assert_eq!(refused, Err(SlotError::ForeignBacking { id, host }));
     }
 }
 

@@ -171,6 +171,16 @@ impl Host {
         self.core.regions.add(pages, notifier)
     }
 
+    /// Whether `range` lies in one region, and `notifier` looks after its mappings. It stays so: a
+    /// removed region's addresses are never used again.
+    pub fn is_notified(&self, range: HvaRange, notifier: &dyn MmuNotifier) -> bool {
+        let region = self.core.regions.find(PageNo::of(range.start()));
+        region.is_some_and(|region| {
+            region.range().intersect(range) == Some(range)
+                && std::ptr::addr_eq(Arc::as_ptr(&region.notifier), notifier)
+        })
+    }
+
     /// Makes the blocks that lie wholly inside `range` whole from here on, where they can be, under
     /// [`HugePages::Madvise`].
     pub fn advise_huge(&self, range: HvaRange) -> Result<(), HostError> {

@@ -53,6 +53,8 @@ pub(crate) struct Region {
     pub notifier: Arc<dyn MmuNotifier>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
+    /// Whose it is: see [`Regions::owns`].
+    home: Arc<()>,
     removed: AtomicBool,
     /// Pages that have a frame. Magazines report late, so that it may be a batch too low.
     resident: AtomicI64,
@@ -188,6 +190,8 @@ pub(crate) type RegionList = Arc<Vec<Arc<Region>>>;
 #[derive(Default)]
 pub(crate) struct Regions {
     list: RwLock<RegionList>,
+    /// Only its address counts.
+    home: Arc<()>,
     numbers: Mutex<Numbers>,
 }
 
@@ -256,6 +260,11 @@ impl Regions {
             .clone()
     }
 
+    /// Whether `region` is, or was, one of these.
+    pub fn owns(&self, region: &Region) -> bool {
+        Arc::ptr_eq(&self.home, &region.home)
+    }
+
     /// The region that holds `page`.
     pub fn find(&self, page: PageNo) -> Option<Arc<Region>> {
         find(&self.snapshot(), page).cloned()
@@ -288,6 +297,7 @@ impl Regions {
             advised: (0..heads.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             notifier,
             listener,
+            home: self.home.clone(),
             removed: AtomicBool::new(false),
             resident: AtomicI64::new(0),
         });

@@ -48,7 +48,8 @@ impl Host {
     /// `most` is the largest leaf that the caller can map there: the most that is worth making for
     /// a page that nobody has touched yet.
     ///
-    /// `cache` must be one of this host's.
+    /// # Panics
+    /// If `cache` is another host's: its frames are not in this host's pool.
     #[inline]
     pub fn resolve(
         &self,
@@ -57,7 +58,7 @@ impl Host {
         most: Level,
         cache: &mut FrameCache,
     ) -> Resolution {
-        debug_assert!(
+        assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );

@@ -118,6 +118,31 @@ fn a_region_goes_away_while_it_is_mapped() {
     }
 }
 
+/// A frame of one host's pool is somebody else's page in another's.
+#[test]
+fn one_host_does_nothing_with_what_is_anothers() {
+    let device = || Box::new(FaultyStore::new(PageCount::new(4000)));
+    let (host, clock) = virtual_host(256, device());
+    let (other, _) = virtual_host(256, device());
+    let mut vm = Vm::new(&host, &clock, 600);
+    (0..600).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
+    let panics = |run: &mut dyn FnMut()| {
+        let run = std::panic::AssertUnwindSafe(run);
+        std::panic::catch_unwind(run).is_err()
+    };
+    let (first, mut cache) = (vm.hva(0), other.frame_cache().unwrap());
+    let mut foreign = || host.resolve(first, Access::Write, Level::L4K, &mut cache);
+    assert!(panics(&mut || drop(foreign())), "a cache");
+    let Resolution::Pending(ticket) = host.resolve(first, Access::Read, Level::L4K, &mut vm.cache)
+    else {
+        panic!("the first page is in swap");
+    };
+    assert!(panics(&mut || other.start(&ticket)), "a ticket");
+    assert!(panics(&mut || drop(other.wait(&ticket))), "a ticket");
+    host.wait(&ticket).unwrap();
+    vm.check_all();
+}
+
 /// Writes until the device refuses; returns its words.
 fn fill(vm: &mut Vm) -> String {
     for page in 0..vm.range.pages() {

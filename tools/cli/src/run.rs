@@ -121,7 +121,7 @@ fn blame(error: &SoftError) -> Exit {
         SoftError::Host(HostError::BudgetTooSmall { .. } | HostError::BudgetTooLarge { .. }) => {
             Exit::Usage
         }
-        SoftError::Host(_) | SoftError::Mmu(_) => Exit::Host,
+        SoftError::Host(_) | SoftError::Mmu(_) | SoftError::Booted => Exit::Host,
     }
 }
 
