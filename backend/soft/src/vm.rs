@@ -47,7 +47,7 @@ pub enum SoftError {
     #[error(transparent)]
     Boot(#[from] BootError),
     /// [`Vm::boot`] has made its vCPUs before.
-    #[error("this VM was booted before; make another one, or reset its vCPUs")]
+    #[error("this VM was booted before; make another one, or reload the image and reset its vCPUs")]
     Booted,
 }
 
@@ -184,6 +184,16 @@ impl Vm {
             self.booted.store(false, Ordering::Release);
         }
         vcpus
+    }
+
+    /// Loads the image that the VM was booted with once more, for a reset of the machine: its vCPUs
+    /// go on where they are until [`Vcpu::reset`].
+    ///
+    /// # Errors
+    /// What keeps the image from being loaded.
+    pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
+        Boot::load(image, &self.layout, command_line, self)?;
+        Ok(())
     }
 
     fn make_vcpus(
