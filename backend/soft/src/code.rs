@@ -10,10 +10,11 @@
 //! Bits are never cleared: a page that once held code stays on the slow path for writers. Guests
 //! keep code and data apart; one that does not pays some 100 ns a store.
 
-use lacuna_addr::{Gfn, Level, NoRoom, room_for};
+use crate::frame_set::FrameSet;
+use lacuna_addr::{Gfn, NoRoom, room_for};
 use lacuna_sync::{Quiescence, VcpuSlot};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 /// An inbox longer than this means "everything".
 const INBOX_MAX: usize = 64;
@@ -27,13 +28,10 @@ pub(crate) enum Stale {
     All,
 }
 
-/// Words of the bitmap that a 2 MiB block has.
-const BLOCK_WORDS: usize = (Level::L2M.pages() / 64) as usize;
-
 /// The watched pages of one VM.
 pub(crate) struct CodeMap {
-    watched: Box<[AtomicU64]>,
-    settled: Box<[AtomicU64]>,
+    watched: FrameSet,
+    settled: FrameSet,
     inboxes: Box<[Mutex<Stale>]>,
 }
 
@@ -43,59 +41,41 @@ impl CodeMap {
         room_for::<AtomicU64>(2 * frames.div_ceil(64))
     }
 
-    /// For frames `0..frames` and so many vCPUs.
-    pub(crate) fn new(frames: u64, vcpus: usize) -> Self {
-        let words = frames.div_ceil(64) as usize;
-        let bits = || (0..words).map(|_| AtomicU64::new(0)).collect();
+    /// For so many vCPUs, and memory that at first lies below frame `boot`.
+    pub(crate) fn new(boot: u64, vcpus: usize) -> Self {
         let inbox = || Mutex::new(Stale::Pages(Vec::with_capacity(INBOX_MAX)));
         Self {
-            watched: bits(),
-            settled: bits(),
+            watched: FrameSet::new(boot),
+            settled: FrameSet::new(boot),
             inboxes: (0..vcpus).map(|_| inbox()).collect(),
-        }
-    }
-
-    fn has(bits: &[AtomicU64], gfn: Gfn) -> bool {
-        let word = bits.get((gfn.get() / 64) as usize);
-        word.is_some_and(|word| word.load(Ordering::Acquire) >> (gfn.get() % 64) & 1 != 0)
-    }
-
-    fn set(bits: &[AtomicU64], gfn: Gfn) {
-        if let Some(word) = bits.get((gfn.get() / 64) as usize) {
-            word.fetch_or(1 << (gfn.get() % 64), Ordering::SeqCst);
         }
     }
 
     /// Whether `gfn` holds decoded code, or is about to.
     #[inline]
     pub(crate) fn is_watched(&self, gfn: Gfn) -> bool {
-        Self::has(&self.watched, gfn)
+        self.watched.contains(gfn)
     }
 
     /// Whether any page of the 2 MiB block of `gfn` holds decoded code, or is about to.
     #[inline]
     pub(crate) fn is_block_watched(&self, gfn: Gfn) -> bool {
-        let first = (gfn.get() / 64) as usize & !(BLOCK_WORDS - 1);
-        let words = self.watched.iter().skip(first).take(BLOCK_WORDS);
-        words
-            .map(|word| word.load(Ordering::Acquire))
-            .any(|word| word != 0)
+        self.watched.meets_block(gfn)
     }
 
-    /// Whether it may be decoded: every writer takes the slow path. A page past the slots' end,
-    /// where nothing is decoded, never is.
+    /// Whether it may be decoded: every writer takes the slow path.
     pub(crate) fn is_settled(&self, gfn: Gfn) -> bool {
-        Self::has(&self.settled, gfn)
+        self.settled.contains(gfn)
     }
 
     /// From here on no TLB takes `gfn` as writable; those that have it must be shot down next.
     pub(crate) fn watch(&self, gfn: Gfn) {
-        Self::set(&self.watched, gfn);
+        self.watched.insert(gfn);
     }
 
     /// They have been.
     pub(crate) fn settle(&self, gfn: Gfn) {
-        Self::set(&self.settled, gfn);
+        self.settled.insert(gfn);
     }
 
     /// vCPU `writer` has changed code in `gfn`: tells the others.

@@ -30,7 +30,7 @@ impl Vm {
 
     /// The slots, ascending by guest address.
     pub fn slots(&self) -> Vec<SlotId> {
-        let slots = self.mmu.slots().snapshot();
+        let slots = self.mmu.slots();
         slots.iter().map(|slot| slot.id).collect()
     }
 

@@ -10,6 +10,7 @@
 //! | `bus` | a vCPU's view of memory: stage-2 walk, faults |
 //! | `vcpu` | one step of a vCPU, and the thread-mode loop around it |
 //! | `code` | which pages hold decoded instructions |
+//! | `frame_set` | a set of guest frames, anywhere, read without a lock |
 //! | `exclusive` | the world-stop for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `kind` | whether an error is due to the request, the guest or the host |
@@ -30,6 +31,7 @@ mod code;
 mod dirty;
 mod entry;
 mod exclusive;
+mod frame_set;
 mod kind;
 mod launch;
 mod layout;

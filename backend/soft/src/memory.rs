@@ -26,7 +26,7 @@ impl Piece {
 impl Vm {
     /// Splits `len` bytes at `gpa`.
     fn pieces(&self, gpa: Gpa, len: usize) -> Result<Vec<Piece>, MemoryError> {
-        let slots = self.mmu.slots().snapshot();
+        let slots = self.mmu.slots();
         let mut pieces = Vec::new();
         let mut done = 0;
         while done < len {

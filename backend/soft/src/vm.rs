@@ -49,6 +49,9 @@ pub enum SoftError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// [`Vm::boot`] has made its vCPUs before.
+    #[error("this VM was booted before; make another one, or reload the image and reset its vCPUs")]
+    Booted,
 }
 
 /// What wakes vCPUs: flags for those that run, parkers for those that sleep.
@@ -92,6 +95,7 @@ pub struct Vm {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) stopping: AtomicBool,
     pub(crate) meters: Box<[Meter]>,
+    booted: AtomicBool,
     apf_paused: AtomicBool,
     backing: Mutex<Vec<HvaRange>>,
 }
@@ -129,6 +133,7 @@ impl Vm {
             exclusive: Exclusive::default(),
             stopping: AtomicBool::new(false),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
+            booted: AtomicBool::new(false),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             backing: Mutex::new(Vec::new()),
             config,
@@ -164,8 +169,39 @@ impl Vm {
         Ok(())
     }
 
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction.
+    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once: a
+    /// second set of vCPUs would share the interrupt controllers, the shoot-down slots and the
+    /// rings of dirty pages with the first.
+    ///
+    /// # Errors
+    /// [`SoftError::Booted`], and what keeps the image from being loaded or a vCPU from being made;
+    /// after these it may be tried again.
     pub fn boot(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<Vcpu>, SoftError> {
+        if self.booted.swap(true, Ordering::AcqRel) {
+            return Err(SoftError::Booted);
+        }
+        let vcpus = self.make_vcpus(image, command_line);
+        if vcpus.is_err() {
+            self.booted.store(false, Ordering::Release);
+        }
+        vcpus
+    }
+
+    /// Loads the image that the VM was booted with once more, for a reset of the machine: its vCPUs
+    /// go on where they are until [`Vcpu::reset`].
+    ///
+    /// # Errors
+    /// What keeps the image from being loaded.
+    pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
+        Boot::load(image, &self.layout, command_line, self)?;
+        Ok(())
+    }
+
+    fn make_vcpus(
         self: &Arc<Self>,
         image: &Image<'_>,
         command_line: &str,

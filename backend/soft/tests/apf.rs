@@ -215,16 +215,14 @@ fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
     let clock = Arc::new(VirtualClock::default());
     let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
     let mut bench = Bench::new(&launch, host, clock, "bm");
+    let fresh: Vec<_> = bench.vcpus.iter().map(Vcpu::regs).collect();
     bench.run_until(|stats| stats.taken > 100);
-    let start = bench
-        .vm
-        .boot(&image("bm"), &launch.full_command_line())
-        .unwrap();
-    for (vcpu, fresh) in bench.vcpus.iter_mut().zip(&start) {
+    let command_line = launch.full_command_line();
+    bench.vm.reload(&image("bm"), &command_line).unwrap();
+    for (vcpu, fresh) in bench.vcpus.iter_mut().zip(fresh) {
         vcpu.reset();
-        assert_eq!(vcpu.regs(), fresh.regs());
+        assert_eq!(vcpu.regs(), fresh);
     }
-    drop(start);
     // What was on its way comes, to nobody.
     while let Some(at) = bench.host.next_completion() {
         bench.clock.advance_to(at);

@@ -11,7 +11,10 @@
 //! walk that ends in a fault drops what it had cached and looks at the tables themselves.
 //!
 //! Table pages are asked for with [`Access::Write`], as hardware with EPT A/D bits does. A table
-//! without memory behind it reads as all ones, and so faults with its reserved bits.
+//! without memory behind it reads as all ones, and so faults with its reserved bits. A table in a
+//! read-only slot (firmware keeps its first page tables in ROM) is read, and its A and D bits stay
+//! as they are, set or not: the walk goes on as if it had set them. KVM's own walker does the same
+//! (Linux, arch/x86/kvm/mmu/paging_tmpl.h, `update_accessed_dirty_bits`).
 
 use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
@@ -265,7 +268,7 @@ impl<B: Bus> Walker<'_, B> {
         let gfn = Gpa::truncate(table & FRAME).gfn();
         let page = match self.bus.page(gfn, Access::Write) {
             Ok(page) => page,
-            Err(Stop::Mmio(_)) => return Err(FAULT_RESERVED),
+            Err(Stop::Mmio(_)) => self.read_only_table(gfn)?,
             Err(stop) => return Err(stop.into()),
         };
         let entry = page.word(offset(self.va, shift)).load(Ordering::Acquire);
@@ -276,6 +279,16 @@ impl<B: Bus> Walker<'_, B> {
             return Err(FAULT_RESERVED);
         }
         Ok((page, gfn, entry ^ NO_EXECUTE))
+    }
+
+    /// The table page `gfn`, which cannot be written to.
+    #[cold]
+    fn read_only_table(&mut self, gfn: Gfn) -> Result<HostPage, Miss> {
+        match self.bus.page(gfn, Access::Read) {
+            Ok(page) => Ok(page),
+            Err(Stop::Mmio(_)) => Err(FAULT_RESERVED),
+            Err(stop) => Err(stop.into()),
+        }
     }
 
     #[inline(always)]
@@ -341,7 +354,8 @@ impl<B: Bus> Walker<'_, B> {
         })
     }
 
-    /// Sets `bits` in the entry, which was loaded as `entry` (NX inverted).
+    /// Sets `bits` in the entry, which was loaded as `entry` (NX inverted), if the table can be
+    /// written to.
     #[inline(always)]
     fn update(
         &mut self,
@@ -351,7 +365,7 @@ impl<B: Bus> Walker<'_, B> {
         entry: u64,
         bits: u64,
     ) -> Result<(), Miss> {
-        if entry & bits == bits {
+        if entry & bits == bits || !page.is_writable() {
             return Ok(());
         }
         let old = entry ^ NO_EXECUTE;

@@ -13,7 +13,7 @@
 //! names pages by the slot.
 
 use crate::{Mmu, Rmap};
-use lacuna_addr::Gpa;
+use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE};
 use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_sync::shim::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -22,8 +22,20 @@ impl Mmu {
     /// Adds a slot.
     ///
     /// # Errors
-    /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
+    /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory that is not in
+    /// a region of this MMU: its pages would go away unseen. Nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
+        let backing = HvaRange::new(spec.host, spec.bytes / PAGE_SIZE as u64);
+        // What is no range at all has an error of its own.
+        if backing.is_some_and(|backing| !self.host.is_notified(backing, self)) {
+            let SlotSpec { id, host, .. } = spec;
+            return Err(SlotError::ForeignBacking { id, host });
+        }
+        self.insert_slot(spec)
+    }
+
+    /// Adds a slot over any addresses: tests of this crate have frames of their own behind them.
+    pub(crate) fn insert_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let _change = self.lock_layout();
         let refused = |room| SlotError::NoRoom { id: spec.id, room };
         Rmap::check_room(spec.bytes).map_err(refused)?;
@@ -117,7 +129,7 @@ fn spec_of(slot: &Slot<Rmap>) -> SlotSpec {
         id: slot.id,
         guest: slot.gfns.start().gpa().get(),
         host: slot.hvas.start(),
-        bytes: slot.hvas.pages() * lacuna_addr::PAGE_SIZE as u64,
+        bytes: slot.hvas.pages() * PAGE_SIZE as u64,
         flags: slot.flags,
     }
 }

@@ -2,9 +2,10 @@
 
 use crate::dirty::Tracking;
 use crate::rmap::Rmap;
+use lacuna_addr::Gfn;
 use lacuna_host::Host;
-use lacuna_slots::{Limits, Slots};
-use lacuna_stage2::{Arena, ArenaError, Exhausted, Stage2};
+use lacuna_slots::{Limits, Slots, Snapshot};
+use lacuna_stage2::{Arena, ArenaError, Counts, Exhausted, Stage2};
 use lacuna_sync::Quiescence;
 use std::sync::{Arc, Mutex};
 
@@ -50,14 +51,20 @@ impl Mmu {
         }))
     }
 
-    /// The tables, for the walker.
-    pub fn stage2(&self) -> &Stage2 {
-        &self.stage2
+    /// How many leaves there are. Exact when nobody changes any.
+    pub fn counts(&self) -> Counts {
+        self.stage2.counts()
     }
 
-    /// The slots.
-    pub fn slots(&self) -> &Slots<Rmap> {
-        &self.slots
+    /// Whether a leaf maps `gfn`, a moment ago.
+    pub fn is_mapped(&self, gfn: Gfn) -> bool {
+        self.stage2.find(gfn).is_some()
+    }
+
+    /// The slots now. They are changed by [`Mmu::add_slot`] and its like alone, which see to it
+    /// that nothing of the old layout stays mapped.
+    pub fn slots(&self) -> Arc<Snapshot<Rmap>> {
+        self.slots.snapshot()
     }
 
     /// Where pages come from.

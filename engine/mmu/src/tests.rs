@@ -68,7 +68,7 @@ fn spec(id: u16, (gfn, page, pages): Place) -> SlotSpec {
 
 fn add(mmu: &Mmu, slots: &[Place]) {
     for (id, place) in (0..).zip(slots) {
-        mmu.add_slot(spec(id, *place)).expect("room");
+        mmu.insert_slot(spec(id, *place)).expect("room");
     }
 }
 

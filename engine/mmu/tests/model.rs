@@ -117,7 +117,7 @@ impl Bench {
         };
         let gfn = Gfn::new(gfn).unwrap();
         for _ in 0..10_000 {
-            if let Walk::Hit(hit) = self.mmu.stage2().walk(gfn, access) {
+            if let Walk::Hit(hit) = self.mmu.walk(&mut self.faulter, gfn, access) {
                 self.faulter.retired();
                 let frame = self.host.frame(hit.pfn);
                 if let Some(value) = write {
@@ -319,7 +319,7 @@ fn four_times_overcommit_keeps_every_word() {
 fn huge_pages_come_whole_and_leave_by_pages() {
     let mut bench = Bench::new(5, HugePages::Always);
     bench.check(HOME + 5, Some(1));
-    let counts = bench.mmu.stage2().counts();
+    let counts = bench.mmu.counts();
     assert_eq!(counts.leaves, [0, 1, 0], "one touch, one leaf");
     for round in 1..4u64 {
         (0..PAGES).for_each(|page| bench.check(HOME + page, Some(round << 32 | page)));
@@ -381,7 +381,7 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
     let _ = quiescence.online(0);
     std::thread::scope(|scope| {
         let change = scope.spawn(|| mmu.delete_slot(SlotId(0)));
-        while mmu.stage2().find(gfn).is_some() {
+        while mmu.is_mapped(gfn) {
             std::thread::yield_now();
         }
         let reclaim = scope.spawn(|| mmu.invalidate(&[page]));

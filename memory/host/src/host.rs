@@ -170,7 +170,17 @@ impl Host {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<HvaRange, HostError> {
-        self.core.regions.add(pages, self.core.huge, notifier)
+        self.core.regions.add(pages, notifier)
+    }
+
+    /// Whether `range` lies in one region, and `notifier` looks after its mappings. It stays so: a
+    /// removed region's addresses are never used again.
+    pub fn is_notified(&self, range: HvaRange, notifier: &dyn MmuNotifier) -> bool {
+        let region = self.core.regions.find(PageNo::of(range.start()));
+        region.is_some_and(|region| {
+            region.range().intersect(range) == Some(range)
+                && std::ptr::addr_eq(Arc::as_ptr(&region.notifier), notifier)
+        })
     }
 
     /// Makes the blocks that lie wholly inside `range` whole from here on, where they can be, under

@@ -30,7 +30,7 @@
 //! # Unsafe
 //! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool`
 //! only; the other blocks, in `resolve`, `collapse`, `swapin` and `io::ring`, state why they own
-//! the frame that they, or the kernel for them, fill.
+//! the frame that they, or the kernel for them, fill. `region` allocates its words as zeros.
 //!
 //! Neighbours: imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` turns a
 //! [`FramePtr`] into what its processors touch.

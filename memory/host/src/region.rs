@@ -4,12 +4,20 @@
 //! never given to anybody, so that an access past a region's end cannot reach the next; it begins
 //! with a block of 512. Pages at its end that do not fill a block are always small. The set of
 //! regions is an immutable snapshot swapped whole: a vCPU keeps the regions that it used last.
+//!
+//! A number is never given twice, because a memory slot, a ticket or a held page may still name a
+//! page of a removed region, and must not reach another VM's. There are 2^52 of them: regions of
+//! 4 GiB, ten a second, last for thirteen years.
+//!
+//! A page word is 8 bytes, and a guest may have far more pages than it ever touches. So words are
+//! memory that the kernel has not backed yet. Nobody writes those of a block whose head says that
+//! none of its pages was asked for, and its removal does not read them either.
 
 use crate::error::HostError;
 use crate::head::{BLOCK, BlockNo, Head, HeadState};
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
-use lacuna_addr::{HvaRange, PageCount, room_for};
+use lacuna_addr::{HvaRange, NoRoom, PAGE_SHIFT, PageCount};
 use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -39,13 +47,15 @@ pub trait MmuNotifier: Send + Sync {
 pub(crate) struct Region {
     first: PageNo,
     words: Box<[PageWord]>,
-    /// Of every block that `words` fills; none where huge pages are not wanted at all.
+    /// Of every block that `words` fills.
     heads: Box<[Head]>,
     /// A bit a head: [`crate::Host::advise_huge`] was called.
     advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
+    /// Whose it is: see [`Regions::owns`].
+    home: Arc<()>,
     removed: AtomicBool,
     /// Pages that have a frame. Magazines report late, so that it may be a batch too low.
     /// Padded: each vCPU that refills its magazine adds to it, and every fault reads the fields
@@ -127,6 +137,13 @@ impl Region {
         numbered(self.first.plus(from), &self.words[from..])
     }
 
+    /// Where those are; `None` where blocks fill the region.
+    pub fn headless_range(&self) -> Option<HvaRange> {
+        let from = self.heads.len() * BLOCK;
+        let count = (self.words.len() - from) as u64;
+        HvaRange::new(self.first.plus(from).hva(), count)
+    }
+
     /// Marks the blocks that lie wholly inside `range`.
     pub fn advise(&self, range: HvaRange) {
         for (i, span) in self.spans().enumerate() {
@@ -176,6 +193,8 @@ pub(crate) type RegionList = Arc<Vec<Arc<Region>>>;
 #[derive(Default)]
 pub(crate) struct Regions {
     list: RwLock<RegionList>,
+    /// Only its address counts.
+    home: Arc<()>,
     numbers: Mutex<Numbers>,
 }
 
@@ -200,15 +219,42 @@ fn numbered(first: PageNo, words: &[PageWord]) -> impl Iterator<Item = (PageNo, 
 
 impl Default for Numbers {
     fn default() -> Self {
-        // Page 0 is never a page, so that zero can mean none. Every region begins with a block.
+        // Page 0 is never a page, so that zero can mean none. Every region begins with a block. The
+        // first number has more than 36 bits, so that code that has no room for all of a number
+        // fails at once and not after years.
         Self {
-            next_page: 1 << 20,
+            next_page: 1 << 40,
             next_listener: 0,
         }
     }
 }
 
-const MAX_PAGES: u64 = 1 << 36;
+/// One past the highest page number that an address can have.
+const MAX_PAGES: u64 = 1 << (u64::BITS - PAGE_SHIFT);
+
+/// The words of so many empty pages, none of which the kernel has backed yet.
+#[cfg(not(loom))]
+fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
+    let bytes = pages.get().saturating_mul(size_of::<PageWord>() as u64);
+    let no_room = NoRoom { bytes };
+    let count = usize::try_from(pages.get()).map_err(|_| no_room)?;
+    let layout = std::alloc::Layout::array::<PageWord>(count).map_err(|_| no_room)?;
+    assert!(layout.size() > 0, "a region has pages");
+    // SAFETY: the layout is not empty.
+    let words = unsafe { std::alloc::alloc_zeroed(layout) }.cast::<PageWord>();
+    if words.is_null() {
+        return Err(no_room.into());
+    }
+    // SAFETY: a fresh allocation by the global allocator, of just this layout; a word of zeros is
+    // an empty page's (`PageState::encode`).
+    Ok(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(words, count)) })
+}
+
+/// loom's atomics are more than their bits.
+#[cfg(loom)]
+fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
+    Ok((0..pages.get()).map(|_| PageWord::new()).collect())
+}
 
 impl Regions {
     pub fn snapshot(&self) -> RegionList {
@@ -216,6 +262,11 @@ impl Regions {
             .read()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
+    }
+
+    /// Whether `region` is, or was, one of these.
+    pub fn owns(&self, region: &Region) -> bool {
+        Arc::ptr_eq(&self.home, &region.home)
     }
 
     /// The region that holds `page`.
@@ -226,7 +277,6 @@ impl Regions {
     pub fn add(
         &self,
         pages: PageCount,
-        huge: HugePages,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<HvaRange, HostError> {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -234,7 +284,7 @@ impl Regions {
         if pages.get() == 0 || end.is_none_or(|end| end > MAX_PAGES) {
             return Err(HostError::BadRegion(pages));
         }
-        room_for::<PageWord>(pages.get())?;
+        let words = empty_words(pages)?;
         let first = PageNo::new(numbers.next_page);
         numbers.next_page = (first.get() + pages.get() + 1).next_multiple_of(BLOCK as u64);
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
@@ -243,17 +293,15 @@ impl Regions {
             .find(|region| Arc::ptr_eq(&region.notifier, &notifier));
         let listener = same.map_or(numbers.next_listener, |region| region.listener);
         numbers.next_listener = numbers.next_listener.max(listener + 1);
-        let heads = match huge {
-            HugePages::Never => 0,
-            HugePages::Madvise | HugePages::Always => pages.get() as usize / BLOCK,
-        };
+        let heads = words.len() / BLOCK;
         let region = Arc::new(Region {
             first,
-            words: (0..pages.get()).map(|_| PageWord::new()).collect(),
+            words,
             heads: (0..heads).map(|_| Head::new()).collect(),
             advised: (0..heads.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             notifier,
             listener,
+            home: self.home.clone(),
             removed: AtomicBool::new(false),
             resident: CachePadded::new(AtomicI64::new(0)),
         });

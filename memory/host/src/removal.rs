@@ -1,4 +1,14 @@
 //! A region goes away with its pages, wherever they are.
+//!
+//! ```text
+//! the region leaves the list       nobody finds it who does not know it already
+//! block by block: words -> Gone    a fault that comes later finds the page lost
+//!                 invalidate       what is mapped goes, a fault that has resolved before is
+//!                                  refused, no vCPU can touch the frames any more
+//!                 free the frames
+//! ```
+//! A page that is in no frame is not mapped, and needs none of this. A block of pages that nobody
+//! ever asked for is its head alone: its words are not even looked at.
 
 use crate::desc::FrameState;
 use crate::error::HostError;
@@ -6,31 +16,35 @@ use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, lock};
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
-use lacuna_addr::HvaRange;
+use lacuna_addr::{HvaRange, Pfn};
 use std::sync::atomic::Ordering;
 
 #[derive(PartialEq, Eq)]
 enum Removal {
     Done,
+    /// Somebody is at it: look again.
     Busy,
 }
 
 impl Host {
-    /// Removes a whole region with its pages, in frames and in swap. The caller has unmapped it and
-    /// stopped whoever could fault there; a fault that comes nevertheless finds the page lost.
-    /// Waits for the region's reads and writes in flight, so it is called with no lock held.
+    /// Removes a whole region with its pages, in frames and in swap. What maps them is unmapped by
+    /// the region's [`MmuNotifier`](crate::MmuNotifier); a fault that comes later finds the page
+    /// lost. Waits for the region's reads and writes in flight, and for vCPUs as
+    /// [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does, so it is called with no
+    /// lock held.
     pub fn remove_region(&self, range: HvaRange) -> Result<(), HostError> {
         let region = self.core.regions.remove(range)?;
         loop {
             let seen = self.core.settled.generation();
-            let mut left = 0;
-            for (page, word) in region.headless() {
-                left += usize::from(self.core.remove_page(&region, page, word) == Removal::Busy);
+            let mut busy = 0;
+            if let Some(tail) = region.headless_range() {
+                let removal = self.core.remove_pages(&region, tail, region.headless());
+                busy += usize::from(removal == Removal::Busy);
             }
             for span in region.spans() {
-                left += usize::from(self.core.remove_span(&region, span) == Removal::Busy);
+                busy += usize::from(self.core.remove_span(&region, span) == Removal::Busy);
             }
-            if left == 0 {
+            if busy == 0 {
                 return Ok(());
             }
             self.io.help(&self.core, seen);
@@ -47,17 +61,33 @@ impl Core {
                 Err(_) => Removal::Busy,
             },
             HeadState::Whole { block } => self.remove_block(region, span, block),
-            HeadState::Small => {
-                let removals = span
-                    .pages()
-                    .map(|(page, word)| self.remove_page(region, page, word));
-                let busy = removals.filter(|removal| *removal == Removal::Busy);
-                if busy.count() == 0 {
-                    Removal::Done
-                } else {
-                    Removal::Busy
-                }
-            }
+            HeadState::Small => self.remove_pages(region, span.first.block_range(), span.pages()),
+        }
+    }
+
+    /// Empties the pages of `range`, each kept by itself.
+    fn remove_pages<'r>(
+        &self,
+        region: &Region,
+        range: HvaRange,
+        pages: impl Iterator<Item = (PageNo, &'r PageWord)>,
+    ) -> Removal {
+        let mut frames: Vec<Pfn> = Vec::new();
+        let mut busy = 0;
+        for (page, word) in pages {
+            let removal = self.remove_page(page, word, &mut frames);
+            busy += usize::from(removal == Removal::Busy);
+        }
+        if !frames.is_empty() {
+            region.notifier.invalidate(&[range]);
+            region.add_resident(-(frames.len() as i64));
+            self.frames
+                .give(frames.iter().map(|frame| frame.index() as u32));
+            self.settled.bump();
+        }
+        match busy {
+            0 => Removal::Done,
+            _ => Removal::Busy,
         }
     }
 
@@ -75,15 +105,18 @@ impl Core {
         span.head
             .change(HeadState::Whole { block }, HeadState::Gone)
             .expect("only who isolated a block changes its head");
+        region.notifier.invalidate(&[span.first.block_range()]);
         desc.loosen();
         self.stats.note_loose();
         region.add_resident(-(BLOCK as i64));
         self.frames.give_block(block);
+        self.settled.bump();
         Removal::Done
     }
 
-    /// Empties one page of a removed region.
-    fn remove_page(&self, region: &Region, page: PageNo, word: &PageWord) -> Removal {
+    /// Empties one page of a removed region. Its frame, which may still be mapped, stays isolated
+    /// and goes to `frames`.
+    fn remove_page(&self, page: PageNo, word: &PageWord, frames: &mut Vec<Pfn>) -> Removal {
         let state = word.load();
         let removed = match (state, state.removed()) {
             (PageState::Gone, _) => return Removal::Done,
@@ -114,8 +147,7 @@ impl Core {
         }
         if let Some(frame) = state.frame() {
             debug_assert_eq!(self.frames.desc(frame).state(), FrameState::Isolated);
-            self.frames.give([frame.index() as u32]);
-            region.add_resident(-1);
+            frames.push(frame);
         }
         if let Some(slot) = state.slot() {
             self.free_slot(slot);

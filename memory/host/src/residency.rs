@@ -295,6 +295,7 @@ const _: () = assert!(size_of::<PageWord>() == 8);
 
 impl PageWord {
     /// An empty page's.
+    #[cfg(loom)]
     pub fn new() -> Self {
         Self(AtomicU64::new(Empty.encode()))
     }

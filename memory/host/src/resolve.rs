@@ -5,7 +5,7 @@ use crate::cache::{FaultCounters, FrameCache};
 use crate::desc::Dirt;
 use crate::error::LostPage;
 use crate::head::{BlockNo, Head, HeadState};
-use crate::host::{Core, Host, lock};
+use crate::host::{Core, Host, HugePages, lock};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, Hva, Level, Pfn};
@@ -48,7 +48,8 @@ impl Host {
     /// `most` is the largest leaf that the caller can map there: the most that is worth making for
     /// a page that nobody has touched yet.
     ///
-    /// `cache` must be one of this host's.
+    /// # Panics
+    /// If `cache` is another host's: its frames are not in this host's pool.
     #[inline]
     pub fn resolve(
         &self,
@@ -57,7 +58,7 @@ impl Host {
         most: Level,
         cache: &mut FrameCache,
     ) -> Resolution {
-        debug_assert!(
+        assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );
@@ -82,6 +83,7 @@ impl Core {
             // Who can map a whole block asks the head at once: 512 pages are likely to share it,
             // and a page word that nobody reads costs not even the memory that it is in.
             if most >= Level::L2M
+                && self.huge != HugePages::Never
                 && let Some(head) = cache.region().head(page).map(Head::load)
                 && head != HeadState::Small
             {

@@ -9,7 +9,11 @@ use std::sync::Arc;
 
 impl Host {
     /// Hands the read to the executor, unless somebody has it already. Returns at once.
+    ///
+    /// # Panics
+    /// If the ticket is another host's: its frame is not in this host's pool.
     pub fn start(&self, ticket: &Ticket) {
+        self.check_own(ticket);
         if ticket.claim() {
             self.io.read(&self.core, ticket.clone());
         }
@@ -20,11 +24,20 @@ impl Host {
     ///
     /// A virtual executor's completions up to this one are delivered early, in order: a seeded
     /// scheduler calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
+    ///
+    /// # Panics
+    /// As [`Host::start`].
     pub fn wait(&self, ticket: &Ticket) -> Result<(), HostError> {
+        self.check_own(ticket);
         if ticket.claim() {
             self.io.read_here(&self.core, ticket);
         }
         Ok(self.io.wait(&self.core, ticket)?)
+    }
+
+    fn check_own(&self, ticket: &Ticket) {
+        let own = self.core.regions.owns(ticket.region());
+        assert!(own, "another host's ticket");
     }
 }
 

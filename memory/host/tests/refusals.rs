@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Use, Vm, virtual_host};
+use common::{Use, Vm, huge_host, virtual_host};
 use lacuna_addr::{Access, Hva, Level, PageCount};
 use lacuna_host::{
     Fault, FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, MemoryStore,
@@ -99,6 +99,48 @@ fn a_region_of_nothing_and_addresses_of_nobody() {
     let gone = host.resolve(vm.range.start(), Access::Write, Level::L4K, &mut vm.cache);
     assert!(matches!(gone, Resolution::Lost(_)));
     host.verify();
+}
+
+/// Pages that nobody has unmapped: the manager does it before their frames are anybody's again.
+#[test]
+fn a_region_goes_away_while_it_is_mapped() {
+    for huge in [HugePages::Never, HugePages::Always] {
+        let (host, clock) = huge_host(4 * 512, Box::new(MemoryStore::new()), huge);
+        let mut vm = Vm::new(&host, &clock, 2 * 512 + 20);
+        for page in 0..vm.range.pages() {
+            vm.touch(page, Use::Write(page + 1)).unwrap();
+        }
+        assert!(vm.mapped() > 1000);
+        host.remove_region(vm.range).unwrap();
+        assert_eq!(vm.mapped(), 0, "{huge:?}: their frames are free");
+        assert!(vm.touch(0, Use::Write(1)).is_err());
+        host.verify();
+    }
+}
+
+/// A frame of one host's pool is somebody else's page in another's.
+#[test]
+fn one_host_does_nothing_with_what_is_anothers() {
+    let device = || Box::new(FaultyStore::new(PageCount::new(4000)));
+    let (host, clock) = virtual_host(256, device());
+    let (other, _) = virtual_host(256, device());
+    let mut vm = Vm::new(&host, &clock, 600);
+    (0..600).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
+    let panics = |run: &mut dyn FnMut()| {
+        let run = std::panic::AssertUnwindSafe(run);
+        std::panic::catch_unwind(run).is_err()
+    };
+    let (first, mut cache) = (vm.hva(0), other.frame_cache().unwrap());
+    let mut foreign = || host.resolve(first, Access::Write, Level::L4K, &mut cache);
+    assert!(panics(&mut || drop(foreign())), "a cache");
+    let Resolution::Pending(ticket) = host.resolve(first, Access::Read, Level::L4K, &mut vm.cache)
+    else {
+        panic!("the first page is in swap");
+    };
+    assert!(panics(&mut || other.start(&ticket)), "a ticket");
+    assert!(panics(&mut || drop(other.wait(&ticket))), "a ticket");
+    host.wait(&ticket).unwrap();
+    vm.check_all();
 }
 
 /// Writes until the device refuses; returns its words.

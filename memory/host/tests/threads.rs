@@ -6,8 +6,8 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    Dial, FileStore, Frame, Host, HostConfig, HugePages, Io, Latency, MemoryStore, MmuNotifier,
-    Resolution, SwapStore,
+    Dial, FileStore, Frame, Host, HostConfig, HostError, HugePages, Io, Latency, MemoryStore,
+    MmuNotifier, Resolution, SwapStore,
 };
 use lacuna_sync::{Clock, HostClock};
 use std::collections::HashMap;
@@ -81,6 +81,15 @@ impl Stage2 {
             self.with(Hva::new(start), |block| visit(block, start, part));
             start += BLOCK;
         }
+    }
+
+    /// Whether any page is mapped.
+    fn maps_something(&self) -> bool {
+        self.blocks.iter().any(|blocks| {
+            let blocks = blocks.lock().unwrap();
+            let mapped = |block: &Block| block.whole.is_some() || !block.pages.is_empty();
+            blocks.values().any(mapped)
+        })
     }
 
     fn with<T>(&self, hva: Hva, run: impl FnOnce(&mut Block) -> T) -> T {
@@ -164,7 +173,11 @@ struct Vcpu {
 }
 
 impl Vcpu {
-    fn run(mut self, accesses: usize) {
+    fn run(self, accesses: usize) {
+        self.try_run(accesses).unwrap();
+    }
+
+    fn try_run(mut self, accesses: usize) -> Result<(), HostError> {
         let mut cache = self.host.frame_cache().unwrap();
         let host = self.host.clone();
         let mut polling = None;
@@ -180,9 +193,9 @@ impl Vcpu {
             match self.host.resolve(hva, access, self.most, &mut cache) {
                 Resolution::Ready(frame) => self.access(hva, frame, access, seq),
                 Resolution::Pending(ticket) if self.rng.bool() => self.host.start(&ticket),
-                Resolution::Pending(ticket) => self.host.wait(&ticket).unwrap(),
+                Resolution::Pending(ticket) => self.host.wait(&ticket)?,
                 Resolution::NoMemory => _ = self.host.reclaim_direct().unwrap(),
-                Resolution::Lost(lost) => panic!("{lost}"),
+                Resolution::Lost(lost) => return Err(lost.into()),
             }
             cache.release_holds();
             if polling.is_some() {
@@ -195,6 +208,7 @@ impl Vcpu {
                 };
             }
         }
+        Ok(())
     }
 
     /// Installs the leaf if nothing was invalidated since `seq`, and uses it.
@@ -415,6 +429,51 @@ fn three_vcpus_on_a_slow_device() {
         Polls::Never,
         10_000,
     );
+}
+
+/// Regions are removed under vCPUs that use them, while others want the frames. A vCPU that is
+/// early finds its bytes, one that is late finds the page lost.
+#[test]
+fn three_vcpus_while_their_memory_is_taken_away() {
+    for (round, huge) in [HugePages::Never, HugePages::Always]
+        .repeat(15)
+        .iter()
+        .enumerate()
+    {
+        let config = |clock: Arc<HostClock>| HostConfig {
+            budget: PageCount::new(4 * 512),
+            huge: *huge,
+            swap: Box::new(MemoryStore::new()),
+            io: THREADS,
+            clock,
+        };
+        let world = World::new(config, 3 * 512 + 10, Polls::Never);
+        std::thread::scope(|scope| {
+            let vcpus: Vec<_> = (0..3)
+                .map(|first| {
+                    let vcpu = world.vcpu(first);
+                    scope.spawn(move || vcpu.try_run(usize::MAX))
+                })
+                .collect();
+            std::thread::sleep(Duration::from_millis(5 + round as u64 % 7));
+            world.host.remove_region(world.range).unwrap();
+            let (stage2, range) = add_region(&world.host, 3 * 512);
+            let mut heir = world.vcpu(0);
+            (heir.stage2, heir.range, heir.step) = (stage2, range, 1);
+            heir.run(5000);
+            for vcpu in vcpus {
+                let end = vcpu.join().unwrap();
+                assert!(matches!(end, Err(HostError::Lost(_))), "{end:?}");
+            }
+            world.host.remove_region(range).unwrap();
+        });
+        assert!(
+            !world.stage2.maps_something(),
+            "{huge:?}: frames that are free"
+        );
+        world.host.verify();
+        assert_eq!(world.host.stats().resident, 0);
+    }
 }
 
 /// Pages become blocks under the vCPUs that write to them: there is memory for all.

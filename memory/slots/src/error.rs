@@ -60,6 +60,17 @@ pub enum SlotError {
         /// The size.
         bytes: u64,
     },
+    /// Nobody would hear when the backing goes away.
+    #[error(
+        "{id}: the host memory at {host} was not added for this VM: give it a range that \
+         `Host::add_region` has returned for its MMU"
+    )]
+    ForeignBacking {
+        /// The slot.
+        id: SlotId,
+        /// The first address.
+        host: Hva,
+    },
     /// The name is taken.
     #[error("{id} exists already: remove it first, or choose another number")]
     InUse {

@@ -30,7 +30,7 @@ pub type Page = [u8; PAGE_SIZE];
 pub type Name = (SlotId, usize);
 
 pub fn read((id, page): Name, vm: &Vm) -> Page {
-    let slots = vm.mmu().slots().snapshot();
+    let slots = vm.mmu().slots();
     let slot = slots.get(id).unwrap();
     let gfn = slot.gfns.start().checked_add(page as u64).unwrap();
     let mut bytes = [0; PAGE_SIZE];
@@ -40,7 +40,7 @@ pub fn read((id, page): Name, vm: &Vm) -> Page {
 
 /// How many pages a slot has.
 pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
-    vm.mmu().slots().snapshot().get(id).unwrap().gfns.pages() as usize
+    vm.mmu().slots().get(id).unwrap().gfns.pages() as usize
 }
 
 /// The pages that `words` of a slot names, the first word from its page `first` on.

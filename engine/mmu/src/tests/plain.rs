@@ -283,7 +283,7 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
         Op::Add(id) => {
             let place = SLOTS[usize::from(id)];
             let free = !model.slots.contains_key(&id) && model.fits(id, place);
-            assert_eq!(mmu.add_slot(spec(id, place)).is_ok(), free);
+            assert_eq!(mmu.insert_slot(spec(id, place)).is_ok(), free);
             if free {
                 model.insert(id, place);
             }

@@ -64,7 +64,7 @@ fn rows(count: u16, has: Level) -> Arc<Mmu> {
     let mmu = mmu(4096);
     for id in 0..count {
         let at = u64::from(id) * 1024;
-        mmu.add_slot(spec(id, (at, at, 1024))).expect("room");
+        mmu.insert_slot(spec(id, (at, at, 1024))).expect("room");
     }
     for page in (0..512).step_by(has.pages() as usize) {
         let done = touch(&mmu, page, Access::Read, has);

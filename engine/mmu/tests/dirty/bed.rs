@@ -102,7 +102,7 @@ impl Bed {
 
     /// The frame of a page of the slot, where that is now.
     pub fn gfn(&self, page: u64) -> Gfn {
-        let slots = self.mmu.slots().snapshot();
+        let slots = self.mmu.slots();
         let slot = slots.get(SLOT).expect("it is never without");
         slot.gfns.start().checked_add(page).expect("in the slot")
     }
@@ -121,7 +121,7 @@ impl Bed {
 
     /// A write past the vCPUs, if one is allowed.
     pub fn host_write(&self, page: u64, value: u64) -> Result<(), DirtyError> {
-        let slots = self.mmu.slots().snapshot();
+        let slots = self.mmu.slots();
         let slot = slots.get(SLOT).expect("it is never without");
         let gfn = slot.gfns.start().checked_add(page).expect("in the slot");
         let writing = self.mmu.host_write(slot, gfn)?;

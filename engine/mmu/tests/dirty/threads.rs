@@ -77,7 +77,7 @@ fn both_wait(
     let gfn = bed.gfn(page);
     let waited = scope(|scope| {
         let first = scope.spawn(first);
-        while bed.mmu.stage2().find(gfn).is_some() {
+        while bed.mmu.is_mapped(gfn) {
             yield_now();
         }
         let second = scope.spawn(second);

@@ -343,6 +343,15 @@ impl Vm {
         }
     }
 
+    /// Reads every page back that was written.
+    pub fn check_touched(&mut self) {
+        let first = self.range.start().get();
+        let pages: Vec<u64> = self.model.keys().map(|at| (at - first) >> 12).collect();
+        for page in pages {
+            self.touch(page, Use::Read).unwrap();
+        }
+    }
+
     /// Pages that a leaf maps.
     pub fn mapped(&self) -> usize {
         let leaves = self.mmu.leaves.lock().unwrap();

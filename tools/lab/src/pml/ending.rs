@@ -139,7 +139,7 @@ fn vcpus_beside_one() -> usize {
 }
 
 fn huge_leaves(vm: &Vm) -> f64 {
-    vm.mmu().stage2().counts().of(Level::L2M) as f64
+    vm.mmu().counts().of(Level::L2M) as f64
 }
 
 fn tell(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {

@@ -89,7 +89,7 @@ pub struct Churn<'a> {
 impl<'a> Churn<'a> {
     fn new(player: Player<'a>) -> Self {
         let words = |pages: u64| vec![0; pages.div_ceil(64) as usize];
-        let snapshot = player.vm().mmu().slots().snapshot();
+        let snapshot = player.vm().mmu().slots();
         let slots = snapshot
             .iter()
             .map(|slot| (slot.id, words(slot.gfns.pages())));

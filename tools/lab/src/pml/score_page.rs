@@ -232,7 +232,7 @@ impl Rig {
             entry: Gpa::new(CODE).expect("a small address"),
         };
         let vcpu = vm.boot(&image, "")?.remove(0);
-        let slots = vm.mmu().slots().snapshot();
+        let slots = vm.mmu().slots();
         let slot = slots.iter().next().expect("a VM has memory");
         let mut rig = Self {
             slot: slot.id,

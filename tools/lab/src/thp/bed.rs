@@ -96,7 +96,7 @@ impl Bed {
     }
 
     fn target(&self) -> Option<HvaRange> {
-        let slots = self.mmu.slots().snapshot();
+        let slots = self.mmu.slots();
         slots.get(TARGET_SLOT).map(|slot| slot.hvas)
     }
 

@@ -69,7 +69,7 @@ impl Scene {
         let mut vcpus = vm.boot(&image, "")?.into_iter();
         let (worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
         let first = Gfn::new(u64::from(TOUCHED) / PAGE_SIZE as u64).expect("a small address");
-        let slots = vm.mmu().slots().snapshot();
+        let slots = vm.mmu().slots();
         let slot = slots.find(first).expect("its memory");
         let pages = u64::from(TOUCHED_BYTES) / PAGE_SIZE as u64;
         let range = HvaRange::new(slot.hva(first), pages).expect("inside the slot");

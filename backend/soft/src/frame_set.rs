@@ -1,0 +1,125 @@
+//! A set of guest frames that is read without a lock and never shrinks.
+//!
+//! ```text
+//! boot    a bit a frame of the memory that the VM is made with: one load
+//! later   a bit a frame of any other: 512 GiB a row, 1 GiB a part, made by the first insertion
+//! ```
+//! Slots may be added anywhere below 2^48 while the VM runs, so there is no last frame; and a walk
+//! to the memory that most VMs have alone must not pay for that.
+
+use lacuna_addr::{GPA_BITS, Gfn, Level, PAGE_SHIFT};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Words of bits that a 2 MiB block has.
+const BLOCK_WORDS: usize = (Level::L2M.pages() / 64) as usize;
+/// Words of a part.
+const PART_WORDS: usize = (Level::L1G.pages() / 64) as usize;
+const PARTS: usize = 512;
+const ROWS: usize = (1 << (GPA_BITS - PAGE_SHIFT)) / 64 / PART_WORDS / PARTS;
+
+type Words = Box<[AtomicU64]>;
+
+/// The set.
+pub(crate) struct FrameSet {
+    /// Whole blocks.
+    boot: Words,
+    later: Box<[OnceLock<Row>]>,
+}
+
+type Row = Box<[OnceLock<Words>]>;
+
+fn words(count: usize) -> Words {
+    (0..count).map(|_| AtomicU64::new(0)).collect()
+}
+
+fn unmade<T>(count: usize) -> Box<[OnceLock<T>]> {
+    (0..count).map(|_| OnceLock::new()).collect()
+}
+
+/// The index of a frame's word among all words.
+fn index(gfn: Gfn) -> usize {
+    (gfn.get() / 64) as usize
+}
+
+fn bit(gfn: Gfn) -> u64 {
+    1 << (gfn.get() % 64)
+}
+
+impl FrameSet {
+    /// No frames yet; `boot` is one past the last frame of the VM's first memory.
+    pub(crate) fn new(boot: u64) -> Self {
+        Self {
+            boot: words((boot.div_ceil(64) as usize).next_multiple_of(BLOCK_WORDS)),
+            later: unmade(ROWS),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn contains(&self, gfn: Gfn) -> bool {
+        let word = match self.boot.get(index(gfn)) {
+            Some(word) => Some(word),
+            None => self.part(gfn).map(|part| &part[index(gfn) % PART_WORDS]),
+        };
+        word.is_some_and(|word| word.load(Ordering::Acquire) & bit(gfn) != 0)
+    }
+
+    /// Whether any frame of the 2 MiB block of `gfn` is in the set.
+    #[inline]
+    pub(crate) fn meets_block(&self, gfn: Gfn) -> bool {
+        let first = index(gfn) & !(BLOCK_WORDS - 1);
+        let words = match self.boot.get(first..first + BLOCK_WORDS) {
+            Some(words) => Some(words),
+            None => self
+                .part(gfn)
+                .map(|part| &part[first % PART_WORDS..][..BLOCK_WORDS]),
+        };
+        let any = |words: &[AtomicU64]| words.iter().any(|w| w.load(Ordering::Acquire) != 0);
+        words.is_some_and(any)
+    }
+
+    pub(crate) fn insert(&self, gfn: Gfn) {
+        let word = match self.boot.get(index(gfn)) {
+            Some(word) => word,
+            None => &self.make_part(gfn)[index(gfn) % PART_WORDS],
+        };
+        word.fetch_or(bit(gfn), Ordering::SeqCst);
+    }
+
+    /// The part of a frame that is not in `boot`.
+    #[cold]
+    fn part(&self, gfn: Gfn) -> Option<&Words> {
+        let part = index(gfn) / PART_WORDS;
+        self.later[part / PARTS].get()?[part % PARTS].get()
+    }
+
+    fn make_part(&self, gfn: Gfn) -> &Words {
+        let part = index(gfn) / PART_WORDS;
+        let row = self.later[part / PARTS].get_or_init(|| unmade(PARTS));
+        row[part % PARTS].get_or_init(|| words(PART_WORDS))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gfn(n: u64) -> Gfn {
+        Gfn::new(n).unwrap()
+    }
+
+    #[test]
+    fn a_frame_is_itself_alone_wherever_it_is() {
+        const LAST: u64 = (1 << (GPA_BITS - PAGE_SHIFT)) - 1;
+        let some = [0, 63, 64, 999, 1000, 1023, 1024, 1 << 18, 1 << 27, LAST];
+        for number in some {
+            let set = FrameSet::new(1000);
+            set.insert(gfn(number));
+            for other in some {
+                assert_eq!(set.contains(gfn(other)), other == number);
+                let same_block = other / 512 == number / 512;
+                assert_eq!(set.meets_block(gfn(other)), same_block, "{number} {other}");
+            }
+        }
+    }
+}
