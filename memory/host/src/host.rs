@@ -18,7 +18,7 @@ use crate::writeback::Failure;
 use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicI64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
@@ -94,6 +94,9 @@ pub(crate) struct Core {
     pub failure: Mutex<Option<Failure>>,
     pub background: Mutex<Option<Thread>>,
 }
+
+/// What waits that nobody stops are told to look at.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every critical section of this crate leaves its data whole at each step that may panic.

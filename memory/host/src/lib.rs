@@ -47,6 +47,7 @@ mod free;
 mod head;
 mod host;
 mod io;
+mod patience;
 mod pool;
 mod reclaim;
 mod region;
@@ -59,6 +60,7 @@ mod swap;
 mod swapin;
 mod ticket;
 mod trial;
+mod turns;
 mod verify;
 mod writeback;
 

@@ -1,5 +1,6 @@
 //! A region goes away with its pages, wherever they are.
 
+use crate::balance::TICK;
 use crate::desc::FrameState;
 use crate::error::HostError;
 use crate::head::{BLOCK, BlockNo, HeadState};
@@ -33,7 +34,8 @@ impl Host {
             if left == 0 {
                 return Ok(());
             }
-            self.io.help(&self.core, seen);
+            self.io.hurry(&region);
+            self.io.help(&self.core, seen, TICK);
         }
     }
 }

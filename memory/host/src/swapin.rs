@@ -1,11 +1,12 @@
 //! Swap-in: from a ticket to a page.
 
 use crate::error::{HostError, LostPage, SwapError};
-use crate::host::{Core, Host, lock};
+use crate::host::{Core, Host, NEVER, lock};
 use crate::residency::{PageNo, PageState};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 impl Host {
     /// Hands the read to the executor, unless somebody has it already. Returns at once.
@@ -21,10 +22,17 @@ impl Host {
     /// A virtual executor's completions up to this one are delivered early, in order: a seeded
     /// scheduler calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
     pub fn wait(&self, ticket: &Ticket) -> Result<(), HostError> {
+        self.wait_until(ticket, &NEVER)
+    }
+
+    /// As [`Host::wait`], but returns soon after `stop` is set, with the page on its way: for a
+    /// vCPU whose VM is being stopped. A read that the caller carries out itself is waited for:
+    /// the device writes into the page's frame.
+    pub fn wait_until(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), HostError> {
         if ticket.claim() {
-            self.io.read_here(&self.core, ticket);
+            self.io.read_here(&self.core, ticket, stop);
         }
-        Ok(self.io.wait(&self.core, ticket)?)
+        Ok(self.io.wait(&self.core, ticket, stop)?)
     }
 }
 
