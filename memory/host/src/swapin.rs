@@ -45,10 +45,23 @@ impl Core {
         self.store.read(ticket.slot(), page)
     }
 
+    /// Whether what was read is what was last written to the slot.
+    fn check(&self, ticket: &Ticket) -> Result<(), SwapError> {
+        // SAFETY: as in `read`, until the page word changes; the device is done with the frame.
+        let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
+        let written = lock(&self.slots).checksum(ticket.slot());
+        if page.checksum() == written {
+            Ok(())
+        } else {
+            Err(SwapError::Damaged)
+        }
+    }
+
     /// The read is over: the page becomes resident, or lost.
     pub fn complete_read(&self, ticket: &Ticket, result: Result<(), SwapError>) {
         let page = ticket.number();
         let desc = self.frames.desc(ticket.frame());
+        let result = result.and_then(|()| self.check(ticket));
         let result = result.map_err(|error| self.lost_in(ticket, &error));
         let Some(word) = ticket.region().word(page) else {
             return;

@@ -66,6 +66,10 @@ impl Core {
                 let full = self.swap_full(lock(&self.slots).why_full());
                 return (batches, Err(full));
             };
+            // Before any page's word names the slot.
+            let copies = &pages[from..from + run.count as usize];
+            let checksums: Vec<u32> = copies.iter().map(Page::checksum).collect();
+            lock(&self.slots).seal(run.first, &checksums);
             let rest = victims.split_off(run.count as usize);
             let slots = (0..run.count).map(|i| run.first.plus(i));
             let started = victims
@@ -219,10 +223,10 @@ impl Core {
         };
         Counters::add(&self.stats.write_failures, 1);
         let reason = match &failed.error {
-            SwapError::Io(reason) => {
+            error @ (SwapError::Io(_) | SwapError::Damaged) => {
                 return self.note_failure(HostError::SwapWrite {
                     device: self.device.clone(),
-                    reason: reason.clone(),
+                    reason: error.to_string(),
                 });
             }
             SwapError::Full(reason) => reason,
