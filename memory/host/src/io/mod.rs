@@ -32,7 +32,7 @@ use lacuna_sync::Nanos;
 use real::Real;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use virt::Virtual;
@@ -174,6 +174,13 @@ impl Executor {
         }
     }
 
+    /// Delivers what only waits for its time.
+    pub fn deliver_all(&self) {
+        if let Self::Real(real) = self {
+            real.deliver_all();
+        }
+    }
+
     /// Whether a caller may wait for completions here: a seeded run may not, because time moves
     /// only when its scheduler says so.
     pub fn may_wait(&self) -> bool {
@@ -225,7 +232,11 @@ impl Executor {
 impl Core {
     /// When an operation submitted now may complete at the earliest.
     fn deadline(&self) -> Nanos {
-        self.clock.now().after(self.store.latency_ns())
+        let latency = match self.at_once.load(Ordering::Relaxed) {
+            true => 0,
+            false => self.store.latency_ns(),
+        };
+        self.clock.now().after(latency)
     }
 
     fn complete(&self, completion: Completion) {

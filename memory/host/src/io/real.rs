@@ -163,6 +163,10 @@ impl Real {
         }
     }
 
+    pub fn deliver_all(&self) {
+        self.timer.deliver_all();
+    }
+
     pub fn hurry(&self, region: &Region) {
         self.timer.hurry(region);
     }

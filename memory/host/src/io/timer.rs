@@ -62,6 +62,10 @@ impl Timer {
                 if self.shared.schedule(due, completion) && !self.shared.watch.is_polled() {
                     self.wake();
                 }
+                // Whoever ended the latency has emptied the queue before, or does so after.
+                if core.at_once.load(Ordering::SeqCst) {
+                    self.deliver_all();
+                }
                 return;
             }
             let _ = sleep_until(core, due, &self.shared.stop);
@@ -89,6 +93,11 @@ impl Timer {
         self.shared.deliver(now)
     }
 
+    /// Delivers everything, due or not.
+    pub fn deliver_all(&self) {
+        self.shared.deliver(Nanos(NEVER));
+    }
+
     /// When the first completion is due.
     pub fn first(&self) -> Option<Nanos> {
         Some(self.shared.first())
@@ -109,7 +118,7 @@ impl Timer {
         self.wake();
         let thread = lock(&self.thread).take();
         thread.into_iter().for_each(join);
-        self.shared.deliver(Nanos(NEVER));
+        self.deliver_all();
     }
 
     /// Starts the thread if it does not run; false when there is none to be had, and whoever has
@@ -211,6 +220,9 @@ pub(super) fn sleep_until(core: &Core, due: Nanos, stop: &AtomicBool) -> Slept {
     while now < due {
         if stop.load(Ordering::Acquire) {
             return Slept::Stopped;
+        }
+        if core.at_once.load(Ordering::Relaxed) {
+            return Slept::Whole;
         }
         std::thread::sleep(Duration::from_nanos(due.since(now)).min(NAP));
         now = core.clock.now();
