@@ -10,6 +10,7 @@ use lacuna_host::{
 };
 use lacuna_sync::HostClock;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -116,6 +117,33 @@ fn a_stalled_device_is_waited_for() {
     world.check();
 }
 
+/// Whoever stops a VM does not wait for its device, but for the one thread that is inside of it.
+#[test]
+fn a_wait_for_a_frame_ends_when_it_is_told_to() {
+    let store = faulty();
+    let world = World::new(Box::new(store.clone()));
+    store.set_fault(Some(Fault::Stall));
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| world.fill(0).and_then(|()| world.fill(1)));
+        while store.stalled() == 0 {
+            sleep(Duration::from_millis(1));
+        }
+        let waits = scope.spawn(|| {
+            let mut cache = world.host.frame_cache().unwrap();
+            world.host.reclaim_direct_until(&mut cache, &stop).unwrap()
+        });
+        // It has a place in the queue, or is about to.
+        sleep(Duration::from_millis(20));
+        assert!(!waits.is_finished());
+        stop.store(true, Ordering::Release);
+        assert_eq!(waits.join().unwrap().freed, 0);
+        assert_eq!(store.stalled(), 1, "the device is as it was");
+        store.set_fault(None);
+        assert_eq!(writer.join().unwrap(), Ok(()));
+    });
+}
+
 /// The latency is longer than a thread waits for nothing.
 #[test]
 fn a_device_slower_than_anybodys_patience_is_waited_for() {
@@ -142,6 +170,21 @@ fn one_failed_write_is_no_failure() {
     });
     assert_eq!(filled, Ok(()));
     world.check();
+}
+
+/// A read is not tried again: the device has done so. One page is lost, for good, and no other.
+#[test]
+fn one_failed_read_loses_one_page() {
+    let store = faulty();
+    let world = World::new(Box::new(store.clone()));
+    world.fill_all(|| ()).unwrap();
+    store.set_fault(Some(Fault::OneRead));
+    let read = |page| world.host.copy_out(world.at(page), &mut [0; 8]);
+    let lost = |page: &u64| matches!(read(*page), Err(HostError::Lost(_)));
+    let first: Vec<_> = (0..WRITERS * PAGES).filter(lost).collect();
+    assert_eq!(first.len(), 1);
+    assert_eq!((0..WRITERS * PAGES).filter(lost).collect::<Vec<_>>(), first);
+    world.host.verify();
 }
 
 /// Writes fail, one after the other, for a moment that is not long.
