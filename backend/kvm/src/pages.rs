@@ -102,6 +102,17 @@ impl Pages {
         }
     }
 
+    /// `page`, which [`touched`](Self::touched) asked for, comes later than at once.
+    pub fn delayed(&mut self, page: Page) {
+        let place = &mut self.places[page as usize];
+        match std::mem::replace(place, Place::Coming) {
+            Place::Coming => return,
+            Place::Probation => self.probation.retain(|&p| p != page),
+            Place::Untouched | Place::Away | Place::Mapped => {}
+        }
+        self.coming += 1;
+    }
+
     /// `page` is mapped now.
     pub fn arrived(&mut self, page: Page) {
         match self.places[page as usize] {
@@ -220,6 +231,27 @@ mod tests {
         assert_eq!(pages.touched(7), Need::Patience);
         pages.arrived(7);
         assert_eq!(pages.touched(7), Need::Wake);
+    }
+
+    #[test]
+    fn a_page_that_cannot_come_at_once_is_on_its_way() {
+        let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
+        for page in 0..4095 {
+            let _ = touch(&mut pages, page);
+        }
+        let on_probation = pages.probation[3];
+        for (page, need) in [(4095, Need::Zeros), (on_probation, Need::Return)] {
+            let before = pages.coming;
+            assert_eq!(pages.touched(page), need);
+            pages.delayed(page);
+            pages.delayed(page);
+            assert_eq!(
+                (pages.touched(page), pages.coming),
+                (Need::Patience, before + 1)
+            );
+            pages.arrived(page);
+            assert_eq!((pages.touched(page), pages.coming), (Need::Wake, before));
+        }
     }
 
     #[test]

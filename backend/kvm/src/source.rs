@@ -142,6 +142,8 @@ impl Source {
                 .map_err(|_| ("copy an eventfd", Errno::MFILE))?,
             shared: Arc::clone(&shared),
             due: BinaryHeap::new(),
+            short_since: None,
+            over_since: None,
             uffd,
             memory,
             config,
@@ -209,14 +211,43 @@ impl Drop for Source {
     }
 }
 
-/// A page on its way: its deadline, the page, when its fault was heard of.
-type Due = Reverse<(Instant, Page, Instant)>;
+/// A page on its way, ordered by its deadline.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Owed {
+    at: Instant,
+    page: Page,
+    /// When its fault was heard of.
+    heard: Instant,
+    why: Delay,
+}
 
-/// After Linux was short of memory, or busy with the page.
+/// Why a page comes later than its fault.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Delay {
+    /// The latency.
+    Latency,
+    /// Linux could not put it in place when it was due.
+    Busy,
+}
+
+/// After Linux could not put a page in place.
 const RETRY: Duration = Duration::from_millis(1);
-const TRIES_MAX: usize = 1000;
+/// How long Linux may be short of memory for every page that is tried.
+const SHORTAGE_MAX: Duration = Duration::from_secs(10);
+/// How long KVM's workers are kept waiting for a busy page once the run is over.
+const END_MAX: Duration = Duration::from_secs(1);
 /// How many pages that Linux would not part with are passed over at a time.
 const REFUSALS_MAX: usize = 8;
+
+/// How the supply of a page ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+enum Supply {
+    /// The page is in place, or the source has failed.
+    Done,
+    /// Not now.
+    Later,
+}
 
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
@@ -228,7 +259,11 @@ struct Worker {
     shared: Arc<Shared>,
     doorbell: OwnedFd,
     pages: Pages,
-    due: BinaryHeap<Due>,
+    due: BinaryHeap<Reverse<Owed>>,
+    /// Since when Linux has been short of memory.
+    short_since: Option<Instant>,
+    /// Since when the run is over.
+    over_since: Option<Instant>,
 }
 
 impl Worker {
@@ -256,8 +291,8 @@ impl Worker {
     /// Until there is something to do.
     fn wait(&mut self) {
         let now = Instant::now();
-        let timeout = self.due.peek().map(|Reverse((at, ..))| {
-            let left = at.saturating_duration_since(now);
+        let timeout = self.due.peek().map(|Reverse(owed)| {
+            let left = owed.at.saturating_duration_since(now);
             Timespec {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: i64::from(left.subsec_nanos()),
@@ -275,16 +310,24 @@ impl Worker {
 
     fn supply_due(&mut self) {
         let (now, over) = (Instant::now(), self.bells.is_stopping());
-        while let Some(&Reverse((at, page, since))) = self.due.peek() {
-            if at > now && !over {
+        let mut later = Vec::new();
+        while let Some(&Reverse(owed)) = self.due.peek() {
+            if owed.at > now && !over {
                 break;
             }
             self.due.pop();
-            self.supply(page);
-            count(&self.shared.counters.fetched, 1);
-            let delay = since.elapsed().as_nanos() as u64;
-            count(&self.shared.counters.delay_ns, delay);
+            if self.supply(owed.page) == Supply::Later {
+                later.push(Reverse(Owed {
+                    at: now + RETRY,
+                    ..owed
+                }));
+            } else if owed.why == Delay::Latency {
+                count(&self.shared.counters.fetched, 1);
+                let delay = owed.heard.elapsed().as_nanos() as u64;
+                count(&self.shared.counters.delay_ns, delay);
+            }
         }
+        self.due.extend(later);
     }
 
     fn touched(&mut self, fault: Fault, now: Instant) {
@@ -294,35 +337,70 @@ impl Worker {
             return self.fail(format!("page fault at {:?}", fault.page));
         };
         match self.pages.touched(page) {
-            Need::Zeros => self.supply(page),
+            Need::Zeros => self.supply_at_once(page, now),
             Need::Return => {
-                self.supply(page);
+                self.supply_at_once(page, now);
                 count(&self.shared.counters.reprieved, 1);
             }
             Need::Fetch => {
                 let over = self.bells.is_stopping();
                 let latency = if over { 0 } else { self.config.latency.ns() };
-                let at = now + Duration::from_nanos(latency);
-                self.due.push(Reverse((at, page, now)));
+                self.due.push(Reverse(Owed {
+                    at: now + Duration::from_nanos(latency),
+                    page,
+                    heard: now,
+                    why: Delay::Latency,
+                }));
             }
             Need::Patience => {}
             Need::Wake => drop(self.uffd.wake(fault.page)),
         }
     }
 
-    /// Puts `page` in place with its content: zeros if the store has none.
-    fn supply(&mut self, page: Page) {
-        let mut tries = 1;
-        while let Err(errno) = self.place(page) {
-            let passing = matches!(errno, Errno::AGAIN | Errno::BUSY | Errno::NOMEM);
-            if !passing || tries == TRIES_MAX {
-                let gpa = self.memory.gpa(page);
-                return self.fail(format!("cannot supply guest page {gpa:?}: {errno}"));
-            }
-            tries += 1;
-            thread::sleep(RETRY);
+    fn supply_at_once(&mut self, page: Page, now: Instant) {
+        if self.supply(page) == Supply::Later {
+            self.pages.delayed(page);
+            self.due.push(Reverse(Owed {
+                at: now + RETRY,
+                page,
+                heard: now,
+                why: Delay::Busy,
+            }));
         }
-        self.pages.arrived(page);
+    }
+
+    /// Puts `page` in place with its content: zeros if the store has none.
+    ///
+    /// A page that is pinned (`BUSY`) and a race (`AGAIN`) are for others to end, who may take as
+    /// long as they like while the guest runs; other pages come meanwhile. A lack of memory may be
+    /// for good.
+    fn supply(&mut self, page: Page) -> Supply {
+        let errno = match self.place(page) {
+            Ok(()) => {
+                self.short_since = None;
+                self.pages.arrived(page);
+                return Supply::Done;
+            }
+            Err(errno) => errno,
+        };
+        let now = Instant::now();
+        let over = self.bells.is_stopping();
+        let (since, limit) = match errno {
+            Errno::AGAIN | Errno::BUSY if !over => return Supply::Later,
+            Errno::AGAIN | Errno::BUSY => (&mut self.over_since, END_MAX),
+            Errno::NOMEM => (&mut self.short_since, SHORTAGE_MAX),
+            _ => return self.cannot_supply(page, errno),
+        };
+        if now - *since.get_or_insert(now) < limit {
+            return Supply::Later;
+        }
+        self.cannot_supply(page, errno)
+    }
+
+    fn cannot_supply(&self, page: Page, errno: Errno) -> Supply {
+        let gpa = self.memory.gpa(page);
+        self.fail(format!("cannot supply guest page {gpa:?}: {errno}"));
+        Supply::Done
     }
 
     fn place(&self, page: Page) -> Result<(), Errno> {
@@ -384,4 +462,109 @@ fn stand_out() {
     let parameters = libc::sched_param { sched_priority: 1 };
     // SAFETY: 1. it reads one `sched_param`. 2. The thread sleeps whenever it has nothing to do.
     let _ = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &parameters) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use io_uring::IoUring;
+    use lacuna_machine::GuestMemory;
+    use std::sync::mpsc;
+
+    const PAGES: u64 = 4096;
+
+    /// A source whose first pages are in its store; `None`, with the reason printed, where this
+    /// host has none.
+    fn source() -> Option<(Source, Arc<Memory>, Arc<Bells>)> {
+        let uffd = match Source::open(Delivery::Bitmap) {
+            Ok(uffd) => uffd,
+            Err((what, errno)) => {
+                println!("skipped: userfaultfd: {what}: {errno}");
+                return None;
+            }
+        };
+        let memory = Arc::new(Memory::new(PageCount::new(PAGES)).unwrap());
+        let bells = Arc::new(Bells::new(1));
+        let config = SourceConfig {
+            resident: PageCount::new(Pages::BUDGET_MIN as u64),
+            latency: Dial::default(),
+            first_touch: FirstTouch::Immediate,
+        };
+        let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&bells)).unwrap();
+        for page in 0..PAGES as u32 {
+            write(&memory, page, u64::from(page) + 1);
+        }
+        Some((source, memory, bells))
+    }
+
+    fn write(memory: &Memory, page: Page, word: u64) {
+        let gpa = memory.gpa(page).unwrap();
+        memory.write(gpa, &word.to_ne_bytes()).unwrap();
+    }
+
+    fn read(memory: &Memory, page: Page) -> u64 {
+        let mut word = [0; 8];
+        let gpa = memory.gpa(page).unwrap();
+        memory.read(gpa, &mut word).unwrap();
+        u64::from_ne_bytes(word)
+    }
+
+    /// Pins the page that the store has of `page`, as a device does that reads from it: Linux does
+    /// not move it then.
+    fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
+        let ring = match IoUring::new(1) {
+            Ok(ring) => ring,
+            Err(error) => {
+                println!("skipped: io_uring: {error}");
+                return None;
+            }
+        };
+        let pinned = libc::iovec {
+            iov_base: std::ptr::with_exposed_provenance_mut(memory.store.page(page).get() as usize),
+            iov_len: PAGE_SIZE,
+        };
+        // SAFETY: 1. the mapping outlives the ring, which never uses the buffer.
+        unsafe { ring.submitter().register_buffers(&[pinned]) }.unwrap();
+        Some(ring)
+    }
+
+    /// A page that cannot be moved for a while is waited for, and keeps no other from coming.
+    #[test]
+    fn a_busy_page_is_waited_for() {
+        let Some((source, memory, _bells)) = source() else {
+            return;
+        };
+        let Some(ring) = pin(&memory, 0) else { return };
+        let (tell, told) = mpsc::channel();
+        let reader = Arc::clone(&memory);
+        let waits = thread::spawn(move || tell.send(read(&reader, 0)).unwrap());
+        // Longer than whoever counts tries would wait.
+        thread::sleep(Duration::from_millis(2500));
+        assert_eq!(source.failure(), None);
+        assert_eq!(read(&memory, 1), 2, "others come meanwhile");
+        assert!(told.try_recv().is_err(), "it cannot have come");
+        ring.submitter().unregister_buffers().unwrap();
+        assert_eq!(told.recv().unwrap(), 1);
+        waits.join().unwrap();
+        assert_eq!(read(&memory, 0), 1);
+        assert_eq!(source.failure(), None);
+    }
+
+    /// The end of a VM does not wait for a page that cannot come.
+    #[test]
+    fn a_busy_page_does_not_delay_the_end() {
+        let Some((source, memory, bells)) = source() else {
+            return;
+        };
+        let Some(ring) = pin(&memory, 0) else { return };
+        let reader = Arc::clone(&memory);
+        let waits = thread::spawn(move || read(&reader, 0));
+        while source.stats().faults <= PAGES {
+            thread::yield_now();
+        }
+        bells.stop();
+        source.ring();
+        waits.join().unwrap();
+        drop((source, ring));
+    }
 }

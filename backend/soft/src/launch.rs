@@ -188,7 +188,10 @@ impl Launch {
             Ok::<(), HostError>(())
         })?;
         drop(background);
-        Ok(Outcome::of(&vm, &board, clock.now(), None))
+        let end = clock.now();
+        // The status page may be in swap.
+        host.end_latency();
+        Ok(Outcome::of(&vm, &board, end, None))
     }
 
     fn run_seeded(

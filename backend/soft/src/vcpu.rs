@@ -369,9 +369,13 @@ impl Vcpu {
         self.vm.quiescence().vcpu(self.index).poked()
     }
 
-    /// What a vCPU that waits for a frame does about it: takes pages from others, or from itself.
-    pub(crate) fn reclaim(&self) -> Result<(), VcpuError> {
-        match self.vm.host.reclaim_direct() {
+    /// What a vCPU that waits for a frame does about it ([`Wait::Memory`]): takes pages from
+    /// others, or from itself. In real time it waits until it has one, or until its VM is being
+    /// stopped.
+    pub fn reclaim(&mut self) -> Result<(), VcpuError> {
+        let vm = &self.vm;
+        let frames = self.entry.bus.faulter().frames();
+        match vm.host.reclaim_direct_until(frames, &vm.stopping) {
             Ok(_) => Ok(()),
             Err(e) => Err(VcpuError::NoMemory {
                 vcpu: self.index,
@@ -399,7 +403,9 @@ impl lacuna_machine::Vcpu for Vcpu {
                         .park(&*self.vm.clock, until);
                 }
                 // A failed read shows when the page is resolved again: it is lost then.
-                Step::Wait(Wait::Page(ticket)) => drop(self.vm.host.wait(&ticket)),
+                Step::Wait(Wait::Page(ticket)) => {
+                    let _ = self.vm.host.wait_until(&ticket, &self.vm.stopping);
+                }
                 Step::Wait(Wait::Memory) => self.reclaim()?,
                 Step::Wait(Wait::Busy) => yield_now(),
             }

@@ -182,7 +182,7 @@ impl Bench {
         match vcpu.step(1000) {
             Step::Ran | Step::Wait(Wait::Busy | Wait::Halt(_)) => {}
             Step::Wait(Wait::Page(ticket)) => drop(self.host.wait(&ticket)),
-            Step::Wait(Wait::Memory) => drop(self.host.reclaim_direct()),
+            Step::Wait(Wait::Memory) => drop(vcpu.reclaim()),
             Step::Exit(exit) => {
                 let next = dispatch(vcpu, Ok(exit), &self.board, &*self.vm);
                 assert_eq!(next, Next::Enter, "{}", self.lines.text());

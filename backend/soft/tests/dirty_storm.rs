@@ -61,7 +61,6 @@ impl Monitor<'_> {
             3 => self.replace_slots(),
             4 => self.limit_huge(),
             5 => {
-                let _ = self.host.reclaim_direct();
                 let _ = self.host.balance();
                 "reclaim"
             }

@@ -137,6 +137,11 @@ impl Faulter {
         self.cache.release_holds();
     }
 
+    /// Where its frames come from, for [`lacuna_host::Host::reclaim_direct`].
+    pub fn frames(&mut self) -> &mut FrameCache {
+        &mut self.cache
+    }
+
     /// Whether the vCPU may go on in the guest. After [`Room::SoftFull`] it has to leave for its
     /// VMM, and come back when this says so.
     #[inline]

@@ -140,7 +140,7 @@ impl Bench {
                     assert!(ticket.is_done());
                 }
                 Outcome::NoMemory => {
-                    let _ = self.host.reclaim_direct().unwrap();
+                    let _ = self.host.reclaim_direct(self.faulter.frames()).unwrap();
                     self.pass_time(100_000);
                 }
                 Outcome::Mmio => return Seen::Mmio,

@@ -58,7 +58,7 @@ fn touch(host: &Host, hva: Hva, access: Access, cache: &mut FrameCache) -> Pfn {
                 return pfn;
             }
             Resolution::Pending(ticket) => host.wait(&ticket).expect("swap-in"),
-            Resolution::NoMemory => _ = host.reclaim_direct().expect("reclaim"),
+            Resolution::NoMemory => _ = host.reclaim_direct(cache).expect("reclaim"),
             Resolution::Lost(lost) => panic!("{lost}"),
         }
     }
@@ -216,7 +216,7 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
                 match host.resolve(hva, Access::Read, Level::L4K, &mut cache) {
                     Resolution::Pending(ticket) => Some(ticket),
                     Resolution::NoMemory => {
-                        let _ = host.reclaim_direct().expect("reclaim");
+                        let _ = host.reclaim_direct(&mut cache).expect("reclaim");
                         None
                     }
                     _ => None,

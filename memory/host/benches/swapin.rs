@@ -128,7 +128,9 @@ impl<'a> Vcpu<'a> {
                     self.pages += 1;
                     break;
                 }
-                Resolution::NoMemory => _ = self.host.reclaim_direct().expect("reclaim"),
+                Resolution::NoMemory => {
+                    let _ = self.host.reclaim_direct(&mut self.cache).expect("reclaim");
+                }
                 Resolution::Lost(lost) => panic!("{lost}"),
             }
         }

@@ -1,10 +1,14 @@
 //! When to reclaim: in the background between the watermarks, directly when a fault found nothing.
 
+use crate::cache::FrameCache;
 use crate::collapse::Collapse;
 use crate::error::HostError;
-use crate::host::{Core, Host, HugePages, lock};
+use crate::frames::Frames;
+use crate::host::{Core, Host, HugePages, NEVER, lock};
+use crate::patience::{Outlook, Patience};
 use crate::reclaim::Mercy;
 use crate::stats::Counters;
+use crate::turns::Turn;
 use crate::writeback::CLUSTER;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,10 +20,11 @@ const MAX_WRITING: usize = 16 * CLUSTER;
 /// Batches of direct reclaim that spare accessed pages, two turns of the hand at most, before it
 /// takes what there is.
 const GENTLE: usize = 8;
-/// Writes in a row that fail, before direct reclaim believes it.
+/// Writes that fail before direct reclaim pauses; and in virtual time, where it cannot, those in a
+/// row before it believes the device.
 const MAX_FAILURES: usize = 4;
-/// Milliseconds, about, without any progress after which direct reclaim gives up.
-const PATIENCE: usize = 2000;
+/// How long to wait at a time for what may end without notice.
+pub(crate) const TICK: Duration = Duration::from_millis(1);
 
 /// Between two looks for pages that can be a whole block: moving one takes a fiftieth of that.
 const PACE: Duration = Duration::from_millis(10);
@@ -66,7 +71,7 @@ impl Host {
         let before = core.stats.freed.load(Ordering::Relaxed);
         let batch = self.reclaim_batch(Mercy::SecondChance);
         if let Some(error) = batch.error {
-            core.note_failure(error);
+            core.note_reason(error);
         }
         let writing = core.writing.load(Ordering::Relaxed);
         let freed = core.stats.freed.load(Ordering::Relaxed) - before;
@@ -77,52 +82,114 @@ impl Host {
         }
     }
 
-    /// After [`crate::Resolution::NoMemory`]: reclaims until some frame is free, waiting for
-    /// listeners and write-outs. The caller holds no lock, and its vCPU is offline.
+    /// After [`crate::Resolution::NoMemory`]: reclaims until `cache` has a frame, waiting for
+    /// listeners and write-outs. The caller holds no lock, and its vCPU is offline. What becomes
+    /// free is given to those who wait in the order of their calls.
+    ///
+    /// A device may take as long as it likes. `Err` when nothing can be freed: the swap device is
+    /// full or goes on failing, or everything is held.
     ///
     /// Under a virtual executor it does not wait for write-outs: when [`Progress::freed`] is 0 and
     /// [`Progress::writing`] is not, the scheduler lets time pass to [`Host::next_completion`]
     /// first.
-    ///
-    /// `Err` when nothing can be freed: the swap device is full or failing, or everything is held.
-    pub fn reclaim_direct(&self) -> Result<Progress, HostError> {
-        let core = &self.core;
-        Counters::add(&core.stats.direct_reclaims, 1);
-        for _ in 0..PATIENCE {
-            let seen = core.settled.generation();
-            let sweep = self.sweep();
-            let available = core.frames.available();
-            if available > 0 {
-                return Ok(Progress {
-                    freed: available,
-                    ..sweep.progress
-                });
-            }
-            if let Some(error) = sweep.error.or_else(|| core.take_failure()) {
-                return Err(error);
-            }
-            if !self.io.may_wait() {
-                let waits = sweep.progress.writing > 0;
-                return if waits {
-                    Ok(sweep.progress)
-                } else {
-                    Err(core.exhausted())
-                };
-            }
-            self.io.help(core, seen);
-        }
-        Err(core.exhausted())
+    pub fn reclaim_direct(&self, cache: &mut FrameCache) -> Result<Progress, HostError> {
+        self.reclaim_direct_until(cache, &NEVER)
     }
 
-    /// Batches until a frame is free, a write is in flight, or whole turns of the hand were in
-    /// vain.
-    fn sweep(&self) -> Sweep {
+    /// As [`Host::reclaim_direct`], but returns soon after `stop` is set, then perhaps with no
+    /// frame: for a vCPU whose VM is being stopped.
+    pub fn reclaim_direct_until(
+        &self,
+        cache: &mut FrameCache,
+        stop: &AtomicBool,
+    ) -> Result<Progress, HostError> {
+        Counters::add(&self.core.stats.direct_reclaims, 1);
+        if self.io.may_wait() {
+            self.wait_for_frame(cache, stop)
+        } else {
+            self.reclaim_at_once()
+        }
+    }
+
+    /// Where time moves only when a scheduler says so.
+    fn reclaim_at_once(&self) -> Result<Progress, HostError> {
+        let core = &self.core;
+        let sweep = self.sweep(&NEVER);
+        let available = core.frames.available();
+        if available > 0 {
+            return Ok(Progress {
+                freed: available,
+                ..sweep.progress
+            });
+        }
+        if let Some(error) = core.take_failure() {
+            return Err(error);
+        }
+        if sweep.progress.writing > 0 {
+            return Ok(sweep.progress);
+        }
+        Err(sweep.error.unwrap_or_else(|| core.exhausted()))
+    }
+
+    fn wait_for_frame(
+        &self,
+        cache: &mut FrameCache,
+        stop: &AtomicBool,
+    ) -> Result<Progress, HostError> {
+        let core = &self.core;
+        let place = Place::new(&core.frames);
+        let mut patience = Patience::default();
+        let mut progress = Progress::default();
+        loop {
+            let (seen, freed) = (core.settled.generation(), core.freed());
+            progress.freed = cache.refill_in_turn(place.turn);
+            if progress.freed > 0 || stop.load(Ordering::Acquire) {
+                return Ok(progress);
+            }
+            let sweep = self.sweep(stop);
+            progress = sweep.progress;
+            if core.freed() != freed {
+                // For this thread, or for one that has waited longer.
+                patience = Patience::default();
+                continue;
+            }
+            let (outlook, seen) = self.outlook(seen);
+            let Some(pause) = patience.after(outlook) else {
+                return Err(sweep.error.unwrap_or_else(|| core.exhausted()));
+            };
+            self.io.help(core, seen, pause);
+        }
+    }
+
+    /// What a thread can expect whose sweep freed nothing, and which generation it has seen then.
+    fn outlook(&self, seen: u64) -> (Outlook, u64) {
+        let core = &self.core;
+        let now = core.settled.generation();
+        if core.is_failing() && core.pages_writing() == 0 {
+            // A device that refuses at once has moved the generation by that: no reason to ask it
+            // again without a pause.
+            (Outlook::Quiet, now)
+        } else if now != seen {
+            (Outlook::Moving, now)
+        } else if core.is_quiet() {
+            (Outlook::Quiet, seen)
+        } else {
+            (Outlook::Pending, seen)
+        }
+    }
+
+    /// Batches until every thread that waits can have a frame that is free or on its way, or whole
+    /// turns of the hand were in vain.
+    fn sweep(&self, stop: &AtomicBool) -> Sweep {
         let core = &self.core;
         let mut sweep = Sweep::default();
         let mut rounds = 0;
-        while core.frames.available() == 0
-            && core.pages_writing() == 0
+        let failures = || core.stats.write_failures.load(Ordering::Relaxed);
+        let enough = failures() + MAX_FAILURES as u64;
+        while core.frames.available() + core.pages_writing() < core.frames.queued().max(1)
             && sweep.progress.scanned < 4 * core.frames.len()
+            && failures() < enough
+            && !stop.load(Ordering::Acquire)
         {
             let gentle = rounds < GENTLE && sweep.progress.scanned < 2 * core.frames.len();
             let mercy = if gentle {
@@ -177,7 +244,7 @@ impl Host {
                     break;
                 }
                 if progress.scanned == 0 {
-                    self.io.help(&self.core, seen);
+                    self.io.help(&self.core, seen, TICK);
                 } else if self.failure().is_some() || barren > 4 * self.core.frames.len() {
                     // The device refuses, or nothing may be taken: do not keep a core busy asking.
                     std::thread::park_timeout(Duration::from_millis(10));
@@ -222,6 +289,16 @@ impl Core {
         }
     }
 
+    /// Frames that reclaim has freed so far.
+    fn freed(&self) -> u64 {
+        self.stats.freed.load(Ordering::Relaxed)
+    }
+
+    /// Whether the last write-out failed.
+    fn is_failing(&self) -> bool {
+        lock(&self.failure).is_some()
+    }
+
     /// The device's failure, once it has failed often enough. The next caller asks it anew.
     fn take_failure(&self) -> Option<HostError> {
         let mut failure = lock(&self.failure);
@@ -229,16 +306,44 @@ impl Core {
         failed.map(|failure| failure.error)
     }
 
+    /// Whether nothing is on its way that could free a frame when it arrives: no read, no write, no
+    /// frame that a thread has isolated or that only has to be taken.
+    fn is_quiet(&self) -> bool {
+        self.pages_writing() == 0
+            && lock(&self.tickets).is_empty()
+            && self.frames.available() == 0
+            && !self.frames.any_isolated()
+    }
+
     /// Why nothing is free: what the device said last, or that everything is held.
     fn exhausted(&self) -> HostError {
-        if let Some(failure) = lock(&self.failure).take() {
-            return failure.error;
+        if let Some(failure) = &*lock(&self.failure) {
+            return failure.error.clone();
         }
         let budget = self.frames.len();
         HostError::Exhausted {
             in_use: budget - self.frames.free_now(),
             budget,
         }
+    }
+}
+
+/// A place in the queue for frames, given up at the end.
+struct Place<'a> {
+    frames: &'a Frames,
+    turn: Turn,
+}
+
+impl<'a> Place<'a> {
+    fn new(frames: &'a Frames) -> Self {
+        let turn = frames.join_queue();
+        Self { frames, turn }
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.frames.leave_queue(self.turn);
     }
 }
 

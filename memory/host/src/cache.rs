@@ -7,6 +7,7 @@ use crate::frames::BATCH;
 use crate::host::Core;
 use crate::region::Region;
 use crate::residency::PageNo;
+use crate::turns::Turn;
 use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
@@ -209,6 +210,17 @@ impl FrameCache {
         self.shared
             .cached
             .store(self.magazine.len() as u32, Ordering::Relaxed);
+    }
+
+    /// Refills the magazine of a thread that waits for its turn; how many frames are in it.
+    pub(crate) fn refill_in_turn(&mut self, turn: Turn) -> usize {
+        if self.magazine.is_empty() {
+            self.core.frames.take_turn(turn, &mut self.magazine);
+            self.shared
+                .cached
+                .store(self.magazine.len() as u32, Ordering::Relaxed);
+        }
+        self.magazine.len()
     }
 
     pub(crate) fn report(&self) {

@@ -3,6 +3,7 @@
 //! A hold is a promise that reclaim keeps when it next looks; a copy needs the frame to stay *now*.
 //! So it isolates the frame, as a reclaimer would, for as long as it copies.
 
+use crate::balance::TICK;
 use crate::cache::FrameCache;
 use crate::error::HostError;
 use crate::head::BlockNo;
@@ -103,12 +104,12 @@ impl Host {
                         return Ok(());
                     }
                     // Isolated: taken back while its write was in flight, or about to be taken.
-                    self.io.help(&self.core, seen);
+                    self.io.help(&self.core, seen, TICK);
                 }
                 Resolution::Pending(ticket) => self.wait(&ticket)?,
                 Resolution::NoMemory => {
-                    if self.reclaim_direct()?.freed == 0 {
-                        self.io.help(&self.core, seen);
+                    if self.reclaim_direct(cache)?.freed == 0 {
+                        self.io.help(&self.core, seen, TICK);
                     }
                 }
                 Resolution::Lost(lost) => return Err(lost.into()),

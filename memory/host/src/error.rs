@@ -112,6 +112,12 @@ pub enum SwapError {
     /// The device failed.
     #[error("{0}")]
     Io(String),
+    /// What was read is not what was written.
+    #[error(
+        "it is not what was written there: the device, or another program that wrote to it, has \
+         damaged it; check the device, and start the guest anew"
+    )]
+    Damaged,
 }
 
 /// A write that stopped part-way: the first `done` pages are stored, the others are not.

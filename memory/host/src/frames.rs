@@ -7,14 +7,16 @@
 //! ```
 //! The free map is behind one lock, and nobody takes single frames from it: a vCPU's magazine moves
 //! a batch at a time. A whole block is given only while all of `high` is left besides: huge pages
-//! are made of plenty, never of what somebody may need to make progress.
+//! are made of plenty, never of what somebody may need to make progress. Threads that found nothing
+//! wait in a queue, and what becomes free is owed to them in that order (`turns`).
 
-use crate::block::{BlockDesc, Marked, Parts};
+use crate::block::{BlockDesc, BlockState, Marked, Parts};
 use crate::desc::{Desc, FrameState};
 use crate::free::FreeMap;
 use crate::head::{BLOCK, BlockNo};
 use crate::pool::{FramePtr, Pool, prefetch, table_of};
 use crate::region::Span;
+use crate::turns::{Turn, Turns};
 use lacuna_addr::{Level, Pfn};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,8 +29,8 @@ pub(crate) struct Frames {
     descs: Box<[Desc]>,
     /// Of the blocks that the pool's end does not cut.
     blocks: Box<[BlockDesc]>,
-    free: Mutex<FreeMap>,
-    /// Length of `free`, for those who only want to know.
+    free: Mutex<Free>,
+    /// Length of the free map, for those who only want to know.
     free_now: AtomicUsize,
     free_min: AtomicUsize,
     store: AtomicUsize,
@@ -39,6 +41,11 @@ pub(crate) struct Frames {
     pub high: usize,
 }
 
+struct Free {
+    map: FreeMap,
+    turns: Turns,
+}
+
 impl Frames {
     pub fn new(pool: Pool) -> Self {
         let frames = pool.frames();
@@ -46,7 +53,10 @@ impl Frames {
         Self {
             descs: table_of(frames, Desc::new),
             blocks: (0..frames / BLOCK).map(|_| BlockDesc::new()).collect(),
-            free: Mutex::new(FreeMap::new(frames)),
+            free: Mutex::new(Free {
+                map: FreeMap::new(frames),
+                turns: Turns::default(),
+            }),
             free_now: AtomicUsize::new(frames),
             free_min: AtomicUsize::new(frames),
             store: AtomicUsize::new(0),
@@ -135,21 +145,56 @@ impl Frames {
     }
 
     /// Moves up to a batch of free frames to `out`, fewer when they run short so that no magazine
-    /// hoards the last ones.
+    /// hoards the last ones. What is owed to waiting threads stays.
     pub fn take_batch(&self, out: &mut Vec<u32>) {
         let mut free = self.lock();
-        let available = free
-            .len()
-            .saturating_sub(self.reserve.load(Ordering::Relaxed));
-        let count = available.div_ceil(8).min(BATCH);
+        let spare = self.spare(&free).saturating_sub(free.turns.len());
+        self.move_out(&mut free, spare.div_ceil(8), out);
+    }
+
+    /// A place at the end of the queue for frames.
+    pub fn join_queue(&self) -> Turn {
+        self.lock().turns.join()
+    }
+
+    /// Gives a place in the queue up.
+    pub fn leave_queue(&self, turn: Turn) {
+        self.lock().turns.leave(turn);
+    }
+
+    /// How many threads are in the queue.
+    pub fn queued(&self) -> usize {
+        self.lock().turns.len()
+    }
+
+    /// As [`Frames::take_batch`] for a thread in the queue: at least one frame, and its place is
+    /// given up, if more are free than threads wait before it. Else nothing.
+    pub fn take_turn(&self, turn: Turn, out: &mut Vec<u32>) {
+        let mut free = self.lock();
+        let spare = self.spare(&free);
+        if spare <= free.turns.before(turn) {
+            return;
+        }
+        free.turns.leave(turn);
+        let unowed = spare.saturating_sub(free.turns.len());
+        self.move_out(&mut free, unowed.div_ceil(8).max(1), out);
+    }
+
+    /// Free frames that are not the store's.
+    fn spare(&self, free: &Free) -> usize {
+        let reserve = self.reserve.load(Ordering::Relaxed);
+        free.map.len().saturating_sub(reserve)
+    }
+
+    fn move_out(&self, free: &mut Free, count: usize, out: &mut Vec<u32>) {
         let kept = out.len();
-        free.take(count, out);
+        free.map.take(count.min(BATCH), out);
         for &index in &out[kept..] {
             self.descs[index as usize].set_state(FrameState::Cached);
         }
         // The magazine hands out from its end: in ascending order, neighbours after each other.
         out[kept..].reverse();
-        self.note_free(free.len());
+        self.note_free(free.map.len());
     }
 
     /// Takes a whole block, if there is plenty besides.
@@ -159,12 +204,11 @@ impl Frames {
         }
         let mut free = self.lock();
         // Again: others may have taken theirs meanwhile.
-        let reserve = self.reserve.load(Ordering::Relaxed);
-        if free.len().saturating_sub(reserve) < self.high + BLOCK {
+        if self.spare(&free) < self.high + BLOCK {
             return None;
         }
-        let block = free.take_block()?;
-        self.note_free(free.len());
+        let block = free.map.take_block()?;
+        self.note_free(free.map.len());
         Some(block)
     }
 
@@ -178,21 +222,29 @@ impl Frames {
         let mut free = self.lock();
         for index in frames {
             self.descs[index as usize].free();
-            free.give(index);
+            free.map.give(index);
         }
-        self.note_free(free.len());
+        self.note_free(free.map.len());
     }
 
     /// Puts a whole block back, whose frames' descriptors rest.
     pub fn give_block(&self, block: BlockNo) {
         let mut free = self.lock();
-        free.give_block(block);
-        self.note_free(free.len());
+        free.map.give_block(block);
+        self.note_free(free.map.len());
+    }
+
+    /// Whether some thread has isolated a frame or a block, which it will let go.
+    pub fn any_isolated(&self) -> bool {
+        let mut frames = self.descs.iter().map(Desc::state);
+        let mut blocks = self.blocks.iter().map(BlockDesc::state);
+        frames.any(|state| state == FrameState::Isolated)
+            || blocks.any(|state| state == BlockState::Isolated)
     }
 
     /// The free map, for `verify`.
     pub fn with_free<T>(&self, read: impl FnOnce(&FreeMap) -> T) -> T {
-        read(&self.lock())
+        read(&self.lock().map)
     }
 
     fn note_free(&self, now: usize) {
@@ -200,7 +252,7 @@ impl Frames {
         self.free_min.fetch_min(now, Ordering::Relaxed);
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, FreeMap> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Free> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -228,9 +280,9 @@ impl StoreFrames {
     pub fn take(&self) -> Option<Pfn> {
         let mut free = self.0.lock();
         let mut taken = Vec::with_capacity(1);
-        free.take(1, &mut taken);
+        free.map.take(1, &mut taken);
         let pfn = Pfn::new(taken.pop()?);
-        self.0.note_free(free.len());
+        self.0.note_free(free.map.len());
         self.0.store.fetch_add(1, Ordering::Relaxed);
         self.0.desc(pfn).set_state(FrameState::Store);
         Some(pfn)
@@ -250,5 +302,39 @@ impl StoreFrames {
     /// The bytes of a frame that the store has.
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         self.0.pool.frame(pfn)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_is_owed_to_the_longest_waiting() {
+        let frames = Frames::new(Pool::new(64).unwrap());
+        let mut all = Vec::new();
+        while frames.available() > 0 {
+            frames.take_batch(&mut all);
+        }
+        let (first, second) = (frames.join_queue(), frames.join_queue());
+        frames.give(all.drain(..1));
+        let mut taken = Vec::new();
+        frames.take_batch(&mut taken);
+        frames.take_turn(second, &mut taken);
+        assert_eq!(
+            (taken.len(), frames.available()),
+            (0, 1),
+            "it is not theirs"
+        );
+        frames.take_turn(first, &mut taken);
+        assert_eq!((taken.len(), frames.queued()), (1, 1));
+        frames.give(all.drain(..1));
+        frames.leave_queue(second);
+        frames.take_batch(&mut taken);
+        assert_eq!(
+            (taken.len(), frames.queued()),
+            (2, 0),
+            "nobody waits any more"
+        );
     }
 }

@@ -19,7 +19,7 @@ use crate::writeback::Failure;
 use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn, room_for};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicI64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
@@ -88,6 +88,8 @@ pub(crate) struct Core {
     pub writing: AtomicUsize,
     /// Pages in swap alone.
     pub away: AtomicI64,
+    /// Whether what is simulated of the device's latency is over.
+    pub at_once: AtomicBool,
     pub settled: Settled,
     pub stats: Counters,
     pub clock: Arc<dyn Clock>,
@@ -95,6 +97,9 @@ pub(crate) struct Core {
     pub failure: Mutex<Option<Failure>>,
     pub background: Mutex<Option<Thread>>,
 }
+
+/// What waits that nobody stops are told to look at.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Every critical section of this crate leaves its data whole at each step that may panic.
@@ -138,6 +143,7 @@ impl Host {
             buffers: Mutex::default(),
             writing: AtomicUsize::new(0),
             away: AtomicI64::new(0),
+            at_once: AtomicBool::new(false),
             settled: Settled::default(),
             stats: Counters::default(),
             clock,
@@ -259,6 +265,14 @@ impl Host {
     /// Callbacks run here ([`Ticket::on_done`]), so no lock may be held.
     pub fn poll(&self, now: Nanos) -> usize {
         self.io.poll(&self.core, now)
+    }
+
+    /// From now on nothing waits for a latency that a device only states
+    /// ([`SwapStore::latency_ns`]), and what waits for it now is delivered: the run is over, and
+    /// whoever reads its memory need not see how slow the device was. Virtual time is left alone.
+    pub fn end_latency(&self) {
+        self.core.at_once.store(true, Ordering::SeqCst);
+        self.io.deliver_all();
     }
 
     /// The caller is going to call [`Host::poll`] about every 50 us for the life of the guard.

@@ -22,8 +22,8 @@
 //!   removed.
 //! * **Forward progress.** What an instruction has faulted on is held until it retires; a budget of
 //!   [`Host::minimum_budget`] suffices; no region is squeezed below its floor for another.
-//! * **Nothing is silently zero.** A page that cannot be read back is lost and says why; a page
-//!   that cannot be written out stays where it is.
+//! * **Nothing is silently zero, or wrong.** A page that cannot be read back as it was written (a
+//!   checksum tells) is lost and says why; one that cannot be written out stays where it is.
 //! * **No guest reads another's bytes.** A frame is zeroed or fully overwritten before it changes
 //!   hands.
 //!
@@ -47,6 +47,7 @@ mod free;
 mod head;
 mod host;
 mod io;
+mod patience;
 mod pool;
 mod reclaim;
 mod region;
@@ -59,6 +60,7 @@ mod swap;
 mod swapin;
 mod ticket;
 mod trial;
+mod turns;
 mod verify;
 mod writeback;
 

@@ -34,6 +34,11 @@ impl Page {
     /// A page of zeros.
     pub const ZERO: Self = Self([0; PAGE_SIZE]);
 
+    /// A checksum of its bytes, against accidents: who means harm can forge it.
+    pub(crate) fn checksum(&self) -> u32 {
+        crc32fast::hash(&self.0)
+    }
+
     /// Pages in a row as one run of bytes.
     pub const fn bytes(pages: &[Self]) -> &[u8] {
         // SAFETY: a Page is exactly its PAGE_SIZE bytes (checked below), and pages lie back to

@@ -10,6 +10,7 @@
 //! A page that is in no frame is not mapped, and needs none of this. A block of pages that nobody
 //! ever asked for is its head alone: its words are not even looked at.
 
+use crate::balance::TICK;
 use crate::desc::FrameState;
 use crate::error::HostError;
 use crate::head::{BLOCK, BlockNo, HeadState};
@@ -47,7 +48,8 @@ impl Host {
             if busy == 0 {
                 return Ok(());
             }
-            self.io.help(&self.core, seen);
+            self.io.hurry(&region);
+            self.io.help(&self.core, seen, TICK);
         }
     }
 }

@@ -23,11 +23,10 @@ impl Settled {
         self.moved.notify_all();
     }
 
-    /// Waits until the generation is not `seen`, but not for long: another thread's isolation of a
-    /// frame ends without notice.
-    pub fn wait_past(&self, seen: u64) {
+    /// Waits until the generation is not `seen`, but not longer than `patience`: another thread's
+    /// isolation of a frame ends without notice.
+    pub fn wait_past(&self, seen: u64, patience: Duration) {
         let guard = lock(&self.generation);
-        let patience = Duration::from_millis(1);
         let waited = self
             .moved
             .wait_timeout_while(guard, patience, |now| *now == seen);

@@ -1,11 +1,12 @@
 //! Swap-in: from a ticket to a page.
 
 use crate::error::{HostError, LostPage, SwapError};
-use crate::host::{Core, Host, lock};
+use crate::host::{Core, Host, NEVER, lock};
 use crate::residency::{PageNo, PageState};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 impl Host {
     /// Hands the read to the executor, unless somebody has it already. Returns at once.
@@ -28,11 +29,21 @@ impl Host {
     /// # Panics
     /// As [`Host::start`].
     pub fn wait(&self, ticket: &Ticket) -> Result<(), HostError> {
+        self.wait_until(ticket, &NEVER)
+    }
+
+    /// As [`Host::wait`], but returns soon after `stop` is set, with the page on its way: for a
+    /// vCPU whose VM is being stopped. A read that the caller carries out itself is waited for:
+    /// the device writes into the page's frame.
+    ///
+    /// # Panics
+    /// As [`Host::start`].
+    pub fn wait_until(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), HostError> {
         self.check_own(ticket);
         if ticket.claim() {
-            self.io.read_here(&self.core, ticket);
+            self.io.read_here(&self.core, ticket, stop);
         }
-        Ok(self.io.wait(&self.core, ticket)?)
+        Ok(self.io.wait(&self.core, ticket, stop)?)
     }
 
     fn check_own(&self, ticket: &Ticket) {
@@ -50,10 +61,23 @@ impl Core {
         self.store.read(ticket.slot(), page)
     }
 
+    /// Whether what was read is what was last written to the slot.
+    fn check(&self, ticket: &Ticket) -> Result<(), SwapError> {
+        // SAFETY: as in `read`, until the page word changes; the device is done with the frame.
+        let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
+        let written = lock(&self.slots).checksum(ticket.slot());
+        if page.checksum() == written {
+            Ok(())
+        } else {
+            Err(SwapError::Damaged)
+        }
+    }
+
     /// The read is over: the page becomes resident, or lost.
     pub fn complete_read(&self, ticket: &Ticket, result: Result<(), SwapError>) {
         let page = ticket.number();
         let desc = self.frames.desc(ticket.frame());
+        let result = result.and_then(|()| self.check(ticket));
         let result = result.map_err(|error| self.lost_in(ticket, &error));
         let Some(word) = ticket.region().word(page) else {
             return;

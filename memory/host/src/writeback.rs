@@ -11,9 +11,10 @@ use crate::frames::BATCH;
 use crate::host::{Core, lock};
 use crate::pool::Page;
 use crate::reclaim::Victim;
+use crate::region::Region;
 use crate::residency::PageState;
 use crate::stats::Counters;
-use crate::swap::{Run, Slot};
+use crate::swap::{Room, Run, Slot};
 use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -37,6 +38,14 @@ pub(crate) struct WriteBatch {
     from: usize,
 }
 
+impl WriteBatch {
+    /// Whether a page of `region` is in it.
+    pub fn concerns(&self, region: &Region) -> bool {
+        let mut victims = self.victims.iter().flatten();
+        victims.any(|victim| std::ptr::eq(&*victim.region, region))
+    }
+}
+
 /// Buffers kept for the next batches: fresh memory would have to be faulted in by the kernel.
 const SPARE: usize = 2;
 
@@ -57,6 +66,10 @@ impl Core {
                 let full = self.swap_full(lock(&self.slots).why_full());
                 return (batches, Err(full));
             };
+            // Before any page's word names the slot.
+            let copies = &pages[from..from + run.count as usize];
+            let checksums: Vec<u32> = copies.iter().map(Page::checksum).collect();
+            lock(&self.slots).seal(run.first, &checksums);
             let rest = victims.split_off(run.count as usize);
             let slots = (0..run.count).map(|i| run.first.plus(i));
             let started = victims
@@ -205,35 +218,49 @@ impl Core {
         let Err(failed) = result else {
             Counters::add(&self.stats.write_clusters, 1);
             *lock(&self.failure) = None;
+            lock(&self.slots).has_room_at(first);
             return;
         };
         Counters::add(&self.stats.write_failures, 1);
-        let error = match &failed.error {
-            SwapError::Full(reason) => {
-                let error = self.swap_full(reason);
-                if self.shed_slots() > 0 {
-                    // Pages that have another home made room: the reason, should that not suffice,
-                    // but no failure yet.
-                    lock(&self.failure).get_or_insert(Failure { error, count: 0 });
-                    return;
-                }
-                error
+        let reason = match &failed.error {
+            error @ (SwapError::Io(_) | SwapError::Damaged) => {
+                return self.note_failure(HostError::SwapWrite {
+                    device: self.device.clone(),
+                    reason: error.to_string(),
+                });
             }
+            SwapError::Full(reason) => reason,
             SwapError::Ends(reason) => {
-                lock(&self.slots).shrink_to(first.plus(failed.done as u32), reason);
-                self.swap_full(reason)
+                let end = first.plus(failed.done as u32);
+                if lock(&self.slots).ends_at(end, reason) == Room::Left {
+                    return self.note_reason(self.swap_full(reason));
+                }
+                reason
             }
-            SwapError::Io(reason) => HostError::SwapWrite {
-                device: self.device.clone(),
-                reason: reason.clone(),
-            },
         };
-        self.note_failure(error);
+        let error = self.swap_full(reason);
+        if self.shed_slots() > 0 {
+            // Pages that have another home made room.
+            self.note_reason(error);
+        } else {
+            self.note_failure(error);
+        }
     }
 
-    pub fn note_failure(&self, error: HostError) {
+    /// A write-out failed.
+    fn note_failure(&self, error: HostError) {
+        self.record(error, 1);
+    }
+
+    /// There was no room, which is no failure yet: the reason, should there be none later.
+    pub fn note_reason(&self, error: HostError) {
+        self.record(error, 0);
+    }
+
+    fn record(&self, error: HostError, failures: usize) {
         let mut failure = lock(&self.failure);
-        let count = failure.as_ref().map_or(0, |failure| failure.count) + 1;
+        let before = failure.as_ref().map_or(0, |failure| failure.count);
+        let count = before + failures;
         *failure = Some(Failure { error, count });
     }
 

@@ -194,7 +194,7 @@ impl Vcpu {
                 Resolution::Ready(frame) => self.access(hva, frame, access, seq),
                 Resolution::Pending(ticket) if self.rng.bool() => self.host.start(&ticket),
                 Resolution::Pending(ticket) => self.host.wait(&ticket)?,
-                Resolution::NoMemory => _ = self.host.reclaim_direct().unwrap(),
+                Resolution::NoMemory => _ = self.host.reclaim_direct(&mut cache).unwrap(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
             cache.release_holds();

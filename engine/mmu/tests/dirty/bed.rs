@@ -153,7 +153,7 @@ impl Vcpu {
             self.leave(bed);
             match outcome {
                 Ok(word) => return Ok(word),
-                Err(outcome) => settle(bed, outcome)?,
+                Err(outcome) => self.settle(bed, outcome)?,
             }
         }
     }
@@ -223,23 +223,25 @@ impl Vcpu {
         self.tlb.insert(gfn.get(), hit);
         Ok(hit)
     }
-}
 
-/// Makes good what kept an access from its page; the vCPU is offline.
-fn settle(bed: &Bed, outcome: Outcome) -> Result<(), Stuck> {
-    match outcome {
-        Outcome::Mapped(_) => unreachable!("that is no reason to leave"),
-        Outcome::Busy => yield_now(),
-        Outcome::Pending(ticket) => {
-            bed.host.start(&ticket);
-            let _ = bed.host.wait(&ticket);
+    /// Makes good what kept an access from its page; the vCPU is offline.
+    fn settle(&mut self, bed: &Bed, outcome: Outcome) -> Result<(), Stuck> {
+        match outcome {
+            Outcome::Mapped(_) => unreachable!("that is no reason to leave"),
+            Outcome::Busy => yield_now(),
+            Outcome::Pending(ticket) => {
+                bed.host.start(&ticket);
+                let _ = bed.host.wait(&ticket);
+            }
+            Outcome::NoMemory => {
+                let _ = bed.host.reclaim_direct(self.faulter.frames()).unwrap();
+            }
+            Outcome::Mmio => return Err(Stuck::NoSlot),
+            Outcome::Lost(page) => panic!("{page}"),
+            Outcome::NoTables(error) => panic!("{error}"),
         }
-        Outcome::NoMemory => drop(bed.host.reclaim_direct().unwrap()),
-        Outcome::Mmio => return Err(Stuck::NoSlot),
-        Outcome::Lost(page) => panic!("{page}"),
-        Outcome::NoTables(error) => panic!("{error}"),
+        Ok(())
     }
-    Ok(())
 }
 
 impl Vcpu {

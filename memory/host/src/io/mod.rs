@@ -25,13 +25,16 @@ pub use timer::fine_sleeps;
 
 use crate::error::{LostPage, SwapError, WriteFailed};
 use crate::host::Core;
+use crate::region::Region;
 use crate::ticket::Ticket;
 use crate::writeback::WriteBatch;
 use lacuna_sync::Nanos;
 use real::Real;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 use virt::Virtual;
 
 /// Who carries out I/O.
@@ -84,6 +87,16 @@ pub(crate) enum Completion {
     Write(WriteBatch, Result<(), WriteFailed>),
 }
 
+impl Completion {
+    /// Whether a page of `region` waits for it.
+    fn concerns(&self, region: &Region) -> bool {
+        match self {
+            Self::Read(ticket, _) => std::ptr::eq(ticket.region(), region),
+            Self::Write(batch, _) => batch.concerns(region),
+        }
+    }
+}
+
 impl Executor {
     pub fn new(io: Io, core: Arc<Core>) -> Self {
         match io {
@@ -112,17 +125,17 @@ impl Executor {
     }
 
     /// Carries out a claimed read on the caller's thread, for [`Executor::wait`] to follow.
-    pub fn read_here(&self, core: &Core, ticket: &Ticket) {
+    pub fn read_here(&self, core: &Core, ticket: &Ticket, stop: &AtomicBool) {
         match self {
-            Self::Real(real) => real.read_here(ticket),
+            Self::Real(real) => real.read_here(ticket, stop),
             Self::Virtual(_) => self.read(core, ticket.clone()),
         }
     }
 
-    /// Waits for a claimed read.
-    pub fn wait(&self, core: &Core, ticket: &Ticket) -> Result<(), LostPage> {
+    /// Waits for a claimed read, or until `stop` is set.
+    pub fn wait(&self, core: &Core, ticket: &Ticket, stop: &AtomicBool) -> Result<(), LostPage> {
         match self {
-            Self::Real(real) => real.wait(ticket),
+            Self::Real(real) => real.wait(ticket, stop),
             Self::Virtual(world) => loop {
                 if let Some(result) = ticket.result() {
                     return result;
@@ -144,11 +157,27 @@ impl Executor {
         }
     }
 
-    /// Something in flight must come to rest before the caller can go on.
-    pub fn help(&self, core: &Core, seen: u64) {
+    /// Something in flight must come to rest before the caller can go on. It waits no longer than
+    /// `patience`.
+    pub fn help(&self, core: &Core, seen: u64, patience: Duration) {
         match self {
-            Self::Real(real) => real.help(seen),
+            Self::Real(real) => real.help(seen, patience),
             Self::Virtual(world) => _ = world.deliver_next(core),
+        }
+    }
+
+    /// Delivers what has been read or written for `region` and only waits for its time. In virtual
+    /// time [`Executor::help`] delivers early.
+    pub fn hurry(&self, region: &Region) {
+        if let Self::Real(real) = self {
+            real.hurry(region);
+        }
+    }
+
+    /// Delivers what only waits for its time.
+    pub fn deliver_all(&self) {
+        if let Self::Real(real) = self {
+            real.deliver_all();
         }
     }
 
@@ -203,7 +232,11 @@ impl Executor {
 impl Core {
     /// When an operation submitted now may complete at the earliest.
     fn deadline(&self) -> Nanos {
-        self.clock.now().after(self.store.latency_ns())
+        let latency = match self.at_once.load(Ordering::Relaxed) {
+            true => 0,
+            false => self.store.latency_ns(),
+        };
+        self.clock.now().after(latency)
     }
 
     fn complete(&self, completion: Completion) {

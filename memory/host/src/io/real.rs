@@ -2,18 +2,20 @@
 
 use super::readers::Readers;
 use super::ring::{Onward, Ring};
-use super::timer::{Timer, sleep_until};
+use super::timer::{Slept, Timer, sleep_until};
 use super::watch::Watch;
 use super::{Completion, Reading};
+use crate::balance::TICK;
 use crate::error::LostPage;
 use crate::host::Core;
+use crate::region::Region;
 use crate::stats::Counters;
 use crate::swap::Reads;
 use crate::ticket::Ticket;
 use lacuna_sync::Nanos;
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 thread_local! {
@@ -124,21 +126,28 @@ impl Real {
         }
     }
 
-    /// Carries out a claimed read on the caller's thread.
-    pub fn read_here(&self, ticket: &Ticket) {
+    /// Carries out a claimed read on the caller's thread. A caller that is to stop leaves what is
+    /// not due yet to others.
+    pub fn read_here(&self, ticket: &Ticket, stop: &AtomicBool) {
         let due = self.core.deadline();
         let result = self.core.read(ticket);
-        sleep_until(&self.core, due);
-        self.core.complete_read(ticket, result);
+        let completion = Completion::Read(ticket.clone(), result);
+        match sleep_until(&self.core, due, stop) {
+            Slept::Whole => self.core.complete(completion),
+            Slept::Stopped => self.timer.complete_at(due, completion),
+        }
     }
 
-    /// Waits for a read that is under way. The waiter may be the one that everybody counts on for
-    /// polling, so it looks itself now and then.
-    pub fn wait(&self, ticket: &Ticket) -> Result<(), LostPage> {
+    /// Waits for a read that is under way, unless the caller is to stop. The waiter may be the one
+    /// that everybody counts on for polling, so it looks itself now and then.
+    pub fn wait(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), LostPage> {
         loop {
             self.poll(self.core.clock.now());
-            if let Some(result) = ticket.sleep(Duration::from_millis(1)) {
+            if let Some(result) = ticket.sleep(TICK) {
                 return result;
+            }
+            if stop.load(Ordering::Acquire) {
+                return Ok(());
             }
         }
     }
@@ -148,10 +157,18 @@ impl Real {
     }
 
     /// Something must come to rest; the caller looks whether it was what it waits for.
-    pub fn help(&self, seen: u64) {
+    pub fn help(&self, seen: u64, patience: Duration) {
         if self.poll(self.core.clock.now()) == 0 {
-            self.core.settled.wait_past(seen);
+            self.core.settled.wait_past(seen, patience);
         }
+    }
+
+    pub fn deliver_all(&self) {
+        self.timer.deliver_all();
+    }
+
+    pub fn hurry(&self, region: &Region) {
+        self.timer.hurry(region);
     }
 
     pub fn poll(&self, now: Nanos) -> usize {
@@ -184,6 +201,7 @@ impl Real {
     }
 
     /// Ends the threads. What is in flight is delivered first: a completion owns frames and slots.
+    /// What only waits for its time is delivered now.
     pub fn shut_down(&mut self) {
         self.rings.clear();
         self.readers.shut_down();

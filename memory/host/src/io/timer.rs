@@ -6,6 +6,7 @@
 use super::watch::{POLLERS_LATE, Watch};
 use super::{Completion, join};
 use crate::host::{Core, lock};
+use crate::region::Region;
 use lacuna_sync::Nanos;
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -61,16 +62,40 @@ impl Timer {
                 if self.shared.schedule(due, completion) && !self.shared.watch.is_polled() {
                     self.wake();
                 }
+                // Whoever ended the latency has emptied the queue before, or does so after.
+                if core.at_once.load(Ordering::SeqCst) {
+                    self.deliver_all();
+                }
                 return;
             }
-            sleep_until(core, due);
+            let _ = sleep_until(core, due, &self.shared.stop);
         }
         core.complete(completion);
+    }
+
+    /// Delivers what `region` waits for, due or not.
+    pub fn hurry(&self, region: &Region) {
+        let mut queue = lock(&self.shared.queue);
+        let due = queue
+            .due
+            .extract_if(.., |_, completion| completion.concerns(region));
+        let early: Vec<_> = due.map(|(_, completion)| completion).collect();
+        self.shared.note_first(&queue);
+        drop(queue);
+        let core = &self.shared.core;
+        early
+            .into_iter()
+            .for_each(|completion| core.complete(completion));
     }
 
     /// Delivers what is due at `now`; how many.
     pub fn poll(&self, now: Nanos) -> usize {
         self.shared.deliver(now)
+    }
+
+    /// Delivers everything, due or not.
+    pub fn deliver_all(&self) {
+        self.shared.deliver(Nanos(NEVER));
     }
 
     /// When the first completion is due.
@@ -87,12 +112,13 @@ impl Timer {
         }
     }
 
-    /// Ends the thread. What is scheduled is delivered first.
+    /// Ends the thread, and delivers what is scheduled: nobody is left to see that it is early.
     pub fn shut_down(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.wake();
         let thread = lock(&self.thread).take();
         thread.into_iter().for_each(join);
+        self.deliver_all();
     }
 
     /// Starts the thread if it does not run; false when there is none to be had, and whoever has
@@ -158,17 +184,15 @@ impl Shared {
 
     fn run(&self) {
         fine_sleeps();
-        loop {
+        while !self.stop.load(Ordering::Acquire) {
             self.deliver(self.core.clock.now());
-            let stop = self.stop.load(Ordering::Acquire);
             match self.first() {
-                NEVER if stop => return,
                 NEVER => std::thread::park(),
                 first => {
                     let left = Nanos(first).since(self.core.clock.now());
                     let left = Duration::from_nanos(left);
                     // A poller may be late: preempted, or in a long string instruction.
-                    let late = self.watch.is_polled() && !stop;
+                    let late = self.watch.is_polled();
                     std::thread::park_timeout(left + POLLERS_LATE * u32::from(late));
                 }
             }
@@ -176,16 +200,34 @@ impl Shared {
     }
 }
 
-/// Sleeps on the caller's thread until `due`.
-pub(super) fn sleep_until(core: &Core, due: Nanos) {
+/// The longest sleep without a look whether to stop.
+const NAP: Duration = Duration::from_millis(10);
+
+/// How a sleep ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub(super) enum Slept {
+    Whole,
+    Stopped,
+}
+
+/// Sleeps on the caller's thread until `due`, or until soon after `stop` is set.
+pub(super) fn sleep_until(core: &Core, due: Nanos, stop: &AtomicBool) -> Slept {
     let mut now = core.clock.now();
     if now < due {
         fine_sleeps();
     }
     while now < due {
-        std::thread::sleep(Duration::from_nanos(due.since(now)));
+        if stop.load(Ordering::Acquire) {
+            return Slept::Stopped;
+        }
+        if core.at_once.load(Ordering::Relaxed) {
+            return Slept::Whole;
+        }
+        std::thread::sleep(Duration::from_nanos(due.since(now)).min(NAP));
         now = core.clock.now();
     }
+    Slept::Whole
 }
 
 /// Timer slack of 1 ns for the calling thread: the kernel's default of 50 us would be added to

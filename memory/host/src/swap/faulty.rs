@@ -1,17 +1,24 @@
-//! A device that fails when told to: for tests of whatever must survive it.
+//! A device that fails, stalls or damages pages when told to: for tests of whatever must survive
+//! it.
 
 use super::{Slot, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::pool::Page;
 use lacuna_addr::PageCount;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// How an operation goes wrong.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     /// Reads fail with an I/O error.
     Read,
+    /// The next read fails with an I/O error.
+    OneRead,
+    /// The next write fails with an I/O error.
+    OneWrite,
+    /// Reads and writes wait until the device is healed.
+    Stall,
     /// Writes fail with an I/O error after this many pages.
     WriteAfter(usize),
     /// The device is full from this slot on.
@@ -20,12 +27,19 @@ pub enum Fault {
 
 /// A device in plain memory, outside the budget, whose faults are switched by its clones.
 #[derive(Clone)]
-pub struct FaultyStore(Arc<Mutex<Inner>>);
+pub struct FaultyStore(Arc<Shared>);
+
+struct Shared {
+    inner: Mutex<Inner>,
+    healed: Condvar,
+}
 
 struct Inner {
     pages: BTreeMap<Slot, Page>,
     capacity: PageCount,
     fault: Option<Fault>,
+    /// Operations that wait for the end of a stall.
+    stalled: usize,
 }
 
 impl FaultyStore {
@@ -35,13 +49,28 @@ impl FaultyStore {
             pages: BTreeMap::new(),
             capacity,
             fault: None,
+            stalled: 0,
         };
-        Self(Arc::new(Mutex::new(inner)))
+        Self(Arc::new(Shared {
+            inner: Mutex::new(inner),
+            healed: Condvar::new(),
+        }))
     }
 
     /// From now on this goes wrong; `None` heals the device.
     pub fn set_fault(&self, fault: Option<Fault>) {
         self.lock().fault = fault;
+        self.0.healed.notify_all();
+    }
+
+    /// How many operations wait for the end of a stall.
+    pub fn stalled(&self) -> usize {
+        self.lock().stalled
+    }
+
+    /// Lets `damage` change what is stored, behind the host's back.
+    pub fn tamper(&self, damage: impl FnOnce(&mut BTreeMap<Slot, Page>)) {
+        damage(&mut self.lock().pages);
     }
 
     /// How many slots hold something.
@@ -49,8 +78,22 @@ impl FaultyStore {
         self.lock().pages.len()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        let inner = self.0.inner.lock();
+        inner.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device, once it does not stall, and whether `one` was to go wrong, which this is.
+    fn begin(&self, one: Fault) -> (MutexGuard<'_, Inner>, Option<Fault>) {
+        let mut inner = self.lock();
+        inner.stalled += 1;
+        let stalls = |inner: &mut Inner| inner.fault == Some(Fault::Stall);
+        let waited = self.0.healed.wait_while(inner, stalls);
+        inner = waited.unwrap_or_else(PoisonError::into_inner);
+        inner.stalled -= 1;
+        let fault = inner.fault;
+        inner.fault.take_if(|fault| *fault == one);
+        (inner, fault)
     }
 }
 
@@ -64,8 +107,8 @@ impl SwapStore for FaultyStore {
     }
 
     fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
-        let inner = self.lock();
-        if inner.fault == Some(Fault::Read) {
+        let (inner, fault) = self.begin(Fault::OneRead);
+        if let Some(Fault::Read | Fault::OneRead) = fault {
             return Err(SwapError::Io("Input/output error (os error 5)".into()));
         }
         let missing = || SwapError::Io(format!("{slot:?} was never written"));
@@ -74,10 +117,11 @@ impl SwapStore for FaultyStore {
     }
 
     fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
-        let mut inner = self.lock();
+        let (mut inner, fault) = self.begin(Fault::OneWrite);
         for (done, page) in pages.iter().enumerate() {
             let slot = first.plus(done as u32);
-            let error = match inner.fault {
+            let error = match fault {
+                Some(Fault::OneWrite) => SwapError::Io("Input/output error (os error 5)".into()),
                 Some(Fault::WriteAfter(count)) if done >= count => {
                     SwapError::Io("Input/output error (os error 5)".into())
                 }

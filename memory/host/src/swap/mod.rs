@@ -13,7 +13,7 @@ pub use faulty::{Fault, FaultyStore};
 pub use file::FileStore;
 pub use latency::Latency;
 pub use memory::MemoryStore;
-pub(crate) use slots::{Run, SlotMap};
+pub(crate) use slots::{Room, Run, SlotMap};
 
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;

@@ -1,4 +1,15 @@
-//! Which slots of the swap device are in use.
+//! Which slots of the swap device are in use, how far the device goes, and the checksum of what was
+//! written to each.
+//!
+//! ```text
+//! slots   0 ................ limit ................. capacity
+//!         offered first      | the device had no room here when it was last asked: offered, so
+//!                            | that it is asked again, when nothing below is free
+//! ```
+//! The checksums are here and not on the device. So what was written to another slot, or to this
+//! one before, does not pass for what was written here last, unless it is the same. They cost 4
+//! bytes for each slot up to the last that was ever used: a thousandth of what is swapped out,
+//! outside the budget.
 
 use super::Slot;
 
@@ -7,10 +18,14 @@ use super::Slot;
 pub(crate) struct SlotMap {
     /// One bit a slot; set = used. Slots past the end are free.
     words: Vec<u64>,
+    /// One a bit of `words`.
+    checksums: Vec<u32>,
     used: usize,
+    capacity: u32,
+    /// Where the device had no room when it was last asked; `capacity` if it had.
     limit: u32,
     hint: u32,
-    /// Why there are no more.
+    /// Why it had none.
     ended: String,
 }
 
@@ -21,18 +36,28 @@ pub(crate) struct Run {
     pub count: u32,
 }
 
+/// What is left below the place where a device ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub(crate) enum Room {
+    Left,
+    None,
+}
+
 impl SlotMap {
     /// `capacity` slots, clipped to what a page word can name.
     pub fn new(capacity: u64) -> Self {
-        let limit = u32::try_from(capacity)
+        let capacity = u32::try_from(capacity)
             .unwrap_or(u32::MAX)
             .min(u32::MAX - 1);
         Self {
             words: Vec::new(),
+            checksums: Vec::new(),
             used: 0,
-            limit,
+            capacity,
+            limit: capacity,
             hint: 0,
-            ended: "every slot is in use".into(),
+            ended: String::new(),
         }
     }
 
@@ -44,20 +69,25 @@ impl SlotMap {
     /// Takes up to `want` slots in a row: as many as the best place near the last one offers,
     /// halving the wish until one fits. `None` when every slot is taken.
     pub fn take(&mut self, want: u32) -> Option<Run> {
-        let mut count = want;
-        while count > 0 {
+        let halves = || std::iter::successors(Some(want), |n| Some(n / 2)).take_while(|&n| n > 0);
+        let below = halves().find_map(|count| {
             let found = self.find(self.hint, self.limit, count);
-            if let Some(first) = found.or_else(|| self.find(0, self.limit, count)) {
-                (first..first + count).for_each(|slot| self.set(slot));
-                self.hint = first + count;
-                return Some(Run {
-                    first: Slot::new(first),
-                    count,
-                });
-            }
-            count /= 2;
-        }
-        None
+            let found = found.or_else(|| self.find(0, self.limit, count));
+            found.map(|first| (first, count))
+        });
+        let beyond = || {
+            halves().find_map(|count| {
+                let found = self.find(self.limit, self.capacity, count);
+                found.map(|first| (first, count))
+            })
+        };
+        let (first, count) = below.or_else(beyond)?;
+        (first..first + count).for_each(|slot| self.set(slot));
+        self.hint = first + count;
+        Some(Run {
+            first: Slot::new(first),
+            count,
+        })
     }
 
     /// Gives one back.
@@ -68,15 +98,42 @@ impl SlotMap {
         self.used -= 1;
     }
 
-    /// The device has no room for `slot`: what lies there and beyond is not offered again.
-    pub fn shrink_to(&mut self, slot: Slot, reason: &str) {
+    /// What is going to be written to `first` and the slots after it, all in use.
+    pub fn seal(&mut self, first: Slot, checksums: &[u32]) {
+        let first = first.get() as usize;
+        self.checksums[first..first + checksums.len()].copy_from_slice(checksums);
+    }
+
+    /// The checksum of what was last written to `slot`, which is in use.
+    pub fn checksum(&self, slot: Slot) -> u32 {
+        self.checksums[slot.get() as usize]
+    }
+
+    /// The device has no room for `slot`: from there on it is asked only when nothing is free
+    /// below. Whether something is.
+    pub fn ends_at(&mut self, slot: Slot, reason: &str) -> Room {
         self.limit = self.limit.min(slot.get());
         self.ended = reason.into();
+        match self.find(0, self.limit, 1) {
+            Some(_) => Room::Left,
+            None => Room::None,
+        }
+    }
+
+    /// The device had room for `slot`: if it had none there before, it has some again.
+    pub fn has_room_at(&mut self, slot: Slot) {
+        if slot.get() >= self.limit {
+            self.limit = self.capacity;
+        }
     }
 
     /// Why [`SlotMap::take`] found nothing.
     pub fn why_full(&self) -> &str {
-        &self.ended
+        if self.limit < self.capacity {
+            &self.ended
+        } else {
+            "every slot is in use"
+        }
     }
 
     /// Whether `slot` is in use.
@@ -93,6 +150,7 @@ impl SlotMap {
         let word = slot as usize / 64;
         if word >= self.words.len() {
             self.words.resize(word + 1, 0);
+            self.checksums.resize((word + 1) * 64, 0);
         }
         self.words[word] |= 1 << (slot % 64);
         self.used += 1;
@@ -150,13 +208,24 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_ran_out_is_not_asked_beyond() {
+    fn a_device_that_ran_out_is_asked_again_when_nothing_else_is_left() {
         let mut map = SlotMap::new(1000);
         let run = map.take(32).unwrap();
-        map.shrink_to(Slot::new(16), "no space");
-        assert_eq!(map.why_full(), "no space");
+        assert_eq!(map.ends_at(Slot::new(16), "no space"), Room::None);
         (0..32).for_each(|i| map.free(run.first.plus(i)));
+        assert_eq!(map.ends_at(Slot::new(16), "no space"), Room::Left);
         assert_eq!(map.take(32).unwrap().count, 16);
-        assert_eq!(map.take(1), None);
+        let beyond = map.take(32).unwrap();
+        assert_eq!((beyond.first.get(), beyond.count), (16, 32));
+        (0..32).for_each(|i| map.free(beyond.first.plus(i)));
+        assert_eq!(map.ends_at(Slot::new(16), "no space"), Room::None);
+        map.has_room_at(Slot::new(0));
+        map.free(Slot::new(3));
+        assert_eq!(map.take(8).unwrap().first.get(), 3, "below first");
+        let beyond = map.take(8).unwrap();
+        assert_eq!(beyond.first.get(), 16);
+        map.has_room_at(beyond.first);
+        map.free(Slot::new(3));
+        assert_eq!(map.take(8).unwrap().first.get(), 24, "it has grown back");
     }
 }

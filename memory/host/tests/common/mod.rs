@@ -281,7 +281,7 @@ impl Vm {
                     }
                 }
                 Resolution::NoMemory => {
-                    let progress = self.host.reclaim_direct()?;
+                    let progress = self.host.reclaim_direct(&mut self.cache)?;
                     if progress.freed == 0 {
                         assert!(progress.writing > 0 && self.step_time(), "{progress:?}");
                     }

@@ -1,0 +1,290 @@
+//! Devices that are slow, stall, or fail for a moment: the guest waits, and nobody starves.
+
+mod common;
+
+use common::FakeMmu;
+use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_host::{
+    Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HostError, HugePages, Io,
+    Latency, Resolution, SwapStore, Ticket,
+};
+use lacuna_sync::HostClock;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::sleep;
+use std::time::Duration;
+
+/// Threads that fill memory, as vCPUs do, in the smallest budget for them.
+const WRITERS: u64 = 4;
+const PAGES: u64 = 400;
+
+/// Longer than anything that only waits for other threads may take.
+const A_WHILE: Duration = Duration::from_millis(3500);
+
+struct World {
+    host: Arc<Host>,
+    range: HvaRange,
+}
+
+impl World {
+    fn new(swap: Box<dyn SwapStore>) -> Self {
+        let host = Host::new(HostConfig {
+            budget: Host::minimum_budget(WRITERS as usize),
+            huge: HugePages::Never,
+            swap,
+            io: Io::Threads { readers: 2 },
+            clock: Arc::new(HostClock::default()),
+        })
+        .unwrap();
+        let mmu = Arc::new(FakeMmu::default());
+        mmu.belongs_to(&host);
+        let range = host
+            .add_region(PageCount::new(WRITERS * PAGES), mmu)
+            .unwrap();
+        Self { host, range }
+    }
+
+    fn at(&self, page: u64) -> Hva {
+        self.range.start().checked_add_pages(page).unwrap()
+    }
+
+    /// One writer's pages, each with its own content.
+    fn fill(&self, writer: u64) -> Result<(), HostError> {
+        (writer * PAGES..(writer + 1) * PAGES).try_for_each(|page| {
+            let bytes = (page + 1).to_le_bytes().repeat(PAGE_SIZE / 8);
+            self.host.copy_in(self.at(page), &bytes)
+        })
+    }
+
+    /// All writers at once, beside whatever `meanwhile` does to the device.
+    fn fill_all(&self, meanwhile: impl FnOnce()) -> Result<(), HostError> {
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..WRITERS)
+                .map(|writer| scope.spawn(move || self.fill(writer)))
+                .collect();
+            meanwhile();
+            writers.into_iter().try_for_each(|w| w.join().unwrap())
+        })
+    }
+
+    /// Frees some frames: those of pages that are gone.
+    fn make_room(&self) {
+        let mmu = Arc::new(FakeMmu::default());
+        mmu.belongs_to(&self.host);
+        let room = self.host.add_region(PageCount::new(200), mmu).unwrap();
+        for page in 0..200 {
+            let hva = room.start().checked_add_pages(page).unwrap();
+            self.host.copy_in(hva, &[1]).unwrap();
+        }
+        self.host.remove_region(room).unwrap();
+    }
+
+    fn resolve(&self, page: u64, cache: &mut FrameCache) -> Resolution {
+        let hva = self.at(page);
+        let resolution = self.host.resolve(hva, Access::Read, Level::L4K, cache);
+        cache.release_holds();
+        resolution
+    }
+
+    fn check(&self) {
+        let mut bytes = [0; PAGE_SIZE];
+        for page in 0..WRITERS * PAGES {
+            self.host.copy_out(self.at(page), &mut bytes).unwrap();
+            let want = (page + 1).to_le_bytes();
+            assert!(bytes.chunks(8).all(|word| word == want), "page {page}");
+        }
+        self.host.verify();
+    }
+}
+
+fn faulty() -> FaultyStore {
+    FaultyStore::new(PageCount::new(10_000))
+}
+
+#[test]
+fn a_stalled_device_is_waited_for() {
+    let store = faulty();
+    store.set_fault(Some(Fault::Stall));
+    let world = World::new(Box::new(store.clone()));
+    let filled = world.fill_all(|| {
+        while store.stalled() == 0 {
+            sleep(Duration::from_millis(1));
+        }
+        sleep(A_WHILE);
+        store.set_fault(None);
+    });
+    assert_eq!(filled, Ok(()));
+    world.check();
+}
+
+/// Whoever stops a VM does not wait for its device, but for the one thread that is inside of it.
+#[test]
+fn a_wait_for_a_frame_ends_when_it_is_told_to() {
+    let store = faulty();
+    let world = World::new(Box::new(store.clone()));
+    store.set_fault(Some(Fault::Stall));
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| world.fill(0).and_then(|()| world.fill(1)));
+        while store.stalled() == 0 {
+            sleep(Duration::from_millis(1));
+        }
+        let waits = scope.spawn(|| {
+            let mut cache = world.host.frame_cache().unwrap();
+            world.host.reclaim_direct_until(&mut cache, &stop).unwrap()
+        });
+        // It has a place in the queue, or is about to.
+        sleep(Duration::from_millis(20));
+        assert!(!waits.is_finished());
+        stop.store(true, Ordering::Release);
+        assert_eq!(waits.join().unwrap().freed, 0);
+        assert_eq!(store.stalled(), 1, "the device is as it was");
+        store.set_fault(None);
+        assert_eq!(writer.join().unwrap(), Ok(()));
+    });
+}
+
+/// The latency is longer than a thread waits for nothing.
+#[test]
+fn a_device_slower_than_anybodys_patience_is_waited_for() {
+    let slow = Latency::new(faulty(), Dial::new(A_WHILE));
+    let world = World::new(Box::new(slow));
+    let budget = Host::minimum_budget(WRITERS as usize).get();
+    // One round of write-outs: the memory and a few pages more.
+    let bytes = 1u64.to_le_bytes().repeat(PAGE_SIZE / 8);
+    for page in 0..budget + 8 {
+        world.host.copy_in(world.at(page), &bytes).unwrap();
+    }
+}
+
+#[test]
+fn one_failed_write_is_no_failure() {
+    let store = faulty();
+    let world = World::new(Box::new(store.clone()));
+    let filled = world.fill_all(|| {
+        for _ in 0..20 {
+            store.set_fault(Some(Fault::OneWrite));
+            sleep(Duration::from_millis(1));
+        }
+        store.set_fault(None);
+    });
+    assert_eq!(filled, Ok(()));
+    world.check();
+}
+
+/// A read is not tried again: the device has done so. One page is lost, for good, and no other.
+#[test]
+fn one_failed_read_loses_one_page() {
+    let store = faulty();
+    let world = World::new(Box::new(store.clone()));
+    world.fill_all(|| ()).unwrap();
+    store.set_fault(Some(Fault::OneRead));
+    let read = |page| world.host.copy_out(world.at(page), &mut [0; 8]);
+    let lost = |page: &u64| matches!(read(*page), Err(HostError::Lost(_)));
+    let first: Vec<_> = (0..WRITERS * PAGES).filter(lost).collect();
+    assert_eq!(first.len(), 1);
+    assert_eq!((0..WRITERS * PAGES).filter(lost).collect::<Vec<_>>(), first);
+    world.host.verify();
+}
+
+/// Writes fail, one after the other, for a moment that is not long.
+#[test]
+fn a_device_that_fails_for_a_moment_is_asked_again() {
+    let store = faulty();
+    store.set_fault(Some(Fault::WriteAfter(0)));
+    let world = World::new(Box::new(store.clone()));
+    let filled = world.fill_all(|| {
+        while world.host.stats().write_failures < 8 {
+            sleep(Duration::from_millis(1));
+        }
+        store.set_fault(None);
+    });
+    assert_eq!(filled, Ok(()));
+    world.check();
+}
+
+#[test]
+fn a_device_that_goes_on_failing_is_believed() {
+    let store = faulty();
+    store.set_fault(Some(Fault::WriteAfter(0)));
+    let world = World::new(Box::new(store));
+    let error = world.fill_all(|| ()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "cannot write to swap: faulty device: Input/output error (os error 5)"
+    );
+}
+
+/// The device fills up, and room comes back: what lies beyond is used again.
+#[test]
+fn swap_grows_back_after_the_device_was_full() {
+    let store = faulty();
+    store.set_fault(Some(Fault::EndsAt(100)));
+    let world = World::new(Box::new(store.clone()));
+    let filled = world.fill_all(|| {
+        while world.host.stats().write_failures == 0 {
+            sleep(Duration::from_millis(1));
+        }
+        store.set_fault(None);
+    });
+    assert_eq!(filled, Ok(()));
+    assert!(store.stored() > 100, "{} pages stored", store.stored());
+    world.check();
+}
+
+/// Room comes back only after the guest was told that there is none.
+#[test]
+fn swap_grows_back_after_the_guest_has_failed() {
+    let store = faulty();
+    store.set_fault(Some(Fault::EndsAt(100)));
+    let world = World::new(Box::new(store.clone()));
+    let error = world.fill_all(|| ()).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "swap device full: faulty device: No space left on device (os error 28); \
+         give it more space, or the guest a larger budget"
+    );
+    store.set_fault(None);
+    assert_eq!(world.fill_all(|| ()), Ok(()));
+    world.check();
+}
+
+/// A world with reads in flight that nothing would bring within an hour.
+fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
+    let dial = Dial::new(Duration::ZERO);
+    let world = World::new(Box::new(Latency::new(swap, dial.clone())));
+    world.fill_all(|| ()).unwrap();
+    world.make_room();
+    dial.set(Duration::from_secs(3600));
+    let mut cache = world.host.frame_cache().unwrap();
+    let mut start = |page| match world.resolve(page, &mut cache) {
+        Resolution::Pending(ticket) => {
+            world.host.start(&ticket);
+            Some(ticket)
+        }
+        _ => None,
+    };
+    let tickets: Vec<_> = (0..WRITERS * PAGES).filter_map(&mut start).collect();
+    assert!(!tickets.is_empty());
+    (world, tickets)
+}
+
+#[test]
+fn a_region_that_goes_does_not_wait_for_a_simulated_latency() {
+    let (world, tickets) = hour_away(faulty());
+    world.host.remove_region(world.range).unwrap();
+    assert!(tickets.iter().all(Ticket::is_done));
+    world.host.verify();
+}
+
+#[test]
+fn a_host_that_goes_does_not_wait_for_a_simulated_latency() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = FileStore::create(dir.path(), PageCount::new(10_000)).unwrap();
+    let (world, tickets) = hour_away(file);
+    drop(world);
+    assert!(
+        tickets.iter().all(Ticket::is_done),
+        "nothing is left behind"
+    );
+}
