@@ -18,27 +18,40 @@ use crate::pool::{FramePtr, Pool, prefetch, table_of};
 use crate::region::Span;
 use crate::turns::{Turn, Turns};
 use lacuna_addr::{Level, Pfn};
+use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Most frames that move between a magazine and the free map at once.
+/// Frames that move between a magazine and the free map at once where they are few.
 pub(crate) const BATCH: usize = 32;
+/// The most where they are plenty. Each move costs some ten cache lines that other vCPUs have just
+/// written, and at times a wait for the lock; a magazine of 1 MiB is nothing beside what is free.
+const BATCH_MAX: usize = 256;
 
 pub(crate) struct Frames {
     pub pool: Pool,
     descs: Box<[Desc]>,
     /// Of the blocks that the pool's end does not cut.
     blocks: Box<[BlockDesc]>,
-    free: Mutex<Free>,
-    /// Length of the free map, for those who only want to know.
-    free_now: AtomicUsize,
-    free_min: AtomicUsize,
-    store: AtomicUsize,
-    /// Frames that only the swap store may take, so that reclaim can always compress some more
-    /// pages.
-    reserve: AtomicUsize,
     pub low: usize,
     pub high: usize,
+    /// Padded, as is `count`: vCPUs write there whenever they refill a magazine, and read the
+    /// fields above at every fault.
+    free: CachePadded<Mutex<Free>>,
+    count: CachePadded<Count>,
+}
+
+/// Frames by what they are for, for those who only want to know.
+struct Count {
+    /// In the free map.
+    free: AtomicUsize,
+    /// The fewest that ever were.
+    free_min: AtomicUsize,
+    /// The swap store's.
+    store: AtomicUsize,
+    /// Free frames that only the swap store may take, so that reclaim can always compress some more
+    /// pages.
+    reserve: AtomicUsize,
 }
 
 struct Free {
@@ -53,17 +66,19 @@ impl Frames {
         Self {
             descs: table_of(frames, Desc::new),
             blocks: (0..frames / BLOCK).map(|_| BlockDesc::new()).collect(),
-            free: Mutex::new(Free {
-                map: FreeMap::new(frames),
-                turns: Turns::default(),
-            }),
-            free_now: AtomicUsize::new(frames),
-            free_min: AtomicUsize::new(frames),
-            store: AtomicUsize::new(0),
-            reserve: AtomicUsize::new(0),
             low,
             high: low * 2,
             pool,
+            free: CachePadded::new(Mutex::new(Free {
+                map: FreeMap::new(frames),
+                turns: Turns::default(),
+            })),
+            count: CachePadded::new(Count {
+                free: AtomicUsize::new(frames),
+                free_min: AtomicUsize::new(frames),
+                store: AtomicUsize::new(0),
+                reserve: AtomicUsize::new(0),
+            }),
         }
     }
 
@@ -125,31 +140,31 @@ impl Frames {
 
     /// Frames in the free map, a moment ago.
     pub fn free_now(&self) -> usize {
-        self.free_now.load(Ordering::Relaxed)
+        self.count.free.load(Ordering::Relaxed)
     }
 
     /// Free frames that a fault may have.
     pub fn available(&self) -> usize {
         self.free_now()
-            .saturating_sub(self.reserve.load(Ordering::Relaxed))
+            .saturating_sub(self.count.reserve.load(Ordering::Relaxed))
     }
 
     /// The fewest free frames there ever were.
     pub fn free_min(&self) -> usize {
-        self.free_min.load(Ordering::Relaxed)
+        self.count.free_min.load(Ordering::Relaxed)
     }
 
     /// Frames that the swap store has.
     pub fn in_store(&self) -> usize {
-        self.store.load(Ordering::Relaxed)
+        self.count.store.load(Ordering::Relaxed)
     }
 
     /// Moves up to a batch of free frames to `out`, fewer when they run short so that no magazine
     /// hoards the last ones. What is owed to waiting threads stays.
     pub fn take_batch(&self, out: &mut Vec<u32>) {
-        let mut free = self.lock();
+        let free = self.lock();
         let spare = self.spare(&free).saturating_sub(free.turns.len());
-        self.move_out(&mut free, spare.div_ceil(8), out);
+        self.move_out(free, share(spare), out);
     }
 
     /// A place at the end of the queue for frames.
@@ -177,24 +192,26 @@ impl Frames {
         }
         free.turns.leave(turn);
         let unowed = spare.saturating_sub(free.turns.len());
-        self.move_out(&mut free, unowed.div_ceil(8).max(1), out);
+        self.move_out(free, share(unowed).max(1), out);
     }
 
     /// Free frames that are not the store's.
     fn spare(&self, free: &Free) -> usize {
-        let reserve = self.reserve.load(Ordering::Relaxed);
+        let reserve = self.count.reserve.load(Ordering::Relaxed);
         free.map.len().saturating_sub(reserve)
     }
 
-    fn move_out(&self, free: &mut Free, count: usize, out: &mut Vec<u32>) {
+    fn move_out(&self, mut free: MutexGuard<'_, Free>, count: usize, out: &mut Vec<u32>) {
         let kept = out.len();
-        free.map.take(count.min(BATCH), out);
+        free.map.take(count, out);
+        self.note_free(free.map.len());
+        // Descriptors may have to come from memory: not while others wait for the lock.
+        drop(free);
         for &index in &out[kept..] {
             self.descs[index as usize].set_state(FrameState::Cached);
         }
         // The magazine hands out from its end: in ascending order, neighbours after each other.
         out[kept..].reverse();
-        self.note_free(free.map.len());
     }
 
     /// Takes a whole block, if there is plenty besides.
@@ -248,13 +265,20 @@ impl Frames {
     }
 
     fn note_free(&self, now: usize) {
-        self.free_now.store(now, Ordering::Relaxed);
-        self.free_min.fetch_min(now, Ordering::Relaxed);
+        self.count.free.store(now, Ordering::Relaxed);
+        self.count.free_min.fetch_min(now, Ordering::Relaxed);
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Free> {
+    fn lock(&self) -> MutexGuard<'_, Free> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How many of `spare` free frames one magazine may have: few of few, so that none hoards the last
+/// ones.
+fn share(spare: usize) -> usize {
+    let of_few = spare.div_ceil(8).min(BATCH);
+    of_few.max((spare / 64).min(BATCH_MAX))
 }
 
 /// A swap store's hold on the budget: what it takes is charged to it.
@@ -273,7 +297,7 @@ impl StoreFrames {
 
     /// Keeps the last `frames` free ones for the store.
     pub fn reserve(&self, frames: usize) {
-        self.0.reserve.store(frames, Ordering::Relaxed);
+        self.0.count.reserve.store(frames, Ordering::Relaxed);
     }
 
     /// A frame, from the reserve too if need be. `None` when there is none left at all.
@@ -283,7 +307,7 @@ impl StoreFrames {
         free.map.take(1, &mut taken);
         let pfn = Pfn::new(taken.pop()?);
         self.0.note_free(free.map.len());
-        self.0.store.fetch_add(1, Ordering::Relaxed);
+        self.0.count.store.fetch_add(1, Ordering::Relaxed);
         self.0.desc(pfn).set_state(FrameState::Store);
         Some(pfn)
     }
@@ -295,7 +319,7 @@ impl StoreFrames {
             FrameState::Store,
             "not the store's frame"
         );
-        self.0.store.fetch_sub(1, Ordering::Relaxed);
+        self.0.count.store.fetch_sub(1, Ordering::Relaxed);
         self.0.give([pfn.index() as u32]);
     }
 
