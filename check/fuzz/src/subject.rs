@@ -6,6 +6,7 @@
 //! Every page of data begins with words that carry the VM's own key, every guard page with the
 //! host's. A key that is found where it does not belong has leaked.
 
+use crate::known::Known;
 use crate::place::*;
 use crate::plan::Plan;
 use crate::program::{Author, Labels};
@@ -257,10 +258,16 @@ impl Subject {
     /// # Errors
     /// As [`Subject::write`].
     pub fn rewrite_block(&self, index: u64, rng: &mut Rng) -> Result<(), MemoryError> {
-        for (gpa, bytes) in self.block(index, rng) {
-            self.write(gpa, &bytes)?;
+        let [(at, code), (state_at, mut state)] = self.block(index, rng);
+        self.write(at, &code)?;
+        // The same in another slot, where it is executed now.
+        let elsewhere = !Known::CodeBeyondBootMemory.is_tolerated() && rng.u8(..8) == 0;
+        if elsewhere && let Some(extra) = self.extras.get(index as usize % EXTRAS as usize) {
+            let rip = extra.home() + index % extra.pages * PAGE;
+            self.write(rip, &code)?;
+            state[..8].copy_from_slice(&rip.to_le_bytes());
         }
-        Ok(())
+        self.write(state_at, &state)
     }
 
     /// The runtime as it was at first, after the guest has destroyed it.
