@@ -154,7 +154,12 @@ fn handle(a: &mut Asm) {
     a.land(internal);
     a.raw(&[0x41, 0x83, 0xfc, 0x20]);
     let external = a.jump(0x73);
-    a.mov_imm(RAX, GOOD).raw(&[0x0f, 0x22, 0xd8]); // mov cr3, rax
+    // Only if it is another: what TLBs hold is worth keeping.
+    a.mov_imm(RAX, GOOD).raw(&[0x0f, 0x20, 0xda]); // mov rdx, cr3
+    a.raw(&[0x48, 0x39, 0xc2]); // cmp rdx, rax
+    let same = a.jump(0x74);
+    a.raw(&[0x0f, 0x22, 0xd8]); // mov cr3, rax
+    a.land(same);
     a.raw(&[0x31, 0xc0, 0x44, 0x0f, 0x22, 0xc0]); // xor eax, eax; mov cr8, rax
     a.land(external);
     a.op(&[], Size::Byte, &[0x80], 7, Rm::At(RBX, HOSTILE))

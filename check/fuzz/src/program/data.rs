@@ -150,7 +150,8 @@ impl Author<'_> {
     }
 
     pub(super) fn flow(&mut self, a: &mut Asm) -> String {
-        match self.rng.u8(..4) {
+        match self.rng.u8(..6) {
+            4 | 5 => self.hot_loop(a),
             0 => {
                 // A loop over a little arithmetic.
                 a.mov_imm32(RCX, self.rng.u32(1..60));
@@ -178,6 +179,20 @@ impl Author<'_> {
                 "jmp".into()
             }
         }
+    }
+
+    /// Writes to some pages again and again, long enough for the host to take them away meanwhile.
+    fn hot_loop(&mut self, a: &mut Asm) -> String {
+        a.mov_imm32(RCX, 1 << self.rng.u32(4..16));
+        let start = a.bytes.len();
+        for _ in 0..self.rng.u8(1..5) {
+            let at = Rm::Abs(values::data(self.rng, self.memory) as i32 & !7);
+            let opcode = pick(self.rng, &[0x01, 0x89, 0x03, 0xff]);
+            a.op(&[], Size::Quad, &[opcode], RAX, at);
+        }
+        let back = a.bytes.len() + 2 - start;
+        a.raw(&[0xe2, (back as u8).wrapping_neg()]);
+        "hot loop".into()
     }
 
     /// Writes to instructions: those that follow, or another block's.
