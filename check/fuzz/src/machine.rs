@@ -388,11 +388,7 @@ impl World {
             subject.dismantle();
             self.host.verify();
         }
-        let stats = self.host.stats();
-        run.tally.add("host", "swapped in", stats.swapped_in);
-        run.tally.add("host", "swapped out", stats.swapped_out);
-        run.tally.add("host", "huge faults", stats.huge_faults);
-        run.tally.add("host", "splits", stats.splits);
+        Subject::count_host(&self.host, run.tally);
         self.hash
     }
 }

@@ -112,7 +112,9 @@ impl Monitor {
     }
 
     fn collapse(&mut self) {
-        let _ = self.host.collapse_step();
+        for _ in 0..self.rng.u8(1..8) {
+            let _ = self.host.collapse_step();
+        }
     }
 
     /// Pages beside all VMs are read or written; what was written is there.

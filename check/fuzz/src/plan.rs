@@ -78,7 +78,8 @@ impl Plan {
         let budget = match huge {
             HugePages::Never => budget,
             // A block is given only where plenty is left.
-            _ => budget + BLOCK * rng.u64(..8),
+            _ if rng.bool() => budget + BLOCK * rng.u64(..8),
+            _ => budget + vms as u64 * (memory + 3 * BLOCK) + 4 * BLOCK,
         };
         let size = RingSize::from_bytes(RingSize::BYTES_MIN).expect("the least is allowed");
         let ring = |backup| Delivery::Ring { size, backup };

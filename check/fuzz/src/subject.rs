@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const PAGE: u64 = PAGE_SIZE as u64;
+/// 2 MiB, in pages.
+const BLOCK: u64 = 512;
 /// The upper 48 bits of words that belong to a VM, or to the host.
 const KEYS: [u64; 3] = [0xa11c_e5ec_0001, 0xb0b5_5ec2_0002, 0xca4a_21e5_0003];
 /// The host's own.
@@ -191,10 +193,14 @@ impl Subject {
         self.vm.boot(&image, "").expect("the guest fits")
     }
 
-    /// Half of the data pages hold words with the VM's key, the others nothing.
+    /// Data pages hold words with the VM's key, or nothing: none of a block, some or all.
     fn fill(&self, rng: &mut Rng) {
+        let mut share = 2;
         for index in DATA / PAGE..self.memory / PAGE {
-            if rng.bool() {
+            if index % BLOCK == 0 {
+                share = rng.u8(..5);
+            }
+            if rng.u8(..4) < share {
                 let written = self.write(index * PAGE, &page(self.owner, index));
                 written.expect("nothing logs yet");
             }
@@ -354,6 +360,27 @@ impl Subject {
             "console bytes",
             self.console.load(Ordering::Relaxed),
         );
+    }
+
+    /// Adds what the host has counted.
+    pub fn count_host(host: &Host, tally: &mut Tally) {
+        let stats = host.stats();
+        let counts = [
+            ("swapped in", stats.swapped_in),
+            ("swapped out", stats.swapped_out),
+            ("clean dropped", stats.clean_dropped),
+            ("zero dropped", stats.zero_dropped),
+            ("rescued", stats.faults_rescued),
+            ("direct reclaims", stats.direct_reclaims),
+            ("huge faults", stats.huge_faults),
+            ("huge fallbacks", stats.huge_fallbacks),
+            ("splits", stats.splits),
+            ("collapses", stats.collapses),
+            ("collapse failures", stats.collapse_failures),
+        ];
+        for (name, count) in counts {
+            tally.add("host", name, count);
+        }
     }
 
     /// The regions of its slots are given back; the main memory's is the VM's own.

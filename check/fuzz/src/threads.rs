@@ -66,6 +66,7 @@ pub fn run(run: &mut Run<'_>) {
     host.verify();
     finish(guests, run);
     host.verify();
+    Subject::count_host(&host, run.tally);
 }
 
 impl Guest {

@@ -151,7 +151,8 @@ impl Author<'_> {
 
     pub(super) fn flow(&mut self, a: &mut Asm) -> String {
         match self.rng.u8(..6) {
-            4 | 5 => self.hot_loop(a),
+            4 => self.sweep(a),
+            5 => self.hot_loop(a),
             0 => {
                 // A loop over a little arithmetic.
                 a.mov_imm32(RCX, self.rng.u32(1..60));
@@ -193,6 +194,23 @@ impl Author<'_> {
         let back = a.bytes.len() + 2 - start;
         a.raw(&[0xe2, (back as u8).wrapping_neg()]);
         "hot loop".into()
+    }
+
+    /// Touches one page after the other: of a whole block, more often than not.
+    fn sweep(&mut self, a: &mut Asm) -> String {
+        let first = match self.rng.bool() {
+            true => self.rng.u64(..self.memory.div_ceil(2 << 20)) << 21,
+            false => EXTRA + self.rng.u64(..EXTRAS) * EXTRA_STEP,
+        };
+        a.mov_imm(RDI, first.max(DATA))
+            .mov_imm32(RCX, self.rng.u32(300..=512));
+        let start = a.bytes.len();
+        let opcode = pick(self.rng, &[0x8a, 0x8a, 0x88, 0x00]);
+        a.op(&[], Size::Byte, &[opcode], RAX, Rm::At(RDI, 0x800));
+        a.raw(&[0x48, 0x81, 0xc7]).raw(&4096i32.to_le_bytes()); // add rdi, 4096
+        let back = a.bytes.len() + 2 - start;
+        a.raw(&[0xe2, (back as u8).wrapping_neg()]);
+        "sweep".into()
     }
 
     /// Writes to instructions: those that follow, or another block's.
