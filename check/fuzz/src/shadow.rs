@@ -158,5 +158,5 @@ impl Shadow {
 
 /// Whether a refusal is what a slot without a log, or without a bitmap, says.
 pub fn is_refusal(error: &DirtyError) -> bool {
-    !matches!(error, DirtyError::TooLate)
+    matches!(error, DirtyError::NotLogging(_) | DirtyError::NoBitmap)
 }

@@ -21,11 +21,9 @@ impl Author<'_> {
                     a.raw(&[self.rng.u8(..)]);
                 }
             }
-            2 => drop(
-                a.op(&[], size, &[0xf6 | wide], self.rng.u8(2..8), Rm::Reg(to))
-                    .bytes
-                    .len(),
-            ),
+            2 => {
+                a.op(&[], size, &[0xf6 | wide], self.rng.u8(2..8), Rm::Reg(to));
+            }
             3 => {
                 // CMOVcc, SETcc, BT and its like, BSF, BSR, MOVZX, IMUL.
                 let second = pick(
@@ -37,11 +35,9 @@ impl Author<'_> {
                 );
                 a.op(&[], size, &[0x0f, second], from, Rm::Reg(to));
             }
-            4 => drop(
-                a.op(&[], Size::Quad, &[0x8d], to, self.operand())
-                    .bytes
-                    .len(),
-            ),
+            4 => {
+                a.op(&[], Size::Quad, &[0x8d], to, self.operand()); // lea
+            }
             _ => {
                 let kind = self.rng.u8(..8) << 3;
                 a.op(&[], size, &[kind | wide], from, Rm::Reg(to));

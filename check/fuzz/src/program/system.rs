@@ -257,38 +257,30 @@ impl Author<'_> {
 
     /// Ways to another privilege or handler. What follows in the block is rarely reached.
     pub(super) fn transfer(&mut self, a: &mut Asm) -> String {
+        let at = values::address(self.rng, self.memory);
         match self.rng.u8(..12) {
-            0 => drop(a.raw(&[0x0f, 0x05]).bytes.len()),
+            0 => a.raw(&[0x0f, 0x05]), // syscall
             1 => {
                 let at = USER_BLOCKS + self.rng.u64(..BLOCK_COUNT) * BLOCK_SIZE;
-                a.mov_imm(RCX, at).raw(&[0x48, 0x0f, 0x07]);
+                a.mov_imm(RCX, at).raw(&[0x48, 0x0f, 0x07]) // sysretq
             }
-            2 => drop(a.raw(&[0xcd, self.rng.u8(..)]).bytes.len()),
-            3 => drop(a.raw(&[0xcc]).bytes.len()),
-            4 => drop(a.raw(&[0x0f, 0x0b]).bytes.len()),
-            5 => drop(a.raw(&[0x48, 0xcf]).bytes.len()),
-            6 => drop(a.raw(&[0x48, 0xcb]).bytes.len()),
-            7 => drop(a.op(
-                &[],
-                Size::Quad,
-                &[0xff],
-                pick(self.rng, &[3, 5]),
-                self.operand(),
-            )),
-            8 => drop(a.op(
-                &[],
-                Size::Long,
-                &[0xff],
-                pick(self.rng, &[2, 4]),
-                self.operand(),
-            )),
-            9 => {
-                let at = values::address(self.rng, self.memory);
-                a.mov_imm(RAX, at).raw(&[0xff, 0xe0]);
+            2 => a.raw(&[0xcd, self.rng.u8(..)]), // int n
+            3 => a.raw(&[0xcc]),                  // int3
+            4 => a.raw(&[0x0f, 0x0b]),            // ud2
+            5 => a.raw(&[0x48, 0xcf]),            // iretq
+            6 => a.raw(&[0x48, 0xcb]),            // retfq
+            7 => {
+                let kind = pick(self.rng, &[3, 5]);
+                a.op(&[], Size::Quad, &[0xff], kind, self.operand()) // far call, far jmp
             }
-            10 => drop(a.raw(&[0xf1]).bytes.len()),
-            _ => drop(a.raw(&[0xc3]).bytes.len()),
-        }
+            8 => {
+                let kind = pick(self.rng, &[2, 4]);
+                a.op(&[], Size::Long, &[0xff], kind, self.operand()) // call, jmp
+            }
+            9 => a.mov_imm(RAX, at).raw(&[0xff, 0xe0]), // jmp rax
+            10 => a.raw(&[0xf1]),                       // int1
+            _ => a.raw(&[0xc3]),                        // ret
+        };
         "transfer".into()
     }
 
