@@ -126,7 +126,9 @@ fn draw(rng: &mut Rng, folder: &Path) -> Vec<String> {
             line.insert(at, more);
         }
     }
-    if line.is_empty() || line == ["lab"] {
+    // Without a command it is the lab, too.
+    let is_empty = line.iter().all(|word| word == "--");
+    if is_empty || line == ["lab"] {
         line = vec!["--version".into()];
     }
     line
