@@ -113,6 +113,14 @@ impl Vcpu {
         self.entry.cpu.retired()
     }
 
+    /// Checks its asynchronous page faults, between two steps. For tests and fuzzers.
+    ///
+    /// # Panics
+    /// When an invariant is broken.
+    pub fn verify(&self) {
+        self.apf.verify();
+    }
+
     /// Runs about `fuel` instructions at most. Never sleeps.
     pub fn step(&mut self, fuel: u64) -> Step {
         if self.entry.cpu.retired() != self.held_at {

@@ -280,6 +280,11 @@ impl Vm {
         &self.bells.quiescence
     }
 
+    /// After [`Kick::kick_all`], once every vCPU has come back: vCPUs may be run again.
+    pub fn resume(&self) {
+        self.stopping.store(false, Ordering::Release);
+    }
+
     /// Whether a vCPU that would wait should come back to its VMM instead.
     pub(crate) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)

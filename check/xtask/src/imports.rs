@@ -81,6 +81,18 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-lab",
         ],
     ),
+    (
+        "lacuna-fuzz",
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-host",
+            "lacuna-mmu",
+            "lacuna-machine",
+            "lacuna-soft",
+            "lacuna-guest",
+        ],
+    ),
     ("xtask", &[]),
 ];
 

@@ -1,0 +1,471 @@
+//! What the host and the VMM do beside a running guest: one drawn operation at a time.
+//!
+//! All of it may happen while vCPUs run, on one thread that is no vCPU's. A refusal is an answer
+//! like any other; what ends a run is a panic, a hang, or an oracle.
+
+use crate::place::*;
+use crate::shadow::{Shadow, has_bitmaps, is_refusal, named, pages_of};
+use crate::subject::{Extra, Subject};
+use crate::values;
+use fastrand::Rng;
+use lacuna_addr::{Gfn, GfnRange, Gpa, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_host::MmuNotifier as _;
+use lacuna_machine::GuestMemory as _;
+use lacuna_soft::{Apf, Delivery, Detection, Dial, Host, Recovery, Shape, SlotFlags, SlotId, Vm};
+use std::sync::Arc;
+use std::time::Duration;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Pages that belong to no VM and compete for frames.
+pub const BALLAST: u64 = 768;
+
+/// The VMM's side of one VM.
+pub struct Monitor {
+    /// Everything drawn.
+    pub rng: Rng,
+    /// While the slots log.
+    pub shadow: Option<Shadow>,
+    host: Arc<Host>,
+    latency: Dial,
+    ballast: HvaRange,
+    is_limited: bool,
+    /// Of the last operation.
+    refused: bool,
+}
+
+/// An operation and how often it is drawn, relatively.
+type Operation = (&'static str, u32, fn(&mut Monitor, &Subject));
+
+const OPERATIONS: &[Operation] = &[
+    ("balance", 12, |m, _| m.balance()),
+    ("reclaim", 4, |m, _| m.reclaim()),
+    ("collapse", 8, |m, _| m.collapse()),
+    ("ballast", 10, |m, _| m.use_ballast()),
+    ("detection", 6, Monitor::switch_detection),
+    ("log", 6, Monitor::switch_log),
+    ("harvest", 16, Monitor::harvest),
+    ("harvest a part", 6, Monitor::harvest_some),
+    ("slot flags", 4, Monitor::set_flags),
+    ("move slot", 4, Monitor::move_slot),
+    ("delete slot", 3, Monitor::delete_slot),
+    ("add slot", 8, Monitor::add_slot),
+    ("replace main slot", 2, |m, s| m.replace_main(s)),
+    ("remove and add main slot", 1, |m, s| m.readd_main(s)),
+    ("invalidate", 6, Monitor::invalidate),
+    ("write-protect", 3, Monitor::write_protect),
+    ("age", 4, Monitor::age),
+    ("shatter", 3, Monitor::shatter),
+    ("huge leaves", 4, Monitor::limit_huge),
+    ("host write", 8, Monitor::write),
+    ("host read", 4, Monitor::read),
+    ("new block", 16, Monitor::rewrite_block),
+    ("latency", 2, |m, _| m.turn_latency()),
+    ("apf", 3, Monitor::switch_apf),
+    ("advise", 1, Monitor::advise),
+    ("region", 2, Monitor::region),
+];
+
+impl Monitor {
+    /// Of a VM in `host`, whose latency is `latency`.
+    pub fn new(host: &Arc<Host>, subject: &Subject, latency: Dial, rng: Rng) -> Self {
+        let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
+        let region = host.add_region(PageCount::new(BALLAST), notifier);
+        Self {
+            rng,
+            shadow: None,
+            host: Arc::clone(host),
+            latency,
+            ballast: region.expect("room for a region"),
+            is_limited: false,
+            refused: false,
+        }
+    }
+
+    /// One operation; its name, and whether it was refused.
+    pub fn act(&mut self, subject: &Subject) -> (&'static str, bool) {
+        let all: u32 = OPERATIONS.iter().map(|(_, weight, _)| weight).sum();
+        let mut drawn = self.rng.u32(..all);
+        let chosen = OPERATIONS.iter().find(|(_, weight, _)| {
+            let is_it = drawn < *weight;
+            drawn = drawn.saturating_sub(*weight);
+            is_it
+        });
+        let (name, _, operation) = chosen.expect("the weights add up");
+        self.refused = false;
+        operation(self, subject);
+        (name, self.refused)
+    }
+
+    fn refuse<T, E>(&mut self, result: Result<T, E>) -> Option<T> {
+        self.refused |= result.is_err();
+        result.ok()
+    }
+
+    fn balance(&mut self) {
+        let _ = self.host.balance();
+    }
+
+    /// Refused where everything is held.
+    fn reclaim(&mut self) {
+        let reclaimed = self.host.reclaim_direct();
+        self.refuse(reclaimed);
+    }
+
+    fn collapse(&mut self) {
+        for _ in 0..self.rng.u8(1..8) {
+            let _ = self.host.collapse_step();
+        }
+    }
+
+    /// Pages beside all VMs are read or written; what was written is there.
+    fn use_ballast(&mut self) {
+        let (first, count) = (self.rng.u64(..BALLAST), self.rng.u64(1..128));
+        for index in first..(first + count).min(BALLAST) {
+            let at = self.ballast.start().checked_add_pages(index);
+            let at = at.expect("inside of the region");
+            let mut bytes = [0; 16];
+            self.host
+                .copy_out(at, &mut bytes)
+                .expect("a page of ballast");
+            let expected = (index << 20 | 0xba11).to_le_bytes();
+            let is_fresh = bytes == [0; 16];
+            assert!(
+                is_fresh || bytes[..8] == expected && bytes[8..] == expected,
+                "page {index} of memory beside all VMs was changed: {bytes:x?}"
+            );
+            let both = [expected, expected].concat();
+            self.host.copy_in(at, &both).expect("a page of ballast");
+        }
+    }
+
+    fn switch_detection(&mut self, subject: &Subject) {
+        let detection = values::pick(&mut self.rng, &[Detection::WriteProtect, Detection::Pml]);
+        subject.vm.set_detection(detection);
+    }
+
+    fn switch_log(&mut self, subject: &Subject) {
+        match self.shadow.take() {
+            None => {
+                let shadow = Shadow::begin(&subject.vm, subject.owner, &mut self.rng);
+                self.shadow = Some(shadow);
+            }
+            Some(_) => self.end_log(subject),
+        }
+    }
+
+    /// Ends all logs; what is not harvested is lost.
+    pub fn end_log(&mut self, subject: &Subject) {
+        self.shadow = None;
+        let recovery = match self.rng.u8(..3) {
+            0 => Recovery::Refault,
+            _ => Recovery::InPlace,
+        };
+        let vm = &subject.vm;
+        for id in vm.slots() {
+            vm.mmu().end_logging_as(id, recovery).expect("it is there");
+        }
+        // A vCPU that has left for its ring's sake comes back.
+        if vm.mmu().delivery() != Delivery::Bitmap {
+            vm.collect_rings(|_, _| ());
+            vm.reset_rings();
+        }
+    }
+
+    fn harvest(&mut self, subject: &Subject) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.harvest(&subject.vm);
+        }
+    }
+
+    /// The vCPUs are stopped: what they have written is in this harvest or an earlier one.
+    pub fn compare(&mut self, subject: &Subject) {
+        if let Some(shadow) = &mut self.shadow {
+            shadow.harvest(&subject.vm);
+            shadow.compare(&subject.vm);
+        }
+    }
+
+    /// Marks are put back, peeked at, or cleared in a part; what is cleared is copied.
+    fn harvest_some(&mut self, subject: &Subject) {
+        let vm = &subject.vm;
+        let Some(shadow) = &mut self.shadow else {
+            return;
+        };
+        if vm.mmu().delivery() != Delivery::Bitmap {
+            let mut collected = Vec::new();
+            vm.collect_rings(|id, page| collected.push((id, page)));
+            match self.rng.bool() {
+                true => vm.mmu().put_back_rings(),
+                false => {
+                    vm.reset_rings();
+                    shadow.replay(vm, &collected);
+                }
+            }
+        }
+        if !has_bitmaps(vm) {
+            return;
+        }
+        for id in vm.slots() {
+            let done = part_of_bitmap(vm, id, shadow, &mut self.rng);
+            if let Err(error) = done {
+                assert!(is_refusal(&error), "{id}: {error}");
+                self.refused = true;
+            }
+        }
+    }
+
+    /// A slot besides the main memory that is there.
+    fn present<'s>(&mut self, subject: &'s Subject) -> Option<&'s Extra> {
+        let slots = subject.vm.slots();
+        let present: Vec<_> = subject
+            .extras
+            .iter()
+            .filter(|e| slots.contains(&e.id))
+            .collect();
+        if present.is_empty() {
+            self.refused = true;
+            return None;
+        }
+        Some(present[self.rng.usize(..present.len())])
+    }
+
+    fn flags(&mut self) -> SlotFlags {
+        match self.rng.u8(..3) {
+            0 => SlotFlags::READONLY,
+            _ => SlotFlags::empty(),
+        }
+    }
+
+    fn set_flags(&mut self, subject: &Subject) {
+        let flags = self.flags();
+        if let Some(extra) = self.present(subject) {
+            let set = subject.vm.set_slot_flags(extra.id, flags);
+            self.refuse(set);
+            self.is_limited = false;
+        }
+    }
+
+    /// Somewhere: its home, near another slot, above 4 GiB, at the end of the addresses.
+    fn place(&mut self, extra: &Extra) -> u64 {
+        let bytes = extra.pages * PAGE;
+        match self.rng.u8(..8) {
+            0 => (1 << 48) - bytes,
+            1 => (1 << 48) - bytes + PAGE,
+            2 => (4 << 30) + self.rng.u64(..8) * PAGE,
+            3 => extra.home() + self.rng.u64(..600) * PAGE,
+            4 => extra.home() + 1,
+            5 => EXTRA + EXTRAS * EXTRA_STEP,
+            _ => extra.home(),
+        }
+    }
+
+    fn move_slot(&mut self, subject: &Subject) {
+        if let Some(extra) = self.present(subject) {
+            let to = self.place(extra);
+            let moved = subject.vm.move_slot(extra.id, Gpa::truncate(to));
+            self.refuse(moved);
+        }
+    }
+
+    fn delete_slot(&mut self, subject: &Subject) {
+        if let Some(extra) = self.present(subject) {
+            let id = extra.id;
+            let deleted = subject.vm.delete_slot(id);
+            self.refuse(deleted);
+            if let Some(shadow) = &mut self.shadow {
+                shadow.forget(id);
+            }
+        }
+    }
+
+    /// Again, perhaps of another size; refused if it is there.
+    fn add_slot(&mut self, subject: &Subject) {
+        if subject.extras.is_empty() {
+            return;
+        }
+        let extra = &subject.extras[self.rng.usize(..subject.extras.len())];
+        let pages = match self.rng.bool() {
+            true => extra.pages,
+            false => self.rng.u64(1..=extra.pages),
+        };
+        let (place, flags) = (self.place(extra), self.flags());
+        let added = subject.vm.add_slot(extra.spec(place, pages, flags));
+        self.refuse(added);
+    }
+
+    fn replace_main(&mut self, subject: &Subject) {
+        let set = subject.vm.set_slot_flags(SlotId(0), SlotFlags::empty());
+        self.refuse(set);
+        self.is_limited = false;
+    }
+
+    fn readd_main(&mut self, subject: &Subject) {
+        let vm = &subject.vm;
+        vm.delete_slot(SlotId(0)).expect("it is always there");
+        vm.add_slot(subject.main).expect("its place is free");
+        self.is_limited = false;
+        if let Some(shadow) = &mut self.shadow {
+            shadow.forget(SlotId(0));
+        }
+    }
+
+    /// A part of some slot's backing.
+    fn backing(&mut self, subject: &Subject) -> Option<HvaRange> {
+        let slots = subject.vm.mmu().slots().snapshot();
+        let all: Vec<_> = slots.iter().map(|slot| slot.hvas).collect();
+        let hvas = *all.get(self.rng.usize(..all.len().max(1)))?;
+        let first = self.rng.u64(..hvas.pages());
+        let count = match self.rng.u8(..3) {
+            0 => 1,
+            1 => hvas.pages() - first,
+            _ => self.rng.u64(1..=hvas.pages() - first),
+        };
+        HvaRange::new(hvas.start().checked_add_pages(first)?, count)
+    }
+
+    fn invalidate(&mut self, subject: &Subject) {
+        if let Some(range) = self.backing(subject) {
+            let shape = values::pick(&mut self.rng, &Shape::ALL);
+            let _ = subject.vm.mmu().invalidate_as(shape, range);
+        }
+    }
+
+    fn write_protect(&mut self, subject: &Subject) {
+        if let Some(range) = self.backing(subject) {
+            subject.vm.mmu().write_protect(range);
+        }
+    }
+
+    fn age(&mut self, subject: &Subject) {
+        if let Some(range) = self.backing(subject) {
+            let mmu = subject.vm.mmu();
+            mmu.test_young(range);
+            mmu.age(&[range], &mut [false]);
+            mmu.end_of_aging();
+        }
+    }
+
+    fn shatter(&mut self, subject: &Subject) {
+        if let Some(range) = self.backing(subject) {
+            subject.vm.mmu().shatter(range);
+        }
+    }
+
+    /// Forbids huge leaves in a part of the main memory, or allows them again.
+    fn limit_huge(&mut self, subject: &Subject) {
+        let quarter = subject.memory / PAGE / 4;
+        let part = GfnRange::new(Gfn::new(quarter).expect("low"), quarter).expect("low");
+        self.is_limited = !self.is_limited;
+        match self.is_limited {
+            false => subject.vm.mmu().allow_huge(part),
+            true => {
+                let limited = subject.vm.mmu().disallow_huge(part);
+                self.refuse(limited);
+            }
+        }
+    }
+
+    /// To data of the guest, perhaps where there is none.
+    fn write(&mut self, subject: &Subject) {
+        let at = match self.rng.u8(..4) {
+            0 => values::address(&mut self.rng, subject.memory) & ((1 << 48) - 1),
+            _ => values::data(&mut self.rng, subject.memory),
+        };
+        if at < DATA {
+            return;
+        }
+        let bytes: Vec<u8> = (0..self.rng.usize(1..64))
+            .map(|_| self.rng.u8(..))
+            .collect();
+        let written = subject.write(at, &bytes);
+        self.refuse(written);
+    }
+
+    fn read(&mut self, subject: &Subject) {
+        let at = values::address(&mut self.rng, subject.memory) & ((1 << 48) - 1);
+        let mut bytes = [0; 64];
+        subject.vm.peek(Gpa::truncate(at), &mut bytes);
+        let read = subject.vm.read(Gpa::truncate(at), &mut bytes);
+        self.refuse(read);
+    }
+
+    fn rewrite_block(&mut self, subject: &Subject) {
+        for _ in 0..self.rng.u8(1..6) {
+            let index = self.rng.u64(..BLOCK_COUNT);
+            let written = subject.rewrite_block(index, &mut self.rng);
+            self.refuse(written);
+        }
+    }
+
+    fn turn_latency(&mut self) {
+        let latency = values::pick(&mut self.rng, &[0, 0, 20, 100, 500]);
+        self.latency.set(Duration::from_micros(latency));
+    }
+
+    fn switch_apf(&mut self, subject: &Subject) {
+        subject
+            .vm
+            .set_apf(values::pick(&mut self.rng, &[Apf::On, Apf::On, Apf::Off]));
+    }
+
+    fn advise(&mut self, subject: &Subject) {
+        if let Some(range) = self.backing(subject) {
+            let advised = self.host.advise_huge(range);
+            self.refuse(advised);
+        }
+    }
+
+    /// A region that no slot uses comes, is written, and goes.
+    fn region(&mut self, subject: &Subject) {
+        let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
+        let pages = self.rng.u64(1..700);
+        let region = self.host.add_region(PageCount::new(pages), notifier);
+        let region = region.expect("room for a region");
+        for _ in 0..self.rng.u64(..pages.min(40)) {
+            let at = region.start().checked_add_pages(self.rng.u64(..pages));
+            let at = at.expect("inside of the region");
+            let mut bytes = [0; 8];
+            self.host.copy_out(at, &mut bytes).expect("a page");
+            let value = u64::from_le_bytes(bytes);
+            assert!(
+                value == 0 || value == 0x7e91,
+                "a fresh page holds {value:#x}"
+            );
+            self.host
+                .copy_in(at, &0x7e91u64.to_le_bytes())
+                .expect("a page");
+        }
+        self.host.remove_region(region).expect("nobody else has it");
+    }
+
+    /// At the end of a run: no log, no ballast.
+    pub fn dismantle(mut self, subject: &Subject) {
+        self.end_log(subject);
+        let removed = self.host.remove_region(self.ballast);
+        removed.expect("nobody else has it");
+    }
+}
+
+/// Some of a slot's bitmap: peeked at and cleared in a part, or taken and put back.
+fn part_of_bitmap(
+    vm: &Vm,
+    id: SlotId,
+    shadow: &mut Shadow,
+    rng: &mut Rng,
+) -> Result<(), lacuna_soft::DirtyError> {
+    let pages = pages_of(vm, id);
+    let mut words = vec![0; pages.div_ceil(64)];
+    if rng.bool() {
+        vm.get_dirty(id, &mut words)?;
+        return vm.mmu().put_back_dirty(id, 0, &words);
+    }
+    vm.peek_dirty(id, &mut words)?;
+    let from = rng.usize(..words.len());
+    let some = rng.usize(1..=words.len() - from);
+    let mask = &mut words[from..from + some];
+    let count = (some * 64).min(pages - from * 64);
+    vm.clear_dirty(id, from * 64, count, mask)?;
+    let dirty: Vec<_> = named(id, from * 64, mask).collect();
+    shadow.replay(vm, &dirty);
+    Ok(())
+}

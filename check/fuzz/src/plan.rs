@@ -1,0 +1,123 @@
+//! What a seed makes: the host, the VMs and their slots, before anything runs.
+
+use crate::monitor::BALLAST;
+use crate::place::{EXTRAS, PER_CPU};
+use crate::runtime::Manners;
+use fastrand::Rng;
+use lacuna_addr::PageCount;
+use lacuna_soft::{Apf, Backup, Delivery, Dial, Host, HugePages, Launch, RingSize, Swap};
+use lacuna_sync::Clock;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How a seed's VMs run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// On one thread, under a virtual clock.
+    Seeded(u64),
+    /// On threads of their own.
+    Threads,
+}
+
+/// Everything but the choice of the moment.
+#[derive(Debug)]
+pub struct Plan {
+    /// The host and what its VMs have in common.
+    pub launch: Launch,
+    /// VMs that share the host.
+    pub vms: usize,
+    /// Where marks of written pages go.
+    pub delivery: Delivery,
+    /// How the guests' runtime behaves.
+    pub manners: Manners,
+}
+
+/// In memory where Linux offers that: what is fuzzed is not the disk.
+fn swap_folder() -> PathBuf {
+    let shared = PathBuf::from("/dev/shm");
+    match shared.is_dir() {
+        true => shared,
+        false => std::env::temp_dir(),
+    }
+}
+
+/// 2 MiB, in pages.
+const BLOCK: u64 = 512;
+
+impl Plan {
+    /// The memory manager that all VMs share. Its swap holds everything there may be.
+    pub fn host(&self, clock: Arc<dyn Clock>) -> Arc<Host> {
+        let extras = EXTRAS * 3 * BLOCK;
+        let all = self.vms as u64 * (self.launch.memory.get() + extras + BALLAST) + BALLAST;
+        let launch = Launch {
+            memory: PageCount::new(all),
+            ..self.launch.clone()
+        };
+        launch.host(clock).expect("a host")
+    }
+
+    /// Draws one, with so many vCPUs a VM.
+    pub fn draw(rng: &mut Rng, mode: Mode, vcpus: usize) -> Self {
+        let vms = 1 + usize::from(rng.u8(..3) == 0);
+        debug_assert!(PER_CPU + ((vcpus as u64) << 12) < 0x3_0000);
+        let memory = match rng.bool() {
+            true => BLOCK * rng.u64(1..=5),
+            false => rng.u64(300..1800),
+        };
+        let least = Host::minimum_budget(vcpus * vms + 1).get();
+        let in_memory = rng.u8(..3) == 0;
+        let budget = match rng.u8(..4) {
+            // What no longer compresses has to fit into a part of the budget.
+            _ if in_memory => least + 1500 + rng.u64(..2000),
+            0 => least,
+            1 => least + rng.u64(..256),
+            _ => least + rng.u64(256..3500),
+        };
+        let huge = [HugePages::Never, HugePages::Madvise, HugePages::Always][rng.usize(..3)];
+        let budget = match huge {
+            HugePages::Never => budget,
+            // A block is given only where plenty is left.
+            _ if rng.bool() => budget + BLOCK * rng.u64(..8),
+            _ => budget + vms as u64 * (memory + 3 * BLOCK) + 4 * BLOCK,
+        };
+        let size = RingSize::from_bytes(RingSize::BYTES_MIN).expect("the least is allowed");
+        let ring = |backup| Delivery::Ring { size, backup };
+        let pick = rng.usize(..4);
+        let delivery = [
+            Delivery::Bitmap,
+            Delivery::Bitmap,
+            ring(Backup::None),
+            ring(Backup::Bitmap),
+        ][pick];
+        let launch = Launch {
+            memory: PageCount::new(memory),
+            resident: PageCount::new(budget),
+            vcpus,
+            huge,
+            swap: match in_memory {
+                true => Swap::Memory,
+                false => Swap::File(swap_folder()),
+            },
+            latency: Dial::new(Duration::from_micros(rng.u64(..3) * 50)),
+            apf: match rng.u8(..4) {
+                0 => Apf::Off,
+                _ => Apf::On,
+            },
+            seed: match mode {
+                Mode::Seeded(seed) => Some(seed),
+                Mode::Threads => None,
+            },
+            command_line: String::new(),
+        };
+        Self {
+            launch,
+            vms,
+            delivery,
+            manners: Manners {
+                hostile: rng.u8(..4) == 0,
+                x2apic: rng.bool(),
+            },
+        }
+    }
+}

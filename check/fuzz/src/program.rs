@@ -1,0 +1,167 @@
+//! Blocks of random instructions, each made of *acts*: some instructions that want one thing.
+//!
+//! An act that has come to its end counts itself under its label in the guest's memory, so what
+//! the table at the end shows was executed, not only generated.
+
+mod data;
+mod system;
+
+use crate::asm::{Asm, Reg, Rm, Size};
+use crate::place::*;
+use crate::runtime::words;
+use crate::values;
+use fastrand::Rng;
+use lacuna_addr::PAGE_SIZE;
+
+/// Names that acts go by, each with its counter.
+#[derive(Default)]
+pub struct Labels(Vec<String>);
+
+impl Labels {
+    /// The number of `name`; `None` when there are too many.
+    fn number(&mut self, name: &str) -> Option<usize> {
+        if let Some(at) = self.0.iter().position(|known| known == name) {
+            return Some(at);
+        }
+        (self.0.len() < LABELS).then(|| {
+            self.0.push(name.to_owned());
+            self.0.len() - 1
+        })
+    }
+
+    /// All, by number.
+    pub fn names(&self) -> &[String] {
+        &self.0
+    }
+}
+
+/// What makes blocks.
+pub struct Author<'a> {
+    /// Everything drawn.
+    pub rng: &'a mut Rng,
+    /// Bytes of main memory.
+    pub memory: u64,
+    /// Acts so far.
+    pub labels: &'a mut Labels,
+}
+
+/// A block and the state in which it is entered.
+pub struct Block {
+    /// Its instructions.
+    pub code: Vec<u8>,
+    /// RIP, CS, RFLAGS, RSP, SS.
+    pub state: Vec<u8>,
+}
+
+/// Registers that acts may change: all but RSP.
+const FREE: [Reg; 15] = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+/// Registers that hold addresses in a block.
+const POINTERS: [Reg; 6] = [3, 5, 8, 9, 13, 14];
+/// The end of a block and one more act have to fit behind this.
+const LIMIT: usize = BLOCK_SIZE as usize - 112;
+
+impl Author<'_> {
+    /// The block that is to be at `index`.
+    pub fn block(&mut self, index: u64) -> Block {
+        let user = self.rng.u8(..8) < 3;
+        let mut a = Asm::default();
+        for reg in POINTERS {
+            if self.rng.u8(..4) != 0 {
+                let at = values::address(self.rng, self.memory);
+                a.mov_imm(reg, at);
+            }
+        }
+        let mut acts = self.rng.u8(2..24);
+        while acts > 0 && a.bytes.len() < LIMIT {
+            self.act(&mut a, user);
+            acts -= 1;
+        }
+        a.raw(&[0xcd, END_VECTOR]);
+        debug_assert!(a.bytes.len() <= BLOCK_SIZE as usize, "{}", a.bytes.len());
+        Block {
+            code: a.bytes,
+            state: self.state(index, user),
+        }
+    }
+
+    fn state(&mut self, index: u64, user: bool) -> Vec<u8> {
+        let rng = &mut *self.rng;
+        let start = match user {
+            true => USER_BLOCKS,
+            false => BLOCKS,
+        };
+        let (cs, ss) = match user {
+            true => (USER_CS, USER_SS),
+            false => (KERNEL_CS, KERNEL_SS),
+        };
+        let mut flags = 2 | u64::from(rng.u8(..4) != 0) << 9;
+        for (bit, odds) in [(8, 40), (10, 8), (12, 4), (13, 4), (18, 8)] {
+            flags |= u64::from(rng.u8(..odds) == 0) << bit;
+        }
+        let stack = match rng.u8(..8) {
+            0 => values::address(rng, self.memory),
+            _ => values::data(rng, self.memory) & !7,
+        };
+        let rip = start + index * BLOCK_SIZE;
+        words(&[rip, cs.into(), flags, stack, ss.into()])
+    }
+
+    fn act(&mut self, a: &mut Asm, user: bool) {
+        let mut drawn = self.rng.u8(..100);
+        // CPL 3 may do little of this: most of it would only be #GP.
+        if user && (64..97).contains(&drawn) && self.rng.u8(..4) != 0 {
+            drawn = self.rng.u8(..64);
+        }
+        let label = match drawn {
+            ..14 => self.arithmetic(a),
+            14..34 => self.memory(a),
+            34..42 => self.locked(a),
+            42..48 => self.string(a),
+            48..53 => self.stack(a),
+            53..58 => self.flow(a),
+            58..64 => self.modify_code(a),
+            64..72 => self.page_table(a),
+            72..80 => self.msr(a),
+            80..84 => self.control(a),
+            84..87 => self.port(a),
+            87..90 => self.apic(a),
+            90..92 => self.async_faults(a),
+            92..97 => self.system(a, user),
+            97..99 => self.transfer(a),
+            _ => self.noise(a),
+        };
+        if let Some(number) = self.labels.number(&label) {
+            let counter = ACTS + 8 * number as u64;
+            a.op(&[], Size::Quad, &[0xff], 0, Rm::Abs(counter as i32));
+        }
+    }
+
+    /// A register that acts may change.
+    fn free(&mut self) -> Reg {
+        values::pick(self.rng, &FREE)
+    }
+
+    /// One that most likely holds an address.
+    fn pointer(&mut self) -> Reg {
+        values::pick(self.rng, &POINTERS)
+    }
+
+    fn size(&mut self) -> Size {
+        values::pick(self.rng, &Size::ALL)
+    }
+
+    /// A memory operand.
+    fn operand(&mut self) -> Rm {
+        let near = |rng: &mut Rng| match rng.u8(..4) {
+            0 => rng.i32(-64..64),
+            1 => rng.i32(..PAGE_SIZE as i32),
+            _ => 0,
+        };
+        match self.rng.u8(..16) {
+            0 => Rm::Abs(values::data(self.rng, self.memory) as i32),
+            1 => Rm::Indexed(self.pointer(), self.free(), self.rng.u8(..4), 0),
+            2 => Rm::Rip(self.rng.i32(-256..256)),
+            _ => Rm::At(self.pointer(), near(self.rng)),
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Seeds of a kind, one after the other, until there is a finding or no time left.
+
+use crate::pulse::Pulse;
+use crate::tally::Tally;
+use crate::{command, images, machine, threads};
+use lacuna_machine::Exit;
+use std::fmt;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Instant;
+
+/// What is fuzzed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Whole machines on one thread, bit-exact.
+    Machine,
+    /// Whole machines on threads.
+    Threads,
+    /// Mutated images, given to the loader.
+    Images,
+    /// Command lines of `lacuna`.
+    Command,
+}
+
+impl Kind {
+    /// All, in the order in which `all` runs them.
+    pub const ALL: [Self; 4] = [Self::Machine, Self::Threads, Self::Images, Self::Command];
+
+    /// Its word on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Machine => "machine",
+            Self::Threads => "threads",
+            Self::Images => "images",
+            Self::Command => "command",
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Kind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
+        found.ok_or_else(|| format!("{text:?} is no kind: machine, threads, images or command"))
+    }
+}
+
+/// One seed being run.
+pub struct Run<'a> {
+    /// Everything follows from it, but how threads interleave.
+    pub seed: u64,
+    /// Its life sign.
+    pub pulse: &'a Pulse,
+    /// What it does.
+    pub tally: &'a mut Tally,
+    /// The `lacuna` to be driven.
+    pub binary: &'a PathBuf,
+}
+
+impl Run<'_> {
+    /// Carries out an operation of the host that says its name and whether it was refused.
+    pub fn note_operation(&mut self, operation: impl FnOnce() -> (&'static str, bool)) {
+        self.pulse.beat();
+        let (name, refused) = operation();
+        self.tally.operations += 1;
+        self.tally.note("host operations", name);
+        if refused {
+            self.tally.note("refused", name);
+        }
+    }
+
+    /// Counts an exit.
+    pub fn note_exit(&mut self, exit: &Exit) {
+        self.tally.note("exits", name_of(exit));
+    }
+}
+
+/// The exit's kind.
+pub const fn name_of(exit: &Exit) -> &'static str {
+    match exit {
+        Exit::IoOut { .. } => "port write",
+        Exit::IoIn { .. } => "port read",
+        Exit::MmioRead { .. } => "device read",
+        Exit::MmioWrite { .. } => "device write",
+        Exit::Shutdown(_) => "shutdown",
+        Exit::DirtyRingFull => "ring full",
+        Exit::Interrupted => "interrupted",
+    }
+}
+
+/// An oracle that failed.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// What was fuzzed.
+    pub kind: Kind,
+    /// With which seed.
+    pub seed: u64,
+    /// What it was, with the stack.
+    pub what: String,
+}
+
+impl Finding {
+    /// The command that does it again.
+    pub fn again(&self) -> String {
+        again(self.kind, self.seed)
+    }
+}
+
+fn again(kind: Kind, seed: u64) -> String {
+    format!("cargo run --release -p lacuna-fuzz -- {kind} --seed {seed}")
+}
+
+/// Runs seeds, and keeps what they come to.
+pub struct Campaign {
+    pulse: std::sync::Arc<Pulse>,
+    binary: PathBuf,
+    /// What was done so far.
+    pub tally: Tally,
+    /// What was found.
+    pub findings: Vec<Finding>,
+}
+
+impl Campaign {
+    /// `binary` is the `lacuna` that [`Kind::Command`] drives. The whole process is watched from
+    /// here on: a hang ends it.
+    pub fn new(binary: PathBuf) -> Self {
+        Self {
+            pulse: Pulse::watched(),
+            binary,
+            tally: Tally::default(),
+            findings: Vec::new(),
+        }
+    }
+
+    /// Runs `seeds` of `kind` in order, until `end` or until there are `most` findings. `progress`
+    /// is called after each.
+    pub fn run(
+        &mut self,
+        kind: Kind,
+        seeds: Range<u64>,
+        end: Option<Instant>,
+        most: usize,
+        mut progress: impl FnMut(u64, &Tally),
+    ) {
+        for seed in seeds {
+            if self.findings.len() >= most || end.is_some_and(|end| Instant::now() >= end) {
+                return;
+            }
+            self.one(kind, seed);
+            progress(seed, &self.tally);
+        }
+    }
+
+    /// One seed of `kind`.
+    pub fn one(&mut self, kind: Kind, seed: u64) {
+        self.pulse.set_again(&again(kind, seed));
+        self.pulse.doing("the start");
+        let mut tally = Tally::default();
+        let mut run = Run {
+            seed,
+            pulse: &self.pulse,
+            tally: &mut tally,
+            binary: &self.binary,
+        };
+        // What a panic leaves behind is not used again.
+        let ended = catch_unwind(AssertUnwindSafe(|| body(kind, &mut run)));
+        tally.seeds += 1;
+        self.tally.absorb(tally);
+        if ended.is_err() {
+            let what = self.pulse.take_report();
+            self.findings.push(Finding { kind, seed, what });
+        }
+    }
+}
+
+/// Seeds of [`Kind::Machine`] among which one runs twice.
+const TWICE: u64 = 4;
+
+fn body(kind: Kind, run: &mut Run<'_>) {
+    match kind {
+        Kind::Machine => {
+            let hash = machine::run(run);
+            if run.seed.is_multiple_of(TWICE) {
+                let again = machine::run(run);
+                assert!(hash == again, "one seed, two traces: {hash:#x}, {again:#x}");
+                run.tally.note("guest", "traces compared");
+            }
+        }
+        Kind::Threads => threads::run(run),
+        Kind::Images => images::run(run),
+        Kind::Command => command::run(run),
+    }
+}

@@ -1,0 +1,162 @@
+//! Dirty tracking, told from outside: a copy of memory, kept up to date by harvests alone, is
+//! memory.
+//!
+//! The copy is a hash of each page. Whoever reads pages here looks for other VMs' words in them
+//! too.
+
+use crate::subject::assert_own;
+use fastrand::Rng;
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::GuestMemory as _;
+use lacuna_soft::{Backup, Delivery, DirtyError, HugeLeaves, Initially, Logging, SlotId, Vm};
+use std::collections::BTreeMap;
+
+/// A page by its slot.
+pub type Name = (SlotId, usize);
+
+/// Whether there are bitmaps, for all writes or for those that no vCPU does.
+pub fn has_bitmaps(vm: &Vm) -> bool {
+    match vm.mmu().delivery() {
+        Delivery::Bitmap => true,
+        Delivery::Ring { backup, .. } => backup == Backup::Bitmap,
+    }
+}
+
+/// How many pages a slot has; none if there is no such slot.
+pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
+    let slots = vm.mmu().slots().snapshot();
+    slots.get(id).map_or(0, |slot| slot.gfns.pages() as usize)
+}
+
+/// Hash of a page; `None` where there is none.
+fn look(vm: &Vm, owner: usize, (id, page): Name) -> Option<u64> {
+    let slots = vm.mmu().slots().snapshot();
+    let slot = slots.get(id)?;
+    let gfn = slot.gfns.start().checked_add(page as u64)?;
+    if !slot.gfns.contains(gfn) {
+        return None;
+    }
+    let mut bytes = [0; PAGE_SIZE];
+    vm.read(gfn.gpa(), &mut bytes).expect("its slot is there");
+    Some(hash(&bytes, owner, gfn.gpa().get()))
+}
+
+fn hash(bytes: &[u8; PAGE_SIZE], owner: usize, gpa: u64) -> u64 {
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for word in bytes.chunks_exact(8) {
+        let word = u64::from_le_bytes(word.try_into().expect("8 bytes"));
+        assert_own(owner, word, &format_args!("the page at {gpa:#x}"));
+        hash = (hash ^ word)
+            .wrapping_mul(0x0000_0100_0000_01b3)
+            .rotate_left(23);
+    }
+    hash
+}
+
+/// Reads all memory of a VM, and finds words in it that are not its own.
+pub fn read_all(vm: &Vm, owner: usize) {
+    for id in vm.slots() {
+        for page in 0..pages_of(vm, id) {
+            look(vm, owner, (id, page));
+        }
+    }
+}
+
+/// The pages that `words` names, the first word from page `first` on.
+pub fn named(id: SlotId, first: usize, words: &[u64]) -> impl Iterator<Item = Name> {
+    let is_set = move |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
+    (0..words.len() * 64)
+        .filter(is_set)
+        .map(move |at| (id, first + at))
+}
+
+/// The copy.
+pub struct Shadow {
+    owner: usize,
+    pages: BTreeMap<SlotId, Vec<Option<u64>>>,
+}
+
+impl Shadow {
+    /// Turns the logs of all slots on in a way that is drawn, then copies, unless everything
+    /// counts as written.
+    pub fn begin(vm: &Vm, owner: usize, rng: &mut Rng) -> Self {
+        let all_set = has_bitmaps(vm) && rng.bool();
+        let logging = Logging::On {
+            initially: match all_set {
+                true => Initially::AllSet,
+                false => Initially::Clean,
+            },
+            huge: match rng.bool() {
+                true => HugeLeaves::Lazy,
+                false => HugeLeaves::Eager,
+            },
+        };
+        let mut pages = BTreeMap::new();
+        for id in vm.slots() {
+            vm.set_logging(id, logging).expect("the slot is there");
+            let copy = |page| match all_set {
+                true => None,
+                false => look(vm, owner, (id, page)),
+            };
+            pages.insert(id, (0..pages_of(vm, id)).map(copy).collect());
+        }
+        Self { owner, pages }
+    }
+
+    /// The slot has gone: nothing is known of it any more.
+    pub fn forget(&mut self, id: SlotId) {
+        self.pages.remove(&id);
+    }
+
+    /// Copies these pages, which are armed again.
+    pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
+        for &(id, page) in dirty {
+            let known = self
+                .pages
+                .get_mut(&id)
+                .and_then(|pages| pages.get_mut(page));
+            if let Some(copy) = known {
+                *copy = look(vm, self.owner, (id, page));
+            }
+        }
+    }
+
+    /// Everything written since the last time; how many pages.
+    pub fn harvest(&mut self, vm: &Vm) -> usize {
+        let mut dirty = Vec::new();
+        if vm.mmu().delivery() != Delivery::Bitmap {
+            vm.collect_rings(|id, page| dirty.push((id, page)));
+            vm.reset_rings();
+        }
+        if has_bitmaps(vm) {
+            for id in vm.slots() {
+                let mut words = vec![0; pages_of(vm, id).div_ceil(64)];
+                match vm.get_dirty(id, &mut words) {
+                    Ok(()) => dirty.extend(named(id, 0, &words)),
+                    // A slot that was added later.
+                    Err(_) if !self.pages.contains_key(&id) => {}
+                    Err(error) => panic!("{id}: {error}"),
+                }
+            }
+        }
+        self.replay(vm, &dirty);
+        dirty.len()
+    }
+
+    /// The guest does not run, and everything written was harvested.
+    pub fn compare(&self, vm: &Vm) {
+        for (id, pages) in &self.pages {
+            for (page, copy) in pages.iter().enumerate() {
+                assert!(
+                    *copy == look(vm, self.owner, (*id, page)),
+                    "{id}: page {page} was written unseen"
+                );
+            }
+        }
+    }
+}
+
+/// Whether a refusal is what a slot without a log, or without a bitmap, says.
+pub fn is_refusal(error: &DirtyError) -> bool {
+    matches!(error, DirtyError::NotLogging(_) | DirtyError::NoBitmap)
+}

@@ -1,0 +1,396 @@
+//! A VM under attack: its guest, the slots around it, and what must not be touched.
+//!
+//! ```text
+//! region of a slot      | guard page | the slot's backing ... | guard page |
+//! ```
+//! Every page of data begins with words that carry the VM's own key, every guard page with the
+//! host's. A key that is found where it does not belong has leaked.
+
+use crate::known::Known;
+use crate::place::*;
+use crate::plan::Plan;
+use crate::program::{Author, Labels};
+use crate::runtime::{self, Piece};
+use crate::tally::Tally;
+use fastrand::Rng;
+use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_machine::{Board, GuestMemory as _, Image, Kick, MemoryError, Segment};
+use lacuna_soft::{Host, MmuNotifier, SlotFlags, SlotId, SlotSpec, Vcpu, Vm, VmConfig};
+use lacuna_sync::Clock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// 2 MiB, in pages.
+const BLOCK: u64 = 512;
+/// The upper 48 bits of words that belong to a VM, or to the host.
+const KEYS: [u64; 3] = [0xa11c_e5ec_0001, 0xb0b5_5ec2_0002, 0xca4a_21e5_0003];
+/// The host's own.
+const HOST: usize = 2;
+
+fn word(owner: usize, low: u64) -> u64 {
+    KEYS[owner] << 16 | low & 0xffff
+}
+
+fn page(owner: usize, index: u64) -> [u8; PAGE_SIZE] {
+    let mut bytes = [0; PAGE_SIZE];
+    for at in bytes.chunks_exact_mut(8) {
+        at.copy_from_slice(&word(owner, index).to_le_bytes());
+    }
+    bytes
+}
+
+/// Panics when `value`, which `owner` sees, is somebody else's.
+pub fn assert_own(owner: usize, value: u64, place: &dyn std::fmt::Display) {
+    let key = value >> 16;
+    let others = (0..KEYS.len()).filter(|other| *other != owner);
+    for other in others {
+        assert!(
+            key != KEYS[other],
+            "LEAK: {place} of VM {owner} holds {value:#x}, which belongs to {other}"
+        );
+    }
+}
+
+/// The backing of a slot besides the main memory.
+pub struct Extra {
+    /// Its name.
+    pub id: SlotId,
+    region: HvaRange,
+    /// Pages before the slot's backing.
+    before: u64,
+    /// Most pages of the slot.
+    pub pages: u64,
+}
+
+impl Extra {
+    /// The slot at `guest` with so many pages.
+    pub fn spec(&self, guest: u64, pages: u64, flags: SlotFlags) -> SlotSpec {
+        SlotSpec {
+            id: self.id,
+            guest,
+            host: at(self.region, self.before),
+            bytes: pages * PAGE,
+            flags,
+        }
+    }
+
+    /// Its usual place.
+    pub fn home(&self) -> u64 {
+        EXTRA + u64::from(self.id.0 - FIRST_EXTRA) * EXTRA_STEP
+    }
+
+    fn guards(&self) -> impl Iterator<Item = u64> {
+        let behind = self.before + self.pages..self.region.pages();
+        (0..self.before).chain(behind)
+    }
+}
+
+/// The page `index` of a region.
+fn at(region: HvaRange, index: u64) -> Hva {
+    let page = region.start().checked_add_pages(index);
+    page.expect("inside of a region")
+}
+
+/// Name of the first slot besides the main memory.
+pub const FIRST_EXTRA: u16 = 10;
+
+/// A run does not end by what a guest writes to a port.
+struct Deaf;
+
+impl Kick for Deaf {
+    fn kick_all(&self) {}
+}
+
+/// One VM.
+pub struct Subject {
+    /// Which of the host's VMs it is.
+    pub owner: usize,
+    /// The VM.
+    pub vm: Arc<Vm>,
+    /// Bytes of its main memory.
+    pub memory: u64,
+    /// Its other slots.
+    pub extras: Vec<Extra>,
+    /// Where its main memory's backing is.
+    pub main: SlotSpec,
+    board: Board,
+    console: Arc<AtomicU64>,
+    pieces: Vec<Piece>,
+    labels: Mutex<Labels>,
+}
+
+impl Subject {
+    /// A VM as `plan` has it, its vCPUs about to execute their first instructions.
+    pub fn new(
+        plan: &Plan,
+        owner: usize,
+        host: &Arc<Host>,
+        clock: Arc<dyn Clock>,
+        rng: &mut Rng,
+    ) -> (Self, Vec<Vcpu>) {
+        let launch = &plan.launch;
+        let config = VmConfig {
+            memory: launch.memory,
+            vcpus: launch.vcpus,
+            apf: launch.apf,
+        };
+        let vm = Vm::new(Arc::clone(host), clock, config).expect("a VM");
+        vm.set_delivery(plan.delivery).expect("before its vCPUs");
+        let console = Arc::new(AtomicU64::new(0));
+        let heard = Arc::clone(&console);
+        let board = Board::new(move |line: &str| {
+            heard.fetch_add(line.len() as u64, Ordering::Relaxed);
+        });
+        let memory = launch.memory.bytes();
+        let slots = vm.mmu().slots().snapshot();
+        let backing = slots.get(SlotId(0)).expect("its main memory").hvas;
+        let mut subject = Self {
+            owner,
+            memory,
+            extras: Vec::new(),
+            main: SlotSpec {
+                id: SlotId(0),
+                guest: 0,
+                host: backing.start(),
+                bytes: memory,
+                flags: SlotFlags::empty(),
+            },
+            board,
+            console,
+            pieces: runtime::pieces(memory, launch.vcpus as u64, plan.manners),
+            labels: Mutex::default(),
+            vm,
+        };
+        subject.fill(rng);
+        subject.add_extras(rng);
+        let blocks: Vec<Piece> = (0..BLOCK_COUNT)
+            .flat_map(|index| subject.block(index, rng))
+            .collect();
+        let vcpus = subject.boot(&blocks);
+        (subject, vcpus)
+    }
+
+    fn boot(&self, blocks: &[Piece]) -> Vec<Vcpu> {
+        let segment = |(gpa, bytes): &'_ &Piece| -> (Gpa, u64) {
+            (Gpa::new(*gpa).expect("low"), bytes.len() as u64)
+        };
+        let pieces = self.pieces.iter().chain(blocks);
+        let segments = pieces
+            .map(|piece| {
+                let (gpa, size) = segment(&piece);
+                Segment {
+                    gpa,
+                    bytes: &piece.1,
+                    size,
+                }
+            })
+            .collect();
+        let image = Image {
+            segments,
+            entry: Gpa::new(RUNTIME).expect("low"),
+        };
+        self.vm.boot(&image, "").expect("the guest fits")
+    }
+
+    /// Data pages hold words with the VM's key, or nothing: none of a block, some or all.
+    fn fill(&self, rng: &mut Rng) {
+        let mut share = 2;
+        for index in DATA / PAGE..self.memory / PAGE {
+            if index % BLOCK == 0 {
+                share = rng.u8(..5);
+            }
+            if rng.u8(..4) < share {
+                let written = self.write(index * PAGE, &page(self.owner, index));
+                written.expect("nothing logs yet");
+            }
+        }
+    }
+
+    fn add_extras(&mut self, rng: &mut Rng) {
+        for index in 0..rng.u16(..=EXTRAS as u16) {
+            let (before, pages) = (rng.u64(1..4), rng.u64(1..400));
+            // Aligned for huge leaves, or not.
+            let (before, pages) = match rng.bool() {
+                true => (512, 512 * rng.u64(1..=2)),
+                false => (before, pages),
+            };
+            let host = self.vm.host();
+            let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
+            let region = host.add_region(PageCount::new(before + pages + 1), notifier);
+            let extra = Extra {
+                id: SlotId(FIRST_EXTRA + index),
+                region: region.expect("room for a region"),
+                before,
+                pages,
+            };
+            for guard in extra.guards() {
+                let written = host.copy_in(at(extra.region, guard), &page(HOST, guard));
+                written.expect("a guard page");
+            }
+            let spec = extra.spec(extra.home(), pages, SlotFlags::empty());
+            self.vm.add_slot(spec).expect("room for a slot");
+            self.extras.push(extra);
+        }
+    }
+
+    fn labels(&self) -> MutexGuard<'_, Labels> {
+        self.labels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn block(&self, index: u64, rng: &mut Rng) -> [Piece; 2] {
+        let mut author = Author {
+            rng,
+            memory: self.memory,
+            labels: &mut self.labels(),
+        };
+        let block = author.block(index);
+        [
+            (BLOCKS + index * BLOCK_SIZE, block.code),
+            (STATES + index * STATE_SIZE, block.state),
+        ]
+    }
+
+    /// Writes `bytes` as a VMM does.
+    ///
+    /// # Errors
+    /// No slot, or a slot whose log cannot note it.
+    pub fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), MemoryError> {
+        self.vm.write(Gpa::truncate(gpa), bytes)
+    }
+
+    /// Another program in block `index`.
+    ///
+    /// # Errors
+    /// As [`Subject::write`].
+    pub fn rewrite_block(&self, index: u64, rng: &mut Rng) -> Result<(), MemoryError> {
+        let [(at, code), (state_at, mut state)] = self.block(index, rng);
+        self.write(at, &code)?;
+        // The same in another slot, where it is executed now.
+        let elsewhere = !Known::CodeBeyondBootMemory.is_tolerated() && rng.u8(..8) == 0;
+        if elsewhere && let Some(extra) = self.extras.get(index as usize % EXTRAS as usize) {
+            let rip = extra.home() + index % extra.pages * PAGE;
+            // The slot may have gone, moved, or log in a way that refuses this.
+            if self.write(rip, &code).is_ok() {
+                state[..8].copy_from_slice(&rip.to_le_bytes());
+            }
+        }
+        self.write(state_at, &state)
+    }
+
+    /// The runtime as it was at first, after the guest has destroyed it.
+    ///
+    /// # Errors
+    /// As [`Subject::write`].
+    pub fn reload(&self, rng: &mut Rng) -> Result<(), MemoryError> {
+        let boot = lacuna_machine::Image {
+            segments: Vec::new(),
+            entry: Gpa::new(RUNTIME).expect("low"),
+        };
+        let layout = lacuna_machine::Layout::new(PageCount::from_bytes(self.memory));
+        let layout = layout.expect("as it was booted with");
+        match lacuna_machine::Boot::load(&boot, &layout, "", &*self.vm) {
+            Ok(_) => {}
+            Err(lacuna_machine::BootError::Memory(error)) => return Err(error),
+            Err(error) => panic!("the guest fits: {error}"),
+        }
+        for (gpa, bytes) in &self.pieces {
+            self.write(*gpa, bytes)?;
+        }
+        // Elsewhere than last time, with something new.
+        for vcpu in 0..self.vm.config().vcpus as u64 {
+            let next = rng.u64(..BLOCK_COUNT);
+            self.write(PER_CPU + vcpu * PAGE, &next.to_le_bytes())?;
+        }
+        for _ in 0..4 {
+            self.rewrite_block(rng.u64(..BLOCK_COUNT), rng)?;
+        }
+        Ok(())
+    }
+
+    /// A port write. The exit port is like any other.
+    pub fn write_port(&self, port: u16, width: lacuna_machine::Width, value: u32) {
+        self.board.write(port, width, value, &Deaf);
+    }
+
+    /// A port read.
+    pub fn read_port(&self, port: u16, width: lacuna_machine::Width) -> u64 {
+        self.board.read(port, width)
+    }
+
+    /// Panics if a page beside a slot's backing has changed.
+    pub fn assert_guards(&self) {
+        let mut bytes = [0; PAGE_SIZE];
+        for extra in &self.extras {
+            for guard in extra.guards() {
+                let read = self.vm.host().copy_out(at(extra.region, guard), &mut bytes);
+                read.expect("a guard page can be read");
+                assert!(
+                    bytes == page(HOST, guard),
+                    "host memory beside {} was changed: page {guard} of its region",
+                    extra.id
+                );
+            }
+        }
+    }
+
+    /// Adds what the guest has counted.
+    pub fn count(&self, tally: &mut Tally) {
+        let mut bytes = [0; 2 * PAGE_SIZE];
+        if self.vm.read(Gpa::truncate(VECTORS), &mut bytes).is_err() {
+            return;
+        }
+        // A guest that has overwritten its counters does not count.
+        let limit: u64 = self.vm.retired().iter().sum();
+        let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("8"));
+        let sound = |at| Some(word(at)).filter(|count| *count <= limit).unwrap_or(0);
+        for vector in 0..256 {
+            if vector < 22 || sound(vector) > 0 {
+                tally.add(
+                    "exceptions and interrupts",
+                    format!("{vector:#04x}"),
+                    sound(vector),
+                );
+            }
+        }
+        for (number, name) in self.labels().names().iter().enumerate() {
+            tally.add("acts", name, sound(512 + number));
+        }
+        tally.add("guest", "blocks begun", sound(256));
+        tally.add(
+            "guest",
+            "console bytes",
+            self.console.load(Ordering::Relaxed),
+        );
+    }
+
+    /// Adds what the host has counted.
+    pub fn count_host(host: &Host, tally: &mut Tally) {
+        let stats = host.stats();
+        let counts = [
+            ("swapped in", stats.swapped_in),
+            ("swapped out", stats.swapped_out),
+            ("clean dropped", stats.clean_dropped),
+            ("zero dropped", stats.zero_dropped),
+            ("rescued", stats.faults_rescued),
+            ("direct reclaims", stats.direct_reclaims),
+            ("huge faults", stats.huge_faults),
+            ("huge fallbacks", stats.huge_fallbacks),
+            ("splits", stats.splits),
+            ("collapses", stats.collapses),
+            ("collapse failures", stats.collapse_failures),
+        ];
+        for (name, count) in counts {
+            tally.add("host", name, count);
+        }
+    }
+
+    /// The regions of its slots are given back; the main memory's is the VM's own.
+    pub fn dismantle(self) {
+        for extra in &self.extras {
+            let _ = self.vm.delete_slot(extra.id);
+            let removed = self.vm.host().remove_region(extra.region);
+            removed.expect("nobody else has it");
+        }
+    }
+}

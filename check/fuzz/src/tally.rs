@@ -1,0 +1,109 @@
+//! What a run has done, for the table at its end: a fuzzer that is idle shows it here.
+
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Counts by group and name.
+#[derive(Clone, Default, Debug)]
+pub struct Tally {
+    counts: BTreeMap<(&'static str, String), u64>,
+    /// Seeds run.
+    pub seeds: u64,
+    /// Guest instructions retired.
+    pub instructions: u64,
+    /// Operations of the host beside them, or inputs tried.
+    pub operations: u64,
+    /// Times that all invariants were checked.
+    pub verified: u64,
+}
+
+impl Tally {
+    /// Counts `count` more of `name`.
+    pub fn add(&mut self, group: &'static str, name: impl Into<String>, count: u64) {
+        *self.counts.entry((group, name.into())).or_default() += count;
+    }
+
+    /// One more of `name`.
+    pub fn note(&mut self, group: &'static str, name: impl Into<String>) {
+        self.add(group, name, 1);
+    }
+
+    /// How many of `name` there were.
+    pub fn count(&self, group: &'static str, name: &str) -> u64 {
+        let key = (group, name.to_owned());
+        self.counts.get(&key).copied().unwrap_or(0)
+    }
+
+    /// Adds what another run has done.
+    pub fn absorb(&mut self, other: Self) {
+        for ((group, name), count) in other.counts {
+            self.add(group, name, count);
+        }
+        self.seeds += other.seeds;
+        self.instructions += other.instructions;
+        self.operations += other.operations;
+        self.verified += other.verified;
+    }
+
+    /// As JSON: the totals, and each group as an object.
+    pub fn to_json(&self) -> Value {
+        let mut groups: BTreeMap<&str, BTreeMap<&str, u64>> = BTreeMap::new();
+        for ((group, name), count) in &self.counts {
+            groups.entry(group).or_default().insert(name, *count);
+        }
+        json!({
+            "seeds": self.seeds,
+            "instructions": self.instructions,
+            "operations": self.operations,
+            "verified": self.verified,
+            "counts": groups,
+        })
+    }
+}
+
+/// One line of totals.
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            seeds,
+            instructions,
+            operations,
+            verified,
+            ..
+        } = self;
+        write!(
+            f,
+            "{seeds} seeds, {instructions} guest instructions, {operations} operations, \
+             verified {verified} times"
+        )
+    }
+}
+
+/// Columns of a line of the table.
+const COLUMNS: usize = 100;
+
+impl Tally {
+    /// The table of what was reached.
+    pub fn table(&self) -> String {
+        let mut out = String::new();
+        let (mut group, mut line) = ("", String::new());
+        for ((of, name), count) in &self.counts {
+            let item = format!("{name} {count}");
+            if *of != group || line.len() + item.len() + 2 > COLUMNS {
+                out.push_str(line.trim_end());
+                out.push('\n');
+                line.clear();
+            }
+            if *of != group {
+                out.push_str(&format!("{of}:\n"));
+                group = of;
+            }
+            line.push_str(if line.is_empty() { "  " } else { ", " });
+            line.push_str(&item);
+        }
+        out.push_str(&line);
+        out.push('\n');
+        out
+    }
+}

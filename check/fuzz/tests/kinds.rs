@@ -1,0 +1,53 @@
+//! A few seeds of each kind: the fuzzer works, and reaches what it is meant to reach.
+
+use lacuna_fuzz::{Campaign, Kind, Tally};
+use std::ops::Range;
+use std::path::PathBuf;
+
+/// The `lacuna` that cargo has put beside the tests, if it was built.
+fn binary() -> PathBuf {
+    let this = std::env::current_exe().expect("a test is a program");
+    let folder = this.parent().and_then(|deps| deps.parent());
+    folder.expect("target/PROFILE/deps").join("lacuna")
+}
+
+fn run(kind: Kind, seeds: Range<u64>) -> Tally {
+    let mut campaign = Campaign::new(binary());
+    campaign.run(kind, seeds, None, 1, |_, _| ());
+    let finding = campaign.findings.first();
+    assert!(
+        finding.is_none(),
+        "{}",
+        finding.map_or(String::new(), |it| format!(
+            "{}\nagain: {}",
+            it.what,
+            it.again()
+        ))
+    );
+    println!("{}\n{}", campaign.tally.table(), campaign.tally);
+    campaign.tally
+}
+
+/// The kinds in turn, in one test: the process has one hook for panics.
+#[test]
+fn some_seeds_of_each_kind() {
+    let machine = run(Kind::Machine, 1..9);
+    assert!(machine.instructions > 100_000, "{machine}");
+    for vector in ["0x06", "0x0d", "0x0e", "0x20"] {
+        let count = machine.count("exceptions and interrupts", vector);
+        assert!(count > 50, "vector {vector}: {count}");
+    }
+    assert!(machine.count("guest", "traces compared") == 2);
+    assert!(machine.count("acts", "split lock") > 0);
+    let threads = run(Kind::Threads, 1..4);
+    assert!(
+        threads.instructions > 100_000 && threads.verified > 30,
+        "{threads}"
+    );
+    let images = run(Kind::Images, 1..4);
+    assert!(images.count("images", "started") > 20, "{images}");
+    let command = run(Kind::Command, 1..3);
+    if command.operations == 0 {
+        println!("skipped: command lines: no lacuna beside the tests");
+    }
+}
