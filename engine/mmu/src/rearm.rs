@@ -155,8 +155,8 @@ impl Found {
     }
 }
 
-/// Sorts `found` by slot and block, so that each block is locked once. By radix: a comparing sort of
-/// the 65 536 pages of a full ring would be a fifth of the whole harvest.
+/// Sorts `found` by slot and block, so that each block is locked once. By radix: a comparing sort
+/// of the 65 536 pages of a full ring would be a fifth of the whole harvest.
 fn sort_by_block(found: &mut Vec<u64>) {
     let first = found.first().copied().unwrap_or(0);
     let differ = found.iter().fold(0, |bits, page| bits | (page ^ first));
