@@ -22,7 +22,6 @@
 //! | `shadow` | oracle of dirty tracking, and of pages that leak |
 //! | `place`, `runtime` | the guest's memory, and the handler that survives every exception |
 //! | `program`, `values`, `asm` | blocks of random instructions |
-//! | `known` | defects that are met and tolerated |
 //! | `pulse`, `tally` | hangs and panics; what was reached |
 //!
 //! An oracle that fails panics; [`Campaign`] makes a [`Finding`] of it.
@@ -33,7 +32,6 @@
 mod asm;
 mod command;
 mod images;
-mod known;
 mod machine;
 mod monitor;
 mod place;
@@ -48,6 +46,5 @@ mod tally;
 mod threads;
 mod values;
 
-pub use known::{Known, TOLERATED};
 pub use run::{Campaign, Finding, Kind};
 pub use tally::Tally;

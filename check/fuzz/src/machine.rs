@@ -7,7 +7,6 @@
 //!       nobody can run: jump to the next completion or timer; there is none: reset
 //! ```
 
-use crate::known::Known;
 use crate::monitor::Monitor;
 use crate::plan::{Mode, Plan};
 use crate::run::Run;
@@ -163,8 +162,8 @@ impl World {
     /// A vCPU runs for some steps, across exits.
     fn slice(&mut self, index: usize, run: &mut Run<'_>) {
         if matches!(self.runners[index].state, State::Memory(_)) {
-            let freed = self.host.reclaim_direct();
-            let _ = freed.expect("the budget is the least that suffices, or more");
+            let freed = self.runners[index].vcpu.reclaim();
+            freed.expect("the budget is the least that suffices, or more");
         }
         for _ in 0..self.rng.u8(1..=STEPS_MAX) {
             if !self.step(index, run) {
@@ -298,17 +297,8 @@ impl World {
         let runner = &self.runners[index];
         let is_halted = matches!(runner.state, State::Halted);
         let regs = runner.vcpu.regs();
-        if !is_halted {
-            let known = Known::CodeBeyondBootMemory;
-            assert!(
-                known.is_tolerated(),
-                "a vCPU makes no progress at rip {:#x}",
-                regs.rip
-            );
-            run.tally.note("tolerated", format!("{known:?}"));
-        } else {
-            run.tally.note("steps", "halted for good");
-        }
+        assert!(is_halted, "a vCPU makes no progress at rip {:#x}", regs.rip);
+        run.tally.note("steps", "halted for good");
         self.revive(index);
     }
 

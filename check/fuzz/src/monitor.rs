@@ -105,9 +105,11 @@ impl Monitor {
         let _ = self.host.balance();
     }
 
-    /// Refused where everything is held.
+    /// Refused where everything is held, or where the budget is too small for one more thread that
+    /// takes frames.
     fn reclaim(&mut self) {
-        let reclaimed = self.host.reclaim_direct();
+        let cache = self.host.frame_cache();
+        let reclaimed = cache.and_then(|mut cache| self.host.reclaim_direct(&mut cache));
         self.refuse(reclaimed);
     }
 
@@ -311,7 +313,7 @@ impl Monitor {
 
     /// A part of some slot's backing.
     fn backing(&mut self, subject: &Subject) -> Option<HvaRange> {
-        let slots = subject.vm.mmu().slots().snapshot();
+        let slots = subject.vm.mmu().slots();
         let all: Vec<_> = slots.iter().map(|slot| slot.hvas).collect();
         let hvas = *all.get(self.rng.usize(..all.len().max(1)))?;
         let first = self.rng.u64(..hvas.pages());

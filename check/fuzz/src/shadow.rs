@@ -24,13 +24,13 @@ pub fn has_bitmaps(vm: &Vm) -> bool {
 
 /// How many pages a slot has; none if there is no such slot.
 pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
-    let slots = vm.mmu().slots().snapshot();
+    let slots = vm.mmu().slots();
     slots.get(id).map_or(0, |slot| slot.gfns.pages() as usize)
 }
 
 /// Hash of a page; `None` where there is none.
 fn look(vm: &Vm, owner: usize, (id, page): Name) -> Option<u64> {
-    let slots = vm.mmu().slots().snapshot();
+    let slots = vm.mmu().slots();
     let slot = slots.get(id)?;
     let gfn = slot.gfns.start().checked_add(page as u64)?;
     if !slot.gfns.contains(gfn) {

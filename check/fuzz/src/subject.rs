@@ -6,7 +6,6 @@
 //! Every page of data begins with words that carry the VM's own key, every guard page with the
 //! host's. A key that is found where it does not belong has leaked.
 
-use crate::known::Known;
 use crate::place::*;
 use crate::plan::Plan;
 use crate::program::{Author, Labels};
@@ -143,7 +142,7 @@ impl Subject {
             heard.fetch_add(line.len() as u64, Ordering::Relaxed);
         });
         let memory = launch.memory.bytes();
-        let slots = vm.mmu().slots().snapshot();
+        let slots = vm.mmu().slots();
         let backing = slots.get(SlotId(0)).expect("its main memory").hvas;
         let mut subject = Self {
             owner,
@@ -267,7 +266,7 @@ impl Subject {
         let [(at, code), (state_at, mut state)] = self.block(index, rng);
         self.write(at, &code)?;
         // The same in another slot, where it is executed now.
-        let elsewhere = !Known::CodeBeyondBootMemory.is_tolerated() && rng.u8(..8) == 0;
+        let elsewhere = rng.u8(..8) == 0;
         if elsewhere && let Some(extra) = self.extras.get(index as usize % EXTRAS as usize) {
             let rip = extra.home() + index % extra.pages * PAGE;
             // The slot may have gone, moved, or log in a way that refuses this.
