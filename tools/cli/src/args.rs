@@ -3,7 +3,7 @@
 //! ```text
 //! lacuna                      the lab
 //! lacuna run IMAGE [...]      one guest, live
-//! lacuna lab [apf thp pml base]   experiments
+//! lacuna lab [apf thp pml base]   experiments, or parts of them (pml.harvest)
 //! lacuna doctor               what this host can do
 //! ```
 
@@ -136,9 +136,9 @@ impl fmt::Display for Thp {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
-    /// Which experiments; without a name those that compare a system with its absence: apf,
-    /// thp, pml
-    pub experiments: Vec<Experiment>,
+    /// Which experiments (apf, thp, pml, base), or parts of them (pml.harvest, base.scaling);
+    /// without a name those that compare a system with its absence: apf, thp, pml
+    pub experiments: Vec<Chosen>,
     /// Fewer and shorter runs: for CI, not for figures to quote
     #[arg(long)]
     pub quick: bool,
@@ -148,14 +148,61 @@ pub struct LabArgs {
 }
 
 impl LabArgs {
-    /// The chosen experiments, each once.
-    pub fn chosen(&self) -> Vec<Experiment> {
+    /// The chosen experiments, each once, with their chosen parts: none means all.
+    pub fn chosen(&self) -> Vec<(Experiment, Vec<&'static str>)> {
         if self.experiments.is_empty() {
-            return vec![Experiment::Apf, Experiment::Thp, Experiment::Pml];
+            return [Experiment::Apf, Experiment::Thp, Experiment::Pml]
+                .map(|experiment| (experiment, Vec::new()))
+                .into();
         }
-        let all = Experiment::value_variants().iter();
-        let chosen = all.filter(|experiment| self.experiments.contains(experiment));
-        chosen.copied().collect()
+        let parts_of = |experiment: &Experiment| {
+            let of_it = self.experiments.iter();
+            let of_it = of_it.filter(|chosen| chosen.experiment == *experiment);
+            // Whoever names an experiment and a part of it wants the experiment.
+            let parts: Option<Vec<_>> = of_it.clone().map(|chosen| chosen.part).collect();
+            of_it
+                .clone()
+                .next()
+                .map(|_| (*experiment, parts.unwrap_or_default()))
+        };
+        Experiment::value_variants()
+            .iter()
+            .filter_map(parts_of)
+            .collect()
+    }
+}
+
+/// An experiment by its name, or a part of one by both names.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Chosen {
+    /// The experiment.
+    pub experiment: Experiment,
+    /// Its part; `None` for all of it.
+    pub part: Option<&'static str>,
+}
+
+impl FromStr for Chosen {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, part) = match text.split_once('.') {
+            Some((name, part)) => (name, Some(part)),
+            None => (text, None),
+        };
+        let experiment = Experiment::from_str(name, false)
+            .map_err(|_| "no such experiment: choose apf, thp, pml or base".to_owned())?;
+        let known = |part: &str| {
+            let parts = experiment.parts();
+            let found = parts.iter().find(|known| **known == part);
+            found.copied().ok_or_else(|| {
+                let parts = parts.join(", ");
+                format!("{name} has no such part: choose one of {parts}")
+            })
+        };
+        Ok(Self {
+            experiment,
+            part: part.map(known).transpose()?,
+        })
     }
 }
 
@@ -170,6 +217,17 @@ pub enum Experiment {
     Pml,
     /// Overcommit: what it costs in memory, a fault, an instruction. Only by name
     Base,
+}
+
+impl Experiment {
+    const fn parts(self) -> &'static [&'static str] {
+        match self {
+            Self::Apf => lacuna_lab::apf::PARTS,
+            Self::Thp => lacuna_lab::thp::PARTS,
+            Self::Pml => lacuna_lab::pml::PARTS,
+            Self::Base => lacuna_lab::base::PARTS,
+        }
+    }
 }
 
 /// `lacuna doctor`.
@@ -302,6 +360,7 @@ mod tests {
     fn no_command_is_the_lab() {
         assert_eq!(parse("lacuna").unwrap().command, None);
         let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
+        let systems = systems.map(|system| (system, vec![]));
         assert_eq!(LabArgs::default().chosen(), systems);
     }
 
@@ -396,10 +455,29 @@ mod tests {
             Some(Command::Lab(args)) => args.chosen(),
             other => panic!("{other:?}"),
         };
+        let whole = |experiment| (experiment, vec![]);
         let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
-        assert_eq!(chosen("lacuna lab"), systems);
+        assert_eq!(chosen("lacuna lab"), systems.map(whole));
         let both = [Experiment::Apf, Experiment::Base];
-        assert_eq!(chosen("lacuna lab base apf"), both);
-        assert_eq!(chosen("lacuna lab base base --quick"), [Experiment::Base]);
+        assert_eq!(chosen("lacuna lab base apf"), both.map(whole));
+        let base = [whole(Experiment::Base)];
+        assert_eq!(chosen("lacuna lab base base --quick"), base);
+        assert_eq!(chosen("lacuna lab base.fault base"), base);
+        let parts = [
+            (Experiment::Pml, vec!["harvest", "page"]),
+            (Experiment::Base, vec!["scaling"]),
+        ];
+        let line = "lacuna lab pml.harvest base.scaling pml.page";
+        assert_eq!(chosen(line), parts);
+    }
+
+    #[test]
+    fn a_part_that_does_not_exist_is_refused_with_those_that_do() {
+        let refused = |line| parse(line).unwrap_err().to_string();
+        let text = refused("lacuna lab pml.pages");
+        let parts = "pml has no such part: choose one of score, page, ending, harvest, kvm";
+        assert!(text.contains(parts), "{text}");
+        let text = refused("lacuna lab pmk.page");
+        assert!(text.contains("choose apf, thp, pml or base"), "{text}");
     }
 }

@@ -26,11 +26,17 @@ pub fn lab(args: &LabArgs) -> Exit {
         );
     }
     let done = options(args).and_then(|options| {
-        let run = |experiment| match experiment {
-            Experiment::Apf => apf::run(&options, &mut report),
-            Experiment::Thp => thp::run(&options, &mut report),
-            Experiment::Pml => pml::run(&options, &mut report),
-            Experiment::Base => base::run(&options, &mut report),
+        let run = |(experiment, parts)| {
+            let options = Options {
+                parts,
+                ..options.clone()
+            };
+            match experiment {
+                Experiment::Apf => apf::run(&options, &mut report),
+                Experiment::Thp => thp::run(&options, &mut report),
+                Experiment::Pml => pml::run(&options, &mut report),
+                Experiment::Base => base::run(&options, &mut report),
+            }
         };
         args.chosen().into_iter().try_for_each(run)
     });
@@ -71,5 +77,6 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
         } else {
             Verbosity::Normal
         },
+        parts: Vec::new(),
     })
 }

@@ -63,15 +63,27 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         SLICE_US / 1000,
         vcpus = vcpus(),
     ));
-    for device in &device::DEVICES {
-        progress.step(format!("on and off: {}", device.about))?;
-        device::measure(device, options, report)?;
+    if options.wants("device") {
+        for device in &device::DEVICES {
+            progress.step(format!("on and off: {}", device.about))?;
+            device::measure(device, options, report)?;
+        }
     }
-    sweep::measure(options, report, &progress)?;
-    progress.step("a memory-bound program alone")?;
-    alone::measure(options, report)?;
-    kvm::measure(options, report, &progress)
+    if options.wants("sweep") {
+        sweep::measure(options, report, &progress)?;
+    }
+    if options.wants("alone") {
+        progress.step("a memory-bound program alone")?;
+        alone::measure(options, report)?;
+    }
+    if options.wants("kvm") {
+        kvm::measure(options, report, &progress)?;
+    }
+    Ok(())
 }
+
+/// What can be measured alone.
+pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm"];
 
 /// `bm` with a worker and a faulter for each vCPU, until it is ended.
 fn bm(swap: Swap) -> Launch {

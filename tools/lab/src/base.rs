@@ -30,16 +30,28 @@ pub use micro::{Playground, Touch, touch_together};
 /// The first experiment that could not be carried out. What a machine lacks (QEMU) is skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(8, options.verbosity);
-    progress.step("memory overhead: bm, 2 GiB in 512 MiB")?;
-    memory::overhead(options, report)?;
-    progress.step("fault, warm caches")?;
-    fault::hot(options, report)?;
-    progress.step("fault, cold caches")?;
-    fault::cold(options, report)?;
-    progress.step("fault, 1 and 2 vCPUs")?;
-    fault::scaling(options, report)?;
-    cpu::rates(options, report, &progress)
+    if options.wants("memory") {
+        progress.step("memory overhead: bm, 2 GiB in 512 MiB")?;
+        memory::overhead(options, report)?;
+    }
+    if options.wants("fault") {
+        progress.step("fault, warm caches")?;
+        fault::hot(options, report)?;
+        progress.step("fault, cold caches")?;
+        fault::cold(options, report)?;
+    }
+    if options.wants("scaling") {
+        progress.step("fault, 1 and 2 vCPUs")?;
+        fault::scaling(options, report)?;
+    }
+    if options.wants("cpu") {
+        cpu::rates(options, report, &progress)?;
+    }
+    Ok(())
 }
+
+/// What can be measured alone.
+pub const PARTS: &[&str] = &["memory", "fault", "scaling", "cpu"];
 
 /// How often each experiment is repeated.
 const fn rounds(options: &Options) -> usize {

@@ -78,6 +78,15 @@ pub struct Options {
     pub swap_dir: PathBuf,
     /// Whether to show progress.
     pub verbosity: Verbosity,
+    /// Which parts of the experiment, of those that its `PARTS` names; all if empty.
+    pub parts: Vec<&'static str>,
+}
+
+impl Options {
+    /// Whether a part is to be measured.
+    pub(crate) fn wants(&self, part: &str) -> bool {
+        self.parts.is_empty() || self.parts.contains(&part)
+    }
 }
 
 /// As many vCPUs as the host has cores for.

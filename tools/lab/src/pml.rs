@@ -37,10 +37,26 @@ use crate::result::Report;
 /// # Errors
 /// The first experiment that could not be carried out. What this machine lacks is skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let steps = score::STEPS + ending::STEPS + harvest::STEPS + kvm::STEPS;
+    let steps = score::STEPS + 1 + ending::STEPS + harvest::STEPS + kvm::STEPS;
     let progress = Progress::new(steps, options.verbosity);
-    score::measure(options, report, &progress)?;
-    ending::measure(options, report, &progress)?;
-    harvest::measure(options, report, &progress)?;
-    kvm::measure(options, report, &progress)
+    if options.wants("score") {
+        score::measure(options, report, &progress)?;
+    }
+    if options.wants("page") {
+        progress.step("costs of a dirtied page")?;
+        score_page::measure(options, report)?;
+    }
+    if options.wants("ending") {
+        ending::measure(options, report, &progress)?;
+    }
+    if options.wants("harvest") {
+        harvest::measure(options, report, &progress)?;
+    }
+    if options.wants("kvm") {
+        kvm::measure(options, report, &progress)?;
+    }
+    Ok(())
 }
+
+/// What can be measured alone.
+pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "kvm"];

@@ -43,14 +43,28 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
          costs what is mapped there, not what the range is long; what a vCPU uses next to it \
          stays.",
     );
-    range::measure(options, report, &progress)?;
-    progress.step("whole invalidations")?;
-    neighbour::total(options, report)?;
-    progress.step("a vCPU next to a range that is taken")?;
-    neighbour::measure(options, report)?;
-    progress.step("first touch")?;
-    touch::measure(options, report)?;
-    progress.step("random reads")?;
-    reads::measure(options, report)?;
-    pressure::measure(options, report, &progress)
+    if options.wants("range") {
+        range::measure(options, report, &progress)?;
+        progress.step("whole invalidations")?;
+        neighbour::total(options, report)?;
+    }
+    if options.wants("neighbour") {
+        progress.step("a vCPU next to a range that is taken")?;
+        neighbour::measure(options, report)?;
+    }
+    if options.wants("touch") {
+        progress.step("first touch")?;
+        touch::measure(options, report)?;
+    }
+    if options.wants("reads") {
+        progress.step("random reads")?;
+        reads::measure(options, report)?;
+    }
+    if options.wants("pressure") {
+        pressure::measure(options, report, &progress)?;
+    }
+    Ok(())
 }
+
+/// What can be measured alone.
+pub const PARTS: &[&str] = &["range", "neighbour", "touch", "reads", "pressure"];

@@ -7,10 +7,10 @@
 //! ([`charged`](super::score_charge)). Where even the highest rate leaves more than 92 %, that is
 //! the rate, and nothing is promised of it.
 
+use super::score_always;
 use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
 use super::score_guest::{Churn, Period, Setup, Watch, play, with_churns};
 use super::turns::{TURN, percent_across};
-use super::{score_always, score_page};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::host_info::HostInfo;
 use crate::report::{Progress, align, short};
@@ -21,7 +21,7 @@ use lacuna_soft::{Backup, Delivery, Detection, Launch, RingSize};
 use std::time::Duration;
 
 /// Steps of the progress that it makes.
-pub const STEPS: u64 = 8;
+pub const STEPS: u64 = 7;
 
 /// What write protection is to leave, in percent, and what is looked for: rather less.
 const WANTED: f64 = 92.0;
@@ -229,8 +229,7 @@ pub fn measure(
             Ok(())
         })?;
     }
-    progress.step("costs of a dirtied page")?;
-    score_page::measure(options, report)
+    Ok(())
 }
 
 fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
