@@ -1,32 +1,37 @@
-//! A set of guest frames that is read without a lock and never shrinks.
+//! A set of guest frames. It is read without a lock, and a frame is never removed.
 //!
 //! ```text
-//! boot    a bit a frame of the memory that the VM is made with: one load
-//! later   a bit a frame of any other: 512 GiB a row, 1 GiB a part, made by the first insertion
+//! boot    bitmap of the memory that the VM is created with; contains() is one load
+//! later   two-level bitmap of all other frames: a row is 512 GiB, a part is 1 GiB;
+//!         the first insertion into a row or part allocates it
 //! ```
-//! Slots may be added anywhere below 2^48 while the VM runs, so there is no last frame; and a walk
-//! to the memory that most VMs have alone must not pay for that.
+//! A VMM may add slots anywhere below 2^48 while the VM runs, so the bitmap must cover all of that.
+//! Most VMs have only their boot memory, and look-ups there must not pay for the rest.
 
 use lacuna_addr::{GPA_BITS, Gfn, Level, PAGE_SHIFT};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Words of bits that a 2 MiB block has.
+/// Words in the bitmap of a 2 MiB block.
 const BLOCK_WORDS: usize = (Level::L2M.pages() / 64) as usize;
-/// Words of a part.
+/// Words of a part, the bitmap of 1 GiB.
 const PART_WORDS: usize = (Level::L1G.pages() / 64) as usize;
+/// Parts of a row.
 const PARTS: usize = 512;
+/// Rows of the whole guest-physical address space.
 const ROWS: usize = (1 << (GPA_BITS - PAGE_SHIFT)) / 64 / PART_WORDS / PARTS;
 
 type Words = Box<[AtomicU64]>;
 
 /// The set.
 pub(crate) struct FrameSet {
-    /// Whole blocks.
+    /// Rounded up to whole blocks, so that no block is partly in `boot` and partly in `later`.
     boot: Words,
+    /// Indexed from frame 0. The parts that `boot` covers are never allocated.
     later: Box<[OnceLock<Row>]>,
 }
 
+/// Up to [`PARTS`] parts.
 type Row = Box<[OnceLock<Words>]>;
 
 fn words(count: usize) -> Words {
@@ -47,7 +52,7 @@ fn bit(gfn: Gfn) -> u64 {
 }
 
 impl FrameSet {
-    /// No frames yet; `boot` is one past the last frame of the VM's first memory.
+    /// The empty set. `boot` is one past the last frame of the VM's boot memory.
     pub(crate) fn new(boot: u64) -> Self {
         Self {
             boot: words((boot.div_ceil(64) as usize).next_multiple_of(BLOCK_WORDS)),
@@ -86,13 +91,14 @@ impl FrameSet {
         word.fetch_or(bit(gfn), Ordering::SeqCst);
     }
 
-    /// The part of a frame that is not in `boot`.
+    /// The part of `gfn`, a frame outside `boot`; `None` if nothing was inserted there.
     #[cold]
     fn part(&self, gfn: Gfn) -> Option<&Words> {
         let part = index(gfn) / PART_WORDS;
         self.later[part / PARTS].get()?[part % PARTS].get()
     }
 
+    /// As [`FrameSet::part`], but allocates the part if need be.
     fn make_part(&self, gfn: Gfn) -> &Words {
         let part = index(gfn) / PART_WORDS;
         let row = self.later[part / PARTS].get_or_init(|| unmade(PARTS));

@@ -1,8 +1,10 @@
-//! Fuzzing the whole house: generators and oracles, seeded, for plain `cargo run` and `cargo test`.
+//! Fuzzes whole machines, the image loader and the command. Every input follows from a seed. It
+//! runs under plain `cargo run` and `cargo test`, without a coverage-guided fuzzer.
 //!
 //! ```no_run
 //! use lacuna_fuzz::{Campaign, Kind};
 //! let mut campaign = Campaign::new("target/release/lacuna".into());
+//! // 99 seeds, no time limit; stop at the first finding; no report after each seed.
 //! campaign.run(Kind::Machine, 1..100, None, 1, |_, _| ());
 //! for finding in &campaign.findings {
 //!     println!("{}\nagain: {}", finding.what, finding.again());
@@ -11,22 +13,22 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `run` | kinds, seeds, findings |
+//! | `run` | runs the seeds of a kind, and keeps the findings |
 //! | `machine` | whole machines on one thread, verified after each slice |
-//! | `threads` | whole machines on threads, verified while all vCPUs are stopped |
+//! | `threads` | whole machines, one thread for each vCPU, verified while all vCPUs are stopped |
 //! | `images` | mutated ELF files for the loader |
 //! | `command` | command lines for `lacuna` |
-//! | `plan` | what a seed makes: host, VMs, slots |
-//! | `subject` | a VM under attack, and what must not be touched |
-//! | `monitor` | what host and VMM do beside it |
-//! | `shadow` | oracle of dirty tracking, and of pages that leak |
-//! | `place`, `runtime` | the guest's memory, and the handler that survives every exception |
+//! | `plan` | draws the host's and the VMs' configuration from the seed |
+//! | `subject` | a VM, and the guard pages around its slots |
+//! | `monitor` | random operations of the host and the VMM while the VM runs |
+//! | `shadow` | oracles of dirty tracking, and of data that leaks between VMs |
+//! | `place`, `runtime` | the guest's memory map, and its handler of every exception |
 //! | `program`, `values`, `asm` | blocks of random instructions |
-//! | `pulse`, `tally` | hangs and panics; what was reached |
+//! | `pulse`, `tally` | detects hangs and collects panics; counts what was reached |
 //!
-//! An oracle that fails panics; [`Campaign`] makes a [`Finding`] of it.
+//! An oracle panics when it fails. [`Campaign`] catches the panic and records a [`Finding`].
 //!
-//! Neighbours: imports `soft`, `machine` and `guest`; `mmu` and `host` for what they verify.
+//! Neighbours: imports `soft`, `machine` and `guest`, and calls `verify` of `mmu` and `host`.
 #![forbid(unsafe_code)]
 
 mod asm;

@@ -1,4 +1,5 @@
-//! What a seed makes: the host, the VMs and their slots, before anything runs.
+//! The configuration that a seed draws before anything runs: the host, the number of VMs, and what
+//! all VMs have in common.
 
 use crate::monitor::BALLAST;
 use crate::place::{EXTRAS, PER_CPU};
@@ -14,26 +15,26 @@ use std::time::Duration;
 /// How a seed's VMs run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// On one thread, under a virtual clock.
+    /// All vCPUs on one thread, under a virtual clock, from this seed.
     Seeded(u64),
-    /// On threads of their own.
+    /// Each vCPU on its own thread, in real time.
     Threads,
 }
 
-/// Everything but the choice of the moment.
+/// The drawn configuration. What happens at run time is drawn later.
 #[derive(Debug)]
 pub struct Plan {
     /// The host and what its VMs have in common.
     pub launch: Launch,
-    /// VMs that share the host.
+    /// Number of VMs that share the host.
     pub vms: usize,
-    /// Where marks of written pages go.
+    /// Where dirty pages are recorded: bitmap or dirty rings.
     pub delivery: Delivery,
     /// How the guests' runtime behaves.
     pub manners: Manners,
 }
 
-/// In memory where Linux offers that: what is fuzzed is not the disk.
+/// The folder of the swap file: a tmpfs where there is one, so that no time is spent on a disk.
 fn swap_folder() -> PathBuf {
     let shared = PathBuf::from("/dev/shm");
     match shared.is_dir() {
@@ -46,7 +47,8 @@ fn swap_folder() -> PathBuf {
 const BLOCK: u64 = 512;
 
 impl Plan {
-    /// The memory manager that all VMs share. Its swap holds everything there may be.
+    /// Creates the host that all VMs share. Its swap has room for every page: main memory, slots
+    /// that are added later, and ballast.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Arc<Host> {
         let extras = EXTRAS * 3 * BLOCK;
         let all = self.vms as u64 * (self.launch.memory.get() + extras + BALLAST) + BALLAST;
@@ -57,9 +59,10 @@ impl Plan {
         launch.host(clock).expect("a host")
     }
 
-    /// Draws one, with so many vCPUs a VM.
+    /// Draws a plan for VMs with `vcpus` vCPUs each.
     pub fn draw(rng: &mut Rng, mode: Mode, vcpus: usize) -> Self {
         let vms = 1 + usize::from(rng.u8(..3) == 0);
+        // The per-vCPU pages end below `place::VECTORS`.
         debug_assert!(PER_CPU + ((vcpus as u64) << 12) < 0x3_0000);
         let memory = match rng.bool() {
             true => BLOCK * rng.u64(1..=5),
@@ -68,7 +71,8 @@ impl Plan {
         let least = Host::minimum_budget(vcpus * vms + 1).get();
         let in_memory = rng.u8(..3) == 0;
         let budget = match rng.u8(..4) {
-            // What no longer compresses has to fit into a part of the budget.
+            // Compressed swap lies inside the budget, so this must also hold the pages that random
+            // writes have made incompressible.
             _ if in_memory => least + 1500 + rng.u64(..2000),
             0 => least,
             1 => least + rng.u64(..256),
@@ -77,7 +81,8 @@ impl Plan {
         let huge = [HugePages::Never, HugePages::Madvise, HugePages::Always][rng.usize(..3)];
         let budget = match huge {
             HugePages::Never => budget,
-            // A block is given only where plenty is left.
+            // The host gives a block only while many frames are free. Half of these draws have room
+            // for blocks everywhere, the other half seldom.
             _ if rng.bool() => budget + BLOCK * rng.u64(..8),
             _ => budget + vms as u64 * (memory + 3 * BLOCK) + 4 * BLOCK,
         };

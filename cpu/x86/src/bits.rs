@@ -1,4 +1,4 @@
-//! Instructions on single bits: BT and its kin, BSF and its kin.
+//! Bit instructions: BT, BTS, BTR, BTC; BSF, BSR, TZCNT, LZCNT, POPCNT.
 
 use crate::arith::{bits, extend};
 use crate::dispatch::address;
@@ -9,21 +9,25 @@ use crate::op::{IMMEDIATE, MEMORY, Op};
 use crate::processor::Core;
 use lacuna_cpu::Bus;
 
-/// In the `aux` of BT and its kin: the address includes the bit offset's words.
+/// In `aux` of BT, BTS, BTR, BTC: the address already includes the offset of the bit's word.
 pub(crate) const OFFSET_ADDED: u8 = 1 << 2;
 
-/// The bytes from a bit operand's address to the word of the bit that register `slot` numbers.
+/// Offset in bytes of the word that holds the bit, from the memory operand's address. Register
+/// `slot` holds the bit's index, which is signed: the offset may be negative.
 fn word_offset(core: &Core, slot: u8, width: u8) -> u64 {
     let index = extend(width, reg(core, slot, width)) as i64;
     (index >> bits(width).trailing_zeros() << width) as u64
 }
 
-/// Leaves [`word_offset`] of `src` in `dst`.
+/// `dst` = [`word_offset`] of `src`. A separate op, for addresses that need an op of their own:
+/// that op adds the offset before it wraps the address.
 pub(crate) fn bit_offset(core: &mut Core, op: &Op) {
     core.r[op.dst as usize] = word_offset(core, op.src, op.width());
 }
 
-/// BT, BTS, BTR, BTC (`aux` 0 to 3). With memory and a register, the bit may lie anywhere.
+/// BT, BTS, BTR, BTC (the low two bits of `aux`: 0 to 3). With a memory operand and an index in a
+/// register, the bit may be outside the word at the operand's address; otherwise the index is taken
+/// modulo the operand width.
 #[inline(never)]
 pub(crate) fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let width = op.width();
@@ -56,7 +60,8 @@ pub(crate) fn bit_test(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()
     Ok(())
 }
 
-/// BSF, BSR, TZCNT, LZCNT, POPCNT (`aux` 0 to 4): G from E.
+/// BSF, BSR, TZCNT, LZCNT, POPCNT (`aux` 0 to 4). The source is E, the r/m operand; the destination
+/// is G, the register in `src`.
 #[inline(never)]
 pub(crate) fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let width = op.width();
@@ -64,7 +69,7 @@ pub(crate) fn bit_scan(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()
     let leading = u64::from(value.leading_zeros()) - u64::from(64 - bits(width));
     let trailing = u64::from(value.trailing_zeros().min(bits(width)));
     let result = match op.aux {
-        // BSF and BSR of zero leave the destination as it is.
+        // BSF and BSR of zero leave the destination unchanged, as AMD's manual says.
         0 | 1 if value == 0 => {
             core.flags.replace(ARITHMETIC, ZF);
             return Ok(());

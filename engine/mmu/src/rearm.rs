@@ -1,8 +1,9 @@
-//! After a harvest: the pages that were dirty are armed again, block by block.
+//! Rearming after a harvest: the harvested pages are write-protected again, or their D bits are
+//! cleared (PML), block by block. *Arming* a page means either, as in `logging`.
 //!
-//! A dirty page's entry was last written by a vCPU, so its cache line is in that vCPU's core, and a
-//! locked exchange waits for it: some 100 ns a page where pages are far apart. Therefore the
-//! entries of the blocks ahead are prefetched while this one is armed.
+//! A vCPU has written a dirty page's entry last, so the entry's cache line is in the cache of that
+//! vCPU's core. An atomic exchange on it waits for the line: some 100 ns a page where pages are far
+//! apart. Therefore the entries of the next [`AHEAD`] blocks are prefetched while a block is armed.
 
 use crate::Mmu;
 use crate::rmap::{BLOCK, Rmap, block_range, parts};
@@ -13,16 +14,16 @@ use std::collections::VecDeque;
 
 /// Pages in one word of a bitmap.
 const WORD: usize = u64::BITS as usize;
-/// Words of bits that a block has.
+/// Words in the bitmap of one block.
 const BLOCK_WORDS: usize = BLOCK as usize / WORD;
-/// Blocks whose entries are on their way while one is armed. A full ring holds some tens of pages a
-/// block of a large guest, a sparse bitmap one or two; with 4 blocks instead of 16 a page of such a
-/// ring takes a fifth longer.
+/// Blocks whose entries are being prefetched while one is armed. In a large guest, a full ring
+/// names some tens of pages in each block, a sparse bitmap one or two. With 4 blocks instead of 16,
+/// a page of a full ring takes a fifth longer.
 const AHEAD: usize = 16;
 
 impl Mmu {
-    /// Arms the pages that `words` names, counted from `first_page` of the slot on, and waits for
-    /// the flush.
+    /// Arms the pages of `slot` whose bits are set in `words`, and waits for the TLB flush. Bit 0
+    /// is page `first_page` of the slot.
     pub(crate) fn rearm_words(&self, slot: &Slot<Rmap>, first_page: usize, words: &[u64]) {
         let mut flush = Flush::none(&self.stage2);
         self.rearm(
@@ -33,7 +34,8 @@ impl Mmu {
         flush.finish(&*self.quiescence);
     }
 
-    /// Arms pages of `slot`.
+    /// Arms the pages of `blocks`, which are in `slot`, and adds to `flush` the TLB flush that this
+    /// needs. The caller waits for it.
     pub(crate) fn rearm<'s>(
         &'s self,
         slot: &Slot<Rmap>,
@@ -55,16 +57,18 @@ impl Mmu {
     }
 }
 
-/// Some pages of a block of a slot.
+/// Pages to arm in one 2 MiB block of a slot.
 pub(crate) struct BlockPages {
     /// The slot's part of the block.
     part: GfnRange,
-    /// A bit a page of `part`, from its first on.
+    /// One bit for each page of `part`; bit 0 is the part's first page.
     mask: [u64; BLOCK_WORDS],
 }
 
 impl BlockPages {
-    /// A page of each cache line that holds entries of these, or one more.
+    /// For each byte of `mask` with a bit set, the first of its eight pages. The eight entries are
+    /// one cache line if `part` begins at a multiple of eight frames. Otherwise they are in two
+    /// lines, and only the first is named.
     fn lines(&self) -> impl Iterator<Item = Gfn> {
         const EACH: u64 = u64::from_ne_bytes([1; 8]);
         let first = self.part.start().get();
@@ -72,7 +76,7 @@ impl BlockPages {
             .iter()
             .zip(0..)
             .flat_map(move |(word, at)| {
-                // Bit 0 of each byte: whether any of its bits is set.
+                // Bit 0 of each byte becomes the OR of the byte's bits.
                 let pairs = word | word >> 1;
                 let fours = pairs | pairs >> 2;
                 let mut left = (fours | fours >> 4) & EACH;
@@ -85,7 +89,7 @@ impl BlockPages {
             .filter_map(Gfn::new)
     }
 
-    /// Runs of pages that follow each other, ascending.
+    /// The pages as runs of consecutive frames, ascending.
     fn runs(&self) -> impl Iterator<Item = GfnRange> {
         let first = self.part.start();
         Runs::of(&self.mask).map(move |(at, pages)| {
@@ -95,8 +99,8 @@ impl BlockPages {
     }
 }
 
-/// The pages of a slot at `gfns` that `words` names, counted from `first_page` on. Bits beyond the
-/// slot's end are no pages.
+/// The pages of a slot at `gfns` whose bits are set in `words`, by block. Bit 0 is page
+/// `first_page` of the slot. Bits beyond the slot's end are ignored.
 fn blocks_of_words(
     gfns: GfnRange,
     first_page: usize,
@@ -116,7 +120,7 @@ fn blocks_of_words(
     })
 }
 
-/// `count` bits of `words` from bit `from` on, at most a block's.
+/// Bits `from..from + count` of `words`, moved to bit 0. `count` is at most one block's pages.
 fn window(words: &[u64], from: usize, count: usize) -> [u64; BLOCK_WORDS] {
     let (first, shift) = (from / WORD, from % WORD);
     let word = |at: usize| words.get(at).copied().unwrap_or(0);
@@ -131,13 +135,14 @@ fn window(words: &[u64], from: usize, count: usize) -> [u64; BLOCK_WORDS] {
     })
 }
 
-/// Pages that vCPUs' rings held, of any slots, in any order: the slot above the page's number.
+/// Pages reaped from dirty rings, of any slots, in any order. Each is one number: the slot's id in
+/// the high 16 bits, the page's index in the slot below.
 #[derive(Default)]
 pub(crate) struct Found(Vec<u64>);
 
-/// Bits of a page's number inside its slot.
+/// Bits of a page's index in its slot.
 const PAGE_BITS: u32 = 48;
-/// Bits of a number that one pass of [`sort_by_block`] sorts by.
+/// Bits that one pass of [`sort_by_block`] sorts by.
 const DIGIT: u32 = 8;
 
 impl Found {
@@ -146,7 +151,8 @@ impl Found {
         self.0.push(u64::from(id.0) << PAGE_BITS | page as u64);
     }
 
-    /// Calls `each` with every slot and its pages. Returns how many were added.
+    /// Calls `each` once for each slot, with its pages. Returns how many pages were added, repeated
+    /// ones included.
     pub(crate) fn each_slot(mut self, mut each: impl FnMut(SlotId, SlotPages<'_>)) -> usize {
         sort_by_block(&mut self.0);
         for some in self.0.chunk_by(|a, b| a >> PAGE_BITS == b >> PAGE_BITS) {
@@ -156,8 +162,8 @@ impl Found {
     }
 }
 
-/// Sorts `found` by slot and block, so that each block is locked once. By radix: a comparing sort
-/// of the 65 536 pages of a full ring would be a fifth of the whole harvest.
+/// Sorts `found` by slot and block, so that each block is locked once. This is a radix sort, lowest
+/// digit first: a comparison sort of the 65 536 pages of a full ring takes a fifth of the harvest.
 fn sort_by_block(found: &mut Vec<u64>) {
     let first = found.first().copied().unwrap_or(0);
     let differ = found.iter().fold(0, |bits, page| bits | (page ^ first));
@@ -167,7 +173,8 @@ fn sort_by_block(found: &mut Vec<u64>) {
         if digit(differ) == 0 {
             continue;
         }
-        // First how many there are of each digit, then where the next one of it goes.
+        // Count the numbers with each digit; then replace each count with the index at which the
+        // next number with that digit is put.
         let mut places = [0; 1 << DIGIT];
         found.iter().for_each(|page| places[digit(*page)] += 1);
         let mut next = 0;
@@ -183,11 +190,11 @@ fn sort_by_block(found: &mut Vec<u64>) {
     }
 }
 
-/// Pages of one slot, by block; some may come more than once.
+/// Pages of one slot, sorted by block but not inside it. A page may be repeated.
 pub(crate) struct SlotPages<'a>(&'a [u64]);
 
 impl<'a> SlotPages<'a> {
-    /// By block of a slot at `gfns`, without the pages that lie beyond its end.
+    /// The pages by block, for a slot at `gfns`. Pages beyond the slot's end are left out.
     pub(crate) fn in_blocks(&self, gfns: GfnRange) -> impl Iterator<Item = BlockPages> + use<'a> {
         let first = gfns.start().get();
         let gfn_of = move |found: &u64| first + (found & ((1 << PAGE_BITS) - 1));
@@ -206,11 +213,12 @@ impl<'a> SlotPages<'a> {
     }
 }
 
-/// Runs of ones among the bits of a block, as (first, how many).
+/// Iterates over the runs of set bits in a block's bitmap, as (first bit, length).
 struct Runs<'a> {
     words: &'a [u64; BLOCK_WORDS],
-    /// The word that is looked at, and what is left of it.
+    /// Index of the current word.
     at: usize,
+    /// Its bits that no run has contained yet.
     left: u64,
 }
 
@@ -234,7 +242,7 @@ impl Iterator for Runs<'_> {
         let mut pages = (self.left >> bit).trailing_ones() as usize;
         let mut end = bit + pages;
         while end == WORD {
-            // The run may go on in the next word.
+            // The run reaches the end of the word, so it may continue in the next.
             self.at += 1;
             self.left = self.words.get(self.at).copied().unwrap_or(0);
             end = self.left.trailing_ones() as usize;

@@ -1,4 +1,5 @@
-//! When to reclaim: in the background between the watermarks, directly when a fault found nothing.
+//! When to reclaim. The background thread reclaims while few frames are free, up to the high
+//! watermark. A thread whose fault found no free frame reclaims directly, and waits its turn.
 
 use crate::cache::FrameCache;
 use crate::collapse::Collapse;
@@ -15,35 +16,40 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Pages in flight to swap beyond which the background waits for completions.
+/// Pages being written to swap at which background reclaim starts no more and waits for
+/// completions.
 const MAX_WRITING: usize = 16 * CLUSTER;
-/// Batches of direct reclaim that spare accessed pages, two turns of the hand at most, before it
-/// takes what there is.
+/// First batches of a direct sweep, which spare accessed pages. After these, or after two turns of
+/// the clock hand, the sweep also takes accessed pages; after three turns, huge blocks too.
 const GENTLE: usize = 8;
-/// Writes that fail before direct reclaim pauses; and in virtual time, where it cannot, those in a
-/// row before it believes the device.
+/// Failed swap writes after which a sweep of direct reclaim stops. Under a virtual executor, which
+/// cannot wait for the device to recover, also the failures in a row after which direct reclaim
+/// returns the device's error.
 const MAX_FAILURES: usize = 4;
-/// How long to wait at a time for what may end without notice.
+/// Longest single wait for an event that notifies no waiter, such as the end of another thread's
+/// isolation of a frame.
 pub(crate) const TICK: Duration = Duration::from_millis(1);
 
-/// Between two looks for pages that can be a whole block: moving one takes a fiftieth of that.
+/// Pause of the idle background thread between two steps of collapse. A collapse by copy takes
+/// about 1/50 of this.
 const PACE: Duration = Duration::from_millis(10);
-/// After a look at all of them.
+/// Pause after a step of collapse that reached the last block or lacked free memory.
 const REST: Duration = Duration::from_secs(1);
 
-/// What a step of reclaim has done.
+/// The result of one step of reclaim.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[must_use]
 pub struct Progress {
-    /// Frames looked at; 0 means that there was nothing to do.
+    /// Frames scanned; 0 means that there was nothing to do.
     pub scanned: usize,
-    /// Frames freed, by whomever, during the step.
+    /// From [`Host::balance`]: frames that any thread freed during the step. From direct reclaim:
+    /// frames in the caller's cache, or under a virtual executor, free frames in the pool.
     pub freed: usize,
-    /// Pages on their way to swap, whose frames are freed when they arrive.
+    /// Pages being written to swap. From direct reclaim, reads in flight are counted too.
     pub writing: usize,
 }
 
-/// What some batches of direct reclaim have come to.
+/// The result of one sweep: several batches of direct reclaim.
 #[derive(Default)]
 struct Sweep {
     progress: Progress,
@@ -56,9 +62,10 @@ impl Host {
         self.core.is_low()
     }
 
-    /// One step of background reclaim: a batch, if free frames (those on their way included) are
-    /// below the high watermark and not too much is in flight. It calls listeners and the swap
-    /// device, so no lock may be held.
+    /// One step of background reclaim. It reclaims one batch if the free frames, together with
+    /// those that writes in flight will free, are below the high watermark, and if few enough
+    /// writes are in flight. It calls MMU notifiers and the swap device, so the caller holds no
+    /// lock.
     pub fn balance(&self) -> Progress {
         let core = &self.core;
         let writing = core.pages_writing();
@@ -82,22 +89,24 @@ impl Host {
         }
     }
 
-    /// After [`crate::Resolution::NoMemory`]: reclaims until `cache` has a frame, waiting for
-    /// listeners and write-outs. The caller holds no lock, and its vCPU is offline. What becomes
-    /// free is given to those who wait in the order of their calls.
+    /// To be called after [`crate::Resolution::NoMemory`]: reclaims until `cache` has a frame, and
+    /// waits for MMU notifiers and for writes to swap. The caller holds no lock, and its vCPU is
+    /// offline in the VM's QSBR. Waiting threads get free frames in the order of their calls.
     ///
-    /// A device may take as long as it likes. `Err` when nothing can be freed: the swap device is
-    /// full or goes on failing, or everything is held.
+    /// A slow swap device is waited for without a limit.
     ///
-    /// Under a virtual executor it does not wait for write-outs: when [`Progress::freed`] is 0 and
-    /// [`Progress::writing`] is not, the scheduler lets time pass to [`Host::next_completion`]
-    /// first.
+    /// Under a virtual executor this never waits for a write and leaves `cache` as it is. When it
+    /// returns [`Progress::freed`] of 0 and a positive [`Progress::writing`], the scheduler
+    /// advances time to [`Host::next_completion`] before it calls again.
+    ///
+    /// # Errors
+    /// No frame can be freed: the swap device is full or keeps failing, or every page is pinned.
     pub fn reclaim_direct(&self, cache: &mut FrameCache) -> Result<Progress, HostError> {
         self.reclaim_direct_until(cache, &NEVER)
     }
 
-    /// As [`Host::reclaim_direct`], but returns soon after `stop` is set, then perhaps with no
-    /// frame: for a vCPU whose VM is being stopped.
+    /// As [`Host::reclaim_direct`], for a vCPU whose VM may be stopped meanwhile: once `stop` is
+    /// set, it returns soon, and `cache` may still be empty.
     pub fn reclaim_direct_until(
         &self,
         cache: &mut FrameCache,
@@ -111,7 +120,8 @@ impl Host {
         }
     }
 
-    /// Where time moves only when a scheduler says so.
+    /// Direct reclaim under a virtual executor. Only the scheduler advances time there, so a wait
+    /// would never end.
     fn reclaim_at_once(&self) -> Result<Progress, HostError> {
         let core = &self.core;
         let sweep = self.sweep(&NEVER);
@@ -149,7 +159,7 @@ impl Host {
             let sweep = self.sweep(stop);
             progress = sweep.progress;
             if core.freed() != freed {
-                // For this thread, or for one that has waited longer.
+                // A frame was freed, for this thread or for one that has waited longer.
                 patience = Patience::default();
                 continue;
             }
@@ -161,13 +171,14 @@ impl Host {
         }
     }
 
-    /// What a thread can expect whose sweep freed nothing, and which generation it has seen then.
+    /// After a sweep that freed nothing: what to expect next, and the generation of
+    /// [`Core::settled`] to wait past. `seen` is the generation before the sweep.
     fn outlook(&self, seen: u64) -> (Outlook, u64) {
         let core = &self.core;
         let now = core.settled.generation();
         if core.is_failing() && core.pages_writing() == 0 {
-            // A device that refuses at once has moved the generation by that: no reason to ask it
-            // again without a pause.
+            // A write that the device refuses at once also moves the generation. Without this arm
+            // each refusal would count as progress, and the thread would never give up.
             (Outlook::Quiet, now)
         } else if now != seen {
             (Outlook::Moving, now)
@@ -178,8 +189,8 @@ impl Host {
         }
     }
 
-    /// Batches until every thread that waits can have a frame that is free or on its way, or whole
-    /// turns of the hand were in vain.
+    /// Reclaims batches until there is a frame for every waiting thread, free or freed by a write
+    /// in flight. Gives up after four turns of the clock hand or [`MAX_FAILURES`] failed writes.
     fn sweep(&self, stop: &AtomicBool) -> Sweep {
         let core = &self.core;
         let mut sweep = Sweep::default();
@@ -202,15 +213,14 @@ impl Host {
             let batch = self.reclaim_batch(mercy);
             rounds += 1;
             sweep.progress.scanned += batch.scanned;
-            sweep.error = batch.error;
+            sweep.error = batch.error.or(sweep.error);
         }
         sweep.progress.writing = core.pages_writing() + lock(&core.tickets).len();
         sweep
     }
 
-    /// Starts the thread that keeps free frames between the watermarks, and makes blocks whole when
-    /// there is nothing to reclaim. It ends when the guard is
-    /// dropped.
+    /// Starts the background thread. It keeps the free frames between the watermarks, and collapses
+    /// blocks when there is nothing to reclaim. It ends when the returned guard is dropped.
     pub fn spawn_background(self: &Arc<Self>) -> Result<Background, HostError> {
         let stop = Arc::new(AtomicBool::new(false));
         let (host, stopped) = (self.clone(), stop.clone());
@@ -246,7 +256,7 @@ impl Host {
                 if progress.scanned == 0 {
                     self.io.help(&self.core, seen, TICK);
                 } else if self.failure().is_some() || barren > 4 * self.core.frames.len() {
-                    // The device refuses, or nothing may be taken: do not keep a core busy asking.
+                    // The swap device fails or is full, or no page may be taken. Do not spin.
                     std::thread::park_timeout(Duration::from_millis(10));
                     barren = 0;
                 }
@@ -256,8 +266,8 @@ impl Host {
 }
 
 impl Host {
-    /// Nothing to reclaim: makes blocks whole, at a pace that nobody notices, until somebody wakes
-    /// the thread.
+    /// One step of collapse, as there is nothing to reclaim, then a pause. The pause bounds the
+    /// thread's load, and ends early when [`Core::wake_background_if_low`] unparks the thread.
     fn idle(&self) {
         if self.core.huge == HugePages::Never {
             std::thread::park();
@@ -280,7 +290,8 @@ impl Core {
         self.frames.available() < self.frames.low
     }
 
-    /// Called when a magazine is refilled, which is often enough.
+    /// Wakes the background thread when free frames are below the low watermark. A fault calls
+    /// this only when it refills its per-CPU page cache.
     pub fn wake_background_if_low(&self) {
         if self.is_low()
             && let Some(thread) = &*lock(&self.background)
@@ -294,20 +305,21 @@ impl Core {
         self.stats.freed.load(Ordering::Relaxed)
     }
 
-    /// Whether the last write-out failed.
+    /// Whether the last write to swap failed, or found no room on the device.
     fn is_failing(&self) -> bool {
         lock(&self.failure).is_some()
     }
 
-    /// The device's failure, once it has failed often enough. The next caller asks it anew.
+    /// Takes the device's error once [`MAX_FAILURES`] writes in a row have failed. The count starts
+    /// again at 0, so a later call of direct reclaim tries the device again.
     fn take_failure(&self) -> Option<HostError> {
         let mut failure = lock(&self.failure);
         let failed = failure.take_if(|failure| failure.count >= MAX_FAILURES);
         failed.map(|failure| failure.error)
     }
 
-    /// Whether nothing is on its way that could free a frame when it arrives: no read, no write, no
-    /// frame that a thread has isolated or that only has to be taken.
+    /// Whether nothing in progress can free a frame: no read or write is in flight, no thread has
+    /// isolated a frame, and no frame is free.
     fn is_quiet(&self) -> bool {
         self.pages_writing() == 0
             && lock(&self.tickets).is_empty()
@@ -315,7 +327,7 @@ impl Core {
             && !self.frames.any_isolated()
     }
 
-    /// Why nothing is free: what the device said last, or that everything is held.
+    /// Why no frame is free: the swap device's last error, or else that every page is pinned.
     fn exhausted(&self) -> HostError {
         if let Some(failure) = &*lock(&self.failure) {
             return failure.error.clone();
@@ -328,7 +340,7 @@ impl Core {
     }
 }
 
-/// A place in the queue for frames, given up at the end.
+/// A place in the queue for frames; dropping it leaves the queue.
 struct Place<'a> {
     frames: &'a Frames,
     turn: Turn,
@@ -358,7 +370,7 @@ impl Drop for Background {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // A thread that panicked has reported it.
+            // If the thread has panicked, the panic hook has printed it.
             let _ = thread.join();
         }
     }

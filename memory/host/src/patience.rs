@@ -1,39 +1,47 @@
-//! How long a thread waits for a frame when nothing promises one.
+//! How long a thread in direct reclaim waits when its sweep has freed nothing.
 //!
-//! What is in flight, or isolated by another thread, comes to rest by itself: a reason to wait,
-//! however slow the device. When there is nothing of that, all pages are held by instructions in
-//! progress, or the device has refused what it was given. An instruction ends soon, but its vCPU
-//! may have been stopped before; and room on a device may come back.
+//! Reads and writes in flight complete, and an isolated frame is released by the thread that
+//! isolated it. While there are any, the thread waits without a limit, however slow the device.
+//!
+//! Otherwise either every page is pinned by an instruction in progress, or the swap device has
+//! refused the writes. Both may pass: the instruction ends, or the device gets room. Both may also
+//! last: the vCPU may be stopped inside the instruction. So this wait has a limit.
+//!
+//! If the last write failed and no write is in flight, the limit holds even while a read is in
+//! flight or a frame is isolated.
 
 use std::time::Duration;
 
-/// The first pause; each is twice as long as the one before.
+/// The first pause; each later one is twice as long as the one before.
 const FIRST: Duration = Duration::from_millis(1);
-/// The longest. Whatever settles ends a pause: only what ends without notice is seen this late.
+/// The longest pause. A freed frame or a completed operation ends a pause early. An event that
+/// notifies no waiter, such as the end of an instruction, is seen up to this much later.
 const LONGEST: Duration = Duration::from_millis(32);
-/// After so much time, in all, of nothing on its way, nothing will come.
+/// Limit on the sum of pauses in which nothing was in progress; then the thread gives up.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// What a thread that found no frame can expect.
+/// What was in progress when a sweep freed nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outlook {
-    /// Something came to rest while it looked.
+    /// An operation completed during the sweep: sweep again after a short pause.
     Moving,
-    /// Something is on its way.
+    /// An operation is in flight, or a frame is isolated.
     Pending,
-    /// Nothing is.
+    /// Nothing; or the last write failed and no write is in flight.
     Quiet,
 }
 
-/// What one thread has waited since a frame was freed.
+/// The waits of one thread since a frame was last freed.
 #[derive(Default)]
 pub(crate) struct Patience {
+    /// The last pause.
     pause: Duration,
+    /// Sum of the pauses after [`Outlook::Quiet`].
     quiet: Duration,
 }
 
 impl Patience {
-    /// How long to wait before the next look; `None` when there is nothing to wait for.
+    /// How long to wait before the next sweep; `None` when [`LIMIT`] is reached.
     pub fn after(&mut self, outlook: Outlook) -> Option<Duration> {
         self.pause = match outlook {
             Outlook::Moving => FIRST,

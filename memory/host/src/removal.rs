@@ -1,14 +1,15 @@
-//! A region goes away with its pages, wherever they are.
+//! Removes a region and its pages, whether they are in frames or in swap.
 //!
 //! ```text
-//! the region leaves the list       nobody finds it who does not know it already
-//! block by block: words -> Gone    a fault that comes later finds the page lost
-//!                 invalidate       what is mapped goes, a fault that has resolved before is
-//!                                  refused, no vCPU can touch the frames any more
-//!                 free the frames
+//! remove it from the region list   only threads that have found the region before still use it
+//! for each block:
+//!     page words -> Gone           a fault from here on resolves to Lost
+//!     invalidate                   the pages are unmapped, a fault that resolved one of them
+//!                                  before must retry, and no vCPU can access the frames
+//!     free the frames
 //! ```
-//! A page that is in no frame is not mapped, and needs none of this. A block of pages that nobody
-//! ever asked for is its head alone: its words are not even looked at.
+//! A page without a frame is not mapped, so only its word and its swap entry are given up. A block
+//! that was never faulted has no page state but its head, so its page words are not read.
 
 use crate::balance::TICK;
 use crate::desc::FrameState;
@@ -23,16 +24,17 @@ use std::sync::atomic::Ordering;
 #[derive(PartialEq, Eq)]
 enum Removal {
     Done,
-    /// Somebody is at it: look again.
+    /// Another thread has isolated a frame, or an operation is in flight: try again.
     Busy,
 }
 
 impl Host {
-    /// Removes a whole region with its pages, in frames and in swap. What maps them is unmapped by
-    /// the region's [`MmuNotifier`](crate::MmuNotifier); a fault that comes later finds the page
-    /// lost. Waits for the region's reads and writes in flight, and for vCPUs as
-    /// [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does, so it is called with no
-    /// lock held.
+    /// Removes a whole region with its pages, in frames and in swap. The region's
+    /// [`MmuNotifier`](crate::MmuNotifier) unmaps the pages. A later fault on one of them resolves
+    /// to [`Resolution::Lost`](crate::Resolution::Lost).
+    ///
+    /// Waits for the region's reads and writes in flight, and for vCPUs as
+    /// [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does. The caller holds no lock.
     pub fn remove_region(&self, range: HvaRange) -> Result<(), HostError> {
         let region = self.core.regions.remove(range)?;
         loop {
@@ -67,7 +69,7 @@ impl Core {
         }
     }
 
-    /// Empties the pages of `range`, each kept by itself.
+    /// Removes the pages of `range`, which is not a huge block: each page has its own state.
     fn remove_pages<'r>(
         &self,
         region: &Region,
@@ -98,7 +100,8 @@ impl Core {
         match desc.isolate() {
             Some(owner) if owner == span.first => {}
             Some(_) => {
-                // It has just been split, and its frames have become another block of pages.
+                // Since `span.head` was read, the block was split and its frames were given to
+                // another block of pages.
                 desc.publish();
                 return Removal::Busy;
             }
@@ -106,7 +109,7 @@ impl Core {
         }
         span.head
             .change(HeadState::Whole { block }, HeadState::Gone)
-            .expect("only who isolated a block changes its head");
+            .expect("only the thread that isolated a block changes its head");
         region.notifier.invalidate(&[span.first.block_range()]);
         desc.loosen();
         self.stats.note_loose();
@@ -116,8 +119,8 @@ impl Core {
         Removal::Done
     }
 
-    /// Empties one page of a removed region. Its frame, which may still be mapped, stays isolated
-    /// and goes to `frames`.
+    /// Removes one page. Its frame may still be mapped, so the frame stays isolated and is added to
+    /// `frames`: the caller frees it after the invalidation.
     fn remove_page(&self, page: PageNo, word: &PageWord, frames: &mut Vec<Pfn>) -> Removal {
         let state = word.load();
         let removed = match (state, state.removed()) {
@@ -134,7 +137,7 @@ impl Core {
             match desc.isolate() {
                 Some(owner) if owner == page => {}
                 Some(_) => {
-                    // The page has just left the frame, which is another's now.
+                    // Since `word` was read, the page has left the frame, which now holds another.
                     desc.publish();
                     return Removal::Busy;
                 }

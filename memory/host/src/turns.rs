@@ -1,12 +1,14 @@
-//! Whose turn it is: threads that wait for a free frame, the longest first.
+//! The queue of threads that wait for a free frame, first come, first served.
 //!
 //! ```text
 //! free frames    f f f f f
-//! waiting        3 5 8           a thread may take one once more are free than wait before it
-//! spare                f f       what a vCPU that does not wait may still take
+//! waiting        3 5 8           turns; a thread may take a frame when more frames are free than
+//!                                threads wait before it
+//! spare                f f       what a vCPU outside the queue may take
 //! ```
-//! A frame is not handed over: it stays free, and is owed. So nothing is lost when a waiting thread
-//! gives up, and who frees a frame need not know for whom.
+//! A frame is not handed to a waiting thread. It stays in the free map, which keeps one frame back
+//! for each waiting thread. So no frame is lost when a waiting thread gives up, and a thread that
+//! frees a frame need not know who waits for it.
 
 use std::collections::VecDeque;
 
@@ -14,16 +16,17 @@ use std::collections::VecDeque;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Turn(u64);
 
-/// The queue.
+/// The queue. The lock of the free map guards it.
 #[derive(Default)]
 pub(crate) struct Turns {
-    /// Ascending: turns are dealt out in order.
+    /// Ascending, because [`Turns::join`] appends ever larger turns.
     waiting: VecDeque<Turn>,
+    /// The last turn that was given out.
     dealt: u64,
 }
 
 impl Turns {
-    /// A place at the end.
+    /// Adds a thread at the end; returns its turn.
     pub fn join(&mut self) -> Turn {
         self.dealt += 1;
         let turn = Turn(self.dealt);
@@ -31,19 +34,19 @@ impl Turns {
         turn
     }
 
-    /// Gives the place up; without effect if that was done before.
+    /// Removes `turn` from the queue; no effect if it has left already.
     pub fn leave(&mut self, turn: Turn) {
         if let Ok(at) = self.waiting.binary_search(&turn) {
             self.waiting.remove(at);
         }
     }
 
-    /// How many wait.
+    /// Number of waiting threads.
     pub fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// How many have waited longer than `turn`.
+    /// Number of threads that joined before `turn` and still wait.
     pub fn before(&self, turn: Turn) -> usize {
         self.waiting.partition_point(|&other| other < turn)
     }

@@ -22,7 +22,7 @@ pub fn lab(args: &LabArgs) -> Exit {
     if args.quick {
         report.say(
             "A quick look: few and short rounds, for CI and for newcomers. `lacuna lab` measures \
-             properly, in some forty minutes.",
+             properly, in some fifty minutes.",
         );
     }
     let done = options(args).and_then(|options| {

@@ -1,5 +1,5 @@
-//! Where a result goes: text for people on stdout, JSON where it was asked for. Everything else
-//! goes to stderr: what the guest prints, and what went wrong.
+//! What the command prints, and where. A result goes to stdout as text, and to the target of
+//! `--json` as JSON. The guest's lines and error messages go to stderr.
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
@@ -14,15 +14,15 @@ pub struct WriteError {
     source: io::Error,
 }
 
-/// Tells a result as `output` asks: with `--json -`, stdout carries the JSON and nothing else.
+/// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text.
 ///
 /// # Errors
-/// When the JSON or the text cannot be written.
+/// The JSON or the text cannot be written. If both fail, the error is that of the JSON.
 pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
     match &output.json {
         Some(JsonTarget::Stdout) => print(json),
         Some(JsonTarget::File(path)) => {
-            // Both are tried: a full disk under the one says nothing about the other.
+            // Write both even if one fails: they may be on different disks.
             let printed = print(text);
             let failed = |source| WriteError {
                 target: path.display().to_string(),
@@ -35,11 +35,11 @@ pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
     }
 }
 
-/// Prints to stdout. A reader that has gone (`lacuna doctor | head -1`) is no error: it has what
-/// it wanted.
+/// Prints to stdout. A closed pipe (`lacuna doctor | head -1`) is no error: its reader has read
+/// what it wanted.
 ///
 /// # Errors
-/// When stdout takes no more for another reason, such as a full disk.
+/// The write fails for another reason, such as a full disk.
 pub fn print(text: &str) -> Result<(), WriteError> {
     let mut stdout = io::stdout().lock();
     let written = stdout.write_all(text.as_bytes());
@@ -52,19 +52,20 @@ pub fn print(text: &str) -> Result<(), WriteError> {
     }
 }
 
-/// Says on stderr what went wrong. If that is broken too, the exit code still says it.
+/// Prints an error message to stderr. If that fails, only the exit code reports the error.
 pub fn complain(text: &str) {
     let _ = writeln!(io::stderr(), "lacuna: {text}");
 }
 
-/// Prints a line of the guest's on stderr. A reader that has gone does not end the guest.
+/// Prints a line of the guest to stderr. A failed write is ignored, so that a closed pipe does not
+/// end the guest.
 pub fn print_guest_line(line: &str) {
     let _ = writeln!(io::stderr(), "{}", for_stderr(line));
 }
 
-/// A line of the guest's as stderr may have it. A terminal obeys control characters (a guest could
-/// retitle it, or make it type), so that there they are shown by their names; a file or pipe gets
-/// them as they are.
+/// A line of the guest as it is printed to stderr. On a terminal, control characters are escaped: a
+/// guest could otherwise change the terminal's title or make it send input. A file or a pipe gets
+/// the line unchanged.
 fn for_stderr(line: &str) -> Cow<'_, str> {
     if io::stderr().is_terminal() {
         visible(line)
@@ -73,7 +74,7 @@ fn for_stderr(line: &str) -> Cow<'_, str> {
     }
 }
 
-/// `line` with its control characters, tabs apart, as `\u{1b}`.
+/// `line` with each control character except tab escaped: ESC becomes `\u{1b}`.
 pub fn visible(line: &str) -> Cow<'_, str> {
     let obeyed = |c: char| c.is_control() && c != '\t';
     if !line.contains(obeyed) {

@@ -1,11 +1,12 @@
-//! Signals: the first one asks a command to end, the second ends it.
+//! SIGINT and SIGTERM: the first asks a command to end, the second ends the process.
 //!
 //! ```text
-//! Ctrl-C      the guest is stopped, or the experiment; the result so far is told; exit code 130
-//! again       the process ends at once with the same code
+//! first     the command stops the guest or the experiment and prints the result so far;
+//!           exit code 130 for SIGINT (Ctrl-C), 143 for SIGTERM
+//! second    the process ends at once; nothing is printed; exit code likewise
 //! ```
-//! The second is for a command that is stuck where it does not look, as behind a swap device that
-//! answers no more.
+//! The second is for a command that cannot react to the first, for example because it waits for a
+//! swap device that no longer answers.
 
 use std::fmt;
 use std::io;
@@ -15,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
-/// A signal that asks for the end.
+/// A signal that asks a command to end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Signal {
     /// SIGINT: Ctrl-C on a terminal.
@@ -34,7 +35,7 @@ impl Signal {
         }
     }
 
-    /// 128 + its number.
+    /// 128 + the signal's number, as a shell reports a process that the signal killed.
     pub const fn exit_code(self) -> u8 {
         128 + self.number() as u8
     }
@@ -49,23 +50,25 @@ impl fmt::Display for Signal {
     }
 }
 
-/// Whether a signal has asked for the end.
+/// The signals that were caught so far.
 #[derive(Clone, Default)]
 pub struct Signals {
-    /// The number of the last signal; 0 for none.
+    /// The number of the last signal, or 0.
     caught: Arc<AtomicUsize>,
 }
 
 impl Signals {
-    /// From here on [`Signal`]s are caught; the first also sets `stop`.
+    /// Installs handlers for every [`Signal`]. The first signal sets `stop`; a signal that finds
+    /// `stop` set, by a signal or by the caller, ends the process.
     ///
     /// # Errors
-    /// The system's refusal.
+    /// The kernel refuses a handler.
     pub fn catch(stop: &Arc<AtomicBool>) -> io::Result<Self> {
         let signals = Self::default();
         for signal in Signal::ALL {
             let number = signal.number();
-            // Actions run in this order: the first signal finds `stop` unset, the second set.
+            // Actions run in the order of their registration. So the first signal does not exit,
+            // because `stop` is set only after the check; the second exits.
             let code = i32::from(signal.exit_code());
             flag::register_conditional_shutdown(number, code, Arc::clone(stop))?;
             let caught = Arc::clone(&signals.caught);
@@ -75,7 +78,7 @@ impl Signals {
         Ok(signals)
     }
 
-    /// The signal that came, if one did.
+    /// The last signal, if there was one.
     pub fn caught(&self) -> Option<Signal> {
         let number = self.caught.load(Ordering::Relaxed);
         let is_it = |signal: &Signal| signal.number() as usize == number;
@@ -83,11 +86,12 @@ impl Signals {
     }
 }
 
-/// A write beyond the limit on file sizes (`ulimit -f`) is refused from here on, as one to a full
-/// disk is. By default the kernel would kill the process for it.
+/// Catches SIGXFSZ, so that a write beyond the file size limit (`ulimit -f`) fails with EFBIG. By
+/// default the signal kills the process. The caller then handles the error like that of a full
+/// disk.
 ///
 /// # Errors
-/// The system's refusal.
+/// The kernel refuses the handler.
 pub fn survive_file_size_limit() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
