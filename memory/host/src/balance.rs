@@ -9,6 +9,7 @@ use crate::host::{Core, Host, HugePages, NEVER, lock};
 use crate::patience::{Outlook, Patience};
 use crate::reclaim::Mercy;
 use crate::stats::Counters;
+use crate::ticket::Ticket;
 use crate::turns::Turn;
 use crate::writeback::CLUSTER;
 use std::sync::Arc;
@@ -178,8 +179,12 @@ impl Host {
         let now = core.settled.generation();
         if core.is_failing() && core.pages_writing() == 0 {
             // A write that the device refuses at once also moves the generation. Without this arm
-            // each refusal would count as progress, and the thread would never give up.
-            (Outlook::Quiet, now)
+            // each refusal would count as progress, and the thread would never give up. A page that
+            // is being read may be dropped once it is there.
+            match core.is_reading() {
+                true => (Outlook::Pending, now),
+                false => (Outlook::Quiet, now),
+            }
         } else if now != seen {
             (Outlook::Moving, now)
         } else if core.is_quiet() {
@@ -322,9 +327,15 @@ impl Core {
     /// isolated a frame, and no frame is free.
     fn is_quiet(&self) -> bool {
         self.pages_writing() == 0
-            && lock(&self.tickets).is_empty()
+            && !self.is_reading()
             && self.frames.available() == 0
             && !self.frames.any_isolated()
+    }
+
+    /// Whether some thread or ring carries out a read. A ticket that is not started promises
+    /// nothing.
+    fn is_reading(&self) -> bool {
+        lock(&self.tickets).values().any(Ticket::is_started)
     }
 
     /// Why no frame is free: the swap device's last error, or else that every page is pinned.

@@ -52,6 +52,8 @@ struct Count {
     /// Free frames that only the swap store may take, so that reclaim can always compress some more
     /// pages.
     reserve: AtomicUsize,
+    /// What the vCPUs that there are need to make progress.
+    promised: AtomicUsize,
 }
 
 struct Free {
@@ -78,6 +80,7 @@ impl Frames {
                 free_min: AtomicUsize::new(frames),
                 store: AtomicUsize::new(0),
                 reserve: AtomicUsize::new(0),
+                promised: AtomicUsize::new(0),
             }),
         }
     }
@@ -164,7 +167,8 @@ impl Frames {
     pub fn take_batch(&self, out: &mut Vec<u32>) {
         let free = self.lock();
         let spare = self.spare(&free).saturating_sub(free.turns.len());
-        self.move_out(free, share(spare), out);
+        let count = self.share(spare);
+        self.move_out(free, count, out);
     }
 
     /// A place at the end of the queue for frames.
@@ -192,7 +196,21 @@ impl Frames {
         }
         free.turns.leave(turn);
         let unowed = spare.saturating_sub(free.turns.len());
-        self.move_out(free, share(unowed).max(1), out);
+        let count = self.share(unowed).max(1);
+        self.move_out(free, count, out);
+    }
+
+    /// The vCPUs that there are need `frames` to make progress, a batch in each magazine included.
+    pub fn promise(&self, frames: usize) {
+        self.count.promised.store(frames, Ordering::Relaxed);
+    }
+
+    /// How many of `spare` free frames one magazine may have: few of few, so that none hoards the
+    /// last ones, and more than a batch only of what no vCPU can need.
+    fn share(&self, spare: usize) -> usize {
+        let of_few = spare.div_ceil(8).min(BATCH);
+        let plenty = spare.saturating_sub(self.count.promised.load(Ordering::Relaxed));
+        of_few.max((plenty / 64).min(BATCH_MAX))
     }
 
     /// Free frames that are not the store's.
@@ -272,13 +290,6 @@ impl Frames {
     fn lock(&self) -> MutexGuard<'_, Free> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// How many of `spare` free frames one magazine may have: few of few, so that none hoards the last
-/// ones.
-fn share(spare: usize) -> usize {
-    let of_few = spare.div_ceil(8).min(BATCH);
-    of_few.max((spare / 64).min(BATCH_MAX))
 }
 
 /// A swap store's hold on the budget: what it takes is charged to it.

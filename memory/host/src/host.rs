@@ -314,11 +314,21 @@ fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
 
 impl Core {
     pub fn register(&self, cache: &Arc<Shared>) {
-        lock(&self.caches).push(cache.clone());
+        let mut caches = lock(&self.caches);
+        caches.push(cache.clone());
+        self.promise_to(caches.len());
+    }
+
+    fn promise_to(&self, vcpus: usize) {
+        let minimum = Host::minimum_budget(vcpus).get();
+        self.frames.promise(minimum as usize);
     }
 
     pub fn unregister(&self, cache: &Arc<Shared>) {
-        lock(&self.caches).retain(|other| !Arc::ptr_eq(other, cache));
+        let mut caches = lock(&self.caches);
+        caches.retain(|other| !Arc::ptr_eq(other, cache));
+        self.promise_to(caches.len());
+        drop(caches);
         self.stats.absorb(&cache.count);
     }
 

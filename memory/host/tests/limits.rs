@@ -149,3 +149,21 @@ fn pages_are_peeked_at_only_where_they_are() {
     assert_eq!(across[..8], 1u64.to_le_bytes());
     assert_eq!(across[8..], 2u64.to_le_bytes());
 }
+
+/// Magazines are larger where frames are plenty, but not at the cost of whoever comes last.
+#[test]
+fn many_idle_vcpus_leave_what_the_last_one_needs() {
+    const VCPUS: usize = 256;
+    let (host, clock) = virtual_host(Host::minimum_budget(VCPUS).get(), store());
+    let mut vm = Vm::new(&host, &clock, 1000);
+    let mut others: Vec<_> = (1..VCPUS).map(|_| host.frame_cache().unwrap()).collect();
+    for (other, page) in others.iter_mut().zip(0..) {
+        std::mem::swap(&mut vm.cache, other);
+        vm.touch(page, Use::Write(page + 1)).unwrap();
+        std::mem::swap(&mut vm.cache, other);
+    }
+    for page in 0..MAX_HOLDS as u64 {
+        vm.fault(500 + page, Access::Write).unwrap();
+    }
+    host.verify();
+}

@@ -79,6 +79,29 @@ impl World {
         self.host.remove_region(room).unwrap();
     }
 
+    /// A region whose pages stay where they are, because an instruction holds them.
+    fn hold_room(&self) -> (HvaRange, FrameCache) {
+        let mmu = Arc::new(FakeMmu::default());
+        mmu.belongs_to(&self.host);
+        let room = self.host.add_region(PageCount::new(64), mmu).unwrap();
+        let mut holder = self.host.frame_cache().unwrap();
+        for page in 0..64 {
+            let hva = room.start().checked_add_pages(page).unwrap();
+            let found = self
+                .host
+                .resolve(hva, Access::Write, Level::L4K, &mut holder);
+            assert!(matches!(found, Resolution::Ready(_)));
+        }
+        (room, holder)
+    }
+
+    /// Fills memory and swap to the last page; how many there are.
+    fn fill_until_full(&self) -> u64 {
+        let bytes = 1u64.to_le_bytes().repeat(PAGE_SIZE / 8);
+        let fits = |page: &u64| self.host.copy_in(self.at(*page), &bytes).is_ok();
+        (0..WRITERS * PAGES).take_while(fits).count() as u64
+    }
+
     fn resolve(&self, page: u64, cache: &mut FrameCache) -> Resolution {
         let hva = self.at(page);
         let resolution = self.host.resolve(hva, Access::Read, Level::L4K, cache);
@@ -142,6 +165,56 @@ fn a_wait_for_a_frame_ends_when_it_is_told_to() {
         store.set_fault(None);
         assert_eq!(writer.join().unwrap(), Ok(()));
     });
+}
+
+/// All slots are in use, which the background has found out, and all free frames are for reads
+/// that a stalled device holds up: once they have come, their pages can be given up again.
+#[test]
+fn reads_are_waited_for_though_swap_is_full() {
+    let store = FaultyStore::new(PageCount::new(400));
+    let world = World::new(Box::new(store.clone()));
+    let host = &world.host;
+    let _background = host.spawn_background().unwrap();
+    let (room, held) = world.hold_room();
+    let swapped = world.fill_until_full();
+    while host.failure().is_none() {
+        sleep(Duration::from_millis(1));
+    }
+    store.set_fault(Some(Fault::Stall));
+    drop(held);
+    host.remove_region(room).unwrap();
+    let mut cache = host.frame_cache().unwrap();
+    for page in 0..swapped {
+        match world.resolve(page, &mut cache) {
+            Resolution::Pending(ticket) => host.start(&ticket),
+            Resolution::NoMemory => break,
+            _ => {}
+        }
+    }
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| host.reclaim_direct(&mut cache));
+        sleep(A_WHILE);
+        assert!(!waits.is_finished());
+        store.set_fault(None);
+        assert!(waits.join().unwrap().unwrap().freed > 0);
+    });
+}
+
+/// A page that nobody reads will never come.
+#[test]
+fn a_ticket_that_nobody_starts_is_not_waited_for() {
+    let world = World::new(Box::new(FaultyStore::new(PageCount::new(400))));
+    let (room, held) = world.hold_room();
+    let swapped = world.fill_until_full();
+    drop(held);
+    world.host.remove_region(room).unwrap();
+    let mut cache = world.host.frame_cache().unwrap();
+    let mut pending = |page| match world.resolve(page, &mut cache) {
+        Resolution::Pending(ticket) => Some(ticket),
+        _ => None,
+    };
+    assert!((0..swapped).find_map(&mut pending).is_some());
+    assert!(world.fill_all(|| ()).is_err(), "and nobody waits for ever");
 }
 
 /// The latency is longer than a thread waits for nothing.
