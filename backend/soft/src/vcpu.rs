@@ -405,6 +405,10 @@ impl lacuna_machine::Vcpu for Vcpu {
                 Step::Exit(exit) => return Ok(exit),
                 Step::Failed(error) => return Err(error),
                 Step::Wait(Wait::Halt(until)) => {
+                    if self.vm.host.wants_balance() {
+                        // Others need the free frames that this vCPU keeps at hand.
+                        self.entry.bus.faulter().frames().flush();
+                    }
                     self.vm
                         .bells
                         .parker(self.index)

@@ -155,7 +155,10 @@ impl Found {
     /// ones included.
     pub(crate) fn each_slot(mut self, mut each: impl FnMut(SlotId, SlotPages<'_>)) -> usize {
         sort_by_block(&mut self.0);
-        for some in self.0.chunk_by(|a, b| a >> PAGE_BITS == b >> PAGE_BITS) {
+        let slots = self
+            .0
+            .chunk_by_mut(|a, b| *a >> PAGE_BITS == *b >> PAGE_BITS);
+        for some in slots {
             each(SlotId((some[0] >> PAGE_BITS) as u16), SlotPages(some));
         }
         self.0.len()
@@ -191,12 +194,16 @@ fn sort_by_block(found: &mut Vec<u64>) {
 }
 
 /// Pages of one slot, sorted by block but not inside it. A page may be repeated.
-pub(crate) struct SlotPages<'a>(&'a [u64]);
+pub(crate) struct SlotPages<'a>(&'a mut [u64]);
 
 impl<'a> SlotPages<'a> {
     /// The pages by block, for a slot at `gfns`. Pages beyond the slot's end are left out.
-    pub(crate) fn in_blocks(&self, gfns: GfnRange) -> impl Iterator<Item = BlockPages> + use<'a> {
+    pub(crate) fn in_blocks(self, gfns: GfnRange) -> impl Iterator<Item = BlockPages> + use<'a> {
         let first = gfns.start().get();
+        if !first.is_multiple_of(BLOCK) {
+            // The pages of such a slot were sorted by groups of 512 that each lie in two blocks.
+            self.0.sort_unstable();
+        }
         let gfn_of = move |found: &u64| first + (found & ((1 << PAGE_BITS) - 1));
         let blocks = self
             .0
@@ -259,6 +266,17 @@ mod tests {
 
     fn range(first: u64, pages: u64) -> GfnRange {
         GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap()
+    }
+
+    #[test]
+    fn each_block_comes_once_wherever_the_slot_begins() {
+        for first in [0, 100, 512, 1023] {
+            let mut found = Found::default();
+            (0..1024).for_each(|i| found.add(SlotId(1), i * 387 % 1024));
+            let blocks = |pages: SlotPages<'_>| pages.in_blocks(range(first, 1024)).count();
+            let expected = 2 + usize::from(first % 512 != 0);
+            found.each_slot(|_, pages| assert_eq!(blocks(pages), expected, "{first}"));
+        }
     }
 
     /// First frame and count of all runs.
