@@ -322,13 +322,19 @@ fn swap_grows_back_after_the_guest_has_failed() {
     world.check();
 }
 
-/// A world with reads in flight that nothing would bring within an hour.
-fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
+/// A world with pages in swap that nothing would bring within an hour.
+fn slow_world(swap: impl SwapStore + 'static) -> World {
     let dial = Dial::new(Duration::ZERO);
     let world = World::new(Box::new(Latency::new(swap, dial.clone())));
     world.fill_all(|| ()).unwrap();
     world.make_room();
     dial.set(Duration::from_secs(3600));
+    world
+}
+
+/// A slow world with reads in flight.
+fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
+    let world = slow_world(swap);
     let mut cache = world.host.frame_cache().unwrap();
     let mut start = |page| match world.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => {
@@ -348,6 +354,26 @@ fn a_region_that_goes_does_not_wait_for_a_simulated_latency() {
     world.host.remove_region(world.range).unwrap();
     assert!(tickets.iter().all(Ticket::is_done));
     world.host.verify();
+}
+
+#[test]
+fn nor_for_a_thread_that_sleeps_it_out() {
+    let world = slow_world(faulty());
+    let mut cache = world.host.frame_cache().unwrap();
+    let mut pending = |page| match world.resolve(page, &mut cache) {
+        Resolution::Pending(ticket) => Some(ticket),
+        _ => None,
+    };
+    let ticket = (0..WRITERS * PAGES).find_map(&mut pending);
+    let ticket = ticket.expect("a page in swap");
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| world.host.wait(&ticket));
+        while !ticket.is_started() {
+            sleep(Duration::from_millis(1));
+        }
+        world.host.remove_region(world.range).unwrap();
+        reader.join().unwrap().unwrap();
+    });
 }
 
 #[test]

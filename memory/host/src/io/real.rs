@@ -132,7 +132,9 @@ impl Real {
         let due = self.core.deadline();
         let result = self.core.read(ticket);
         let completion = Completion::Read(ticket.clone(), result);
-        match sleep_until(&self.core, due, stop) {
+        // The removal of a region waits for its reads.
+        let is_moot = || ticket.region().is_removed();
+        match sleep_until(&self.core, due, stop, is_moot) {
             Slept::Whole => self.core.complete(completion),
             Slept::Stopped => self.timer.complete_at(due, completion),
         }

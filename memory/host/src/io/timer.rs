@@ -68,7 +68,7 @@ impl Timer {
                 }
                 return;
             }
-            let _ = sleep_until(core, due, &self.shared.stop);
+            let _ = sleep_until(core, due, &self.shared.stop, || false);
         }
         core.complete(completion);
     }
@@ -211,8 +211,14 @@ pub(super) enum Slept {
     Stopped,
 }
 
-/// Sleeps on the caller's thread until `due`, or until soon after `stop` is set.
-pub(super) fn sleep_until(core: &Core, due: Nanos, stop: &AtomicBool) -> Slept {
+/// Sleeps on the caller's thread until `due`, or until soon after `stop` is set. `is_moot` says
+/// that nothing is left to be slow for: then the sleep counts as whole.
+pub(super) fn sleep_until(
+    core: &Core,
+    due: Nanos,
+    stop: &AtomicBool,
+    is_moot: impl Fn() -> bool,
+) -> Slept {
     let mut now = core.clock.now();
     if now < due {
         fine_sleeps();
@@ -221,7 +227,7 @@ pub(super) fn sleep_until(core: &Core, due: Nanos, stop: &AtomicBool) -> Slept {
         if stop.load(Ordering::Acquire) {
             return Slept::Stopped;
         }
-        if core.at_once.load(Ordering::Relaxed) {
+        if core.at_once.load(Ordering::Relaxed) || is_moot() {
             return Slept::Whole;
         }
         std::thread::sleep(Duration::from_nanos(due.since(now)).min(NAP));
