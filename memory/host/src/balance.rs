@@ -287,7 +287,7 @@ impl Host {
 }
 
 impl Core {
-    fn pages_writing(&self) -> usize {
+    pub fn pages_writing(&self) -> usize {
         self.writing.load(Ordering::Relaxed)
     }
 

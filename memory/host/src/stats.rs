@@ -63,6 +63,8 @@ pub struct HostStats {
     pub in_use_peak: u64,
     /// Frames that the swap store has: compressed pages, charged to the budget.
     pub store: u64,
+    /// Pages being written out now, and pages that are not read back yet, begun or not.
+    pub in_flight: u64,
     /// Slots of the swap device in use, those of clean resident pages included.
     pub slots: u64,
     /// Pages that the host's page cache may hold for the swap device: none for one that goes past
@@ -173,6 +175,7 @@ impl Core {
             resident: (frames.len() as u64).saturating_sub(elsewhere),
             in_use_peak: (frames.len() - frames.free_min()) as u64,
             store: frames.in_store() as u64,
+            in_flight: (self.pages_writing() + lock(&self.tickets).len()) as u64,
             slots,
             page_cache: if self.store.is_cached() { slots } else { 0 },
             faults_zero_fill: zero_fill,
