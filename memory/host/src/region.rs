@@ -17,7 +17,7 @@ use crate::error::HostError;
 use crate::head::{BLOCK, BlockNo, Head, HeadState};
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
-use lacuna_addr::{HvaRange, NoRoom, PAGE_SHIFT, PageCount};
+use lacuna_addr::{HvaRange, PAGE_SHIFT, PageCount};
 use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -236,7 +236,7 @@ const MAX_PAGES: u64 = 1 << (u64::BITS - PAGE_SHIFT);
 #[cfg(not(loom))]
 fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
     let bytes = pages.get().saturating_mul(size_of::<PageWord>() as u64);
-    let no_room = NoRoom { bytes };
+    let no_room = lacuna_addr::NoRoom { bytes };
     let count = usize::try_from(pages.get()).map_err(|_| no_room)?;
     let layout = std::alloc::Layout::array::<PageWord>(count).map_err(|_| no_room)?;
     assert!(layout.size() > 0, "a region has pages");
