@@ -306,7 +306,7 @@ impl SlotLog {
     pub(crate) fn mark_all(&self, pages: impl Iterator<Item = usize>) -> usize {
         let bitmap = self.bitmap.get();
         bitmap
-            .expect("who logs without rings has one")
+            .expect("a slot that logs without rings has a bitmap")
             .mark_all(pages)
     }
 }

@@ -31,8 +31,8 @@ const MAX_FAILURES: usize = 4;
 /// isolation of a frame.
 pub(crate) const TICK: Duration = Duration::from_millis(1);
 
-/// Pause of the idle background thread between two steps of collapse. A collapse by copy takes
-/// about 1/50 of this.
+/// Pause of the background thread between two steps of collapse, and before it reclaims again in
+/// vain. A collapse by copy takes about 1/50 of this.
 const PACE: Duration = Duration::from_millis(10);
 /// Pause after a step of collapse that reached the last block or lacked free memory.
 const REST: Duration = Duration::from_secs(1);
@@ -76,17 +76,15 @@ impl Host {
                 ..Progress::default()
             };
         }
-        let before = core.stats.freed.load(Ordering::Relaxed);
+        let before = core.freed();
         let batch = self.reclaim_batch(Mercy::SecondChance);
         if let Some(error) = batch.error {
             core.note_reason(error);
         }
-        let writing = core.writing.load(Ordering::Relaxed);
-        let freed = core.stats.freed.load(Ordering::Relaxed) - before;
         Progress {
             scanned: batch.scanned,
-            freed: freed as usize,
-            writing,
+            freed: (core.freed() - before) as usize,
+            writing: core.pages_writing(),
         }
     }
 
@@ -262,15 +260,13 @@ impl Host {
                     self.io.help(&self.core, seen, TICK);
                 } else if self.failure().is_some() || barren > 4 * self.core.frames.len() {
                     // The swap device fails or is full, or no page may be taken. Do not spin.
-                    std::thread::park_timeout(Duration::from_millis(10));
+                    std::thread::park_timeout(PACE);
                     barren = 0;
                 }
             }
         }
     }
-}
 
-impl Host {
     /// One step of collapse, as there is nothing to reclaim, then a pause. The pause bounds the
     /// thread's load, and ends early when [`Core::wake_background_if_low`] unparks the thread.
     fn idle(&self) {

@@ -98,7 +98,7 @@ pub(crate) struct Core {
     pub background: Mutex<Option<Thread>>,
 }
 
-/// What waits that nobody stops are told to look at.
+/// The stop flag of a wait that nothing stops.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -7,8 +7,8 @@
 //! refused the writes. Both may pass: the instruction ends, or the device gets room. Both may also
 //! last: the vCPU may be stopped inside the instruction. So this wait has a limit.
 //!
-//! If the last write failed and no write is in flight, the limit holds even while a read is in
-//! flight or a frame is isolated.
+//! If the last write failed and no operation is in flight, the limit holds even while a frame is
+//! isolated.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub(crate) enum Outlook {
     Moving,
     /// An operation is in flight, or a frame is isolated.
     Pending,
-    /// Nothing; or the last write failed and no write is in flight.
+    /// Nothing; or the last write failed, and no operation is in flight.
     Quiet,
 }
 

@@ -203,19 +203,19 @@ impl Stage2 {
 
     /// Arms the leaf at `at` if it is writable: `armed` is [`format::protected`] or
     /// [`format::cleaned`]. Returns the leaf as it was, or `None` when nothing had to change. The
-    /// one way to take D and leave W: whoever calls it tells the owner of the page.
+    /// one way to take D and leave W: the caller tells the host that the page is dirty.
     ///
-    /// On the bits, because a harvest does this for every dirty page, and decoding and encoding
-    /// would be most of it.
+    /// It changes the raw bits, because a harvest calls it for every dirty page, and decoding and
+    /// encoding an entry costs more than the exchange.
     #[inline]
     pub(crate) fn arm(&self, at: EntryRef, armed: impl Fn(u64) -> u64) -> Option<Leaf> {
         let entry = self.entry(at);
         let mut old = entry.load(Ordering::Acquire);
         loop {
-            if !format::is_writable_leaf(old) || armed(old) == old {
+            let new = armed(old);
+            if !format::is_writable_leaf(old) || new == old {
                 return None;
             }
-            let new = armed(old);
             match entry.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => match format::decode(old) {
                     Entry::Leaf(leaf) => return Some(leaf),

@@ -121,9 +121,13 @@ impl<'s> BlockTables<'s> {
     #[inline]
     fn of_run(&mut self, run: GfnRange) -> Option<TableId> {
         let last = (run.end_raw() - 1) / Level::L2M.pages();
-        (last == run.start().block()).then(|| self.of(run.start()))?
+        if last != run.start().block() {
+            return None;
+        }
+        self.of(run.start())
     }
 
+    /// The table of 4 KiB leaves of `gfn`'s block, if the block has one.
     #[inline]
     fn of(&mut self, gfn: Gfn) -> Option<TableId> {
         let block = gfn.block();
