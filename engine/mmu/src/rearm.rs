@@ -9,8 +9,9 @@ use crate::Mmu;
 use crate::rmap::{BLOCK, Rmap, block_range, parts};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_slots::{Slot, SlotId};
-use lacuna_stage2::Flush;
+use lacuna_stage2::{Flush, Stage2};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// Pages in one word of a bitmap.
 const WORD: usize = u64::BITS as usize;
@@ -42,16 +43,10 @@ impl Mmu {
         blocks: impl Iterator<Item = BlockPages>,
         flush: &mut Flush<'s>,
     ) {
-        let mut on_their_way = VecDeque::with_capacity(AHEAD + 1);
-        for block in blocks {
-            self.stage2.prefetch(block.lines());
-            on_their_way.push_back(block);
-            if on_their_way.len() > AHEAD {
-                let block = on_their_way.pop_front().expect("more than none");
-                self.arm(&slot.attach, block.part, block.runs(), flush);
-            }
-        }
-        for block in on_their_way {
+        let mut blocks = blocks.inspect(|block| self.stage2.prefetch(block.lines()));
+        let mut prefetched: VecDeque<_> = blocks.by_ref().take(AHEAD).collect();
+        while let Some(block) = prefetched.pop_front() {
+            prefetched.extend(blocks.next());
             self.arm(&slot.attach, block.part, block.runs(), flush);
         }
     }
@@ -64,6 +59,9 @@ pub(crate) struct BlockPages {
     /// One bit for each page of `part`; bit 0 is the part's first page.
     mask: [u64; BLOCK_WORDS],
 }
+
+/// [`BlockPages::lines`] takes a byte of the mask for a cache line.
+const _: () = assert!(Stage2::LINE == u8::BITS as u64);
 
 impl BlockPages {
     /// For each byte of `mask` with a bit set, the first of its eight pages. The eight entries are
@@ -142,7 +140,7 @@ pub(crate) struct Found(Vec<u64>);
 
 /// Bits of a page's index in its slot.
 const PAGE_BITS: u32 = 48;
-/// Bits that one pass of [`sort_by_block`] sorts by.
+/// Bits that one pass of [`sort_by_bits`] sorts by.
 const DIGIT: u32 = 8;
 
 impl Found {
@@ -154,7 +152,7 @@ impl Found {
     /// Calls `each` once for each slot, with its pages. Returns how many pages were added, repeated
     /// ones included.
     pub(crate) fn each_slot(mut self, mut each: impl FnMut(SlotId, SlotPages<'_>)) -> usize {
-        sort_by_block(&mut self.0);
+        sort_by_bits(&mut self.0, PAGE_BITS..u64::BITS);
         let slots = self
             .0
             .chunk_by_mut(|a, b| *a >> PAGE_BITS == *b >> PAGE_BITS);
@@ -165,53 +163,58 @@ impl Found {
     }
 }
 
-/// Sorts `found` by slot and block, so that each block is locked once. This is a radix sort, lowest
-/// digit first: a comparison sort of the 65 536 pages of a full ring takes a fifth of the harvest.
-fn sort_by_block(found: &mut Vec<u64>) {
-    let first = found.first().copied().unwrap_or(0);
-    let differ = found.iter().fold(0, |bits, page| bits | (page ^ first));
-    let mut sorted = vec![0; found.len()];
-    for shift in (BLOCK.ilog2()..u64::BITS).step_by(DIGIT as usize) {
-        let digit = |page: u64| (page >> shift) as usize & ((1 << DIGIT) - 1);
+/// Sorts `numbers` by these of their bits. This is a radix sort, lowest digit first: a comparison
+/// sort of the 65 536 pages of a full ring takes a fifth of the harvest.
+fn sort_by_bits(numbers: &mut [u64], bits: Range<u32>) {
+    let first = numbers.first().copied().unwrap_or(0);
+    let differ = numbers
+        .iter()
+        .fold(0, |bits, number| bits | (number ^ first));
+    let mut spare = vec![0; numbers.len()];
+    let (mut from, mut to) = (&mut *numbers, &mut spare[..]);
+    let mut passes = 0;
+    for shift in bits.step_by(DIGIT as usize) {
+        let digit = |number: u64| (number >> shift) as usize & ((1 << DIGIT) - 1);
         if digit(differ) == 0 {
             continue;
         }
         // Count the numbers with each digit; then replace each count with the index at which the
         // next number with that digit is put.
         let mut places = [0; 1 << DIGIT];
-        found.iter().for_each(|page| places[digit(*page)] += 1);
+        from.iter().for_each(|number| places[digit(*number)] += 1);
         let mut next = 0;
         for place in &mut places {
             next += std::mem::replace(place, next);
         }
-        for &page in found.iter() {
-            let place = &mut places[digit(page)];
-            sorted[*place] = page;
+        for &number in from.iter() {
+            let place = &mut places[digit(number)];
+            to[*place] = number;
             *place += 1;
         }
-        std::mem::swap(found, &mut sorted);
+        std::mem::swap(&mut from, &mut to);
+        passes += 1;
+    }
+    if passes % 2 == 1 {
+        numbers.copy_from_slice(&spare);
     }
 }
 
-/// Pages of one slot, sorted by block but not inside it. A page may be repeated.
+/// Pages of one slot, in any order. A page may be repeated.
 pub(crate) struct SlotPages<'a>(&'a mut [u64]);
 
 impl<'a> SlotPages<'a> {
-    /// The pages by block, for a slot at `gfns`. Pages beyond the slot's end are left out.
+    /// The pages by block, each block once, so that each is locked once. The slot is at `gfns`;
+    /// pages beyond its end are left out.
     pub(crate) fn in_blocks(self, gfns: GfnRange) -> impl Iterator<Item = BlockPages> + use<'a> {
-        let first = gfns.start().get();
-        if !first.is_multiple_of(BLOCK) {
-            // The pages of such a slot were sorted by groups of 512 that each lie in two blocks.
-            self.0.sort_unstable();
+        for found in self.0.iter_mut() {
+            *found = gfns.start().get() + (*found & ((1 << PAGE_BITS) - 1));
         }
-        let gfn_of = move |found: &u64| first + (found & ((1 << PAGE_BITS) - 1));
-        let blocks = self
-            .0
-            .chunk_by(move |a, b| gfn_of(a) / BLOCK == gfn_of(b) / BLOCK);
+        sort_by_bits(self.0, BLOCK.ilog2()..u64::BITS);
+        let blocks = self.0.chunk_by(|a, b| a / BLOCK == b / BLOCK);
         blocks.filter_map(move |some| {
-            let part = block_range(Gfn::new(gfn_of(&some[0]))?).intersect(gfns)?;
+            let part = block_range(Gfn::new(some[0])?).intersect(gfns)?;
             let mut mask = [0; BLOCK_WORDS];
-            for gfn in some.iter().map(gfn_of).filter(|gfn| *gfn < part.end_raw()) {
+            for gfn in some.iter().filter(|gfn| **gfn < part.end_raw()) {
                 let at = (gfn - part.start().get()) as usize;
                 mask[at / WORD] |= 1 << (at % WORD);
             }
