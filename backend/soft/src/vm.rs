@@ -5,7 +5,7 @@ use crate::exclusive::Exclusive;
 use crate::park::Parker;
 use crate::stall::Stalls;
 use crate::vcpu::Vcpu;
-use lacuna_addr::{HvaRange, NoRoom, PAGE_SIZE, PageCount};
+use lacuna_addr::{HvaRange, NoRoom, PAGE_SIZE, PageCount, room_for_threads};
 use lacuna_apf::{Features, Stats as ApfStats};
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
@@ -207,6 +207,9 @@ impl Vm {
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
         let boot = Boot::load(image, &self.layout, command_line, &**self)?;
+        // The VM's tables may have left no address space for the vCPUs and their threads. The
+        // tables of a vCPU fit into what a thread's arena leaves of its mapping.
+        room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
         (0..self.config.vcpus)
             .map(|index| Vcpu::new(Arc::clone(self), index, &boot))
             .collect()
@@ -294,6 +297,10 @@ impl Vm {
 /// Table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever mapped, so
 /// a guest cannot make them grow; the number bounds a reserved address range, not memory.
 const TABLES_MAX: u32 = 1 << 20;
+
+/// Threads that a VMM has beside those of the vCPUs: one that watches the guest, one that reads its
+/// console, one that ends the run after a time, one for signals.
+const THREADS_BESIDE: usize = 4;
 
 impl Kick for Vm {
     fn kick_all(&self) {

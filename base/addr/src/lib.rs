@@ -23,7 +23,7 @@ mod room;
 pub use frame::{Gfn, Gpa, Hva, PageCount, Pfn};
 pub use level::Level;
 pub use range::{GfnRange, HvaRange};
-pub use room::{NoRoom, room_for};
+pub use room::{NoRoom, room_for, room_for_threads};
 
 /// log2 of the base page size.
 pub const PAGE_SHIFT: u32 = 12;

@@ -1,12 +1,12 @@
-//! Room for tables as large as a guest.
+//! Room for tables as large as a guest, and for threads.
 
 use core::error::Error;
 use core::fmt;
 
-/// There is no room for a table.
+/// There is no room for a table or for threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoRoom {
-    /// The table's size.
+    /// How much was asked for.
     pub bytes: u64,
 }
 
@@ -14,7 +14,7 @@ impl fmt::Display for NoRoom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "no room for a table of {} bytes: give the guest less memory, or raise the limit on \
+            "no room for {} bytes: give the guest less memory, or raise the limit on \
              this process's address space (ulimit -v)",
             self.bytes
         )
@@ -23,7 +23,15 @@ impl fmt::Display for NoRoom {
 
 impl Error for NoRoom {}
 
-/// Asks the allocator whether it has room for a table of `len` values, and takes nothing.
+/// Left beside each table for small allocations: where those are refused, Rust ends the process.
+const BESIDE: u64 = 16 << 20;
+
+/// Address space that a thread may take with its first allocation: glibc maps 128 MiB to cut an
+/// aligned arena of 64 MiB from, and does not fall back to another thread's arena.
+const ARENA: u64 = 128 << 20;
+
+/// Asks the allocator whether it has room for a table of `len` values and 16 MiB beside it, and
+/// takes nothing.
 ///
 /// Tables that grow with a guest's memory are asked for before they are made: a refusal is an error
 /// here, and in the allocation itself the end of the process. (A fallible allocation of the table
@@ -34,9 +42,30 @@ impl Error for NoRoom {}
 /// [`NoRoom`], with the size.
 pub fn room_for<T>(len: u64) -> Result<(), NoRoom> {
     let bytes = len.saturating_mul(size_of::<T>() as u64);
-    let len = usize::try_from(len).map_err(|_| NoRoom { bytes })?;
-    let mut table = Vec::<T>::new();
-    table.try_reserve_exact(len).map_err(|_| NoRoom { bytes })
+    let wanted = usize::try_from(bytes.saturating_add(BESIDE)).map_err(|_| NoRoom { bytes })?;
+    let mut table = Vec::<u8>::new();
+    table
+        .try_reserve_exact(wanted)
+        .map_err(|_| NoRoom { bytes })
+}
+
+/// Asks the allocator whether `threads` more threads find room for their first allocations, and
+/// takes nothing.
+///
+/// # Errors
+/// [`NoRoom`], with the size.
+pub fn room_for_threads(threads: usize) -> Result<(), NoRoom> {
+    let refused = |_| NoRoom {
+        bytes: threads as u64 * ARENA,
+    };
+    // One reservation a thread: Linux refuses a single one that is larger than its memory.
+    let mut arenas = Vec::new();
+    for _ in 0..threads {
+        let mut arena = Vec::<u8>::new();
+        arena.try_reserve_exact(ARENA as usize).map_err(refused)?;
+        arenas.push(arena);
+    }
+    Ok(())
 }
 
 #[cfg(test)]

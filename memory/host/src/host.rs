@@ -16,7 +16,7 @@ use crate::swap::{Reads, Slot, SlotMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::trial::Trials;
 use crate::writeback::Failure;
-use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn, room_for};
+use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
@@ -86,6 +86,8 @@ pub(crate) struct Core {
     pub buffers: Mutex<Vec<Vec<Page>>>,
     /// Pages being written out.
     pub writing: AtomicUsize,
+    /// Completions that some thread is delivering.
+    pub completing: AtomicUsize,
     /// Pages in swap alone.
     pub away: AtomicI64,
     /// Whether what is simulated of the device's latency is over.
@@ -125,6 +127,8 @@ impl Host {
         }
         room_for::<Desc>(budget.get())?;
         let frames = Arc::new(Frames::new(Pool::new(budget.get() as usize)?));
+        // The thread that waits for a swap file.
+        room_for_threads(1)?;
         store.attach(StoreFrames::new(frames.clone()));
         let core = Core {
             frames,
@@ -142,6 +146,7 @@ impl Host {
             collapser: Mutex::default(),
             buffers: Mutex::default(),
             writing: AtomicUsize::new(0),
+            completing: AtomicUsize::new(0),
             away: AtomicI64::new(0),
             at_once: AtomicBool::new(false),
             settled: Settled::default(),

@@ -63,7 +63,8 @@ pub struct HostStats {
     pub in_use_peak: u64,
     /// Frames that the swap store has: compressed pages, charged to the budget.
     pub store: u64,
-    /// Pages being written out now, and pages that are not read back yet, begun or not.
+    /// Pages being written out, and pages that were asked for and are not back yet, whether their
+    /// read has begun or not. At 0, no thread of the swap device works on the host.
     pub in_flight: u64,
     /// Slots of the swap device in use, those of clean resident pages included.
     pub slots: u64,
@@ -175,7 +176,7 @@ impl Core {
             resident: (frames.len() as u64).saturating_sub(elsewhere),
             in_use_peak: (frames.len() - frames.free_min()) as u64,
             store: frames.in_store() as u64,
-            in_flight: (self.pages_writing() + lock(&self.tickets).len()) as u64,
+            in_flight: self.in_flight() as u64,
             slots,
             page_cache: if self.store.is_cached() { slots } else { 0 },
             faults_zero_fill: zero_fill,

@@ -58,6 +58,6 @@ fn regions_come_and_go_for_ever() {
     );
     // More than a process can address.
     let text = refused(1 << 50).unwrap_err().to_string();
-    let begin = "no room for a table of 9007199254740992 bytes: ";
+    let begin = "no room for 9007199254740992 bytes: ";
     assert!(text.starts_with(begin), "{text}");
 }

@@ -24,7 +24,7 @@ mod watch;
 pub use timer::fine_sleeps;
 
 use crate::error::{LostPage, SwapError, WriteFailed};
-use crate::host::Core;
+use crate::host::{Core, lock};
 use crate::region::Region;
 use crate::ticket::Ticket;
 use crate::writeback::WriteBatch;
@@ -240,9 +240,22 @@ impl Core {
     }
 
     fn complete(&self, completion: Completion) {
+        // Counted before the ticket is gone or the write is over: see `in_flight`.
+        self.completing.fetch_add(1, Ordering::Relaxed);
         match completion {
             Completion::Read(ticket, result) => self.complete_read(&ticket, result),
             Completion::Write(batch, result) => self.complete_write(batch, result),
         }
+        self.completing.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Pages being read or written. At 0, no thread of a device works on the host any more.
+    ///
+    /// The order matters: a thread that completes an operation is counted in `completing` before
+    /// the operation leaves the other two counts, and until it is through.
+    pub fn in_flight(&self) -> usize {
+        let writing = self.writing.load(Ordering::Acquire);
+        let reading = lock(&self.tickets).len();
+        writing + reading + self.completing.load(Ordering::Acquire)
     }
 }
