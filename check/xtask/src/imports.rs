@@ -74,6 +74,16 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna",
         &[
             "lacuna-addr",
+            "lacuna-slots",
+            "lacuna-machine",
+            "lacuna-soft",
+            "lacuna-kvm",
+        ],
+    ),
+    (
+        "lacuna-cli",
+        &[
+            "lacuna-addr",
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",
