@@ -1,6 +1,6 @@
 //! Touches fresh pages in guests for a while: something to hold a profiler to.
 //! `cargo run --release -p lacuna-lab --example touch [vcpus] [pages] [rounds] [vms]`
-use lacuna_lab::base::{Playground, touch_together};
+use lacuna_lab::base::{Fixture, touch_together};
 
 fn main() {
     let mut arguments = std::env::args()
@@ -8,11 +8,11 @@ fn main() {
         .map(|word| word.parse::<u64>().expect("a number"));
     let mut next = |default| arguments.next().unwrap_or(default);
     let (vcpus, pages, rounds, vms) = (next(1), next(32768), next(40), next(1));
-    let mut places: Vec<_> = (0..vms)
-        .map(|_| Playground::new(vcpus as usize, pages).expect("frames"))
+    let mut fixtures: Vec<_> = (0..vms)
+        .map(|_| Fixture::new(vcpus as usize, pages).expect("frames"))
         .collect();
     for _ in 0..rounds {
-        let touch = touch_together(&mut places, || ()).expect("a guest");
+        let touch = touch_together(&mut fixtures, || ()).expect("a guest");
         let per_page = touch.cpu_ns as f64 / (touch.pages * vcpus * vms) as f64;
         println!(
             "{per_page:.0} ns a page, {:.1} us wall",

@@ -22,7 +22,7 @@ use crate::report::Progress;
 use crate::result::Report;
 
 pub(crate) use micro::pin;
-pub use micro::{Playground, Touch, touch_together};
+pub use micro::{Fixture, Touch, touch_together};
 
 /// Measures everything, in the order of the table above.
 ///

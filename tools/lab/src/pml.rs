@@ -19,7 +19,7 @@
 mod ending;
 mod ending_loss;
 mod harvest;
-mod harvest_bed;
+mod harvest_fixture;
 mod kvm;
 mod score;
 mod score_always;

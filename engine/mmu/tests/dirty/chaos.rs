@@ -11,7 +11,7 @@
 //! A round that failed names its seed: the same steps then, though threads never meet the same way
 //! twice.
 
-use crate::bed::{Bed, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
+use crate::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
 use crate::monitor::{Begun, Monitor};
 use crate::threads::Done;
 use crate::{DETECTIONS, bare_ring, ring};
@@ -86,7 +86,7 @@ impl Drop for Round {
 
 /// What all threads of a round share.
 struct Chaos {
-    bed: Bed,
+    fixture: Fixture,
     /// Whoever does anything reads; who compares writes.
     going: RwLock<()>,
     done: AtomicBool,
@@ -98,11 +98,11 @@ struct Chaos {
 }
 
 impl Chaos {
-    fn new(bed: Bed, monitors: u64) -> Self {
+    fn new(fixture: Fixture, monitors: u64) -> Self {
         let monitor = |_| Mutex::new(Monitor::new());
         let written = |_| Mutex::new(vec![0; PAGES as usize]);
         Self {
-            bed,
+            fixture,
             going: RwLock::new(()),
             done: AtomicBool::new(false),
             monitors: (0..monitors).map(monitor).collect(),
@@ -141,38 +141,38 @@ impl Chaos {
             };
             if rng.below(2) == 0 {
                 let (page, write) = next(&mut rng);
-                match vcpu.access(&self.bed, page, write) {
+                match vcpu.access(&self.fixture, page, write) {
                     Ok(seen) => note(page, write, seen),
                     Err(Stuck::Ring | Stuck::NoSlot) => yield_now(),
                 }
                 assert_eq!(wrong, None, "page, what vCPU {index} wrote, what it sees");
                 return;
             }
-            vcpu.enter(&self.bed);
+            vcpu.enter(&self.fixture);
             for access in 0..rng.below(STAY) {
                 // As between two blocks of guest code.
-                if access % BLOCK == 0 && vcpu.is_poked(&self.bed) || !vcpu.has_room() {
+                if access % BLOCK == 0 && vcpu.is_poked(&self.fixture) || !vcpu.has_room() {
                     break;
                 }
                 let (page, write) = next(&mut rng);
-                match vcpu.online(&self.bed, page, write) {
+                match vcpu.online(&self.fixture, page, write) {
                     Ok(seen) => note(page, write, seen),
                     Err(_) => break,
                 }
             }
-            vcpu.leave(&self.bed);
+            vcpu.leave(&self.fixture);
             assert_eq!(wrong, None, "page, what vCPU {index} wrote, what it sees");
         });
     }
 
     fn run_monitor(&self, index: usize, mut rng: Rng) {
-        let bed = &self.bed;
+        let fixture = &self.fixture;
         self.repeat(|| {
             let mut monitor = self.monitors[index].lock().unwrap();
             match rng.below(8) {
-                0..=4 => monitor.harvest(bed),
-                5 | 6 => monitor.clear_some(bed, rng.below(25) as usize, 8),
-                _ => monitor.lose(bed),
+                0..=4 => monitor.harvest(fixture),
+                5 | 6 => monitor.clear_some(fixture, rng.below(25) as usize, 8),
+                _ => monitor.lose(fixture),
             }
             drop(monitor);
             sleep(Duration::from_micros(rng.below(400)));
@@ -185,11 +185,11 @@ impl Chaos {
             clock += 1;
             let page = rng.page();
             let mut written = self.written[HOST_WORD].lock().unwrap();
-            match self.bed.host_write(page, clock) {
+            match self.fixture.host_write(page, clock) {
                 Ok(()) => written[page as usize] = clock,
                 // It must leave memory alone that logs into rings only.
                 Err(error) => assert_eq!(
-                    (error, self.bed.mmu.delivery()),
+                    (error, self.fixture.mmu.delivery()),
                     (DirtyError::NoBitmap, bare_ring())
                 ),
             }
@@ -201,43 +201,44 @@ impl Chaos {
     /// One thing that comes between.
     fn disturb(&self, rng: &mut Rng, detections: &[lacuna_mmu::Detection]) {
         let _going = self.going.read().expect("no panic while all is compared");
-        let bed = &self.bed;
+        let fixture = &self.fixture;
         let page = rng.below(PAGES - 300);
         match rng.below(12) {
-            0 => bed.mmu.set_detection(rng.of(detections)),
+            0 => fixture.mmu.set_detection(rng.of(detections)),
             1 | 2 => {
                 let mut monitor = self.monitors[0].lock().unwrap();
-                bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+                fixture.mmu.set_logging(SLOT, Logging::Off).unwrap();
                 let (initially, huge) = some_log(rng);
-                let _ = monitor.begin(bed, initially, huge);
+                let _ = monitor.begin(fixture, initially, huge);
             }
-            3 => drop(bed.host.balance()),
-            4 => drop(bed.host.collapse_step()),
+            3 => drop(fixture.host.balance()),
+            4 => drop(fixture.host.collapse_step()),
             5 => {
-                let start = bed.backing.start().checked_add_pages(page).unwrap();
-                bed.mmu.shatter(HvaRange::new(start, 300).unwrap());
+                let start = fixture.backing.start().checked_add_pages(page).unwrap();
+                fixture.mmu.shatter(HvaRange::new(start, 300).unwrap());
             }
-            6 => bed.move_to(rng.of(&PLACES)),
+            6 => fixture.move_to(rng.of(&PLACES)),
             7 => {
                 for flags in [SlotFlags::READONLY, SlotFlags::empty()] {
-                    bed.mmu.set_slot_flags(SLOT, flags).unwrap();
+                    fixture.mmu.set_slot_flags(SLOT, flags).unwrap();
                 }
             }
             8 | 9 => {
-                let gfns = GfnRange::new(bed.gfn(page), 300).unwrap();
-                if bed.mmu.disallow_huge(gfns).is_ok() {
+                let gfns = GfnRange::new(fixture.gfn(page), 300).unwrap();
+                if fixture.mmu.disallow_huge(gfns).is_ok() {
                     sleep(Duration::from_micros(rng.below(300)));
-                    bed.mmu.allow_huge(gfns);
+                    fixture.mmu.allow_huge(gfns);
                 }
             }
             10 => {
-                let start = bed.backing.start().checked_add_pages(page).unwrap();
-                bed.mmu
+                let start = fixture.backing.start().checked_add_pages(page).unwrap();
+                fixture
+                    .mmu
                     .invalidate(&[HvaRange::new(start, 1 + rng.below(300)).unwrap()]);
             }
-            _ => bed
+            _ => fixture
                 .mmu
-                .write_protect(HvaRange::new(bed.backing.start(), 300).unwrap()),
+                .write_protect(HvaRange::new(fixture.backing.start(), 300).unwrap()),
         }
     }
 
@@ -247,20 +248,20 @@ impl Chaos {
         let _stopped = self.going.write().expect("no panic in a thread");
         let mut monitors: Vec<_> = self.monitors.iter().map(|m| m.lock().unwrap()).collect();
         let last = rng.below(monitors.len() as u64) as usize;
-        monitors[last].harvest(&self.bed);
+        monitors[last].harvest(&self.fixture);
         let mut all = Monitor::new();
         monitors.iter().for_each(|monitor| all.join(monitor));
         let written: Vec<_> = self.written.iter().map(|w| w.lock().unwrap()).collect();
         for page in 0..PAGES {
             let truth: Words = std::array::from_fn(|who| written[who][page as usize]);
-            assert_eq!(self.bed.words(page), truth, "page {page} lost a write");
+            assert_eq!(self.fixture.words(page), truth, "page {page} lost a write");
             assert_eq!(*all.page(page), truth, "page {page} was written unseen");
         }
-        self.bed.mmu.verify();
+        self.fixture.mmu.verify();
         if rng.below(2) == 0 {
-            self.bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+            self.fixture.mmu.set_logging(SLOT, Logging::Off).unwrap();
             let (initially, huge) = some_log(rng);
-            if monitors[last].begin(&self.bed, initially, huge) == Begun::AllSet {
+            if monitors[last].begin(&self.fixture, initially, huge) == Begun::AllSet {
                 monitors.iter_mut().for_each(|monitor| monitor.forget());
             }
         }
@@ -284,10 +285,10 @@ fn round(seed: u64, huge: HugePages, delivery: Delivery) {
     // Counts of both in 15 seeds; the way to notice is one, the other, or switched.
     let (vcpus, monitors) = (1 + seed % VCPUS_MAX as u64, 1 + seed % 3);
     let detections: &[_] = rng.of(&[&DETECTIONS[..1], &DETECTIONS[1..], &DETECTIONS]);
-    let (bed, mut all) = Bed::new(huge, delivery, vcpus as usize);
-    bed.mmu.set_detection(rng.of(detections));
-    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
-    let chaos = Chaos::new(bed, monitors);
+    let (fixture, mut all) = Fixture::new(huge, delivery, vcpus as usize);
+    fixture.mmu.set_detection(rng.of(detections));
+    fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    let chaos = Chaos::new(fixture, monitors);
     scope(|scope| {
         let chaos = &chaos;
         for (index, vcpu) in all.iter_mut().enumerate() {

@@ -2,12 +2,12 @@
 //! splits, collapses, slot changes, switches of detection. Here one step after the other; in
 //! [`chaos`] all of it at once.
 
-mod bed;
 mod chaos;
+mod fixture;
 mod monitor;
 mod threads;
 
-use bed::{Bed, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words, ring};
+use fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words, ring};
 use lacuna_addr::{GfnRange, HvaRange, Level};
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Backup, Delivery, Detection, DirtyError, HugeLeaves, Initially, Logging};
@@ -73,7 +73,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 struct World {
-    bed: Bed,
+    fixture: Fixture,
     vcpus: Vec<Vcpu>,
     monitors: Vec<Monitor>,
     truth: Vec<Words>,
@@ -84,10 +84,10 @@ struct World {
 
 impl World {
     fn new(huge: HugePages, delivery: Delivery, vcpus: usize, monitors: usize) -> Self {
-        let (bed, vcpus) = Bed::new(huge, delivery, vcpus);
-        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        let (fixture, vcpus) = Fixture::new(huge, delivery, vcpus);
+        fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
         Self {
-            bed,
+            fixture,
             vcpus,
             monitors: (0..monitors).map(|_| Monitor::new()).collect(),
             truth: vec![Words::default(); PAGES as usize],
@@ -96,14 +96,14 @@ impl World {
         }
     }
 
-    fn monitor(&mut self, number: usize) -> (&Bed, &mut Monitor) {
+    fn monitor(&mut self, number: usize) -> (&Fixture, &mut Monitor) {
         let index = number % self.monitors.len();
-        (&self.bed, &mut self.monitors[index])
+        (&self.fixture, &mut self.monitors[index])
     }
 
     fn harvest(&mut self, number: usize) {
-        let (bed, monitor) = self.monitor(number);
-        monitor.harvest(bed);
+        let (fixture, monitor) = self.monitor(number);
+        monitor.harvest(fixture);
     }
 
     fn write(&mut self, vcpu: usize, page: u64) {
@@ -113,10 +113,10 @@ impl World {
 
     fn access(&mut self, vcpu: usize, page: u64, write: Option<u64>) {
         let vcpu = vcpu % self.vcpus.len();
-        let seen = match self.vcpus[vcpu].access(&self.bed, page, write) {
+        let seen = match self.vcpus[vcpu].access(&self.fixture, page, write) {
             Err(Stuck::Ring) => {
                 self.harvest(vcpu);
-                self.vcpus[vcpu].access(&self.bed, page, write)
+                self.vcpus[vcpu].access(&self.fixture, page, write)
             }
             other => other,
         };
@@ -127,10 +127,10 @@ impl World {
 
     fn host_write(&mut self, page: u64) {
         self.clock += 1;
-        match self.bed.host_write(page, self.clock) {
+        match self.fixture.host_write(page, self.clock) {
             Ok(()) => self.truth[page as usize][HOST_WORD] = self.clock,
             Err(error) => assert_eq!(
-                (error, self.bed.mmu.delivery()),
+                (error, self.fixture.mmu.delivery()),
                 (DirtyError::NoBitmap, bare_ring())
             ),
         }
@@ -143,13 +143,13 @@ impl World {
         for (page, truth) in (0..).zip(&self.truth) {
             assert_eq!(all.page(page), truth, "page {page} was written unseen");
         }
-        self.bed.mmu.verify();
+        self.fixture.mmu.verify();
     }
 
     fn restart(&mut self, initially: Initially, huge: HugeLeaves) {
-        self.bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
-        let (bed, monitor) = self.monitor(self.clock as usize);
-        if monitor.begin(bed, initially, huge) == Begun::AllSet {
+        self.fixture.mmu.set_logging(SLOT, Logging::Off).unwrap();
+        let (fixture, monitor) = self.monitor(self.clock as usize);
+        if monitor.begin(fixture, initially, huge) == Begun::AllSet {
             self.monitors.iter_mut().for_each(Monitor::forget);
         }
     }
@@ -164,41 +164,41 @@ impl World {
             Op::HostWrite(page) => self.host_write(page),
             Op::Harvest(monitor) => self.harvest(monitor),
             Op::ClearSome(monitor, from, count) => {
-                let (bed, monitor) = self.monitor(monitor);
-                monitor.clear_some(bed, from, count);
+                let (fixture, monitor) = self.monitor(monitor);
+                monitor.clear_some(fixture, from, count);
             }
             Op::Lose(monitor) => {
-                let (bed, monitor) = self.monitor(monitor);
-                monitor.lose(bed);
+                let (fixture, monitor) = self.monitor(monitor);
+                monitor.lose(fixture);
             }
             Op::Check => self.check(),
-            Op::Detect(detection) => self.bed.mmu.set_detection(detection),
+            Op::Detect(detection) => self.fixture.mmu.set_detection(detection),
             Op::Restart(initially, huge) => self.restart(initially, huge),
-            Op::Balance => drop(self.bed.host.balance()),
-            Op::Collapse => drop(self.bed.host.collapse_step()),
+            Op::Balance => drop(self.fixture.host.balance()),
+            Op::Collapse => drop(self.fixture.host.collapse_step()),
             Op::Shatter(block) => {
-                let start = self.bed.backing.start().checked_add_pages(block * 512);
+                let start = self.fixture.backing.start().checked_add_pages(block * 512);
                 let block = HvaRange::new(start.unwrap(), 512).unwrap();
-                self.bed.mmu.shatter(block);
+                self.fixture.mmu.shatter(block);
             }
             Op::Disallow(page, pages) => {
-                let gfns = GfnRange::new(self.bed.gfn(page), pages).unwrap();
-                self.bed.mmu.disallow_huge(gfns).unwrap();
+                let gfns = GfnRange::new(self.fixture.gfn(page), pages).unwrap();
+                self.fixture.mmu.disallow_huge(gfns).unwrap();
                 self.disallowed.push(gfns);
             }
             Op::Allow => {
                 if let Some(gfns) = self.disallowed.pop() {
-                    self.bed.mmu.allow_huge(gfns);
+                    self.fixture.mmu.allow_huge(gfns);
                 }
             }
             Op::Move(place) => {
                 self.disallowed.clear();
-                self.bed.move_to(PLACES[place]);
+                self.fixture.move_to(PLACES[place]);
             }
             Op::Flags => {
                 self.disallowed.clear();
                 for flags in [SlotFlags::READONLY, SlotFlags::empty()] {
-                    self.bed.mmu.set_slot_flags(SLOT, flags).unwrap();
+                    self.fixture.mmu.set_slot_flags(SLOT, flags).unwrap();
                 }
             }
         }
@@ -234,12 +234,12 @@ fn every_detection_with_every_delivery() {
     for detection in DETECTIONS {
         for delivery in deliveries() {
             let mut world = World::new(HugePages::Never, delivery, 1, 1);
-            world.bed.mmu.set_detection(detection);
+            world.fixture.mmu.set_detection(detection);
             for _ in 0..2 {
                 fill(&mut world);
                 world.check();
             }
-            let stats = world.bed.mmu.dirty_stats()[0];
+            let stats = world.fixture.mmu.dirty_stats()[0];
             let noticed = stats.faults + stats.repairs + stats.logged;
             assert!(
                 noticed >= 2 * PAGES,
@@ -251,18 +251,18 @@ fn every_detection_with_every_delivery() {
 
 #[test]
 fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
-    let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap, 1);
-    bed.mmu.set_detection(Detection::Pml);
+    let (fixture, mut vcpus) = Fixture::new(HugePages::Always, Delivery::Bitmap, 1);
+    fixture.mmu.set_detection(Detection::Pml);
     for round in 0..3 {
         for page in 0..PAGES {
-            vcpus[0].access(&bed, page, Some(round)).unwrap();
+            vcpus[0].access(&fixture, page, Some(round)).unwrap();
         }
     }
-    let stats = bed.mmu.dirty_stats()[0];
+    let stats = fixture.mmu.dirty_stats()[0];
     assert_eq!((stats.flushes, stats.logged), (0, 0), "{stats:?}");
     let mut words = [0; 25];
     assert_eq!(
-        bed.mmu.get_dirty(SLOT, &mut words),
+        fixture.mmu.get_dirty(SLOT, &mut words),
         Err(DirtyError::NotLogging(SLOT))
     );
 }
@@ -272,22 +272,22 @@ fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
 fn a_log_that_has_ended_is_told_nothing() {
     for detection in DETECTIONS {
         for huge in [HugePages::Never, HugePages::Always] {
-            let (bed, mut vcpus) = Bed::new(huge, Delivery::Bitmap, 1);
-            bed.mmu.set_detection(detection);
+            let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
+            fixture.mmu.set_detection(detection);
             // As many as the host has frames for in any case.
             let mut write = |value| {
                 (0..600).for_each(|page| {
-                    vcpus[0].access(&bed, page, Some(value)).unwrap();
+                    vcpus[0].access(&fixture, page, Some(value)).unwrap();
                 });
             };
             write(1);
-            bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+            fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
             write(2);
-            bed.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap();
-            bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
-            let before = bed.mmu.dirty_stats();
+            fixture.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap();
+            fixture.mmu.set_logging(SLOT, Logging::Off).unwrap();
+            let before = fixture.mmu.dirty_stats();
             write(3);
-            assert_eq!(bed.mmu.dirty_stats(), before, "{detection:?} {huge:?}");
+            assert_eq!(fixture.mmu.dirty_stats(), before, "{detection:?} {huge:?}");
         }
     }
 }
@@ -296,56 +296,59 @@ fn a_log_that_has_ended_is_told_nothing() {
 #[test]
 fn huge_leaves_go_lazily_and_come_back_in_place() {
     for detection in DETECTIONS {
-        let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap, 1);
-        bed.mmu.set_detection(detection);
+        let (fixture, mut vcpus) = Fixture::new(HugePages::Always, Delivery::Bitmap, 1);
+        fixture.mmu.set_detection(detection);
         let mut write = |page| {
-            vcpus[0].access(&bed, page, Some(page)).unwrap();
+            vcpus[0].access(&fixture, page, Some(page)).unwrap();
         };
         (0..1024).for_each(&mut write);
-        let huge = || bed.mmu.counts().of(Level::L2M);
+        let huge = || fixture.mmu.counts().of(Level::L2M);
         assert_eq!(huge(), 2);
-        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
         assert_eq!(huge(), 2, "protected, not split");
         write(5);
         assert_eq!(huge(), 1, "{detection:?}");
         let mut words = [0; 25];
-        bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+        fixture.mmu.get_dirty(SLOT, &mut words).unwrap();
         assert_eq!((words[0], words[1..].iter().max()), (1 << 5, Some(&0)));
-        bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+        fixture.mmu.set_logging(SLOT, Logging::Off).unwrap();
         assert_eq!(huge(), 2, "put together in place");
-        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
-        bed.mmu.set_logging(SLOT, Logging::Off).unwrap();
+        fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        fixture.mmu.set_logging(SLOT, Logging::Off).unwrap();
         let eager = Logging::On {
             initially: Initially::Clean,
             huge: HugeLeaves::Eager,
         };
-        bed.mmu.set_logging(SLOT, eager).unwrap();
+        fixture.mmu.set_logging(SLOT, eager).unwrap();
         assert_eq!(huge(), 0);
-        assert!(bed.mmu.is_mapped(bed.gfn(700)), "nothing was unmapped");
-        bed.mmu.verify();
+        assert!(
+            fixture.mmu.is_mapped(fixture.gfn(700)),
+            "nothing was unmapped"
+        );
+        fixture.mmu.verify();
     }
 }
 
 #[test]
 fn what_a_ring_vm_refuses() {
-    let (bed, _) = Bed::new(HugePages::Never, bare_ring(), 1);
+    let (fixture, _) = Fixture::new(HugePages::Never, bare_ring(), 1);
     let all_set = Logging::On {
         initially: Initially::AllSet,
         huge: HugeLeaves::Lazy,
     };
     assert_eq!(
-        bed.mmu.set_logging(SLOT, all_set),
+        fixture.mmu.set_logging(SLOT, all_set),
         Err(DirtyError::NoBitmap)
     );
-    assert_eq!(bed.host_write(1, 1), Ok(()), "nobody logs yet");
-    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
-    assert_eq!(bed.host_write(1, 1), Err(DirtyError::NoBitmap));
-    let text = bed.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap_err();
+    assert_eq!(fixture.host_write(1, 1), Ok(()), "nobody logs yet");
+    fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    assert_eq!(fixture.host_write(1, 1), Err(DirtyError::NoBitmap));
+    let text = fixture.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap_err();
     assert!(
         text.to_string().contains("collect from the rings"),
         "{text}"
     );
-    let late = bed.mmu.set_delivery(Delivery::Bitmap);
+    let late = fixture.mmu.set_delivery(Delivery::Bitmap);
     assert_eq!(late, Err(DirtyError::TooLate));
 }
 
@@ -353,19 +356,19 @@ fn what_a_ring_vm_refuses() {
 #[test]
 fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
     for (huge, expected) in [(HugePages::Always, 2), (HugePages::Never, 0)] {
-        let (bed, mut vcpus) = Bed::new(huge, Delivery::Bitmap, 1);
+        let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
         // As many as the host has frames for in any case.
         (0..700).for_each(|page| {
-            vcpus[0].access(&bed, page, Some(page)).unwrap();
+            vcpus[0].access(&fixture, page, Some(page)).unwrap();
         });
-        let huge = || bed.mmu.counts().of(Level::L2M);
-        let all = GfnRange::new(bed.gfn(0), PAGES).unwrap();
+        let huge = || fixture.mmu.counts().of(Level::L2M);
+        let all = GfnRange::new(fixture.gfn(0), PAGES).unwrap();
         assert_eq!(huge(), expected);
-        bed.mmu.disallow_huge(all).unwrap();
+        fixture.mmu.disallow_huge(all).unwrap();
         assert_eq!(huge(), 0);
-        bed.mmu.allow_huge(all);
+        fixture.mmu.allow_huge(all);
         assert_eq!(huge(), expected);
-        bed.mmu.verify();
+        fixture.mmu.verify();
     }
 }
 
@@ -373,22 +376,22 @@ fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
 #[test]
 fn no_huge_leaf_appears_under_a_log() {
     for detection in DETECTIONS {
-        let (bed, mut vcpus) = Bed::new(HugePages::Always, Delivery::Bitmap, 1);
-        bed.mmu.set_detection(detection);
+        let (fixture, mut vcpus) = Fixture::new(HugePages::Always, Delivery::Bitmap, 1);
+        fixture.mmu.set_detection(detection);
         let mut write = |page| {
-            vcpus[0].access(&bed, page, Some(page)).unwrap();
+            vcpus[0].access(&fixture, page, Some(page)).unwrap();
         };
         (0..512).for_each(&mut write);
-        bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
-        let block = GfnRange::new(bed.gfn(0), 512).unwrap();
-        bed.mmu.disallow_huge(block).unwrap();
+        fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+        let block = GfnRange::new(fixture.gfn(0), 512).unwrap();
+        fixture.mmu.disallow_huge(block).unwrap();
         write(1);
-        bed.mmu.allow_huge(block);
-        assert_eq!(bed.mmu.counts().of(Level::L2M), 0);
+        fixture.mmu.allow_huge(block);
+        assert_eq!(fixture.mmu.counts().of(Level::L2M), 0);
         write(2);
         let mut words = [0; 25];
-        bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+        fixture.mmu.get_dirty(SLOT, &mut words).unwrap();
         assert_eq!((words[0], words[1..].iter().max()), (0b110, Some(&0)));
-        bed.mmu.verify();
+        fixture.mmu.verify();
     }
 }

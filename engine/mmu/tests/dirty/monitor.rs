@@ -1,6 +1,6 @@
 //! Who asks which pages were written, and keeps copies of them.
 
-use crate::bed::{Bed, PAGES, SLOT, Words};
+use crate::fixture::{Fixture, PAGES, SLOT, Words};
 use lacuna_mmu::{Delivery, DirtyError, HugeLeaves, Initially, Logging};
 
 const WORDS: usize = PAGES.div_ceil(64) as usize;
@@ -30,17 +30,17 @@ impl Monitor {
     }
 
     /// Turns logging on, and copies all that does not count as written.
-    pub fn begin(&mut self, bed: &Bed, initially: Initially, huge: HugeLeaves) -> Begun {
+    pub fn begin(&mut self, fixture: &Fixture, initially: Initially, huge: HugeLeaves) -> Begun {
         let on = Logging::On { initially, huge };
-        let refused = bed.mmu.set_logging(SLOT, on);
+        let refused = fixture.mmu.set_logging(SLOT, on);
         if let Err(error) = refused {
             assert_eq!(error, DirtyError::NoBitmap);
-            bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+            fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
         }
         if initially == Initially::AllSet && refused.is_ok() {
             return Begun::AllSet;
         }
-        (0..PAGES).for_each(|page| self.copy(bed, page));
+        (0..PAGES).for_each(|page| self.copy(fixture, page));
         Begun::Copied
     }
 
@@ -48,64 +48,64 @@ impl Monitor {
         self.copies.fill(Words::default());
     }
 
-    fn copy(&mut self, bed: &Bed, page: u64) {
-        merge(&mut self.copies[page as usize], &bed.words(page));
+    fn copy(&mut self, fixture: &Fixture, page: u64) {
+        merge(&mut self.copies[page as usize], &fixture.words(page));
     }
 
-    fn replay(&mut self, bed: &Bed, words: &[u64]) {
+    fn replay(&mut self, fixture: &Fixture, words: &[u64]) {
         for page in 0..PAGES {
             if words[(page / 64) as usize] >> (page % 64) & 1 == 1 {
-                self.copy(bed, page);
+                self.copy(fixture, page);
             }
         }
     }
 
     /// Everything that was written, by the calls that clear at once.
-    pub fn harvest(&mut self, bed: &Bed) {
+    pub fn harvest(&mut self, fixture: &Fixture) {
         let mut words = vec![0; WORDS];
-        if bed.mmu.delivery() != Delivery::Bitmap {
-            let _copying = bed.collecting.read().unwrap();
-            bed.mmu.collect_rings(|id, page| {
+        if fixture.mmu.delivery() != Delivery::Bitmap {
+            let _copying = fixture.collecting.read().unwrap();
+            fixture.mmu.collect_rings(|id, page| {
                 assert_eq!(id, SLOT);
                 words[page / 64] |= 1 << (page % 64);
             });
-            bed.mmu.reset_rings();
-            self.replay(bed, &words);
+            fixture.mmu.reset_rings();
+            self.replay(fixture, &words);
         }
-        match bed.mmu.get_dirty(SLOT, &mut words) {
-            Ok(()) => self.replay(bed, &words),
-            Err(error) => assert_is_no_log(bed, error),
+        match fixture.mmu.get_dirty(SLOT, &mut words) {
+            Ok(()) => self.replay(fixture, &words),
+            Err(error) => assert_is_no_log(fixture, error),
         }
     }
 
     /// One part of the slot, by the calls that copy and clear.
-    pub fn clear_some(&mut self, bed: &Bed, from: usize, count: usize) {
+    pub fn clear_some(&mut self, fixture: &Fixture, from: usize, count: usize) {
         let mut words = vec![0; WORDS];
-        if let Err(error) = bed.mmu.peek_dirty(SLOT, &mut words) {
-            return assert_is_no_log(bed, error);
+        if let Err(error) = fixture.mmu.peek_dirty(SLOT, &mut words) {
+            return assert_is_no_log(fixture, error);
         }
         let end = (from + count).min(WORDS);
         let pages = (end - from) * 64;
         let part = &mut words[from..end];
-        if let Err(error) = bed.mmu.clear_dirty(SLOT, from * 64, pages, part) {
-            return assert_is_no_log(bed, error);
+        if let Err(error) = fixture.mmu.clear_dirty(SLOT, from * 64, pages, part) {
+            return assert_is_no_log(fixture, error);
         }
         words[..from].fill(0);
         words[end..].fill(0);
-        self.replay(bed, &words);
+        self.replay(fixture, &words);
     }
 
     /// A harvest that does not reach its user.
-    pub fn lose(&self, bed: &Bed) {
-        if bed.mmu.delivery() != Delivery::Bitmap {
-            let _alone = bed.collecting.write().unwrap();
-            bed.mmu.collect_rings(|_, _| {});
-            bed.mmu.put_back_rings();
+    pub fn lose(&self, fixture: &Fixture) {
+        if fixture.mmu.delivery() != Delivery::Bitmap {
+            let _alone = fixture.collecting.write().unwrap();
+            fixture.mmu.collect_rings(|_, _| {});
+            fixture.mmu.put_back_rings();
         }
         let mut words = vec![0; WORDS];
-        let lost = bed.mmu.get_dirty(SLOT, &mut words);
-        if let Err(error) = lost.and_then(|()| bed.mmu.put_back_dirty(SLOT, 0, &words)) {
-            assert_is_no_log(bed, error);
+        let lost = fixture.mmu.get_dirty(SLOT, &mut words);
+        if let Err(error) = lost.and_then(|()| fixture.mmu.put_back_dirty(SLOT, 0, &words)) {
+            assert_is_no_log(fixture, error);
         }
     }
 
@@ -130,10 +130,10 @@ fn merge(copy: &mut Words, other: &Words) {
 }
 
 /// The refusals that are right: no bitmap, or somebody is about to begin the log again.
-fn assert_is_no_log(bed: &Bed, error: DirtyError) {
+fn assert_is_no_log(fixture: &Fixture, error: DirtyError) {
     match error {
         DirtyError::NotLogging(SLOT) => {}
-        DirtyError::NoBitmap => assert_eq!(bed.mmu.delivery(), crate::bare_ring()),
+        DirtyError::NoBitmap => assert_eq!(fixture.mmu.delivery(), crate::bare_ring()),
         error => panic!("{error}"),
     }
 }

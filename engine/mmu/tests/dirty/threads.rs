@@ -1,6 +1,6 @@
 //! vCPUs on threads: what must be waited for, and for whom.
 
-use crate::bed::{Bed, PLACES, SLOT, Vcpu};
+use crate::fixture::{Fixture, PLACES, SLOT, Vcpu};
 use crate::monitor::Monitor;
 use crate::{DETECTIONS, deliveries};
 use lacuna_addr::HvaRange;
@@ -25,32 +25,32 @@ fn a_harvest_has_all_that_was_written_before_it() {
     const PAGE: u64 = 7;
     for detection in DETECTIONS {
         for delivery in deliveries() {
-            let (bed, mut vcpus) = Bed::new(HugePages::Never, delivery, 1);
+            let (fixture, mut vcpus) = Fixture::new(HugePages::Never, delivery, 1);
             let vcpu = &mut vcpus[0];
-            bed.mmu.set_detection(detection);
-            bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+            fixture.mmu.set_detection(detection);
+            fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
             let mut monitor = Monitor::new();
             let (count, done) = (AtomicU64::new(0), AtomicBool::new(false));
             scope(|scope| {
                 let over = Done(&done);
                 scope.spawn(|| {
                     while !done.load(Ordering::Relaxed) {
-                        vcpu.enter(&bed);
-                        while !vcpu.is_poked(&bed) && !done.load(Ordering::Relaxed) {
+                        vcpu.enter(&fixture);
+                        while !vcpu.is_poked(&fixture) && !done.load(Ordering::Relaxed) {
                             let next = count.load(Ordering::Relaxed) + 1;
-                            if vcpu.online(&bed, PAGE, Some(next)).is_err() {
+                            if vcpu.online(&fixture, PAGE, Some(next)).is_err() {
                                 break;
                             }
                             count.store(next, Ordering::Release);
                         }
-                        vcpu.leave(&bed);
+                        vcpu.leave(&fixture);
                     }
                 });
                 let mut harvests = 0;
                 while harvests < 100 || count.load(Ordering::Relaxed) < 100 {
                     harvests += 1;
                     let before = count.load(Ordering::Acquire);
-                    monitor.harvest(&bed);
+                    monitor.harvest(&fixture);
                     let got = monitor.page(PAGE)[0];
                     assert!(
                         got >= before,
@@ -66,25 +66,25 @@ fn a_harvest_has_all_that_was_written_before_it() {
 
 /// What `first` begins cannot end before vCPU 0 leaves; nor may what `second` does then.
 fn both_wait(
-    bed: &Bed,
+    fixture: &Fixture,
     vcpu: &mut Vcpu,
     page: u64,
     first: impl Fn() + Send,
     second: impl Fn() + Send,
 ) {
-    vcpu.enter(bed);
-    assert!(vcpu.online(bed, page, Some(1)).is_ok());
-    let gfn = bed.gfn(page);
+    vcpu.enter(fixture);
+    assert!(vcpu.online(fixture, page, Some(1)).is_ok());
+    let gfn = fixture.gfn(page);
     let waited = scope(|scope| {
         let first = scope.spawn(first);
-        while bed.mmu.is_mapped(gfn) {
+        while fixture.mmu.is_mapped(gfn) {
             yield_now();
         }
         let second = scope.spawn(second);
         // Long enough for a call that does not wait to be over; one that waits cannot be, ever.
         sleep(Duration::from_millis(50));
         let waited = !first.is_finished() && !second.is_finished();
-        vcpu.leave(bed);
+        vcpu.leave(fixture);
         waited
     });
     assert!(
@@ -97,20 +97,20 @@ fn both_wait(
 /// the harvest must wait for that vCPU all the same before the page is copied.
 #[test]
 fn a_harvest_waits_for_a_reclaim_that_waits() {
-    let (bed, mut vcpus) = Bed::new(HugePages::Never, Delivery::Bitmap, 1);
-    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
-    vcpus[0].access(&bed, 7, Some(1)).unwrap();
-    let page = HvaRange::new(bed.backing.start().checked_add_pages(7).unwrap(), 1).unwrap();
+    let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
+    fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    vcpus[0].access(&fixture, 7, Some(1)).unwrap();
+    let page = HvaRange::new(fixture.backing.start().checked_add_pages(7).unwrap(), 1).unwrap();
     let harvest = || {
         let mut words = [0; 25];
-        bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+        fixture.mmu.get_dirty(SLOT, &mut words).unwrap();
         assert_eq!(words[0], 1 << 7);
     };
     both_wait(
-        &bed,
+        &fixture,
         &mut vcpus[0],
         7,
-        || bed.mmu.invalidate(&[page]),
+        || fixture.mmu.invalidate(&[page]),
         harvest,
     );
 }
@@ -121,18 +121,18 @@ fn a_harvest_waits_for_a_reclaim_that_waits() {
 fn a_slot_does_not_move_away_under_a_log() {
     // In a block that the slot does not fill: its table stays, so that no table is waited for.
     const PAGE: u64 = 1550;
-    let (bed, mut vcpus) = Bed::new(HugePages::Never, Delivery::Bitmap, 1);
-    bed.mmu.set_detection(Detection::Pml);
-    vcpus[0].access(&bed, PAGE, Some(1)).unwrap();
-    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
-    let at = bed.backing.start().checked_add_pages(PAGE).unwrap();
+    let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
+    fixture.mmu.set_detection(Detection::Pml);
+    vcpus[0].access(&fixture, PAGE, Some(1)).unwrap();
+    fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    let at = fixture.backing.start().checked_add_pages(PAGE).unwrap();
     let page = HvaRange::new(at, 1).unwrap();
-    let reclaim = || bed.mmu.invalidate(&[page]);
-    both_wait(&bed, &mut vcpus[0], PAGE, reclaim, || {
-        bed.move_to(PLACES[1])
+    let reclaim = || fixture.mmu.invalidate(&[page]);
+    both_wait(&fixture, &mut vcpus[0], PAGE, reclaim, || {
+        fixture.move_to(PLACES[1])
     });
     let mut words = [0; 25];
-    bed.mmu.get_dirty(SLOT, &mut words).unwrap();
+    fixture.mmu.get_dirty(SLOT, &mut words).unwrap();
     assert_eq!(words[24], 1 << (PAGE % 64), "the write was lost on the way");
 }
 
@@ -149,30 +149,34 @@ struct Taken {
 /// The slot moves meanwhile. Who copies what a harvest names after that shall not miss what a vCPU
 /// writes at the old place.
 fn moved(taken: &Taken) {
-    let (bed, mut vcpus) = Bed::new(taken.huge, Delivery::Bitmap, 1);
-    bed.mmu.set_detection(taken.detection);
-    bed.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
+    let (fixture, mut vcpus) = Fixture::new(taken.huge, Delivery::Bitmap, 1);
+    fixture.mmu.set_detection(taken.detection);
+    fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
     let vcpu = &mut vcpus[0];
-    vcpu.access(&bed, taken.page, Some(1)).unwrap();
+    vcpu.access(&fixture, taken.page, Some(1)).unwrap();
     for page in taken.first..taken.first + taken.pages.min(200) {
-        vcpu.access(&bed, page, Some(1)).unwrap();
+        vcpu.access(&fixture, page, Some(1)).unwrap();
     }
-    let old = bed.gfn(taken.page);
-    let at = bed.backing.start().checked_add_pages(taken.first).unwrap();
+    let old = fixture.gfn(taken.page);
+    let at = fixture
+        .backing
+        .start()
+        .checked_add_pages(taken.first)
+        .unwrap();
     let range = HvaRange::new(at, taken.pages).unwrap();
-    let begun = bed.mmu.begin_invalidation(Shape::PerLevel, &[range]);
-    bed.move_to(PLACES[1]);
+    let begun = fixture.mmu.begin_invalidation(Shape::PerLevel, &[range]);
+    fixture.move_to(PLACES[1]);
     let mut monitor = Monitor::new();
-    monitor.harvest(&bed);
+    monitor.harvest(&fixture);
     assert_eq!(monitor.page(taken.page)[0], 1);
-    vcpu.enter(&bed);
-    let wrote = vcpu.write_by_tlb(&bed, old, 2);
-    vcpu.leave(&bed);
+    vcpu.enter(&fixture);
+    let wrote = vcpu.write_by_tlb(&fixture, old, 2);
+    vcpu.leave(&fixture);
     begun.finish();
-    monitor.harvest(&bed);
+    monitor.harvest(&fixture);
     assert_eq!(
         monitor.page(taken.page)[0],
-        bed.words(taken.page)[0],
+        fixture.words(taken.page)[0],
         "a write is lost"
     );
     assert!(!wrote, "a TLB has the old address");
@@ -204,16 +208,16 @@ fn a_slot_that_moves_under_a_reclaim_is_in_no_tlb() {
 
 #[test]
 fn what_is_protected_under_a_reclaim_is_in_no_tlb() {
-    let (bed, mut vcpus) = Bed::new(HugePages::Never, Delivery::Bitmap, 1);
+    let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
     let vcpu = &mut vcpus[0];
-    vcpu.access(&bed, 7, Some(1)).unwrap();
-    let gfn = bed.gfn(7);
-    let at = bed.backing.start().checked_add_pages(7).unwrap();
+    vcpu.access(&fixture, 7, Some(1)).unwrap();
+    let gfn = fixture.gfn(7);
+    let at = fixture.backing.start().checked_add_pages(7).unwrap();
     let page = HvaRange::new(at, 1).unwrap();
-    let begun = bed.mmu.begin_invalidation(Shape::PerLevel, &[page]);
-    bed.mmu.write_protect(page);
-    vcpu.enter(&bed);
-    assert!(!vcpu.write_by_tlb(&bed, gfn, 2), "a TLB still has W");
-    vcpu.leave(&bed);
+    let begun = fixture.mmu.begin_invalidation(Shape::PerLevel, &[page]);
+    fixture.mmu.write_protect(page);
+    vcpu.enter(&fixture);
+    assert!(!vcpu.write_by_tlb(&fixture, gfn, 2), "a TLB still has W");
+    vcpu.leave(&fixture);
     begun.finish();
 }

@@ -1,6 +1,6 @@
 //! What a resident stage-2 fault costs, and whether two vCPUs' faults get in each other's way.
 
-use crate::base::{Playground, Touch, touch_together};
+use crate::base::{Fixture, Touch, touch_together};
 use crate::experiment::{LabError, Options};
 use crate::native::{CacheFlush, HOT_PAGES, cold_fault_ns, hot_fault_ns};
 use crate::result::{Better, Measurement, Report};
@@ -27,14 +27,14 @@ fn host_error(source: std::io::Error) -> LabError {
 }
 
 /// One slice of guest touches: CPU nanoseconds a page.
-fn soft_ns(place: &mut Playground, touches: u64, before: impl Fn()) -> Result<f64, LabError> {
+fn soft_ns(fixture: &mut Fixture, touches: u64, before: impl Fn()) -> Result<f64, LabError> {
     let (mut cpu, mut pages) = (0, 0);
     for _ in 0..touches {
         let Touch {
             pages: touched,
             cpu_ns,
             ..
-        } = place.touch(&before)?;
+        } = fixture.touch(&before)?;
         cpu += cpu_ns;
         pages += touched;
     }
@@ -43,9 +43,9 @@ fn soft_ns(place: &mut Playground, touches: u64, before: impl Fn()) -> Result<f6
 
 /// `fault.soft_vs_host`.
 pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let mut place = Playground::new(1, HOT)?;
+    let mut fixture = Fixture::new(1, HOT)?;
     let host = || hot_fault_ns(SLICE as usize).map_err(host_error);
-    let soft = || soft_ns(&mut place, SLICE / HOT, || ());
+    let soft = || soft_ns(&mut fixture, SLICE / HOT, || ());
     let found = compare(super::rounds(options), host, soft)?;
     let result = Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio);
     report.push(
@@ -62,11 +62,11 @@ pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
 
 /// `fault.soft_vs_host.cold`.
 pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let mut place = Playground::new(1, COLD_PAGES)?;
+    let mut fixture = Fixture::new(1, COLD_PAGES)?;
     let flush = CacheFlush::default();
     let touches = 16;
     let host = || cold_fault_ns((touches * COLD_PAGES) as usize, &flush).map_err(host_error);
-    let soft = || soft_ns(&mut place, touches, || flush.run());
+    let soft = || soft_ns(&mut fixture, touches, || flush.run());
     let found = compare(super::rounds(options), host, soft)?;
     let result = Measurement::new("fault.soft_vs_host.cold", "x", Better::Lower, found.ratio);
     report.push(
@@ -89,16 +89,16 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
     }
     let half = SCALING_PAGES / 2;
     let mut arms = [
-        vec![Playground::new(1, SCALING_PAGES)?],
-        vec![Playground::new(2, half)?],
-        vec![Playground::new(1, half)?, Playground::new(1, half)?],
+        vec![Fixture::new(1, SCALING_PAGES)?],
+        vec![Fixture::new(2, half)?],
+        vec![Fixture::new(1, half)?, Fixture::new(1, half)?],
     ];
     // Pages a second of all vCPUs; the second arm again is the null.
     let times = if options.quick { 2 } else { SCALING_ROUNDS };
     let rates = rounds(4, times, |index| {
-        let places = &mut arms[if index == 3 { 1 } else { index }];
+        let fixtures = &mut arms[if index == 3 { 1 } else { index }];
         let mut touches = (0..SCALING_TOUCHES)
-            .map(|_| Ok(touch_together(places, || ())?.wall_ns))
+            .map(|_| Ok(touch_together(fixtures, || ())?.wall_ns))
             .collect::<Result<Vec<u64>, LabError>>()?;
         touches.sort_unstable();
         // The middle one: a preemption of either thread is the machine's doing, and hits two more

@@ -40,7 +40,7 @@ pub struct Touch {
 ///
 /// The pages are a memory slot of their own, with a region of their own behind it: both are new for
 /// each touch, so every page faults, and the frames that come back are the ones that went last.
-pub struct Playground {
+pub struct Fixture {
     host: Arc<Host>,
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,
@@ -50,7 +50,7 @@ pub struct Playground {
 /// The slot of the touched pages.
 const SLOT: SlotId = SlotId(100);
 
-impl Playground {
+impl Fixture {
     /// A VM of `vcpus`, with frames for their shares of `pages`. The frames have been touched, so
     /// that the machine under us has backed them.
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
@@ -118,25 +118,25 @@ impl Playground {
     }
 }
 
-/// All vCPUs of all `places` touch their shares once, at the same time. Places share nothing but
-/// the machine.
-pub fn touch_together(places: &mut [Playground], before: impl FnOnce()) -> Result<Touch, LabError> {
-    let regions = places
+/// All vCPUs of all `fixtures` touch their shares once, at the same time. Fixtures share nothing
+/// but the machine.
+pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result<Touch, LabError> {
+    let regions = fixtures
         .iter()
-        .map(Playground::add_area)
+        .map(Fixture::add_area)
         .collect::<Result<Vec<_>, _>>()?;
     before();
-    let touched = run(places);
-    for (place, region) in places.iter().zip(regions) {
-        place.vm.delete_slot(SLOT)?;
-        place.host.remove_region(region)?;
+    let touched = run(fixtures);
+    for (fixture, region) in fixtures.iter().zip(regions) {
+        fixture.vm.delete_slot(SLOT)?;
+        fixture.host.remove_region(region)?;
     }
     touched
 }
 
-fn run(places: &mut [Playground]) -> Result<Touch, LabError> {
-    let pages = places[0].pages;
-    let vcpus = || places.iter().map(|place| place.vcpus.len()).sum();
+fn run(fixtures: &mut [Fixture]) -> Result<Touch, LabError> {
+    let pages = fixtures[0].pages;
+    let vcpus = || fixtures.iter().map(|fixture| fixture.vcpus.len()).sum();
     let start_line = StartLine::new(vcpus());
     let results: Vec<Share> = thread::scope(|scope| {
         let start = |(index, vcpu)| {
@@ -146,7 +146,7 @@ fn run(places: &mut [Playground]) -> Result<Touch, LabError> {
                 share(vcpu, start_line)
             })
         };
-        let vcpus = places.iter_mut().flat_map(|place| &mut place.vcpus);
+        let vcpus = fixtures.iter_mut().flat_map(|fixture| &mut fixture.vcpus);
         let threads: Vec<_> = vcpus.enumerate().map(start).collect();
         let join = |t: thread::ScopedJoinHandle<'_, _>| {
             t.join()

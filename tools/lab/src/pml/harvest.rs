@@ -8,7 +8,7 @@
 //! A ring has at most 65 536 entries, so at 10 and 100 % of 8 GiB it is harvested whenever it is
 //! full, as after a vCPU's exit with a full ring: 4 and 33 times, and the sum is what counts.
 
-use super::harvest_bed::{Bed, Harvested};
+use super::harvest_fixture::{Fixture, Harvested};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -61,21 +61,23 @@ pub fn measure(
         } else {
             "harvests of a ring"
         })?;
-        let runs = Bed::with(pages, delivery, |bed| {
-            measures(ARMS.len(), repeats, |arm| slice(bed, pages, ARMS[arm].1))
+        let runs = Fixture::with(pages, delivery, |fixture| {
+            measures(ARMS.len(), repeats, |arm| {
+                slice(fixture, pages, ARMS[arm].1)
+            })
         })?;
         tell(report, gib, suffix, &runs);
     }
     Ok(())
 }
 
-fn slice(bed: &mut Bed, pages: u64, detection: Detection) -> Result<Slice, LabError> {
-    bed.detect_by(detection)?;
+fn slice(fixture: &mut Fixture, pages: u64, detection: Detection) -> Result<Slice, LabError> {
+    fixture.detect_by(detection)?;
     let mut found = Slice::default();
     for (i, (_, share, times)) in SHARES.into_iter().enumerate() {
         let mut all = Harvested::default();
         for _ in 0..times {
-            bed.dirty(pages * share / 1000, &mut all)?;
+            fixture.dirty(pages * share / 1000, &mut all)?;
         }
         let per_page = |ns: u128| ns as f64 / all.pages as f64;
         let at = i * PER_SHARE;
@@ -85,7 +87,7 @@ fn slice(bed: &mut Bed, pages: u64, detection: Detection) -> Result<Slice, LabEr
     }
     let mut nothing = Harvested::default();
     for _ in 0..EMPTY {
-        bed.harvest(&mut nothing)?;
+        fixture.harvest(&mut nothing)?;
     }
     let at = SHARES.len() * PER_SHARE;
     found[at + TIME] = nothing.time.as_nanos() as f64 / f64::from(EMPTY);

@@ -1,11 +1,11 @@
 //! What a guest that is watched has left: `churn` under a monitor that harvests once a second, a VM
 //! for each arm, in turns.
 //!
-//! Twice, each at a dirty rate of its own, found by turning the guest's dial until write protection
-//! with a bitmap leaves 92 % of what the guest does unwatched, as in the letter of 2015. `.raw` is
-//! what was measured; in `.exitcost` each exit is charged as hardware's
-//! ([`charged`](super::score_charge)). Where even the highest rate leaves more than 92 %, that is
-//! the rate, and nothing is promised of it.
+//! Each delivery is measured twice, each time at a dirty rate of its own. That rate is found by
+//! turning the guest's dial until write protection with a bitmap leaves 92 % of what the guest does
+//! unwatched, as in the cover letter of the KVM PML series (2015). `.raw` is what was measured. In
+//! `.exitcost` each exit is charged what it costs on hardware ([`charged`](super::score_charge)).
+//! Where even the highest rate leaves more than 92 %, that rate is used and nothing is promised.
 
 use super::score_always;
 use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
@@ -28,11 +28,12 @@ const WANTED: f64 = 92.0;
 const AIM: f64 = 91.5;
 /// What PML is to leave at that rate.
 const BAR: f64 = 97.0;
-/// The letter's: 96.17 with a graphic window, 95.72 without; write protection 91.99 and 90.72.
-const LETTER: &str =
-    "KVM PML patch letter, 2015: SPECjbb, PML 95.7 to 96.2, write protection 90.7 to 92.0";
-const LETTER_PML: f64 = 95.7;
-const LETTER_WP: f64 = 90.7;
+/// SPECjbb scores in the cover letter of the KVM PML series: PML 96.17 with a graphic window and
+/// 95.72 without; write protection 91.99 and 90.72.
+const COVER_LETTER: &str = "cover letter of the KVM PML series, 2015: SPECjbb, PML 95.7 to 96.2, \
+                            write protection 90.7 to 92.0";
+const COVER_LETTER_PML: f64 = 95.7;
+const COVER_LETTER_WP: f64 = 90.7;
 
 /// A set of figures.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -266,9 +267,9 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
             }
         };
         let result = match (arm, reached) {
-            (WP, _) => result.reference(LETTER_WP, LETTER),
-            (_, true) => result.bar(BAR).reference(LETTER_PML, LETTER),
-            (_, false) => result.reference(LETTER_PML, LETTER),
+            (WP, _) => result.reference(COVER_LETTER_WP, COVER_LETTER),
+            (_, true) => result.bar(BAR).reference(COVER_LETTER_PML, COVER_LETTER),
+            (_, false) => result.reference(COVER_LETTER_PML, COVER_LETTER),
         };
         report.push(set.marked(result));
     }

@@ -46,7 +46,10 @@ pub fn measure(
     let null = lost(percent_across(&off, &null, rounds));
     report.push(
         Measurement::new(ID, "%", Better::Lower, loss)
-            .reference(0.45, "KVM PML patch letter, 2015: 0.06 and 0.45")
+            .reference(
+                0.45,
+                "cover letter of the KVM PML series, 2015: 0.06 and 0.45",
+            )
             .param("entries_logged", logged)
             .param("inside_null", inside(loss, null))
             .arm("null_percent", null)

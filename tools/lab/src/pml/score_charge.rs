@@ -16,8 +16,8 @@ use lacuna_soft::{Detection, DirtyStats};
 
 /// Nanoseconds of an exit and the entry after it: 1300 cycles of a Xeon E5-2450 at 2.1 GHz, a
 /// hypercall that does nothing, under KVM (Dall et al., "ARM Virtualization: Performance and
-/// Architectural Implications", ISCA 2016, table II). The patch letter of 2015 tells no figure; the
-/// processors in it ran at 1.4 GHz.
+/// Architectural Implications", ISCA 2016, table II). The cover letter of the KVM PML series (2015)
+/// gives no figure; its processors ran at 1.4 GHz.
 pub const EXIT_NS: f64 = 1300.0 / 2.1;
 
 /// Where [`EXIT_NS`] comes from, for results.

@@ -1,6 +1,6 @@
 //! A range that a vCPU keeps using and the host keeps taking, and a vCPU that works next to it.
 
-use super::bed::{BLOCK, Bed};
+use super::fixture::{BLOCK, Fixture};
 use super::scene::{Scene, Toucher, Worker};
 use super::spread::Spread;
 use crate::base::pin;
@@ -217,14 +217,14 @@ fn idle(
     repeats: usize,
     spread: &mut Spread,
 ) -> Result<Vec<f64>, LabError> {
-    let mut bed = Bed::new(1, 1, huge)?;
-    let range = bed.range(1);
+    let mut fixture = Fixture::new(1, 1, huge)?;
+    let range = fixture.range(1);
     let runs = rounds(1, repeats, |_| {
         let mut slice = Vec::new();
         for _ in 0..calls {
-            bed.fault_in(1, level)?;
+            fixture.fault_in(1, level)?;
             let start = Instant::now();
-            let steps = bed.mmu().invalidate_as(Shape::PerLevel, range);
+            let steps = fixture.mmu().invalidate_as(Shape::PerLevel, range);
             let spent = start.elapsed();
             assert_eq!(steps.leaves, BLOCK / level.pages(), "all of it was there");
             spread.record(spent);

@@ -4,7 +4,7 @@
 //! Timed is the reverse-map work alone, between the call and the shoot-down; every vCPU is offline.
 //! Before each call its range is mapped anew, untimed.
 
-use super::bed::{BLOCK, Bed};
+use super::fixture::{BLOCK, Fixture};
 use super::spread::Spread;
 use crate::experiment::{LabError, Options};
 use crate::report::{align, time};
@@ -143,18 +143,18 @@ fn huge(level: Level) -> HugePages {
 
 /// One slice of `calls` invalidations; their median, in nanoseconds.
 fn slice(
-    bed: &mut Bed,
+    fixture: &mut Fixture,
     work: &Work,
     shape: Shape,
     calls: u64,
     took: &mut Took,
 ) -> Result<f64, LabError> {
     let mut slice = Vec::new();
-    let range = bed.range(work.blocks);
+    let range = fixture.range(work.blocks);
     for _ in 0..calls {
-        bed.fault_in(work.blocks, work.level)?;
+        fixture.fault_in(work.blocks, work.level)?;
         let start = Instant::now();
-        let begun = bed.mmu().begin_invalidation(shape, &[range]);
+        let begun = fixture.mmu().begin_invalidation(shape, &[range]);
         let spent = start.elapsed();
         took.steps = begun.steps();
         begun.finish();
@@ -165,11 +165,11 @@ fn slice(
 }
 
 fn compare(options: &Options, work: &Work, slots: u64) -> Result<Vec<Took>, LabError> {
-    let mut bed = Bed::new(slots, work.blocks, huge(work.level))?;
+    let mut fixture = Fixture::new(slots, work.blocks, huge(work.level))?;
     let mut took: Vec<Took> = ARMS.iter().map(|_| Took::default()).collect();
     let calls = (work.calls / slots.div_ceil(8)).max(2);
     let runs = rounds(ARMS.len(), repeats(options, work), |arm| {
-        slice(&mut bed, work, ARMS[arm].1, calls, &mut took[arm])
+        slice(&mut fixture, work, ARMS[arm].1, calls, &mut took[arm])
     })?;
     took.iter_mut()
         .zip(runs)
@@ -251,16 +251,16 @@ fn rows(work: &Work, slots: u64, took: &[Took]) -> Vec<[String; 8]> {
 /// `thp.slots_growth_512` and `thp.slot_steps_512`.
 fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let many = 512;
-    let mut beds = [
-        Bed::new(1, 1, HugePages::Always)?,
-        Bed::new(many, 1, HugePages::Always)?,
+    let mut fixtures = [
+        Fixture::new(1, 1, HugePages::Always)?,
+        Fixture::new(many, 1, HugePages::Always)?,
     ];
     let mut took: [Took; 3] = Default::default();
     // The second arm is the null.
     let runs = rounds(3, 2 * repeats(options, &HUGE_PAGE), |arm| {
-        let bed = &mut beds[usize::from(arm == 2)];
+        let fixture = &mut fixtures[usize::from(arm == 2)];
         slice(
-            bed,
+            fixture,
             &HUGE_PAGE,
             Shape::PerLevel,
             HUGE_PAGE.calls,
@@ -278,10 +278,10 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
             .arm("null", paired(&runs[0], &runs[1])),
     );
     // Exact, and the worst of all places.
-    let bed = &beds[1];
-    let places = bed.others().iter().copied().chain([bed.range(1)]);
+    let fixture = &fixtures[1];
+    let places = fixture.others().iter().copied().chain([fixture.range(1)]);
     let looked_at = places.map(|range| {
-        let begun = bed.mmu().begin_invalidation(Shape::PerLevel, &[range]);
+        let begun = fixture.mmu().begin_invalidation(Shape::PerLevel, &[range]);
         let steps = begun.steps();
         begun.finish();
         steps.slots as f64

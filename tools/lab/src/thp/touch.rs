@@ -9,7 +9,7 @@
 //! huge pages where the kernel has them. Not the frames themselves, which nobody hands out, and in
 //! the order of addresses, which is that of frames only before they were used.
 
-use super::bed::{BLOCK, Bed};
+use super::fixture::{BLOCK, Fixture};
 use crate::experiment::{LabError, Options};
 use crate::native::thread_cpu_ns;
 use crate::result::{Better, Measurement, Report};
@@ -30,8 +30,8 @@ const ZERO: usize = 3;
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mib: u64 = if options.quick { 128 } else { 1024 };
     let blocks = mib / 2;
-    let mut huge = Bed::new(1, blocks, HugePages::Always)?;
-    let mut small = Bed::new(1, blocks, HugePages::Never)?;
+    let mut huge = Fixture::new(1, blocks, HugePages::Always)?;
+    let mut small = Fixture::new(1, blocks, HugePages::Never)?;
     let mut other = memory((mib << 20) as usize)?;
     let repeats = if options.quick { 2 } else { 31 };
     // Milliseconds: the whole; and its faults, where zeroing is taken out already.
@@ -73,15 +73,15 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// Milliseconds of CPU time for faults in a new backing; and of time without the zeroing in them.
-fn touch_huge(bed: &mut Bed, blocks: u64) -> Result<[f64; 2], LabError> {
-    bed.renew()?;
-    let (mut zeroing, mut rest) = (bed.host().stats().zeroing_ns, 0);
+fn touch_huge(fixture: &mut Fixture, blocks: u64) -> Result<[f64; 2], LabError> {
+    fixture.renew()?;
+    let (mut zeroing, mut rest) = (fixture.host().stats().zeroing_ns, 0);
     let before = thread_cpu_ns();
     for block in 0..blocks {
         let start = Instant::now();
-        bed.fault(block * BLOCK, Level::L2M)?;
+        fixture.fault(block * BLOCK, Level::L2M)?;
         let spent = start.elapsed().as_nanos() as u64;
-        let now = bed.host().stats().zeroing_ns;
+        let now = fixture.host().stats().zeroing_ns;
         rest += spent - (now - zeroing);
         zeroing = now;
     }
@@ -90,10 +90,10 @@ fn touch_huge(bed: &mut Bed, blocks: u64) -> Result<[f64; 2], LabError> {
 }
 
 /// Milliseconds of CPU time for faults in a new backing, zeroing and all.
-fn touch_small(bed: &mut Bed, blocks: u64) -> Result<[f64; 2], LabError> {
-    bed.renew()?;
+fn touch_small(fixture: &mut Fixture, blocks: u64) -> Result<[f64; 2], LabError> {
+    fixture.renew()?;
     let before = thread_cpu_ns();
-    bed.fault_in(blocks, Level::L4K)?;
+    fixture.fault_in(blocks, Level::L4K)?;
     Ok([(thread_cpu_ns() - before) as f64 / 1e6, 0.0])
 }
 

@@ -24,7 +24,7 @@ const TABLES: u32 = 1 << 14;
 const SPARE: u64 = 1 << 14;
 
 /// A slot of 4 KiB leaves, all of them mapped, that logs.
-pub struct Bed {
+pub struct Fixture {
     mmu: Arc<Mmu>,
     pages: u64,
     /// For the bits of a harvest; none where it comes by ring.
@@ -56,7 +56,7 @@ pub struct Harvested {
     pub pages: u64,
 }
 
-impl Bed {
+impl Fixture {
     /// Carries out `experiment` on a slot of `pages` pages, a power of two.
     pub fn with<T>(
         pages: u64,
@@ -88,7 +88,7 @@ impl Bed {
             orders: taken,
             answers: told,
         };
-        let mut bed = Self {
+        let mut fixture = Self {
             mmu: Arc::clone(&mmu),
             pages,
             words: match delivery {
@@ -101,9 +101,9 @@ impl Bed {
         };
         let done = thread::scope(|scope| {
             scope.spawn(|| writer.run());
-            let done = bed.prepare().and_then(|()| experiment(&mut bed));
+            let done = fixture.prepare().and_then(|()| experiment(&mut fixture));
             // Without anybody to give it orders the writer ends.
-            drop(bed);
+            drop(fixture);
             done
         });
         // The host holds the MMU by its region, and that holds the host: without this, for ever.
@@ -338,14 +338,14 @@ mod tests {
         let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
         let backup = Backup::None;
         for delivery in [Delivery::Bitmap, Delivery::Ring { size, backup }] {
-            let done = Bed::with(1 << 12, delivery, |bed| {
+            let done = Fixture::with(1 << 12, delivery, |fixture| {
                 for detection in [Detection::WriteProtect, Detection::Pml] {
-                    bed.detect_by(detection)?;
+                    fixture.detect_by(detection)?;
                     let mut some = Harvested::default();
-                    bed.dirty(100, &mut some)?;
+                    fixture.dirty(100, &mut some)?;
                     assert_eq!((some.pages, some.harvests), (100, 1));
                     let mut all = Harvested::default();
-                    bed.dirty(1 << 12, &mut all)?;
+                    fixture.dirty(1 << 12, &mut all)?;
                     let many = delivery != Delivery::Bitmap;
                     assert_eq!(all.harvests > 1, many, "{delivery:?} {}", all.harvests);
                 }

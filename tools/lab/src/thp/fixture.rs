@@ -19,7 +19,7 @@ const TABLES: u32 = 1 << 16;
 const TARGET_SLOT: SlotId = SlotId(0);
 
 /// A slot under test among others.
-pub struct Bed {
+pub struct Fixture {
     host: Arc<Host>,
     mmu: Arc<Mmu>,
     faulter: Faulter,
@@ -28,7 +28,7 @@ pub struct Bed {
     others: Vec<HvaRange>,
 }
 
-impl Bed {
+impl Fixture {
     /// `slots` slots, of which the one in the middle is under test, with `blocks` times 2 MiB; the
     /// others have 2 MiB each.
     pub fn new(slots: u64, blocks: u64, huge: HugePages) -> Result<Self, LabError> {
@@ -48,7 +48,7 @@ impl Bed {
         let host = launch.host(clock)?;
         let quiescence = Arc::new(Quiescence::new(1));
         let mmu = Mmu::new(Arc::clone(&host), quiescence, TABLES)?;
-        let mut bed = Self {
+        let mut fixture = Self {
             faulter: mmu.faulter()?,
             host,
             mmu,
@@ -57,13 +57,13 @@ impl Bed {
             others: Vec::new(),
         };
         for other in 1..slots.div_ceil(2) {
-            bed.add_other(other)?;
+            fixture.add_other(other)?;
         }
-        bed.renew()?;
+        fixture.renew()?;
         for other in slots.div_ceil(2)..slots {
-            bed.add_other(other)?;
+            fixture.add_other(other)?;
         }
-        Ok(bed)
+        Ok(fixture)
     }
 
     fn add_other(&mut self, id: u64) -> Result<(), LabError> {
@@ -136,7 +136,7 @@ impl Bed {
     /// Faults in page number `page` of the slot under test.
     ///
     /// # Errors
-    /// As [`Bed::fault_in`].
+    /// As [`Fixture::fault_in`].
     pub fn fault(&mut self, page: u64, level: Level) -> Result<(), LabError> {
         let gfn = self.first.checked_add(page).expect("inside the slot");
         let found = loop {
@@ -167,22 +167,22 @@ mod tests {
             (HugePages::Always, Level::L2M, 2),
             (HugePages::Never, Level::L4K, 2 * BLOCK),
         ] {
-            let mut bed = Bed::new(5, 2, huge).unwrap();
-            assert_eq!(bed.others().len(), 4);
+            let mut fixture = Fixture::new(5, 2, huge).unwrap();
+            assert_eq!(fixture.others().len(), 4);
             for shape in Shape::ALL {
-                bed.fault_in(2, level).unwrap();
-                let steps = bed.mmu().invalidate_as(shape, bed.range(2));
+                fixture.fault_in(2, level).unwrap();
+                let steps = fixture.mmu().invalidate_as(shape, fixture.range(2));
                 assert_eq!(steps.leaves, leaves, "{shape:?}");
             }
-            bed.renew().unwrap();
-            bed.fault_in(2, level).unwrap();
+            fixture.renew().unwrap();
+            fixture.fault_in(2, level).unwrap();
         }
     }
 
     #[test]
     fn pages_of_another_size_are_an_error() {
-        let mut bed = Bed::new(1, 1, HugePages::Never).unwrap();
-        let error = bed.fault_in(1, Level::L2M).unwrap_err().to_string();
+        let mut fixture = Fixture::new(1, 1, HugePages::Never).unwrap();
+        let error = fixture.fault_in(1, Level::L2M).unwrap_err().to_string();
         assert!(error.contains("L4K where L2M was wanted"), "{error}");
     }
 }

@@ -26,7 +26,7 @@ pub fn ring(backup: Backup) -> Delivery {
     Delivery::Ring { size, backup }
 }
 
-pub struct Bed {
+pub struct Fixture {
     pub host: Arc<Host>,
     pub mmu: Arc<Mmu>,
     pub quiescence: Arc<Quiescence>,
@@ -59,7 +59,7 @@ pub enum Stuck {
     NoSlot,
 }
 
-impl Bed {
+impl Fixture {
     pub fn new(huge: HugePages, delivery: Delivery, vcpus: usize) -> (Self, Vec<Vcpu>) {
         let frames = [PAGES / 2, PAGES * 7 / 8][usize::from(huge != HugePages::Never)];
         let config = HostConfig {
@@ -90,14 +90,14 @@ impl Bed {
             flushed: Epoch::default(),
         };
         let vcpus = (0..vcpus).map(vcpu).collect();
-        let bed = Self {
+        let fixture = Self {
             host,
             mmu,
             quiescence,
             backing,
             collecting: RwLock::new(()),
         };
-        (bed, vcpus)
+        (fixture, vcpus)
     }
 
     /// The frame of a page of the slot, where that is now.
@@ -143,17 +143,22 @@ impl Bed {
 
 impl Vcpu {
     /// A stay online with one access; more if it must leave for a moment. The word that was read.
-    pub fn access(&mut self, bed: &Bed, page: u64, write: Option<u64>) -> Result<u64, Stuck> {
+    pub fn access(
+        &mut self,
+        fixture: &Fixture,
+        page: u64,
+        write: Option<u64>,
+    ) -> Result<u64, Stuck> {
         loop {
             if !self.has_room() {
                 return Err(Stuck::Ring);
             }
-            self.enter(bed);
-            let outcome = self.online(bed, page, write);
-            self.leave(bed);
+            self.enter(fixture);
+            let outcome = self.online(fixture, page, write);
+            self.leave(fixture);
             match outcome {
                 Ok(word) => return Ok(word),
-                Err(outcome) => self.settle(bed, outcome)?,
+                Err(outcome) => self.settle(fixture, outcome)?,
             }
         }
     }
@@ -164,12 +169,12 @@ impl Vcpu {
     }
 
     /// Whether somebody wants it to leave.
-    pub fn is_poked(&self, bed: &Bed) -> bool {
-        bed.quiescence.vcpu(self.index).poked()
+    pub fn is_poked(&self, fixture: &Fixture) -> bool {
+        fixture.quiescence.vcpu(self.index).poked()
     }
 
-    pub fn enter(&mut self, bed: &Bed) {
-        let q = &bed.quiescence;
+    pub fn enter(&mut self, fixture: &Fixture) {
+        let q = &fixture.quiescence;
         q.vcpu(self.index).take();
         let epoch = q.online(self.index);
         if epoch > self.flushed {
@@ -179,23 +184,28 @@ impl Vcpu {
         }
     }
 
-    pub fn leave(&mut self, bed: &Bed) {
-        bed.mmu.flush_log(&mut self.faulter);
-        bed.quiescence.offline(self.index);
+    pub fn leave(&mut self, fixture: &Fixture) {
+        fixture.mmu.flush_log(&mut self.faulter);
+        fixture.quiescence.offline(self.index);
     }
 
-    pub fn online(&mut self, bed: &Bed, page: u64, write: Option<u64>) -> Result<u64, Outcome> {
-        let gfn = bed.gfn(page);
+    pub fn online(
+        &mut self,
+        fixture: &Fixture,
+        page: u64,
+        write: Option<u64>,
+    ) -> Result<u64, Outcome> {
+        let gfn = fixture.gfn(page);
         let access = match write {
             Some(_) => Access::Write,
             None => Access::Read,
         };
         let hit = match self.tlb.get(&gfn.get()) {
             Some(hit) if hit.writable || write.is_none() => *hit,
-            _ => self.miss(bed, gfn, access)?,
+            _ => self.miss(fixture, gfn, access)?,
         };
         self.faulter.retired();
-        let (frame, at) = (bed.host.frame(hit.pfn), 8 * self.index);
+        let (frame, at) = (fixture.host.frame(hit.pfn), 8 * self.index);
         if let Some(value) = write {
             assert!(hit.writable);
             frame.write(at, &value.to_le_bytes());
@@ -205,14 +215,14 @@ impl Vcpu {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    fn miss(&mut self, bed: &Bed, gfn: Gfn, access: Access) -> Result<Hit, Outcome> {
-        bed.quiescence.vcpu(self.index).note(gfn.block());
-        let hit = match bed.mmu.walk(&mut self.faulter, gfn, access) {
+    fn miss(&mut self, fixture: &Fixture, gfn: Gfn, access: Access) -> Result<Hit, Outcome> {
+        fixture.quiescence.vcpu(self.index).note(gfn.block());
+        let hit = match fixture.mmu.walk(&mut self.faulter, gfn, access) {
             Walk::Hit(hit) => Hit {
                 pfn: hit.pfn,
                 writable: hit.writable,
             },
-            Walk::Violation(_) => match bed.mmu.fault(&mut self.faulter, gfn, access) {
+            Walk::Violation(_) => match fixture.mmu.fault(&mut self.faulter, gfn, access) {
                 Outcome::Mapped(page) => Hit {
                     pfn: page.pfn,
                     writable: page.writable,
@@ -225,16 +235,16 @@ impl Vcpu {
     }
 
     /// Makes good what kept an access from its page; the vCPU is offline.
-    fn settle(&mut self, bed: &Bed, outcome: Outcome) -> Result<(), Stuck> {
+    fn settle(&mut self, fixture: &Fixture, outcome: Outcome) -> Result<(), Stuck> {
         match outcome {
             Outcome::Mapped(_) => unreachable!("that is no reason to leave"),
             Outcome::Busy => yield_now(),
             Outcome::Pending(ticket) => {
-                bed.host.start(&ticket);
-                let _ = bed.host.wait(&ticket);
+                fixture.host.start(&ticket);
+                let _ = fixture.host.wait(&ticket);
             }
             Outcome::NoMemory => {
-                let _ = bed.host.reclaim_direct(self.faulter.frames()).unwrap();
+                let _ = fixture.host.reclaim_direct(self.faulter.frames()).unwrap();
             }
             Outcome::Mmio => return Err(Stuck::NoSlot),
             Outcome::Lost(page) => panic!("{page}"),
@@ -246,10 +256,10 @@ impl Vcpu {
 
 impl Vcpu {
     /// A store to a place where nothing may be any more, if the TLB lets it through.
-    pub fn write_by_tlb(&self, bed: &Bed, gfn: Gfn, value: u64) -> bool {
+    pub fn write_by_tlb(&self, fixture: &Fixture, gfn: Gfn, value: u64) -> bool {
         let hit = self.tlb.get(&gfn.get()).filter(|hit| hit.writable);
         if let Some(hit) = hit {
-            let frame = bed.host.frame(hit.pfn);
+            let frame = fixture.host.frame(hit.pfn);
             frame.write(8 * self.index, &value.to_le_bytes());
         }
         hit.is_some()
