@@ -11,7 +11,7 @@ impl Guest for Entry {
         CpuState {
             user: self.cpu.cpl() != 0,
             paging: self.cpu.paging(),
-            open: self.cpu.interruptible(),
+            interruptible: self.cpu.interruptible(),
             lapic: self.cpu.apic_enabled(),
         }
     }
@@ -33,7 +33,7 @@ impl Guest for Entry {
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
         let store = |page: HostPage| {
             // Decoded instructions lie there: the way that tells every vCPU, below.
-            (!page.is_watched()).then(|| page.store_u32(at.offset(), value))
+            (!page.is_write_tracked()).then(|| page.store_u32(at.offset(), value))
         };
         match self.with_page(at.gfn(), Access::Write, store) {
             Ok(Some(())) => Ok(()),

@@ -108,20 +108,21 @@ impl SoftBus {
             writable,
         } = page;
         let base = self.vm.host.frame(pfn).as_non_null();
-        let watched = self.vm.code.is_watched(gfn);
+        let tracked = self.vm.code.is_write_tracked(gfn);
         // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as
         // long as the host lives, which the VM holds. That it stays *this page's* frame until the
         // next quiescent point: the leaf that named it was read, or installed, while this vCPU was
         // online; whoever unmaps it requests an epoch afterwards and waits for this vCPU before the
         // frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and their like). Everyone who
         // touches frames of mapped pages uses atomics (`lacuna_host`'s contract for `frame`).
-        let page = unsafe { HostPage::new(base, writable, watched) };
-        if level == Level::L4K || self.vm.code.is_block_watched(gfn) {
+        let page = unsafe { HostPage::new(base, writable, tracked) };
+        if level == Level::L4K || self.vm.code.is_block_write_tracked(gfn) {
             return page;
         }
         // SAFETY: a leaf of 2 MiB (or more) maps the block around `gfn` to as many frames in a row,
-        // all with its rights, and it is unmapped, split and watched by the same rules as a page: a
-        // new watch shoots down what is in TLBs before it counts on it. Nothing in it is watched.
+        // all with its rights, and it is unmapped, split and write-tracked by the same rules as a
+        // page: a new tracked page shoots down what is in TLBs before it counts on it. Nothing in
+        // it is write-tracked.
         unsafe { page.of_block() }
     }
 
@@ -161,15 +162,15 @@ unsafe impl Bus for SoftBus {
         }
     }
 
-    fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
+    fn track_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
         let vm = &self.vm;
         if vm.code.is_settled(gfn) {
             return Ok(());
         }
-        vm.code.watch(gfn);
+        vm.code.track(gfn);
         vm.mmu.flush_log(&mut self.faulter);
         // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
-        // watch pages at the same time must not wait for each other.
+        // track pages at the same time must not wait for each other.
         let quiescence = vm.quiescence();
         let epoch = quiescence.request();
         quiescence.offline(self.index);

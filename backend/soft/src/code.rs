@@ -1,11 +1,11 @@
 //! Which guest pages hold instructions that some vCPU has decoded.
 //!
 //! ```text
-//! decode:  settled? then read the bytes. Otherwise watch(gfn), shoot down every TLB, so that no
+//! decode:  settled? then read the bytes. Otherwise track(gfn), shoot down every TLB, so that no
 //!          vCPU keeps a writable entry for the page, settle(gfn), and ask again. Two bits, because
 //!          a second vCPU must not read while the first one's shoot-down is still under way
-//! write:   the page is watched, so the store takes the slow path and calls written(gfn): the page
-//!          goes into every other vCPU's inbox, which it empties at its next quiescent point
+//! write:   the page is write-tracked, so the store takes the slow path and calls written(gfn): the
+//!          page goes into every other vCPU's inbox, emptied at its next quiescent point
 //! ```
 //! Bits are never cleared: a page that once held code stays on the slow path for writers. Guests
 //! keep code and data apart; one that does not pays some 100 ns a store.
@@ -28,9 +28,9 @@ pub(crate) enum Stale {
     All,
 }
 
-/// The watched pages of one VM.
+/// The write-tracked pages of one VM.
 pub(crate) struct CodeMap {
-    watched: FrameSet,
+    tracked: FrameSet,
     settled: FrameSet,
     inboxes: Box<[Mutex<Stale>]>,
 }
@@ -45,7 +45,7 @@ impl CodeMap {
     pub(crate) fn new(boot: u64, vcpus: usize) -> Self {
         let inbox = || Mutex::new(Stale::Pages(Vec::with_capacity(INBOX_MAX)));
         Self {
-            watched: FrameSet::new(boot),
+            tracked: FrameSet::new(boot),
             settled: FrameSet::new(boot),
             inboxes: (0..vcpus).map(|_| inbox()).collect(),
         }
@@ -53,14 +53,14 @@ impl CodeMap {
 
     /// Whether `gfn` holds decoded code, or is about to.
     #[inline]
-    pub(crate) fn is_watched(&self, gfn: Gfn) -> bool {
-        self.watched.contains(gfn)
+    pub(crate) fn is_write_tracked(&self, gfn: Gfn) -> bool {
+        self.tracked.contains(gfn)
     }
 
     /// Whether any page of the 2 MiB block of `gfn` holds decoded code, or is about to.
     #[inline]
-    pub(crate) fn is_block_watched(&self, gfn: Gfn) -> bool {
-        self.watched.meets_block(gfn)
+    pub(crate) fn is_block_write_tracked(&self, gfn: Gfn) -> bool {
+        self.tracked.meets_block(gfn)
     }
 
     /// Whether it may be decoded: every writer takes the slow path.
@@ -69,8 +69,8 @@ impl CodeMap {
     }
 
     /// From here on no TLB takes `gfn` as writable; those that have it must be shot down next.
-    pub(crate) fn watch(&self, gfn: Gfn) {
-        self.watched.insert(gfn);
+    pub(crate) fn track(&self, gfn: Gfn) {
+        self.tracked.insert(gfn);
     }
 
     /// They have been.
@@ -131,8 +131,8 @@ mod tests {
     fn a_write_reaches_every_other_vcpu_once() {
         let quiescence = Quiescence::new(3);
         let map = CodeMap::new(128, 3);
-        map.watch(gfn(100));
-        assert!(map.is_watched(gfn(100)) && !map.is_watched(gfn(99)));
+        map.track(gfn(100));
+        assert!(map.is_write_tracked(gfn(100)) && !map.is_write_tracked(gfn(99)));
         assert!(!map.is_settled(gfn(100)));
         map.settle(gfn(100));
         assert!(map.is_settled(gfn(100)));

@@ -71,7 +71,7 @@ impl Vm {
             // A vCPU that decodes meanwhile sets the bit, then reads the bytes: one of the two
             // sees the other.
             fence(Ordering::SeqCst);
-            if self.code.is_watched(gfn) {
+            if self.code.is_write_tracked(gfn) {
                 self.code.written_by_host(gfn, self.quiescence());
             }
         }

@@ -31,16 +31,16 @@ pub unsafe trait Bus {
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop>;
 
     /// The processor is about to keep decoded instructions of `gfn`. From the moment this returns
-    /// `Ok`, [`HostPage::is_watched`] is true in every page returned for it, on every vCPU, so that
-    /// no TLB takes it as writable and writers come by [`Bus::code_written`].
-    fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop>;
+    /// `Ok`, [`HostPage::is_write_tracked`] is true in every page returned for it, on every vCPU,
+    /// so that no TLB takes it as writable and writers come by [`Bus::code_written`].
+    fn track_code(&mut self, gfn: Gfn) -> Result<(), Stop>;
 
-    /// This processor has written into a watched page. The bus tells the others; the caller has
-    /// dropped its own decoded instructions.
+    /// This processor has written into a write-tracked page. The bus tells the others; the caller
+    /// has dropped its own decoded instructions.
     fn code_written(&mut self, gfn: Gfn);
 }
 
-/// How one vCPU wakes another (inter-processor interrupts): kick it out of its block loop or its
+/// How one vCPU wakes another (inter-processor interrupts): kick it out of its dispatch loop or its
 /// halt.
 pub trait Wake: Send + Sync {
     /// Makes vCPU `index` look at its pending interrupts soon.

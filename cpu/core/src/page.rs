@@ -11,7 +11,7 @@ pub enum Span {
     /// Of this page.
     Page,
     /// Of the aligned 2 MiB of guest-physical memory around it: they lie as one piece in host
-    /// memory, allow what the page allows, and none of it is watched.
+    /// memory, allow what the page allows, and none of it is write-tracked.
     Block,
 }
 
@@ -20,7 +20,7 @@ pub enum Span {
 pub struct HostPage {
     base: NonNull<u8>,
     writable: bool,
-    watched: bool,
+    tracked: bool,
     span: Span,
 }
 
@@ -61,11 +61,11 @@ impl HostPage {
     /// `base` is page-aligned and valid for reads of a page (and writes, if `writable`) by any
     /// thread until the vCPU that it is handed to passes its next quiescent point. Everyone who
     /// touches the page meanwhile uses atomics.
-    pub const unsafe fn new(base: NonNull<u8>, writable: bool, watched: bool) -> Self {
+    pub const unsafe fn new(base: NonNull<u8>, writable: bool, tracked: bool) -> Self {
         Self {
             base,
             writable,
-            watched,
+            tracked,
             span: Span::Page,
         }
     }
@@ -74,7 +74,7 @@ impl HostPage {
     ///
     /// # Safety
     /// What [`HostPage::new`] asks for the page holds for all 2 MiB of which it is page
-    /// `gfn % 512`, `gfn` being the frame it is handed out for. None of them is watched.
+    /// `gfn % 512`, `gfn` being the frame it is handed out for. None of them is write-tracked.
     #[must_use]
     pub const unsafe fn of_block(self) -> Self {
         Self {
@@ -105,8 +105,8 @@ impl HostPage {
 
     /// Whether decoded instructions of this page exist: a writer must call `Bus::code_written`, and
     /// no TLB may hold it as writable.
-    pub const fn is_watched(self) -> bool {
-        self.watched
+    pub const fn is_write_tracked(self) -> bool {
+        self.tracked
     }
 
     /// The first byte's address, for a TLB's addend.

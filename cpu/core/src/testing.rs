@@ -14,9 +14,9 @@ const BLOCK: u64 = Level::L2M.pages();
 pub struct Ram {
     /// By frame number, as far as the highest page added.
     pages: Vec<Option<&'static Page>>,
-    watched: BTreeSet<Gfn>,
+    tracked: BTreeSet<Gfn>,
     /// Blocks that pages are handed out of as [`Span::Block`], by their first
-    /// frame, while nothing in them is watched.
+    /// frame, while nothing in them is write-tracked.
     blocks: BTreeSet<u64>,
     /// Pages that are not resident: touching one stops with [`Stop::Wait`].
     pub swapped: BTreeSet<Gfn>,
@@ -87,11 +87,11 @@ impl Ram {
         // SAFETY: a leaked page-aligned page of atomics: valid for ever, written only as atomics.
         // Those of a block were leaked as one piece.
         unsafe {
-            let watched = self.watched.contains(&gfn);
-            let page = HostPage::new(NonNull::from(&page.0).cast(), true, watched);
+            let tracked = self.tracked.contains(&gfn);
+            let page = HostPage::new(NonNull::from(&page.0).cast(), true, tracked);
             let block = first..first + BLOCK;
             if self.blocks.contains(&first)
-                && !self.watched.iter().any(|gfn| block.contains(&gfn.get()))
+                && !self.tracked.iter().any(|gfn| block.contains(&gfn.get()))
             {
                 page.of_block()
             } else {
@@ -122,13 +122,13 @@ unsafe impl Bus for Ram {
         }
     }
 
-    fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
-        self.watched.insert(gfn);
+    fn track_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
+        self.tracked.insert(gfn);
         Ok(())
     }
 
     fn code_written(&mut self, gfn: Gfn) {
-        self.watched.remove(&gfn);
+        self.tracked.remove(&gfn);
         self.code_written.push(gfn);
     }
 }

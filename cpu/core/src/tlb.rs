@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   read  : page address, if loads may use the entry          \ one compare decides page, right
-//!   write : page address, if stores may (D set, not watched)  / and alignment (`Tlb::load`)
+//!   write : page address, if stores may (D set, not write-tracked)  / and alignment (`Tlb::load`)
 //!   host  : host page - page address, so that host + va is the byte
 //!   frame : gfn << 1 | executable                              of a block: gfn >> 9 instead
 //! ```
@@ -41,7 +41,7 @@ const INVALID: u64 = u64::MAX;
 /// What a translation allows beyond reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rights {
-    /// Stores: stage 1 writable with D set, stage 2 writable with D set, page not watched.
+    /// Stores: stage 1 writable with D set, stage 2 writable with D set, page not write-tracked.
     pub write: bool,
     /// Instruction fetches.
     pub exec: bool,
@@ -267,10 +267,10 @@ impl Tlb {
     }
 
     /// Remembers that `va`'s page is `page`, frame `gfn`, and its block, if the page spans that. A
-    /// write right is ignored when the page itself is read-only or watched.
+    /// write right is ignored when the page itself is read-only or write-tracked.
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
-        let write = rights.write && page.is_writable() && !page.is_watched();
+        let write = rights.write && page.is_writable() && !page.is_write_tracked();
         let entry = Entry {
             read: tag,
             write: if write { tag } else { INVALID },
@@ -278,7 +278,7 @@ impl Tlb {
             frame: gfn.get() << 1 | u64::from(rights.exec),
         };
         self.pages.insert(va, entry);
-        if page.span() == Span::Block && !page.is_watched() {
+        if page.span() == Span::Block && !page.is_write_tracked() {
             assert!(
                 (va >> PAGE_SHIFT ^ gfn.get()) & (BLOCK_FRAMES - 1) == 0,
                 "a block lies in guest-virtual space as in guest-physical"
@@ -333,8 +333,8 @@ impl Tlb {
         }
     }
 
-    /// Takes the write right from every translation to `gfn`, its block's included: it is watched
-    /// from now on.
+    /// Takes the write right from every translation to `gfn`, its block's included: it is
+    /// write-tracked from now on.
     pub fn protect(&mut self, gfn: Gfn) {
         self.pages.protect(gfn.get());
         self.blocks.protect(gfn.get() / BLOCK_FRAMES);

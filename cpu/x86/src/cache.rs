@@ -1,20 +1,20 @@
-//! Decoded code: blocks by where they were decoded, links between them, and what voids both.
+//! Decoded code: basic blocks by where they were decoded, links between them, and what voids both.
 //!
 //! ```text
-//! ops      [scratch | block | block | ...]          one arena; the scratch block holds the one
-//!                                                   instruction being stepped
-//! blocks   start, rip, gfn, privilege: decoded for one address, one frame, one privilege
-//! buckets  hash of those three -> newest block -> older -> ...
-//! pages    gfn -> newest block of the page -> older -> ...     for dropping a written page
-//! jumps    rip -> op index, for indirect branches
+//! ops           [scratch | basic block | basic block | ...]   one arena; the scratch place holds
+//!               the one instruction being stepped
+//! basic_blocks  start, rip, gfn, privilege: decoded for one address, one frame, one privilege
+//! buckets       hash of those three -> newest basic block -> older -> ...
+//! pages         gfn -> newest basic block of the page -> older -> ...    to drop a written page
+//! jumps         rip -> op index, for indirect branches
 //! ```
 //! Links and jump entries skip the translation of `rip`, so they are good for one *epoch*: until a
-//! translation may have changed or a block was dropped. Each privilege has an epoch of its own: a
-//! switch of address space that keeps global pages voids what was learned for users only, or parks
-//! it: no two address spaces have the same epoch, so that links of a former one mean nothing until
-//! it is back. Blocks themselves are found again by frame. A dropped block's ops stay in the arena,
-//! unreachable, until it is full and everything goes at once: memory is bounded however often a
-//! guest writes new code.
+//! translation may have changed or a basic block was dropped. Each privilege has an epoch of its
+//! own: a switch of address space that keeps global pages voids what was learned for users only, or
+//! parks it: no two address spaces have the same epoch, so that links of a former one mean nothing
+//! until it is back. Basic blocks themselves are found again by frame. A dropped basic block's ops
+//! stay in the arena, unreachable, until it is full and everything goes at once: memory is bounded
+//! however often a guest writes new code.
 
 use crate::op::{Code, Links, Op};
 use crate::translations::Kept;
@@ -24,22 +24,22 @@ use std::collections::HashMap;
 
 /// Ops kept: 1 MiB of them, as many as a `u16` can index, so that no fetch needs a bounds check.
 const OPS_MAX: usize = 1 << 16;
-/// Where the first block starts; before it, the scratch block.
+/// Where the first basic block starts; before it, the scratch place.
 const FIRST: usize = 64;
-/// Room that a block may need.
-const BLOCK_MAX: usize = 256;
+/// Room that a basic block may need.
+const BASIC_BLOCK_MAX: usize = 256;
 const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
 /// Decoded ops.
 pub(crate) type Arena = [Op; OPS_MAX];
 
-/// No block.
+/// No basic block.
 const NONE: u32 = u32::MAX;
 const EPOCH_MAX: u32 = NEVER - 1;
 /// An epoch in which nothing is linked or remembered.
 pub(crate) const NEVER: u32 = u32::MAX >> 1;
 
-/// What a block was decoded for.
+/// What a basic block was decoded for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Key {
     pub(crate) rip: u64,
@@ -55,7 +55,7 @@ impl Key {
     }
 }
 
-struct Block {
+struct BasicBlock {
     key: Key,
     start: u16,
     alive: bool,
@@ -93,7 +93,7 @@ impl JumpCache {
         epoch << 1 | u32::from(user == User::User)
     }
 
-    /// The op index of the block at `rip`, if it is known in this epoch.
+    /// The op index of the basic block at `rip`, if it is known in this epoch.
     #[inline(always)]
     pub(crate) fn find(&self, rip: u64, user: User, epoch: u32) -> Option<u16> {
         let jump = &self.0[Self::slot(rip)];
@@ -113,7 +113,7 @@ pub(crate) struct UserCode {
 pub(crate) struct Origin {
     /// Address of the op's instruction.
     pub(crate) rip: u64,
-    /// Instructions of the block before it.
+    /// Instructions of the basic block before it.
     pub(crate) before: u64,
 }
 
@@ -129,9 +129,9 @@ pub(crate) struct CodeCache {
     last_epoch: u32,
     /// How often every epoch has ended, those of parked address spaces too.
     era: u64,
-    blocks: Vec<Block>,
-    /// Where each block starts, ascending: close together, because [`CodeCache::origin`] is asked
-    /// at every way out that is not linked.
+    basic_blocks: Vec<BasicBlock>,
+    /// Where each basic block starts, ascending: close together, because [`CodeCache::origin`] is
+    /// asked at every way out that is not linked.
     starts: Vec<u16>,
     buckets: Box<[u32]>,
     pages: HashMap<Gfn, u32>,
@@ -146,7 +146,7 @@ impl CodeCache {
             epochs: [1, 2],
             last_epoch: 2,
             era: 0,
-            blocks: Vec::new(),
+            basic_blocks: Vec::new(),
             starts: Vec::new(),
             buckets: vec![NONE; BUCKETS].into_boxed_slice(),
             pages: HashMap::new(),
@@ -170,7 +170,7 @@ impl CodeCache {
     pub(crate) fn begin_epoch(&mut self, user: User) {
         if self.last_epoch == EPOCH_MAX {
             // Numbers begin again: nothing may be left that has one.
-            self.forget_blocks();
+            self.forget_basic_blocks();
             self.jumps = JumpCache::new();
             self.last_epoch = 0;
             self.era += 1;
@@ -198,23 +198,23 @@ impl CodeCache {
 
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
-        self.forget_blocks();
+        self.forget_basic_blocks();
         self.new_epoch();
     }
 
-    fn forget_blocks(&mut self) {
+    fn forget_basic_blocks(&mut self) {
         self.end = FIRST;
-        self.blocks.clear();
+        self.basic_blocks.clear();
         self.starts.clear();
         self.buckets.fill(NONE);
         self.pages.clear();
     }
 
-    /// The op index of the block for `key`.
+    /// The op index of the basic block for `key`.
     pub(crate) fn find(&self, key: Key) -> Option<u16> {
         let mut at = self.buckets[key.bucket()];
         while at != NONE {
-            let block = &self.blocks[at as usize];
+            let block = &self.basic_blocks[at as usize];
             if block.alive && block.key == key {
                 return Some(block.start);
             }
@@ -223,34 +223,35 @@ impl CodeCache {
         None
     }
 
-    /// Whether a block of this page exists, so that the page is watched.
+    /// Whether a basic block of this page exists, so that the page is write-tracked.
     pub(crate) fn knows_page(&self, gfn: Gfn) -> bool {
         self.pages.contains_key(&gfn)
     }
 
-    /// Makes room for one more block; may forget everything.
+    /// Makes room for one more basic block; may forget everything.
     pub(crate) fn reserve(&mut self) {
-        if self.end + BLOCK_MAX > OPS_MAX {
+        if self.end + BASIC_BLOCK_MAX > OPS_MAX {
             self.clear();
         }
     }
 
-    /// Puts a block's ops in the scratch place; returns its op index.
+    /// Puts a basic block's ops in the scratch place; returns its op index.
     pub(crate) fn set_scratch(&mut self, ops: &[Op]) -> u16 {
         self.ops[..ops.len()].copy_from_slice(ops);
         0
     }
 
-    /// Keeps `ops` as the block for `key`, after [`CodeCache::reserve`]; returns its op index.
+    /// Keeps `ops` as the basic block for `key`, after [`CodeCache::reserve`]; returns its op
+    /// index.
     pub(crate) fn insert(&mut self, key: Key, ops: &[Op]) -> u16 {
         let start = self.end;
         self.end += ops.len();
         self.ops[start..self.end].copy_from_slice(ops);
-        let index = self.blocks.len() as u32;
+        let index = self.basic_blocks.len() as u32;
         let bucket = &mut self.buckets[key.bucket()];
         let page = self.pages.entry(key.gfn).or_insert(NONE);
         self.starts.push(start as u16);
-        self.blocks.push(Block {
+        self.basic_blocks.push(BasicBlock {
             key,
             start: start as u16,
             alive: true,
@@ -260,24 +261,24 @@ impl CodeCache {
         start as u16
     }
 
-    /// Remembers that `rip` leads to the block at `op` in this epoch.
+    /// Remembers that `rip` leads to the basic block at `op` in this epoch.
     pub(crate) fn remember_jump(&mut self, rip: u64, user: User, op: u16) {
         let stamp = JumpCache::stamp(user, self.epoch(user));
         self.jumps.0[JumpCache::slot(rip)] = Jump { rip, op, stamp };
     }
 
-    /// Links one way out of the branch at `branch` to the block at `op`, for one epoch.
+    /// Links one way out of the branch at `branch` to the basic block at `op`, for one epoch.
     pub(crate) fn link(&mut self, branch: u16, condition: bool, op: u16, epoch: u32) {
         self.ops[branch.wrapping_add(1) as usize].link(condition, op.into(), epoch);
     }
 
-    /// Drops the blocks of a page.
+    /// Drops the basic blocks of a page.
     pub(crate) fn drop_page(&mut self, gfn: Gfn) {
         let Some(mut at) = self.pages.remove(&gfn) else {
             return;
         };
         while at != NONE {
-            let block = &mut self.blocks[at as usize];
+            let block = &mut self.basic_blocks[at as usize];
             block.alive = false;
             at = block.next_in_page;
         }
@@ -285,10 +286,10 @@ impl CodeCache {
     }
 
     /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch
-    /// block.
+    /// place.
     pub(crate) fn origin(&self, op: u16, scratch: u64) -> Origin {
         let after = self.starts.partition_point(|&start| start <= op);
-        let (start, rip) = match after.checked_sub(1).map(|i| &self.blocks[i]) {
+        let (start, rip) = match after.checked_sub(1).map(|i| &self.basic_blocks[i]) {
             Some(block) if usize::from(op) >= FIRST => (block.start, block.key.rip),
             _ => (0, scratch),
         };

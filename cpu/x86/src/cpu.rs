@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! slice: the timer ticks; what events.rs still holds is delivered, before anything else
-//!        +--------------------------- turn --------------------------------+
-//! run -> | poked? -> interrupt? -> halted? -> block_at(rip) -> dispatch     | -> Exit
-//!        |    ^                         or, for one instruction, step       |
-//!        |    +--- branch: link, go on    system op: system.rs              |
-//!        |    +--- blocked: deliver the exception, or leave with an Exit    |
-//!        +-----------------------------------------------------------------+
+//!        +------------------------------ turn -----------------------------------+
+//! run -> | poked? -> interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
+//!        |    ^                               or, for one instruction, step        |
+//!        |    +--- branch: link, go on        system op: system.rs                 |
+//!        |    +--- blocked: deliver the exception, or leave with an Exit           |
+//!        +-------------------------------------------------------------------------+
 //! ```
 //! *Stepping* executes one instruction alone, decoded afresh: when it writes decoded code, repeats
 //! a device access, is being single-stepped, follows STI, or lies across two pages.
@@ -59,7 +59,7 @@ pub struct Regs {
 pub struct Cpu {
     pub(crate) core: Core,
     code: CodeCache,
-    /// The block being decoded.
+    /// The basic block being decoded.
     fresh: Vec<Op>,
     /// The way out that led to RIP and is not linked yet.
     unlinked: Option<Unlinked>,
@@ -104,7 +104,8 @@ impl Cpu {
     }
 
     /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
-    /// block in which `fuel` instructions are done. The poke word is looked at between blocks.
+    /// basic block in which `fuel` instructions are done. The poke word is looked at between basic
+    /// blocks.
     pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
         let end = self.retired.saturating_add(fuel);
         loop {
@@ -163,7 +164,7 @@ impl Cpu {
         if self.core.replay.is_active() {
             return self.step(bus, slot);
         }
-        if self.core.is_open()
+        if self.core.is_interruptible()
             && let Some(vector) = self.core.apic.pending()
         {
             return self.interrupt(bus, vector);
@@ -174,7 +175,7 @@ impl Cpu {
         if self.core.sys.interrupt_shadow || self.core.rflags & TF != 0 {
             return self.step(bus, slot);
         }
-        let start = match self.block_at(bus) {
+        let start = match self.basic_block_at(bus) {
             Ok(start) => start,
             Err(_) => return self.blocked(bus, slot, None),
         };
@@ -204,7 +205,7 @@ impl Cpu {
     }
 
     /// Brings the architectural state to where `dispatch` was left, and acts on why. `scratch` is
-    /// the address of the scratch block.
+    /// the address of the scratch place.
     fn left<B: Bus>(
         &mut self,
         bus: &mut B,
@@ -244,13 +245,13 @@ impl Cpu {
             let popped = op.imm64().wrapping_add(8);
             self.core.r[RSP] = self.core.r[RSP].wrapping_sub(popped);
         }
-        // The block was paid for to its end.
+        // The basic block was paid for to its end.
         self.core.budget += 1;
         self.raise(bus, Exception::GP0)
     }
 
-    /// The block at RIP, decoded if need be; links the way that led here.
-    fn block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<u16> {
+    /// The basic block at RIP, decoded if need be; links the way that led here.
+    fn basic_block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<u16> {
         let (rip, user) = (self.core.rip, self.core.user);
         let start = match self.code.jumps.find(rip, user, self.code.epoch(user)) {
             Some(start) => start,
@@ -277,14 +278,14 @@ impl Cpu {
     fn decode<B: Bus>(&mut self, bus: &mut B, key: Key, page: HostPage) -> Touch<u16> {
         self.code.reserve();
         if !self.code.knows_page(key.gfn) {
-            if let Err(stop) = bus.watch_code(key.gfn) {
+            if let Err(stop) = bus.track_code(key.gfn) {
                 return self.core.block(Why::Trap(stop.into()));
             }
             self.core.translations.protect(key.gfn);
         }
         self.fresh.clear();
         let window = Window::new(page, key.rip as usize & (PAGE_SIZE - 1));
-        if decode::block(&window, key.rip, &mut self.fresh) == Found::Incomplete {
+        if decode::basic_block(&window, key.rip, &mut self.fresh) == Found::Incomplete {
             let aux = SystemOp::Crossing as u8;
             self.fresh.push(Op {
                 aux,

@@ -1,4 +1,4 @@
-//! Bytes to blocks.
+//! Bytes to basic blocks.
 
 use crate::lower::{Flow, Lower};
 use crate::op::{Code, Links, Op};
@@ -7,9 +7,10 @@ use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_cpu::HostPage;
 
-/// Instructions in a block at most: `Links` counts them in a byte, and an interrupt waits for them.
+/// Instructions in a basic block at most: `Links` counts them in a byte, and an interrupt waits for
+/// them.
 const INSTRUCTIONS_MAX: u32 = 48;
-/// Bytes of a block's instructions at most.
+/// Bytes of a basic block's instructions at most.
 const WINDOW: usize = 256;
 /// The longest instruction.
 const LONGEST: usize = 15;
@@ -21,7 +22,7 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    /// From `offset` in `page` to its end, or as much as a block may have.
+    /// From `offset` in `page` to its end, or as much as a basic block may have.
     pub(crate) fn new(page: HostPage, offset: usize) -> Self {
         let mut window = Self {
             bytes: [0; WINDOW],
@@ -57,18 +58,18 @@ impl Window {
 /// What was found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Found {
-    /// A block was appended.
-    Block,
+    /// A basic block was appended.
+    BasicBlock,
     /// The first instruction goes on behind the window's end.
     Incomplete,
 }
 
-/// Appends the block of the instructions at `rip`, which start the window.
-pub(crate) fn block(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
+/// Appends the basic block of the instructions at `rip`, which start the window.
+pub(crate) fn basic_block(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
     decode(window, rip, ops, INSTRUCTIONS_MAX)
 }
 
-/// Appends a block of the one instruction at `rip`.
+/// Appends a basic block of the one instruction at `rip`.
 pub(crate) fn one(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
     decode(window, rip, ops, 1)
 }
@@ -112,7 +113,7 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     }
     silence(&mut ops[start..]);
     close(ops, start);
-    Found::Block
+    Found::BasicBlock
 }
 
 /// Whether an instruction that could not be decoded, and has at least 15 bytes, has more than 15:
@@ -130,7 +131,7 @@ fn is_too_long(bytes: &[u8]) -> bool {
     }
 }
 
-/// Tells the block's links how many instructions it has.
+/// Tells the basic block's links how many instructions it has.
 fn close(ops: &mut [Op], start: usize) {
     let count: u64 = ops[start..].iter().map(Op::instructions).sum();
     if let Some(last) = ops.last_mut().filter(|op| op.code == Code::Links) {

@@ -1,8 +1,9 @@
 //! The hot loop: one `match` over decoded ops.
 //!
 //! `pc` indexes the code cache's op arena. Straight-line ops advance it; a branch reads its
-//! [`Links`], pays for the block it ends, and goes on at the linked block. The loop is left
-//! - at a block's end: out of budget, poked, or the way out not linked in this epoch;
+//! [`Links`], pays for the basic block it ends, and goes on at the linked basic block. The
+//! loop is left
+//! - at a basic block's end: out of budget, poked, or the way out not linked in this epoch;
 //! - at an op that was blocked, or that only the run loop can execute.
 //!
 //! It is one function, against the house rule of 70 lines, because the compiler must see every arm
@@ -27,9 +28,9 @@ pub(crate) enum Leave {
     Blocked(u16),
     /// The [`Code::System`] op at this index is next.
     System(u16),
-    /// The direct branch at this index ended its block, with this outcome.
+    /// The direct branch at this index ended its basic block, with this outcome.
     Branch(u16, bool),
-    /// The indirect branch at this index ended its block; [`Core::rip`] is its target.
+    /// The indirect branch at this index ended its basic block; [`Core::rip`] is its target.
     Indirect(u16),
 }
 
@@ -104,8 +105,8 @@ pub(crate) fn dispatch<B: Bus>(
             }
         }};
     }
-    // A call that may be blocked. The store gives the arm a block after its last condition: only
-    // into such blocks does LLVM copy the loop's head with its jump (docs/speed-x86.md).
+    // A call that may be blocked. The store gives the arm a basic block after its last condition:
+    // only into such basic blocks does LLVM copy the loop's head with its jump (docs/speed-x86.md).
     macro_rules! call {
         ($touch:expr) => {{
             done!($touch);
@@ -445,7 +446,8 @@ pub(crate) fn dispatch<B: Bus>(
     }
 }
 
-/// Pays for the block that ends the run. Out of line, so that the way on has a store of its own.
+/// Pays for the basic block that ends the run. Out of line, so that the way on has a store of its
+/// own.
 #[cold]
 #[inline(never)]
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {

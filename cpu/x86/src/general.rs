@@ -1,4 +1,4 @@
-//! The rarer instructions that stay inside a block: any width, any operand form.
+//! The rarer instructions that stay inside a basic block: any width, any operand form.
 //!
 //! Operands: E is the r/m operand (`dst`, or memory with [`MEMORY`]), G the other one (`src`, or
 //! `imm` with [`IMMEDIATE`]). Values are kept zero-extended in a `u64` beside `width`, log2 of

@@ -6,11 +6,11 @@
 //!
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time
-//! cache.rs    blocks by page, direct links, jump cache; dropped when their page is written
+//! cache.rs    basic blocks by page, direct links, jump cache; dropped when their page is written
 //! dispatch.rs the hot loop over Ops      general.rs, bits.rs, string.rs  the rarer ones
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
 //! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
-//! system.rs   instructions that end a block                           msr.rs cpuid.rs apic.rs
+//! system.rs   instructions that end a basic block                         msr.rs cpuid.rs apic.rs
 //! translations.rs  TLBs by privilege and PCID
 //! walk.rs     stage-1 paging               deliver.rs  events through the IDT
 //! ```

@@ -5,10 +5,10 @@ use crate::lower_tables::{by_width, hot_alu, hot_load};
 use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, ZERO};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
-/// Whether the block goes on after an instruction.
+/// Whether the basic block goes on after an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flow {
-    /// The next instruction follows in the block.
+    /// The next instruction follows in the basic block.
     On,
     /// A branch or system op ended it.
     End,
@@ -18,7 +18,7 @@ pub(crate) enum Flow {
 pub(crate) struct Lower<'a> {
     pub(crate) i: &'a Instruction,
     pub(crate) ops: &'a mut Vec<Op>,
-    /// The block's first op.
+    /// The basic block's first op.
     pub(crate) start: usize,
 }
 
@@ -98,7 +98,7 @@ impl Lower<'_> {
         Flow::On
     }
 
-    /// Ends the block with a branch and its links.
+    /// Ends the basic block with a branch and its links.
     pub(crate) fn emit_branch(&mut self, op: Op) -> Flow {
         self.ops.push(op);
         self.ops.push(Op::unlinked(0));
@@ -325,8 +325,8 @@ impl Lower<'_> {
         }
     }
 
-    /// Emits a three-operand register op. If the block's last op is a move of the same width into
-    /// its destination, the two become one: x86's copy-then-change idiom costs one dispatch.
+    /// Emits a three-operand register op. If the basic block's last op is a move of the same width
+    /// into its destination, the two become one: x86's copy-then-change idiom costs one dispatch.
     fn emit_copying(&mut self, op: Op) -> Flow {
         let wanted = by_width(op.width(), [Code::MovRr32, Code::MovRr64]);
         let whole = self.whole();

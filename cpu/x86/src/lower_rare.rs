@@ -175,7 +175,7 @@ impl Lower<'_> {
         }
     }
 
-    /// #UD, which ends the block: what follows may be no code.
+    /// #UD, which ends the basic block: what follows may be no code.
     pub(crate) fn undefined(&mut self) -> Flow {
         self.emit_last(Op::new(Code::Undefined))
     }

@@ -191,7 +191,9 @@ impl Core {
             return Ok(None);
         }
         match self.translate(bus, va, access, self.user)? {
-            Target::Memory(_, page) if !access.is_write() || !page.is_watched() => Ok(Some(page)),
+            Target::Memory(_, page) if !access.is_write() || !page.is_write_tracked() => {
+                Ok(Some(page))
+            }
             _ => Ok(None),
         }
     }
@@ -311,10 +313,11 @@ impl Core {
         Ok(())
     }
 
-    /// A store is about to change decoded instructions. In a block it must not happen: the run loop
-    /// executes the instruction alone, [`Core::stepping`], and drops what was decoded afterwards.
+    /// A store is about to change decoded instructions. In a basic block it must not happen: the
+    /// run loop executes the instruction alone, [`Core::stepping`], and drops what was decoded
+    /// afterwards.
     pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
-        if !page.is_watched() {
+        if !page.is_write_tracked() {
             return Ok(());
         }
         if !self.stepping {

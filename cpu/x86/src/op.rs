@@ -11,7 +11,8 @@
 //! RIP-relative) is computed into a scratch slot by an [`Code::Address`] or [`Code::Const`] op
 //! before.
 //!
-//! A block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`] op.
+//! A basic block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`]
+//! op.
 
 /// Always zero.
 pub(crate) const ZERO: u8 = 16;
@@ -67,7 +68,7 @@ pub(crate) enum Code {
     QuietShlRi32, QuietShlRi64, QuietShrRi32, QuietShrRi64, QuietSarRi32, QuietSarRi64,
     QuietRolRi32, QuietRolRi64,
     QuietImulRr32, QuietImulRr64, QuietImulRri32, QuietImulRri64,
-    // Ends of blocks, each followed by Links.
+    // Ends of basic blocks, each followed by Links.
     Jump, JumpR, Ret, JumpZ, JumpCc, JumpSlot,
     JumpCmpEqRr32, JumpCmpBelowRr32, JumpCmpBeRr32, JumpCmpLessRr32, JumpCmpLeRr32,
     JumpCmpEqRr64, JumpCmpBelowRr64, JumpCmpBeRr64, JumpCmpLessRr64, JumpCmpLeRr64,
@@ -77,9 +78,9 @@ pub(crate) enum Code {
     JumpTestSRr32, JumpTestSRr64, JumpTestLeRr32, JumpTestLeRr64,
     JumpCmpEqRr8, JumpCmpEqRi8, JumpTestZRr8, JumpTestZRi8,
     JumpDecZ32, JumpDecZ64, JumpSubZRi32, JumpSubZRi64,
-    // Ends of blocks, executed by the run loop (system.rs); `aux` is a `System`.
+    // Ends of basic blocks, executed by the run loop (system.rs); `aux` is a `System`.
     System,
-    /// Not executed: the second slot of a block's end.
+    /// Not executed: the second slot of a basic block's end.
     Links,
     // Everything else: general.rs. E is the r/m operand, G the register or immediate.
     Alu, AluReverse, Shift, DoubleShift, Not, Neg, Inc, Dec,
@@ -193,16 +194,16 @@ impl Op {
     }
 }
 
-/// The second slot of a block's end: where its two ways out lead. Index 0 is "not known yet"; both
-/// are void when `epoch` is not the code cache's.
+/// The second slot of a basic block's end: where its two ways out lead. Index 0 is "not known yet";
+/// both are void when `epoch` is not the code cache's.
 pub(crate) trait Links {
-    /// Links to nowhere, ending a block of `instructions`.
+    /// Links to nowhere, ending a basic block of `instructions`.
     fn unlinked(instructions: u8) -> Self;
-    /// Op index of the block for `condition`.
+    /// Op index of the basic block for `condition`.
     fn target(&self, condition: bool) -> u32;
     /// The epoch in which the indices mean something.
     fn epoch(&self) -> u32;
-    /// Instructions in the whole block.
+    /// Instructions in the whole basic block.
     fn block_instructions(&self) -> i64;
     /// Sets one way out.
     fn link(&mut self, condition: bool, target: u32, epoch: u32);

@@ -58,7 +58,7 @@ pub(crate) struct Core {
     pub(crate) flags: Flags,
     /// RFLAGS without the six arithmetic flags.
     pub(crate) rflags: u64,
-    /// Instructions left before `dispatch` leaves; a block may overdraw it.
+    /// Instructions left before `dispatch` leaves; a basic block may overdraw it.
     pub(crate) budget: i64,
     pub(crate) user: User,
     pub(crate) translations: Translations,
@@ -108,7 +108,7 @@ impl Core {
     }
 
     /// Whether interrupts are taken before the next instruction.
-    pub(crate) fn is_open(&self) -> bool {
+    pub(crate) fn is_interruptible(&self) -> bool {
         self.rflags & IF != 0 && !self.sys.interrupt_shadow
     }
 

@@ -7,15 +7,16 @@
 //!   xor rdx, rax      kept: the load may fault, and the handler is shown them
 //!   mov rax, [rsi]
 //! ```
-//! Going backwards through a finished block, flags are dead from an operation that overwrites all
-//! six up to the last op before it that reads them or may leave the block. Interrupts and pokes are
-//! taken at block ends only, where everything is live; single-stepped blocks have one instruction.
+//! Going backwards through a finished basic block, flags are dead from an operation that overwrites
+//! all six up to the last op before it that reads them or may leave the basic block. Interrupts and
+//! pokes are taken at basic block ends only, where everything is live; single-stepped basic blocks
+//! have one instruction.
 
 use crate::arith::shift;
 use crate::lower_tables::quiet;
 use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op};
 
-/// What an op that cannot leave the block does to the arithmetic flags.
+/// What an op that cannot leave the basic block does to the arithmetic flags.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Effect {
     /// Neither reads nor writes them.
@@ -24,11 +25,11 @@ enum Effect {
     All,
     /// Overwrites some, reads none.
     Some,
-    /// Reads them, or may leave the block.
+    /// Reads them, or may leave the basic block.
     Seen,
 }
 
-/// Replaces the ops of one block whose flags nobody sees by those that store none.
+/// Replaces the ops of one basic block whose flags nobody sees by those that store none.
 pub(crate) fn silence(block: &mut [Op]) {
     let mut dead = false;
     for op in block.iter_mut().rev() {
@@ -64,7 +65,7 @@ fn effect(op: &Op) -> Effect {
         // Their count is not zero.
         | ShlRi32 | ShlRi64 | ShrRi32 | ShrRi64 | SarRi32 | SarRi64
         | ImulRr32 | ImulRr64 | ImulRri32 | ImulRri64 => Effect::All,
-        // They leave the block, but with their own flags.
+        // They leave the basic block, but with their own flags.
         JumpCmpEqRr8 | JumpCmpEqRi8 | JumpTestZRr8 | JumpTestZRi8 | JumpSubZRi32 | JumpSubZRi64
         | JumpCmpEqRr32 | JumpCmpBelowRr32 | JumpCmpBeRr32 | JumpCmpLessRr32 | JumpCmpLeRr32
         | JumpCmpEqRr64 | JumpCmpBelowRr64 | JumpCmpBeRr64 | JumpCmpLessRr64 | JumpCmpLeRr64

@@ -236,7 +236,7 @@ fn page(core: &mut Core, bus: &mut impl Bus, va: u64, access: Access) -> Touch<O
         return Ok(known);
     }
     match core.translate(bus, va, access, core.user)? {
-        Target::Memory(_, page) if access.is_write() && page.is_watched() => Ok(None),
+        Target::Memory(_, page) if access.is_write() && page.is_write_tracked() => Ok(None),
         Target::Memory(_, page) => Ok(Some(page)),
         Target::Device(_) => Ok(None),
     }

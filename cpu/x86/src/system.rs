@@ -1,5 +1,5 @@
-//! Instructions that end a block and run in the run loop: everything that changes more than general
-//! registers, flags and plain memory. The rules themselves are in control.rs, segments.rs,
+//! Instructions that end a basic block and run in the run loop: everything that changes more than
+//! general registers, flags and plain memory. The rules themselves are in control.rs, segments.rs,
 //! returns.rs, msr.rs.
 
 use crate::arith::mask;

@@ -35,7 +35,7 @@ pub(crate) enum Retain {
     Forget,
 }
 
-/// Which links between blocks hold after a switch of address space.
+/// Which links between basic blocks hold after a switch of address space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kept {
     /// All of them.

@@ -372,7 +372,7 @@ impl<B: Bus> Walker<'_, B> {
         page.word(offset(self.va, shift))
             .compare_exchange(old, old | bits, Ordering::AcqRel, Ordering::Acquire)
             .map_err(|_| Miss::Raced)?;
-        if page.is_watched() {
+        if page.is_write_tracked() {
             self.cache.wrote_code = true;
             self.bus.code_written(gfn);
         }

@@ -159,7 +159,7 @@ fn a_watched_page_takes_its_block_s_write_right() {
         a.call(rsi).unwrap();
         a.movzx(ebx, al).unwrap();
         a.mov(qword_ptr(rdi + 8), rbx).unwrap();
-        a.inc(byte_ptr(rsi + 1)).unwrap(); // Now it is watched: mov al, 2.
+        a.inc(byte_ptr(rsi + 1)).unwrap(); // Now it is write-tracked: mov al, 2.
         a.call(rsi).unwrap();
         a.movzx(ecx, al).unwrap();
         a.mov(qword_ptr(rdi + 16), rcx).unwrap();

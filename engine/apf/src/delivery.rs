@@ -5,7 +5,7 @@
 //! | enabled by | EN bit 0 | EN bits 0 and 3 |
 //! | not present | word 0 := 1, #PF with the token in CR2 | the same |
 //! | ready | word 0 := 2, #PF with the token in CR2 | word 1 := token, interrupt |
-//! | ready is possible | events open, word 0 is 0 | local APIC enabled, word 1 is 0 |
+//! | ready is possible | vCPU interruptible, word 0 is 0 | local APIC enabled, word 1 is 0 |
 //! | ready was read | the guest zeroes word 0 | the guest zeroes word 1, writes ACK |
 //!
 //! The words are at offsets 0 and 4 of the guest's 64-byte area. Linux since 5.9 takes bit 0 alone
@@ -47,8 +47,8 @@ impl Enabled {
         guest.read_u32(self.reason()).is_some()
     }
 
-    /// Tells that a page is not present; the caller knows that events are open. Gives the token
-    /// back if the guest was told.
+    /// Tells that a page is not present; the caller knows that the vCPU is interruptible. Gives the
+    /// token back if the guest was told.
     pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Option<Token> {
         let CpuState { user, paging, .. } = guest.state();
         if !paging || !(user || self.send_always) || guest.read_u32(self.reason()) != Some(0) {
@@ -61,9 +61,13 @@ impl Enabled {
 
     /// Whether the guest can be told of a ready page now.
     pub fn takes_ready(self, guest: &mut impl Guest) -> bool {
-        let CpuState { open, lapic, .. } = guest.state();
+        let CpuState {
+            interruptible,
+            lapic,
+            ..
+        } = guest.state();
         match self.delivery {
-            Delivery::Exceptions => open && guest.read_u32(self.reason()) == Some(0),
+            Delivery::Exceptions => interruptible && guest.read_u32(self.reason()) == Some(0),
             Delivery::Interrupt => lapic && guest.read_u32(self.token()) == Some(0),
         }
     }

@@ -12,7 +12,7 @@ pub struct CpuState {
     /// An interrupt could be taken now: IF is set, no STI or MOV SS shadow, no exception or
     /// interrupt is pending or being delivered, no instruction is half done except the one that
     /// faults.
-    pub open: bool,
+    pub interruptible: bool,
     /// The local APIC is enabled by software (SVR bit 8).
     pub lapic: bool,
 }
@@ -33,7 +33,7 @@ pub enum Prefault {
 /// The guest on one vCPU. All calls come from the vCPU's thread, with no lock held.
 pub trait Guest {
     /// The processor now. Reflects at once what the calls below have changed: after
-    /// [`Guest::inject_page_fault`] an exception is pending and `open` is false.
+    /// [`Guest::inject_page_fault`] an exception is pending and `interruptible` is false.
     fn state(&self) -> CpuState;
 
     /// Guest memory at `at`, which is a multiple of 4. `None`: there is no memory there.
@@ -43,7 +43,7 @@ pub trait Guest {
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable>;
 
     /// Makes a #PF pending, with error code 0 and `address` for CR2. Called only when events are
-    /// open.
+    /// interruptible.
     fn inject_page_fault(&mut self, address: u64);
 
     /// Raises a fixed-mode interrupt in the vCPU's own local APIC.

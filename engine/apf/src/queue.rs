@@ -112,8 +112,8 @@ impl Queue {
             self.stats.waited_recent += 1;
             return NotPresent::Wait;
         }
-        if !guest.state().open {
-            self.stats.waited_closed += 1;
+        if !guest.state().interruptible {
+            self.stats.waited_uninterruptible += 1;
             return NotPresent::Wait;
         }
         if self.flights.contains_key(&gfn) {

@@ -12,7 +12,7 @@ pub struct Stats {
     /// Synchronous waits since the queue was full.
     pub waited_full: u64,
     /// Synchronous waits since the vCPU could take no event.
-    pub waited_closed: u64,
+    pub waited_uninterruptible: u64,
     /// Synchronous waits for a page that had just come and was gone again.
     pub waited_recent: u64,
     /// Pages announced as ready.
@@ -86,7 +86,7 @@ impl Stats {
             halted,
             repeated,
             waited_full,
-            waited_closed,
+            waited_uninterruptible,
             waited_recent,
             ready,
             spurious,
@@ -99,7 +99,7 @@ impl Stats {
         self.halted += halted;
         self.repeated += repeated;
         self.waited_full += waited_full;
-        self.waited_closed += waited_closed;
+        self.waited_uninterruptible += waited_uninterruptible;
         self.waited_recent += waited_recent;
         self.ready += ready;
         self.spurious += spurious;

@@ -60,10 +60,10 @@ fn who_may_be_told_depends_on_privilege_and_paging() {
 fn a_vcpu_that_can_take_no_event_waits() {
     for en in BOTH {
         let mut world = World::new(en | SEND_ALWAYS);
-        world.guest.state.open = false;
+        world.guest.state.interruptible = false;
         assert_eq!(answer(&world.fault(5)), Answer::Wait);
         assert!(!world.queue.halted());
-        assert_eq!(world.queue.stats().waited_closed, 1);
+        assert_eq!(world.queue.stats().waited_uninterruptible, 1);
     }
 }
 

@@ -46,13 +46,14 @@ fn op() -> impl Strategy<Value = Op> {
     ]);
     // Mostly as in a user program.
     let mostly = || prop::bool::weighted(0.8);
-    let cpu =
-        (mostly(), mostly(), mostly(), mostly()).prop_map(|(user, paging, open, lapic)| CpuState {
+    let cpu = (mostly(), mostly(), mostly(), mostly()).prop_map(
+        |(user, paging, interruptible, lapic)| CpuState {
             user,
             paging,
-            open,
+            interruptible,
             lapic,
-        });
+        },
+    );
     prop_oneof![
         12 => (0..90u64).prop_map(Op::Fault),
         1 => (0..90u64).prop_map(Op::Storm),
@@ -98,7 +99,7 @@ impl Model {
             self.recent.remove(at);
             return Answer::Wait;
         }
-        if !cpu.open || self.done.contains(&page) {
+        if !cpu.interruptible || self.done.contains(&page) {
             return Answer::Wait;
         }
         if self.flights.contains_key(&page) {
@@ -126,7 +127,7 @@ impl Model {
             0 => words[0] == 0,
             _ => words[1] == 0 && cpu.lapic,
         };
-        while free && (en & AS_INT != 0 || cpu.open) {
+        while free && (en & AS_INT != 0 || cpu.interruptible) {
             let token = if self.wake_all {
                 self.wake_all = false;
                 self.forgotten.clear();
@@ -143,7 +144,7 @@ impl Model {
             self.halted = None;
             told.push(token);
             free = token.is_none();
-            cpu.open &= free || en & AS_INT != 0;
+            cpu.interruptible &= free || en & AS_INT != 0;
         }
         if self.halted.is_some_and(|page| self.done.contains(&page)) {
             self.halted = None;

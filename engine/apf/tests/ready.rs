@@ -76,7 +76,11 @@ fn first_come_first_served_one_at_a_time() {
 fn ready_waits_until_the_guest_can_be_told() {
     type Obstacle = fn(&mut common::Mock);
     let obstacles: [(u64, Obstacle, Obstacle); 7] = [
-        (ENABLED, |g| g.state.open = false, |g| g.state.open = true),
+        (
+            ENABLED,
+            |g| g.state.interruptible = false,
+            |g| g.state.interruptible = true,
+        ),
         (ENABLED, |g| g.words[0] = 1, |g| g.words[0] = 0),
         (ENABLED, |g| g.words[0] = 2, |g| g.words[0] = 0),
         (
@@ -115,7 +119,7 @@ fn interrupts_wait_in_the_lapic_not_here() {
     let mut world = World::new(INTERRUPT);
     let (_, claim) = world.inject(5);
     claim.complete();
-    world.guest.state.open = false;
+    world.guest.state.interruptible = false;
     world.guest.state.user = false;
     world.guest.words[0] = 1;
     assert_eq!(world.poll(), 1);

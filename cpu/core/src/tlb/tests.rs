@@ -6,11 +6,11 @@ use proptest::prelude::*;
 #[repr(align(4096))]
 struct Frame([u8; PAGE_SIZE]);
 
-fn frame(writable: bool, watched: bool) -> (Box<Frame>, HostPage) {
+fn frame(writable: bool, tracked: bool) -> (Box<Frame>, HostPage) {
     let mut memory = Box::new(Frame([0; PAGE_SIZE]));
     let base = NonNull::from(&mut memory.0).cast();
     // SAFETY: page-aligned, and the box outlives the test's use of the page.
-    let page = unsafe { HostPage::new(base, writable, watched) };
+    let page = unsafe { HostPage::new(base, writable, tracked) };
     (memory, page)
 }
 
@@ -64,8 +64,8 @@ fn an_empty_entry_matches_no_address() {
 
 #[test]
 fn read_only_and_watched_pages_take_no_stores() {
-    for (writable, watched) in [(false, false), (true, true)] {
-        let (_memory, page) = frame(writable, watched);
+    for (writable, tracked) in [(false, false), (true, true)] {
+        let (_memory, page) = frame(writable, tracked);
         let mut tlb = Tlb::default();
         tlb.insert(0x1000, gfn(1), page, ALL);
         assert!(!tlb.store(0x1000, 1_u8));
@@ -180,8 +180,8 @@ fn a_smaller_leaf_of_the_guest_or_a_watched_page_makes_no_block() {
     tlb.insert(elsewhere, gfn(BLOCK_GFN), page(0).within(Span::Page), ALL);
     assert!(tlb.refill(va(5), Access::Read).is_none());
     // SAFETY: as `page`, with nothing claimed for the block.
-    let watched = unsafe { HostPage::new(page(0).base(), true, true).of_block() };
-    tlb.insert(va(0), gfn(BLOCK_GFN), watched, ALL);
+    let tracked = unsafe { HostPage::new(page(0).base(), true, true).of_block() };
+    tlb.insert(va(0), gfn(BLOCK_GFN), tracked, ALL);
     assert!(tlb.refill(va(1), Access::Read).is_none());
     assert_eq!(page(0).within(Span::Block).span(), Span::Block);
 }

@@ -27,13 +27,13 @@ pub(super) struct Address {
     /// DFR's flat model (xAPIC mode only).
     pub(super) flat: bool,
     /// Enabled by `APIC_BASE` and SVR: takes interrupts.
-    pub(super) open: bool,
+    pub(super) accepting: bool,
 }
 
 impl Address {
     fn pack(self) -> u64 {
         let flag = |set, bit| u64::from(set) << bit;
-        u64::from(self.ldr) | flag(self.x2, 32) | flag(self.flat, 33) | flag(self.open, 34)
+        u64::from(self.ldr) | flag(self.x2, 32) | flag(self.flat, 33) | flag(self.accepting, 34)
     }
 
     fn unpack(word: u64) -> Self {
@@ -42,7 +42,7 @@ impl Address {
             ldr: word as u32,
             x2: flag(32),
             flat: flag(33),
-            open: flag(34),
+            accepting: flag(34),
         }
     }
 
@@ -85,7 +85,7 @@ impl ApicBus {
             ldr: 0,
             x2: false,
             flat: true,
-            open: false,
+            accepting: false,
         };
         let inbox = |_| Inbox {
             irr: std::array::from_fn(|_| AtomicU64::new(0)),
@@ -108,7 +108,7 @@ impl ApicBus {
         if self
             .inboxes
             .get(index)
-            .is_some_and(|inbox| inbox.address().open)
+            .is_some_and(|inbox| inbox.address().accepting)
         {
             self.request(index, vector);
         }
@@ -126,7 +126,7 @@ impl ApicBus {
                 Destination::All => true,
                 Destination::AllBut(sender) => sender != index,
             };
-            if address.open && addressed {
+            if address.accepting && addressed {
                 self.request(index, vector);
                 if delivery == Delivery::LowestPriority {
                     return;

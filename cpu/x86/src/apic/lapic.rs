@@ -104,13 +104,13 @@ impl Lapic {
     }
 
     /// Whether it takes interrupts: enabled there, and by software in SVR.
-    pub(crate) fn is_open(&self) -> bool {
+    pub(crate) fn is_accepting(&self) -> bool {
         self.is_enabled() && self.svr & SVR_ENABLE != 0
     }
 
     /// A fixed interrupt arrives, on the vCPU's own thread: nobody has to be woken.
     pub(crate) fn receive(&mut self, vector: u8) {
-        if !self.is_open() {
+        if !self.is_accepting() {
             return;
         }
         match vector {
@@ -238,7 +238,7 @@ impl Lapic {
                 ldr: self.ldr,
                 x2: self.mode == Mode::X2Apic,
                 flat: self.dfr >> 28 == 0xf,
-                open: self.is_open(),
+                accepting: self.is_accepting(),
             },
         );
     }

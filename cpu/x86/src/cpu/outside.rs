@@ -94,7 +94,9 @@ impl Cpu {
     /// STI or MOV SS shadow, no event pending or stopped during its delivery, and no instruction
     /// waiting for a device's or MSR's answer, or holding one.
     pub fn interruptible(&self) -> bool {
-        self.pending == Pending::Nothing && self.core.replay.is_idle() && self.core.is_open()
+        self.pending == Pending::Nothing
+            && self.core.replay.is_idle()
+            && self.core.is_interruptible()
     }
 
     /// Injects a page fault with error code 0 at `address`, for the processor while it is
@@ -122,7 +124,7 @@ impl Cpu {
 
     /// Whether the APIC takes interrupts: enabled in `IA32_APIC_BASE`, and by software in SVR.
     pub fn apic_enabled(&self) -> bool {
-        self.core.apic.is_open()
+        self.core.apic.is_accepting()
     }
 
     /// Whether the next run would take an interrupt before its first instruction: one is requested

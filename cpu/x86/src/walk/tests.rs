@@ -374,7 +374,7 @@ fn a_fault_is_never_due_to_the_cache() {
 fn setting_bits_in_a_code_page_is_reported_once() {
     let sys = system();
     let mut ram = tables([OPEN, OPEN, OPEN, LEAF]);
-    ram.watch_code(gfn(TABLES[3])).unwrap();
+    ram.track_code(gfn(TABLES[3])).unwrap();
     let mut cache = WalkCache::default();
     walk(&sys, &mut cache, &mut ram, VA, Access::Read, User::User).unwrap();
     assert_eq!(ram.code_written, [gfn(TABLES[3])]);

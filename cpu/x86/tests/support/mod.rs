@@ -32,10 +32,11 @@ const BLOCK: u64 = 512;
 pub struct Flat {
     memory: NonNull<u8>,
     layout: Layout,
-    pub watched: Vec<bool>,
-    /// Watched pages of each block.
+    pub tracked: Vec<bool>,
+    /// Write-tracked pages of each block.
     watched_in: Vec<u16>,
-    /// Blocks that pages are handed out of as [`Span::Block`], while nothing in them is watched.
+    /// Blocks that pages are handed out of as [`Span::Block`], while nothing in them is
+    /// write-tracked.
     pub whole: Vec<bool>,
     /// Calls of [`Bus::page`].
     pub lookups: u64,
@@ -60,7 +61,7 @@ impl Flat {
         Self {
             memory,
             layout,
-            watched: vec![false; frames],
+            tracked: vec![false; frames],
             watched_in: vec![0; frames.div_ceil(BLOCK as usize)],
             whole: vec![false; frames.div_ceil(BLOCK as usize)],
             lookups: 0,
@@ -80,7 +81,7 @@ impl Flat {
         // that ends inside the memory lies in it as one piece.
         unsafe {
             let base = self.memory.add(gfn as usize * 4096);
-            let page = HostPage::new(base, true, self.watched[gfn as usize]);
+            let page = HostPage::new(base, true, self.tracked[gfn as usize]);
             if self.whole[block] && self.watched_in[block] == 0 {
                 assert!((gfn | (BLOCK - 1)) < self.frames(), "a whole block");
                 page.of_block()
@@ -133,10 +134,10 @@ unsafe impl Bus for Flat {
         Ok(self.frame(gfn.get()))
     }
 
-    fn watch_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
-        let watched = &mut self.watched[gfn.get() as usize];
+    fn track_code(&mut self, gfn: Gfn) -> Result<(), Stop> {
+        let tracked = &mut self.tracked[gfn.get() as usize];
         self.watched_in[(gfn.get() / BLOCK) as usize] +=
-            u16::from(!std::mem::replace(watched, true));
+            u16::from(!std::mem::replace(tracked, true));
         Ok(())
     }
 

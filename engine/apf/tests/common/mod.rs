@@ -48,7 +48,7 @@ impl Mock {
             state: CpuState {
                 user: true,
                 paging: true,
-                open: true,
+                interruptible: true,
                 lapic: true,
             },
             memory: Memory::Ram,
@@ -79,7 +79,7 @@ impl Mock {
         let Event::PageFault(address) = self.events.remove(at) else {
             unreachable!();
         };
-        self.state.open = true;
+        self.state.interruptible = true;
         let reason = std::mem::take(&mut self.words[0]);
         Some((reason, u32::try_from(address).unwrap()))
     }
@@ -117,8 +117,8 @@ impl Guest for Mock {
     }
 
     fn inject_page_fault(&mut self, address: u64) {
-        assert!(self.state.open, "an exception on top of another");
-        self.state.open = false;
+        assert!(self.state.interruptible, "an exception on top of another");
+        self.state.interruptible = false;
         self.events.push(Event::PageFault(address));
     }
 
