@@ -3,7 +3,7 @@
 //! ```text
 //! kernel/*.c *.S, user/format.c, memory.c   --> kernel objects, once
 //! user/*.c *.S                              --> library objects, once
-//! workloads/NAME.c [NAME.S]                 --> NAME.program.elf --> .incbin --> NAME.elf
+//! workloads/*.c *.S                         --> NAME.program.elf --> .incbin --> NAME.elf
 //! workloads/cpubench.* + native/shim.c      --> cpubench-native, for this machine itself
 //! ```
 //! The compiler's flags are in `kernel/cflags` and `user/cflags`, which `build-guest.sh` reads too.

@@ -1,4 +1,4 @@
-/* Does the kernel keep what it promises? Built with build-guest.sh and run by tests/qemu.rs. */
+/* Does the kernel keep what it promises? build-guest.sh builds this, tests/qemu runs it. */
 #include "lacuna.h"
 
 #define CHECK(what)                                                                                \

@@ -1,4 +1,4 @@
-//! Who may import whom, and who may hold `unsafe`: the two tables of the house.
+//! Which crate may import which, and which may hold `unsafe`: the two tables of the house.
 
 use crate::finding::Finding;
 

@@ -6,14 +6,19 @@
 //!
 //! | module | rules |
 //! |---|---|
-//! | [`imports`] | who may import whom; which crates may hold `unsafe` |
+//! | [`imports`] | which crate may import which; which crates may hold `unsafe` |
 //! | [`source`] | one file: columns, lengths, SAFETY comments, leftovers |
 //! | [`tree`] | no orphan file; every row of folders has its README |
 //! | [`ratchet`] | the exceptions in length, which may only shrink |
+//! | [`phrases`] | phrases that pages and comments do not use |
+//! | [`pages`] | Markdown: columns; files, links and items that are named exist |
 #![forbid(unsafe_code)]
 
+mod comments;
 mod finding;
 mod imports;
+mod pages;
+mod phrases;
 mod ratchet;
 mod scan;
 mod source;

@@ -1,7 +1,9 @@
-//! A Rust file as tokens: what the rules want to know, without a parser.
+//! A Rust file as tokens: what the rules must know, without a parser.
 //!
 //! Tokens are enough: comments and strings are out of the way, brackets are matched, lines are
 //! known, and the bodies of macros (`proptest!`) look like any other code.
+
+use std::collections::BTreeSet;
 
 use proc_macro2::{Delimiter, Group, Spacing, TokenStream, TokenTree};
 
@@ -20,6 +22,8 @@ pub struct Scan {
     pub macros: Vec<Attribute>,
     /// `mod name;` declarations.
     pub modules: Vec<Module>,
+    /// Every identifier of the code.
+    pub names: BTreeSet<String>,
 }
 
 /// An attribute or a macro name, and its line.
@@ -68,12 +72,16 @@ fn walk(tokens: TokenStream, inside: &mut Vec<String>, scan: &mut Scan) {
         let rest = &tokens[at..];
         match &tokens[at] {
             TokenTree::Punct(punct) if punct.as_char() == '#' => attribute(rest, scan),
-            TokenTree::Ident(ident) => match ident.to_string().as_str() {
-                "fn" => function(rest, scan),
-                "unsafe" => unsafe_code(rest, scan),
-                "mod" => module(&tokens, at, inside, scan),
-                _ => call(rest, scan),
-            },
+            TokenTree::Ident(ident) => {
+                let name = ident.to_string();
+                match name.as_str() {
+                    "fn" => function(rest, scan),
+                    "unsafe" => unsafe_code(rest, scan),
+                    "mod" => module(&tokens, at, inside, scan),
+                    _ => call(rest, scan),
+                }
+                scan.names.insert(name);
+            }
             TokenTree::Group(group) => {
                 let name = inline_module(&tokens[..at], group);
                 inside.extend(name.clone());

@@ -1,5 +1,6 @@
 //! Walks the workspace and applies every rule.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,21 +9,24 @@ use std::process::ExitCode;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package as CargoPackage};
 
 use crate::finding::Finding;
-use crate::{imports, ratchet, scan, source, tree};
+use crate::{comments, imports, pages, phrases, ratchet, scan, source, tree};
 
-/// Text that people write in this repository, besides Rust.
+/// Text that people write in this repository, besides Rust and Markdown.
 const OTHER_SOURCES: [&str; 5] = ["c", "h", "S", "ld", "toml"];
 
 /// Prints every finding; fails if there is one.
 pub fn run() -> ExitCode {
     match check() {
-        Ok(findings) if findings.is_empty() => {
-            println!("tidy: ok");
-            ExitCode::SUCCESS
-        }
-        Ok(findings) => {
+        Ok((findings, notes)) => {
             for finding in &findings {
                 println!("{finding}");
+            }
+            for note in notes {
+                println!("note: {note}");
+            }
+            if findings.is_empty() {
+                println!("tidy: ok");
+                return ExitCode::SUCCESS;
             }
             eprintln!("tidy: {} to mend", findings.len());
             ExitCode::FAILURE
@@ -34,19 +38,45 @@ pub fn run() -> ExitCode {
     }
 }
 
-fn check() -> Result<Vec<Finding>, Box<dyn Error>> {
+/// What the rules have found so far.
+struct Findings {
+    root: PathBuf,
+    all: Vec<Finding>,
+    lengths: Vec<source::Length>,
+    /// Breaches in the prose of each package and page, by its path from the root.
+    phrases: BTreeMap<String, Vec<Finding>>,
+    tree: pages::Tree,
+}
+
+fn check() -> Result<(Vec<Finding>, Vec<String>), Box<dyn Error>> {
     let metadata = MetadataCommand::new().no_deps().exec()?;
     let root = metadata.workspace_root.as_std_path();
-    let mut findings = check_imports(&metadata);
-    findings.extend(tree::check_readmes(root));
-    let mut lengths = Vec::new();
+    let mut findings = Findings {
+        root: root.to_path_buf(),
+        all: check_imports(&metadata),
+        lengths: Vec::new(),
+        phrases: BTreeMap::new(),
+        tree: pages::Tree::default(),
+    };
+    findings.all.extend(tree::check_readmes(root));
+    findings.tree.paths = tree::paths(root)?;
     for package in metadata.workspace_packages() {
-        check_package(root, package, &mut findings, &mut lengths)?;
+        findings.package(package)?;
     }
+    findings.pages()?;
+    let Findings {
+        mut all,
+        lengths,
+        phrases,
+        ..
+    } = findings;
     let exceptions = fs::read_to_string(root.join(ratchet::PATH))?;
-    findings.extend(ratchet::check(&exceptions, &lengths));
-    findings.sort();
-    Ok(findings)
+    all.extend(ratchet::check(&exceptions, &lengths));
+    let exceptions = fs::read_to_string(root.join(phrases::PATH))?;
+    let (more, notes) = phrases::ratchet(&exceptions, phrases);
+    all.extend(more);
+    all.sort();
+    Ok((all, notes))
 }
 
 fn check_imports(metadata: &Metadata) -> Vec<Finding> {
@@ -72,52 +102,80 @@ fn check_imports(metadata: &Metadata) -> Vec<Finding> {
     imports::check(&known.collect::<Vec<_>>())
 }
 
-fn check_package(
-    root: &Path,
-    package: &CargoPackage,
-    findings: &mut Vec<Finding>,
-    lengths: &mut Vec<source::Length>,
-) -> Result<(), Box<dyn Error>> {
-    let dir = package
-        .manifest_path
-        .parent()
-        .ok_or("a manifest lies in a folder")?;
-    let target = |is: &dyn Fn(&cargo_metadata::Target) -> bool| -> Vec<PathBuf> {
-        let targets = package.targets.iter().filter(|target| is(target));
-        targets
-            .map(|target| target.src_path.clone().into_std_path_buf())
-            .collect()
-    };
-    let roots = target(&|_| true);
-    let products = target(&|target| target.is_lib() || target.is_bin());
-    let reachable = tree::reachable(&roots);
-    let policy = imports::unsafe_policy(package.name.as_str());
-    for file in tree::files(dir.as_std_path(), &["rs"])? {
-        let (path, text) = (relative(root, &file), fs::read_to_string(&file)?);
-        findings.extend(source::check_text(&path, &text));
-        if !reachable.contains(&file) {
-            findings.push(Finding::of(&path, "an orphan: no crate compiles it"));
-        }
-        let scan = match scan::scan(&text) {
-            Ok(scan) => scan,
-            Err(error) => {
-                findings.push(Finding::of(&path, error));
-                continue;
-            }
+impl Findings {
+    /// Applies the rules of sources to one package.
+    fn package(&mut self, package: &CargoPackage) -> Result<(), Box<dyn Error>> {
+        let dir = package
+            .manifest_path
+            .parent()
+            .ok_or("a manifest lies in a folder")?;
+        let target = |is: &dyn Fn(&cargo_metadata::Target) -> bool| -> Vec<PathBuf> {
+            let targets = package.targets.iter().filter(|target| is(target));
+            targets
+                .map(|target| target.src_path.clone().into_std_path_buf())
+                .collect()
         };
-        findings.extend(source::check_code(&path, &text, &scan));
-        lengths.extend(source::lengths(&path, &text, &scan));
-        if products.contains(&file) {
-            findings.extend(source::check_root(&path, &text, &scan, policy));
+        let roots = target(&|_| true);
+        let products = target(&|target| target.is_lib() || target.is_bin());
+        let reachable = tree::reachable(&roots);
+        let policy = imports::unsafe_policy(package.name.as_str());
+        let place = relative(&self.root, dir.as_std_path());
+        self.phrases.entry(place.clone()).or_default();
+        for file in tree::files(dir.as_std_path(), &["rs"])? {
+            let (path, text) = (relative(&self.root, &file), fs::read_to_string(&file)?);
+            self.text(&place, &path, &text);
+            if !reachable.contains(&file) {
+                let what = "an orphan: no crate compiles it";
+                self.all.push(Finding::of(&path, what));
+            }
+            let scan = match scan::scan(&text) {
+                Ok(scan) => scan,
+                Err(error) => {
+                    self.all.push(Finding::of(&path, error));
+                    continue;
+                }
+            };
+            self.all.extend(source::check_code(&path, &text, &scan));
+            self.lengths.extend(source::lengths(&path, &text, &scan));
+            if products.contains(&file) {
+                let breaches = source::check_root(&path, &text, &scan, policy);
+                self.all.extend(breaches);
+            }
+            self.tree.names.push(scan.names);
+        }
+        for file in tree::files(dir.as_std_path(), &OTHER_SOURCES)? {
+            let text = fs::read_to_string(&file)?;
+            self.text(&place, &relative(&self.root, &file), &text);
+        }
+        Ok(())
+    }
+
+    /// Applies the rules of text to one file of the package at `place`.
+    fn text(&mut self, place: &str, path: &str, text: &str) {
+        self.all.extend(source::check_text(path, text));
+        let phrases = self.phrases.entry(place.to_owned()).or_default();
+        for comment in comments::of(text) {
+            phrases.extend(phrases::check(path, comment.line, comment.text));
+            for gone in pages::files_missing(comment.text, &self.tree) {
+                let what = format!("there is no file {gone}: name what it is now");
+                self.all.push(Finding::at(path, comment.line, what));
+            }
         }
     }
-    for file in tree::files(dir.as_std_path(), &OTHER_SOURCES)? {
-        findings.extend(source::check_text(
-            &relative(root, &file),
-            &fs::read_to_string(&file)?,
-        ));
+
+    /// Applies the rules of Markdown. Every package has been looked at before: pages name items.
+    fn pages(&mut self) -> Result<(), Box<dyn Error>> {
+        for file in tree::files(&self.root, &["md"])? {
+            let (path, text) = (relative(&self.root, &file), fs::read_to_string(&file)?);
+            self.all.extend(pages::check(&path, &text, &self.tree));
+            let phrases = self.phrases.entry(path.clone()).or_default();
+            phrases.extend(pages::columns(&path, &text));
+            for (line, text) in (1..).zip(text.lines()) {
+                phrases.extend(phrases::check(&path, line, text));
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 fn relative(root: &Path, path: &Path) -> String {

@@ -17,24 +17,34 @@ const README_LINES: usize = 10;
 /// Every file below `dir` whose extension is one of `extensions`, sorted; build outputs and hidden
 /// folders left out.
 pub fn files(dir: &Path, extensions: &[&str]) -> io::Result<Vec<PathBuf>> {
+    let mut found = everything(dir)?;
+    found.retain(|path| {
+        let extension = path.extension().unwrap_or_default();
+        extensions.iter().any(|wanted| extension == *wanted) && !path.is_dir()
+    });
+    found.sort();
+    Ok(found)
+}
+
+/// Every file and folder below `root`, from there; build outputs and hidden folders left out.
+pub fn paths(root: &Path) -> io::Result<BTreeSet<String>> {
+    let from_root = |path: &PathBuf| {
+        let path = path.strip_prefix(root).unwrap_or(path);
+        path.to_string_lossy().into_owned()
+    };
+    Ok(everything(root)?.iter().map(from_root).collect())
+}
+
+fn everything(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
         if path.is_dir() && name != "target" && !name.starts_with('.') {
-            found.extend(files(&path, extensions)?);
-        } else if extensions
-            .iter()
-            .any(|ext| path.extension().is_some_and(|is| is == *ext))
-        {
-            found.push(path);
+            found.extend(everything(&path)?);
         }
+        found.push(path);
     }
-    found.sort();
     Ok(found)
 }
 
@@ -133,6 +143,9 @@ mod tests {
             .filter(|file| !reached.contains(file))
             .collect();
         assert_eq!(orphans, [at("src/left.rs")]);
+        let known = paths(dir.path()).unwrap();
+        assert!(known.contains("src/b/c.rs") && known.contains("src/b"));
+        assert!(!known.contains("target/x.rs") && !known.contains(".hidden/x.rs"));
     }
 
     #[test]

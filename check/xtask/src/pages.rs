@@ -1,0 +1,224 @@
+//! The rules of Markdown pages: columns, and references that lead somewhere.
+//!
+//! A page may name a file, a folder or an item of the code. Each of them must exist, so that a
+//! rename or a move is mended here in the same commit.
+
+use std::collections::BTreeSet;
+use std::path::{Component, Path, PathBuf};
+
+use crate::finding::Finding;
+
+/// Longest line of prose. Rows of tables, lines inside of code blocks and lines with a URL may be
+/// longer: they cannot be broken.
+const COLUMNS: usize = 100;
+/// What a reference to a file of ours ends with. Headers (`.h`) are left out: most of those that
+/// comments name are the kernel's.
+const EXTENSIONS: [&str; 7] = [".rs", ".md", ".c", ".S", ".sh", ".toml", ".txt"];
+/// The folders of Linux that pages cite. They are not ours.
+const FOREIGN: [&str; 4] = ["include/uapi/", "virt/kvm/", "arch/", "Documentation/"];
+
+/// What exists, for references to be compared with.
+#[derive(Default)]
+pub struct Tree {
+    /// Files and folders, from the root.
+    pub paths: BTreeSet<String>,
+    /// For each Rust file, the identifiers in it; and for each package, its name.
+    pub names: Vec<BTreeSet<String>>,
+}
+
+impl Tree {
+    /// Whether `path` is a file or folder from the root, or the end of the path of one.
+    fn has_path(&self, path: &str) -> bool {
+        let path = path.trim_end_matches('/');
+        let end = format!("/{path}");
+        self.paths.contains(path) || self.paths.iter().any(|known| known.ends_with(&end))
+    }
+
+    /// Whether one file has all of `names` as identifiers.
+    fn has_together(&self, names: &[&str]) -> bool {
+        let has = |file: &BTreeSet<String>| names.iter().all(|name| file.contains(*name));
+        self.names.iter().any(has)
+    }
+}
+
+/// The lines of `text` with their numbers, each with whether it is inside of a code block. The
+/// fences are left out.
+fn lines(text: &str) -> impl Iterator<Item = (usize, &str, bool)> {
+    let mut in_block = false;
+    (1..).zip(text.lines()).filter_map(move |(number, line)| {
+        if line.trim_start().starts_with("```") {
+            in_block = !in_block;
+            return None;
+        }
+        Some((number, line, in_block))
+    })
+}
+
+/// The lines of prose of one page that are too long.
+pub fn columns(path: &str, text: &str) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (number, line, in_block) in lines(text) {
+        let columns = line.chars().count();
+        let is_row = line.trim_start().starts_with('|');
+        if columns > COLUMNS && !in_block && !is_row && !line.contains("://") {
+            let what = format!("{columns} columns, more than {COLUMNS}: wrap it");
+            findings.push(Finding::at(path, number, what));
+        }
+    }
+    findings
+}
+
+/// The references of one page that lead nowhere.
+pub fn check(path: &str, text: &str, tree: &Tree) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (number, line, in_block) in lines(text) {
+        let mut add = |what: String| findings.push(Finding::at(path, number, what));
+        for gone in files_missing(line, tree) {
+            add(format!("there is no file {gone}: name what it is now"));
+        }
+        if !in_block {
+            for gone in links_missing(path, line, tree) {
+                add(format!("the link leads nowhere: {gone}"));
+            }
+            for gone in items_missing(line, tree) {
+                add(format!("the code has no `{gone}`: name what it is now"));
+            }
+        }
+    }
+    findings
+}
+
+/// Files with their folder (`memory/host/src/block.rs`) in a line of a page or of a comment that
+/// do not exist.
+pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
+    let is_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
+    let foreign = |word: &str| FOREIGN.iter().any(|folder| word.starts_with(folder));
+    let words = line.split(|c: char| c.is_whitespace() || "`()[]{},;:\"'|".contains(c));
+    words
+        .map(|word| word.trim_end_matches('.').trim_start_matches("../"))
+        .filter(|word| {
+            word.contains('/') && !word.starts_with(['/', '.']) && word.chars().all(is_path)
+        })
+        .filter(|word| EXTENSIONS.iter().any(|ext| word.ends_with(ext)) && !foreign(word))
+        .filter(|word| !tree.has_path(word))
+        .collect()
+}
+
+/// Relative links of a line of the page `path` whose target does not exist in the repository.
+fn links_missing<'a>(path: &str, line: &'a str, tree: &Tree) -> Vec<&'a str> {
+    let targets = line
+        .split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split(')').next());
+    targets
+        .filter(|target| !target.contains("://") && !target.starts_with('#'))
+        .filter(|target| {
+            let file = target.split('#').next().unwrap_or(target);
+            resolve(path, file).is_none_or(|file| !tree.paths.contains(&file))
+        })
+        .collect()
+}
+
+/// `target` as the page `path` sees it, from the root; `None` outside of it.
+fn resolve(path: &str, target: &str) -> Option<String> {
+    let mut resolved = PathBuf::from(path);
+    resolved.pop();
+    for part in Path::new(target).components() {
+        match part {
+            Component::ParentDir if !resolved.pop() => return None,
+            Component::Normal(part) => resolved.push(part),
+            _ => {}
+        }
+    }
+    Some(resolved.to_string_lossy().into_owned())
+}
+
+/// Items with their path (`Mmu::fault`) between backticks that no Rust file has.
+fn items_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
+    let spans = line.split('`').skip(1).step_by(2);
+    spans
+        .filter(|span| span.contains("::") && !span.starts_with("std::"))
+        .filter(|span| !item_exists(span, tree))
+        .collect()
+}
+
+/// Whether the last two names of an item's path are in one file, if the first of them is a type;
+/// else whether any file has the last one. Several may end the path: `Kind::{A, B}`.
+fn item_exists(span: &str, tree: &Tree) -> bool {
+    let path = span.split(['(', '<']).next().unwrap_or(span);
+    let (before, last) = path.rsplit_once("::").unwrap_or(("", path));
+    let owner = before.rsplit("::").next().unwrap_or(before);
+    let is_type = owner.starts_with(|c: char| c.is_ascii_uppercase());
+    let last = last.trim_matches(['{', '}']);
+    last.split(',').map(str::trim).all(|name| {
+        if is_type {
+            tree.has_together(&[owner, name])
+        } else {
+            tree.has_together(&[name])
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree() -> Tree {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        Tree {
+            paths: names(&[
+                "README.md",
+                "docs",
+                "docs/a.md",
+                "x",
+                "x/y.rs",
+                "docs/d/b.md",
+            ]),
+            names: vec![names(&["Mmu", "fault"]), names(&["Rmap", "bytes", "free"])],
+        }
+    }
+
+    fn findings(text: &str) -> Vec<String> {
+        let mut found = columns("docs/a.md", text);
+        found.extend(check("docs/a.md", text, &tree()));
+        found.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn prose_has_columns_and_rows_and_blocks_have_none() {
+        let long = "a ".repeat(60);
+        assert_eq!(
+            findings(&format!("short\n{long}")),
+            ["docs/a.md:2: 120 columns, more than 100: wrap it"]
+        );
+        let free = format!("| {long} |\n```sh\n{long}\n```\nhttps://x {long}");
+        assert_eq!(findings(&free), [""; 0]);
+        assert_eq!(findings(&format!("```\n```\n{long}")).len(), 1);
+    }
+
+    #[test]
+    fn links_lead_to_files_inside() {
+        let good = "[a](a.md) [b](d/b.md#part) [c](../README.md) [d](#here) [e](https://x.y)";
+        assert_eq!(findings(good), [""; 0]);
+        assert_eq!(findings("[a](../a.md) [b](../../README.md)").len(), 2);
+    }
+
+    #[test]
+    fn files_that_are_named_exist() {
+        let good = "`x/y.rs`, (x/y.rs:12) and x/y.rs. `arch/x86/kvm/mmu.c` `dir/*.rs` /etc/a.txt";
+        assert_eq!(findings(good), [""; 0]);
+        let gone = ["docs/a.md:2: there is no file x/z.rs: name what it is now"];
+        assert_eq!(findings("```\n└─ a (x/z.rs)\n```"), gone);
+    }
+
+    #[test]
+    fn items_that_are_named_exist() {
+        let good = "`Mmu::fault(id)`, `mmu::Mmu`, `host::Rmap::{bytes, free}`, `std::sync::Arc`";
+        assert_eq!(findings(good), [""; 0]);
+        assert_eq!(
+            findings("`Mmu::bytes` `mmu::Gone` `Rmap::{bytes, fault}`").len(),
+            3
+        );
+        assert_eq!(findings("```\n`Mmu::bytes`\n```"), [""; 0]);
+    }
+}
