@@ -1,4 +1,4 @@
-//! Builds the guest images with the machine's C compiler.
+//! Builds the guest images with the host's C compiler.
 //!
 //! ```text
 //! kernel/*.c *.S, user/format.c, memory.c   --> kernel objects, once
@@ -121,7 +121,7 @@ impl Build {
         object
     }
 
-    /// One workload's image: its program, then the kernel around it.
+    /// The image of one workload: links its program, then the kernel around it.
     fn image(&self, source: &Path, kernel: &[PathBuf], library: &[PathBuf]) {
         let name = stem(source);
         let folder = self.out.join(format!("{name}.d"));
@@ -146,7 +146,7 @@ impl Build {
         run(link.args(kernel).arg(blob));
     }
 
-    /// The same objects as in the guest, behind a C library instead of our kernel.
+    /// Links the same objects as in the guest with a C library in place of the guest kernel.
     fn native_cpubench(&self) {
         let to = self.out.join("cpubench-native");
         if env::var("HOST").ok() != env::var("TARGET").ok() || !cfg!(target_arch = "x86_64") {

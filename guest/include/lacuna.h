@@ -1,6 +1,7 @@
 /*
- * Write a workload for Lacuna's guest kernel: include this, write main(), build with
- * build-guest.sh. Integer code only (there is no FPU state), no C library beyond what is here.
+ * The library of a workload for Lacuna's guest kernel. A workload includes this file, defines
+ * main(), and is built with build-guest.sh. Only integer code works, because there is no FPU state.
+ * There is no C library beyond what is declared here.
  */
 #ifndef LACUNA_H
 #define LACUNA_H
@@ -24,8 +25,8 @@ bool lacuna_param_given(const char *name);
 /* ---- the machine ---- */
 uint32_t lacuna_cpus(void);
 /*
- * How many threads of each of so many kinds a workload makes unless told otherwise: one a
- * processor, as far as there is room beside its first thread.
+ * The default number of threads of each kind, for a workload with this many kinds: one a processor,
+ * as far as there is room beside its first thread.
  */
 uint64_t lacuna_threads_each(uint64_t kinds);
 char *lacuna_arena(void);           /* nearly all guest memory, the same for every process */
@@ -65,12 +66,13 @@ static inline struct lacuna_status *lacuna_status_page(void) {
     return (struct lacuna_status *)LACUNA_STATUS_VA;
 }
 
-/* Does the host want threads of this kind to hold still? Ask often, it is one load; then sleep. */
+/* True while the host wants threads of this kind to pause. A thread should ask often (it is one
+ * load), and sleep while the answer is true. */
 static inline bool lacuna_paused(uint32_t kind) {
     return lacuna_status_page()->paused >> kind & 1;
 }
 
-/* What the host has set the workload's dial to; 0 until it does. */
+/* The value that the host has set the workload's dial to; 0 until the host sets it. */
 static inline uint32_t lacuna_dial(void) { return lacuna_status_page()->dial; }
 
 /* ---- privileged services, for tests of the host ---- */
@@ -78,8 +80,8 @@ int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if it raised #GP 
 int lacuna_wrmsr(uint32_t index, uint64_t value);
 void lacuna_kernel_call(void (*fn)(void)); /* run fn at CPL0, interrupts off */
 int lacuna_apf_enable(void);   /* async page faults on this processor: 0, or -1 if there are none */
-void lacuna_apf_disable(void); /* who waits for a page on this processor tries again */
-int lacuna_cpu_offline(void);  /* all threads here, the caller too, go to CPU 0; -1 on CPU 0 */
+void lacuna_apf_disable(void); /* threads that wait for a page here try again */
+int lacuna_cpu_offline(void);  /* moves all threads here, the caller too, to CPU 0; -1 on CPU 0 */
 
 /* ---- small helpers ---- */
 

@@ -5,15 +5,15 @@
  *   today's          #PF, reason 1, CR2 = token     interrupt, token in the area; then ACK
  *   original (2010)  #PF, reason 1, CR2 = token     #PF, reason 2, CR2 = token
  *
- * A thread whose page is not present sleeps under the token until that token is ready, in its
- * processor's table: the host sends both events to the processor that faulted, so nobody else
- * ever looks into it, and interrupts are off: no lock. Besides threads the table holds
+ * A thread whose page is not present sleeps in its processor's table, under the token, until that
+ * token is ready. The host sends both events to the processor that faulted, so only that processor
+ * uses the table; interrupts are off, so no lock is needed. Besides threads the table holds
  *
- *   dummies   ready came before anybody waited: whoever comes with that token does not sleep
+ *   dummies   ready came before a thread waited: the next thread with that token does not sleep
  *   idle      the idle loop cannot be put to sleep; its node is there for `ready` to find
  *
- * Two threads may have the same token (the host's counter wraps). Ready wakes both: one of them
- * is woken too early, which costs another fault; woken too late it could wait for ever.
+ * Two threads may have the same token (the host's counter wraps). Ready wakes both. The thread that
+ * is woken too early only faults once more; a thread that is not woken could wait for ever.
  */
 #include "kernel.h"
 #include "lacuna/format.h"
@@ -34,9 +34,9 @@
 
 static u32 control; /* low bits of MSR_APF_EN; 0: no async page faults */
 
-/* Adds what was counted on processor c to the status page: nothing twice, whoever calls. An event
- * that is counted on c at this very moment may be lost if the caller is another processor, which
- * it is only when all ends. */
+/* Adds what was counted on processor c to the status page. No event is added twice, whichever
+ * processor calls. If the caller is another processor, which happens only at the end of the run,
+ * an event that is counted on c at that moment may be lost. */
 void apf_publish(struct cpu *c) {
     u32 not_present = __atomic_exchange_n(&c->apf.not_present, 0, __ATOMIC_RELAXED);
     u32 ready = __atomic_exchange_n(&c->apf.ready, 0, __ATOMIC_RELAXED);
@@ -44,7 +44,7 @@ void apf_publish(struct cpu *c) {
     __atomic_fetch_add(&status->apf_ready, ready, __ATOMIC_RELAXED);
 }
 
-/* Chooses: apf=off|int|pf, else what the host has. */
+/* Chooses the ABI: what apf=off|int|pf says, else the first that the host offers. */
 void apf_init(void) {
     u32 features = kvm_leaves() ? cpuid(0x40000001).eax : 0;
     bool by_interrupt = features >> FEATURE_APF_INT & 1;
@@ -70,7 +70,7 @@ bool apf_enable(struct cpu *c) {
 
 static void count(u32 *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
-/* KVM numbers its tokens upwards, above twelve bits that say which processor. */
+/* KVM numbers its tokens upwards; the low twelve bits are the number of the processor. */
 static struct apf_node **bucket(struct cpu *c, u32 token) {
     return &c->apf.bucket[token >> 12 & (APF_BUCKETS - 1)];
 }
@@ -81,7 +81,7 @@ static void insert(struct cpu *c, struct apf_node *n, u32 token, enum apf_kind k
     *head = n;
 }
 
-/* Rare enough for a search. */
+/* Too rare to need more than a linear search. */
 static bool insert_spare(struct cpu *c, u32 token, enum apf_kind kind) {
     for (struct apf_node *n = c->apf.spare; n < c->apf.spare + APF_SPARE; n++) {
         if (n->kind == APF_FREE) {
@@ -97,7 +97,7 @@ static struct thread *thread_of(struct apf_node *n) {
     return (struct thread *)((u8 *)n - offsetof(struct thread, page_wait));
 }
 
-/* Takes a node out of the table, and wakes its thread, which may then be anywhere. */
+/* Takes a node out of the table and wakes its thread, which from then on may run anywhere. */
 static void release(struct cpu *c, struct apf_node **at) {
     struct apf_node *n = *at;
     *at = n->next;
@@ -108,7 +108,8 @@ static void release(struct cpu *c, struct apf_node **at) {
         n->kind = APF_FREE;
 }
 
-/* Whoever sleeps tries again. No earlier token can come after this: no dummy is of use any more. */
+/* All sleeping threads try again. Dummies are freed too: no event with an earlier token can
+ * follow. */
 static void wake_all(struct cpu *c) {
     for (u32 i = 0; i < APF_BUCKETS; i++) {
         while (c->apf.bucket[i])
@@ -172,7 +173,8 @@ bool apf_sleep(struct cpu *c, struct thread *t) {
     return true;
 }
 
-/* Only one that sleeps alone in its bucket, on a processor where nobody else has been woken. */
+/* Takes only a thread that is alone in its bucket, on a processor where no other thread is
+ * woken. */
 struct thread *apf_sleeper(struct cpu *c) {
     u32 token = c->apf.area.token;
     struct apf_node **at = bucket(c, token), *n = *at;
@@ -199,7 +201,7 @@ bool apf_page_fault(struct cpu *c) {
     return true;
 }
 
-/* No token: this interrupt was already on its way when apf_disable cleared the area. */
+/* Without a token, this interrupt was already on its way when apf_disable cleared the area. */
 void apf_interrupt(struct cpu *c) {
     u32 token = c->apf.area.token;
     if (!token)
@@ -209,7 +211,7 @@ void apf_interrupt(struct cpu *c) {
     msr_write(MSR_APF_ACK, 1);
 }
 
-/* Once the host has been told, it forgets its faults here and writes no more into the area. */
+/* After the write to EN the host has forgotten its faults here and does not write into the area. */
 void apf_disable(struct cpu *c) {
     if (!control)
         return;

@@ -55,7 +55,7 @@ void apic_init(void) {
     write(LVT_TIMER, VEC_TIMER | (tsc_deadline ? LVT_TSC_DEADLINE : 0));
 }
 
-/* One shot at a TSC value; too early is harmless, the scheduler looks at the clock. */
+/* Programs one shot at a TSC value. A shot too early is harmless: the scheduler reads the clock. */
 void apic_timer(u64 at) {
     if (tsc_deadline) {
         wrmsr(MSR_TSC_DEADLINE, at == NEVER ? 0 : at);

@@ -1,13 +1,14 @@
 /*
- * Ways in, all of which meet at start64:
+ * The entry points, all of which lead to start64:
  *
  *   PVH (QEMU, other VMMs):  start32, 32-bit, paging off, EBX = hvm_start_info
- *   Lacuna:                  start64, long mode, identity-mapped, RBX = hvm_start_info, every
- *                            vCPU at once; whose APIC id is not 0 waits for the first
+ *   Lacuna:                  start64, long mode, identity-mapped, RBX = hvm_start_info; with
+ *                            ap=direct all vCPUs start here, and wait for the one with APIC id 0
  *   SIPI:                    a copy of `trampoline` in low memory, real mode
  *
- * The kernel lives in an identity map: virtual = physical below the user's half. That costs the
- * usual high-half trick and buys readable addresses, no relocation, and a trivial trampoline.
+ * The kernel runs in an identity map: virtual = physical below the user's half. The usual high-half
+ * layout is given up. In return addresses are readable, nothing is relocated, and the trampoline is
+ * trivial.
  */
 #include "layout.h"
 
@@ -78,7 +79,7 @@ start64:
     wrmsr
     movl $CR0_BITS, %eax
     movq %rax, %cr0
-    movq %rbx, %r12 /* cpuid wants rbx */
+    movq %rbx, %r12 /* cpuid overwrites rbx */
     xorl %eax, %eax
     cpuid
     cmpl $0xb, %eax
@@ -100,7 +101,7 @@ start64:
     movq %r12, %rdi
     call kernel_main
 
-/* eax = APIC id. Nothing may be touched before the first processor has set things up. */
+/* eax = APIC id. This loop touches nothing before the first processor has set everything up. */
 secondary:
     pause
     cmpl $0, cpus_released

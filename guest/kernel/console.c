@@ -1,4 +1,4 @@
-/* Output on COM1 and the end of the machine. No polling: no device here is ever busy. */
+/* Output on COM1, and the end of the machine. Nothing is polled: no device here is ever busy. */
 #include "kernel.h"
 #include "lacuna/format.h"
 

@@ -1,4 +1,4 @@
-/* The whole kernel's interface to itself: one section a file. */
+/* What the kernel's files declare to each other, one section a file. */
 #ifndef KERNEL_H
 #define KERNEL_H
 
@@ -30,7 +30,7 @@ static inline void unlock(spinlock *l) { __atomic_store_n(&l->held, 0, __ATOMIC_
 struct space {
     u64 *pml4;
     u64 cr3;
-    u32 index, generation; /* which of all, and which of those that were this one */
+    u32 index, generation; /* its place in the table of spaces; which user of that place this is */
     spinlock lock; /* the private part of the tables */
     u32 threads;
     bool used;
@@ -41,10 +41,10 @@ extern struct lacuna_info *info;
 
 struct hvm_start_info;
 void mm_init(const struct hvm_start_info *start);
-void *page_alloc(void); /* zeroed, or NULL */
+void *page_alloc(void); /* zeroed; NULL if there is none */
 void page_free(void *page);
-bool map_page(struct space *s, u64 va, u64 pa, u64 flags); /* false: no memory, or taken */
-u64 translate(struct space *s, u64 va); /* physical address, or ~0 where no user page is */
+bool map_page(struct space *s, u64 va, u64 pa, u64 flags); /* false: no memory, or already mapped */
+u64 translate(struct space *s, u64 va); /* physical address, or ~0 if no user page is there */
 
 /* ---- space.c: address spaces ---- */
 struct cpu;
@@ -53,13 +53,13 @@ void space_enter(struct cpu *c, struct space *s);
 void space_leave(struct cpu *c); /* to the kernel's own tables */
 void space_cpu_init(void);
 bool space_add_stack(struct space *s, u32 slot, u64 *stack_top);
-void space_release(struct space *s); /* one thread less; the last one frees it */
+void space_release(struct space *s); /* one thread less; the last one frees the space */
 
 /* ---- apf.c: async page faults ---- */
 
-/* What the host writes, one for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
+/* What the host writes, one area for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
 struct apf_area {
-    u32 reason; /* of a #PF: 0 it is a true one, 1 page not present, 2 page ready (original ABI) */
+    u32 reason; /* of a #PF: 0 a real fault, 1 page not present, 2 page ready (original ABI) */
     u32 token;  /* the page that is ready, 0 if none (today's ABI) */
     u8 reserved[56];
 } __attribute__((aligned(64)));
@@ -75,46 +75,46 @@ struct apf_node {
 #define APF_BUCKETS 64
 #define APF_SPARE 80 /* a host has at most 64 faults of one processor outstanding */
 
-/* All of it belongs to its processor: both events come to the one that faulted. */
+/* Only its own processor uses it: the host sends both events to the processor that faulted. */
 struct apf {
     struct apf_area area;
     struct apf_node *bucket[APF_BUCKETS];
-    struct apf_node spare[APF_SPARE]; /* for all that is not a thread */
-    u32 not_present, ready; /* counted since apf_publish: an atomic each time is dear */
+    struct apf_node spare[APF_SPARE]; /* for dummies and idle */
+    u32 not_present, ready; /* counted since apf_publish: an atomic each time is slow */
 };
 
 struct thread;
 void apf_init(void);
 bool apf_enable(struct cpu *c);
 void apf_disable(struct cpu *c);
-bool apf_page_fault(struct cpu *c); /* false: it is a true page fault */
+bool apf_page_fault(struct cpu *c); /* false: it is a real page fault */
 void apf_interrupt(struct cpu *c);
 void apf_publish(struct cpu *c); /* its counters, to the status page */
 
-/* The short ways. Nothing has happened if they give nothing: then take one of the above. */
+/* The fast paths. If they return false or NULL, nothing has changed; call one of the above then. */
 bool apf_sleep(struct cpu *c, struct thread *t); /* t's page is not present: it sleeps now */
-struct thread *apf_sleeper(struct cpu *c); /* who slept for the page that is ready */
+struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page that is ready */
 
-/* ---- sched.c: who runs ---- */
+/* ---- sched.c: the scheduler ---- */
 enum thread_state { FREE, ALIVE, WAITING }; /* WAITING: for its children */
 
 struct thread {
     struct frame frame; /* first: RSP0 points at its end */
     struct space *space;
-    struct cpu *cpu; /* threads stay where they were put, unless it goes offline */
+    struct cpu *cpu; /* fixed, until that processor goes offline */
     struct thread *next; /* in a list of its processor's */
     struct thread *parent;
     u64 wake_at, kill_at; /* TSC; kill_at 0 = unconfined */
     u32 ticks; /* left of its slice, 0 only while it runs and is to stop */
     enum thread_state state;
-    bool woken; /* in an inbox: by a wake-up */
+    bool woken; /* its place in an inbox is due to a wake-up */
     u32 slot;
     u32 children, worst_status;
     struct apf_node page_wait; /* in its processor's apf.bucket while it waits for a page */
 } __attribute__((aligned(16)));
 
 struct list {
-    struct thread *head, *tail; /* no head: tail means nothing */
+    struct thread *head, *tail; /* the list is empty if head is NULL, whatever tail is */
 };
 
 struct tss {
@@ -129,17 +129,17 @@ struct cpu {
     struct tss tss;
     u64 gdt[7];
     u32 apic_id;
-    bool resched; /* choose anew before leaving the kernel */
-    bool offline; /* runs nobody any more; changes once, under `lock` */
+    bool resched; /* choose a thread again before leaving the kernel */
+    bool offline; /* runs no thread any more; changes once, under `lock` */
     struct thread *current;
-    struct list woken, queue; /* who runs next: those first */
+    struct list woken, queue; /* `woken` runs before `queue` */
     struct thread *sleepers; /* by wake_at */
-    struct space *space; /* that CR3 points at, NULL: the kernel's own tables */
+    struct space *space; /* the one CR3 points at; NULL: the kernel's own tables */
     u32 generation[LACUNA_MAX_THREADS]; /* of each space, when it was last entered here */
     u64 tick_at; /* of the running thread, NEVER in idle */
     u64 timer_at; /* when the timer will fire, NEVER if it will not */
     spinlock lock; /* the inbox, and `offline` */
-    struct list inbox; /* for `woken` and `queue`, which only their processor touches */
+    struct list inbox; /* for `woken` and `queue`, which only their own processor touches */
     struct apf apf;
     u8 fatal_stack[1024] __attribute__((aligned(16)));
 };
@@ -170,7 +170,7 @@ bool sched_may_block(const struct cpu *c);
 void sched_next(struct cpu *c);
 void sched_preempt(struct cpu *c, struct thread *running, struct thread *woken);
 
-/* ---- thread.c: birth and death ---- */
+/* ---- thread.c: how threads are made, waited for and ended ---- */
 int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu);
 void thread_exit(struct thread *t, u32 status_code);
 void thread_wait(struct cpu *c);
@@ -182,7 +182,7 @@ void page_fault_entry(void);
 void page_ready_entry(void);
 _Noreturn void idle(struct cpu *c);
 _Noreturn void resume(struct thread *t);
-void resume_by_iret(struct thread *t); /* neither: but gcc calls what says so, and jumps here */
+void resume_by_iret(struct thread *t); /* not _Noreturn: gcc then jumps instead of calling */
 void load_segments(void);
 int msr_read(u32 index, u64 *value);
 int msr_write(u32 index, u64 value);
@@ -192,7 +192,7 @@ void trap_cpu_init(struct cpu *c);
 /* ---- syscall.c ---- */
 void syscall(struct cpu *c, struct thread *t);
 
-/* ---- apic.c: interrupts, timer, other processors; time.c: how fast clocks are ---- */
+/* ---- apic.c: interrupts, timer, other processors; time.c: clock frequencies ---- */
 void apic_init(void);
 void apic_timer(u64 at); /* NEVER stops it */
 void apic_send(u32 apic_id, u32 vector);

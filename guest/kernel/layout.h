@@ -12,12 +12,12 @@
 #define VEC_PF 14
 #define VEC_TIMER 32
 #define VEC_RESCHED 33
-#define VEC_SPURIOUS 47 /* low four bits set, as old APICs insist */
-#define VEC_APF_READY 0xf3 /* where KVM guests have their hypervisor's interrupt */
+#define VEC_SPURIOUS 47 /* low four bits set: older APICs require it */
+#define VEC_APF_READY 0xf3 /* the vector that KVM guests use for their hypervisor's interrupt */
 #define VEC_COUNT 256
 #define VEC_SYSCALL 256 /* not an IDT vector: marks a frame made by the syscall instruction */
 
-#define CPU_SIZE 8192 /* struct cpu and its stack, which grows down towards it; aligned to it */
+#define CPU_SIZE 8192 /* struct cpu, then its stack growing down towards it; aligned to this size */
 #define CPU_SCRATCH 0
 #define CPU_RSP0 16
 

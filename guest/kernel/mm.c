@@ -4,15 +4,15 @@
  *   0        1 MiB       kernel_end        heap end                     top of memory
  *   | loader | the kernel | heap: page_alloc | arena ...  (more RAM: arena too) |
  *
- * Whatever lies below 1 MiB is the loader's (start info, command line, its page tables) and is
- * never touched except for the SIPI trampoline. The heap serves the kernel, page tables and the
- * private pages of processes; everything else is the arena. Arena pages are never read or written
- * by the kernel: their first touch belongs to the workload. Their page tables are ordinary heap
- * pages shared by all address spaces, so that the host may take them away like anything else.
+ * Memory below 1 MiB is the loader's (start info, command line, its page tables). The kernel never
+ * writes there, except for the SIPI trampoline. The heap serves the kernel, page tables and the
+ * private pages of processes; everything else is the arena. The kernel never reads or writes arena
+ * pages: the first touch of each is the workload's. Their page tables are ordinary heap pages,
+ * shared by all address spaces, so the host may swap them out like any other page.
  *
- * With huge=1 the arena begins with whole blocks, 2 MiB of memory each at an address that is a
- * multiple of that both virtually and physically, one page table entry each; what is left over at
- * the ends of memory follows in 4 KiB pages. The arena is as large as without.
+ * With huge=1 the arena begins with whole blocks: 2 MiB each, aligned to 2 MiB both virtually and
+ * physically, mapped by one page table entry each. What is left at the ends of memory follows in 4
+ * KiB pages. The arena is as large as without huge=1.
  */
 #include "kernel.h"
 #include "pvh.h"
@@ -68,7 +68,7 @@ void page_free(void *page) {
     unlock(&heap_lock);
 }
 
-/* The table that entry points to, made if absent. */
+/* The table that `entry` points to. If there is none, one is made. */
 static u64 *table_below(u64 *entry) {
     if (!(*entry & PTE_P)) {
         void *table = page_alloc();
@@ -79,7 +79,8 @@ static u64 *table_below(u64 *entry) {
     return (u64 *)(*entry & PTE_ADDR);
 }
 
-/* The entry for an address in the table whose entries span 1 << level_shift, made if absent. */
+/* The entry for an address, in the table whose entries span 1 << level_shift. Missing tables are
+ * made. */
 static u64 *entry_for(u64 *table, u64 va, int level_shift) {
     for (int shift = 39; shift > level_shift && table; shift -= 9)
         table = table_below(&table[va >> shift & 511]);
@@ -168,7 +169,7 @@ static void arena_add_blocks(struct ram r) {
         *arena_entry(21) = r.start | PTE_P | PTE_W | PTE_U | PTE_PS;
 }
 
-/* Half a million pages in 2 GiB: the inner loop is three instructions on purpose. */
+/* Half a million pages in 2 GiB: the inner loop is kept to three instructions. */
 static void arena_add_pages(struct ram r) {
     u64 pte = r.start | PTE_P | PTE_W | PTE_U;
     for (u64 left = (r.end - r.start) / PAGE, run; left; left -= run) {
@@ -180,7 +181,7 @@ static void arena_add_pages(struct ram r) {
     }
 }
 
-/* The whole blocks in a piece of memory, if the arena is to have any. */
+/* The whole blocks in a piece of memory; none unless huge=1. */
 static struct ram blocks_in(struct ram r) {
     struct ram whole = {block_up(r.start), r.end & ~(BLOCK - 1)};
     bool some = whole.start < whole.end && boot_param("huge", 0);

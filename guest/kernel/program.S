@@ -1,4 +1,4 @@
-/* The workload, linked on its own, rides inside the kernel image. */
+/* The workload, which is linked separately, is embedded in the kernel image. */
     .section .program, "a", @progbits
     .balign 4096
     .globl program

@@ -1,5 +1,5 @@
 /*
- * Who runs: preemptive round-robin, two queues a processor.
+ * The scheduler: preemptive round-robin, two queues a processor.
  *
  *            wake (into `woken`, and preempt)      slice over (to the tail of `queue`)
  *   waiting ---------------------------------> queued <------------------------ running
@@ -7,13 +7,14 @@
  *      '---------------------------------------------------------------------------'
  *                    sched_sleep, sched_block, apf_sleep (for a page)
  *
- * The woken come first, in the order of their wake-ups. A thread that one of them preempted comes
- * next, with the rest of its slice, and then those who wait for a slice of their own. A slice is
- * some ticks long, and a tick is charged to whoever runs then: switching threads needs no clock.
+ * Woken threads run first, in the order of their wake-ups. A thread that one of them preempted runs
+ * next, with the rest of its slice; then the threads that wait for a new slice. A slice is a number
+ * of ticks. A tick is charged to the thread that runs when it comes, so that a switch reads no
+ * clock.
  *
- * All state of a thread belongs to its processor; others may only put it into the inbox, under
- * that inbox's lock. Since a thread is its saved frame, it may be there while its processor is
- * still leaving it: nobody else would resume it.
+ * Only its own processor changes a thread's state. Another processor may only put a thread into the
+ * inbox, under the inbox's lock. It may do so while the thread's processor is still leaving that
+ * thread, because a thread is its saved frame, and no other processor would resume it.
  */
 #include "kernel.h"
 
@@ -47,7 +48,8 @@ static void prepend(struct list *list, struct thread *t) {
     list->head = t;
 }
 
-/* Programs the timer for the next tick or the first sleeper; early is harmless, late is not. */
+/* Programs the timer for the next tick or the first sleeper, whichever is earlier. A timer that
+ * fires too early is harmless; one that fires too late is not. */
 static void arm(struct cpu *c) {
     u64 at = c->tick_at;
     if (c->sleepers && c->sleepers->wake_at < at)
@@ -58,7 +60,7 @@ static void arm(struct cpu *c) {
     }
 }
 
-/* Nobody to run: no tick, which would only wake an idle processor. */
+/* With no thread to run there is no tick: it would only wake an idle processor. */
 static void arm_for_idle(struct cpu *c) {
     u64 at = c->sleepers ? c->sleepers->wake_at : NEVER;
     c->tick_at = NEVER;
@@ -94,15 +96,18 @@ static inline void make_current(struct cpu *c, struct thread *t) {
         space_enter(c, t->space);
 }
 
-/* Another thread, or the same one again with a slice of its own; NULL: nobody. */
+/* Switches to another thread, or to the same one with a new slice. NULL: no thread can run. */
 static struct thread *switch_thread(struct cpu *c) {
     struct thread *old = c->current, *next;
     c->resched = false;
-    if (old && c->inbox.head) /* a glance without the lock: the urgent send an interrupt, too */
+    /* Read without the lock: a thread that must run soon also comes with an interrupt. */
+    if (old && c->inbox.head)
         read_inbox(c);
     next = pop(c);
     if (!next && !old) {
-        read_inbox(c); /* under the lock: who posts sees that nobody runs here, or is seen */
+        /* Under the lock: either the posting processor sees that no thread runs here, or its
+         * thread is seen. */
+        read_inbox(c);
         next = pop(c);
     }
     if (old && next && old->ticks)
@@ -116,7 +121,7 @@ static struct thread *switch_thread(struct cpu *c) {
     return next ? next : old;
 }
 
-/* The end of every way through the kernel but the short ones. */
+/* The end of every path through the kernel except the fast ones. */
 void sched_resume(struct cpu *c) {
     struct thread *t = c->current;
     if (!t || c->resched)
@@ -133,10 +138,10 @@ void sched_resume(struct cpu *c) {
     resume(t);
 }
 
-/* Whether sched_next would have somebody to run after the current thread. */
+/* Whether sched_next would have a thread to run after the current one. */
 bool sched_may_block(const struct cpu *c) { return c->queue.head && !c->woken.head; }
 
-/* The current thread waits for something: the next one, who is there. */
+/* The current thread waits for something: runs the next one, which the caller has checked for. */
 void sched_next(struct cpu *c) {
     struct thread *next = c->queue.head;
     c->queue.head = next->next;
@@ -144,7 +149,7 @@ void sched_next(struct cpu *c) {
     resume_by_iret(next);
 }
 
-/* A thread that waited goes before the running one; nobody else does. */
+/* A thread that waited runs before the current one. No other thread does. */
 void sched_preempt(struct cpu *c, struct thread *running, struct thread *woken) {
     prepend(&c->queue, running);
     woken->ticks = slice_ticks;
@@ -156,7 +161,8 @@ void sched_tick(struct cpu *c) {
     u64 now = rdtsc();
     c->timer_at = NEVER;
     apf_publish(c);
-    if (c->inbox.head) /* newcomers: woken threads may go on and on without a look there */
+    /* New threads: while woken threads run one after another, only this reads the inbox. */
+    if (c->inbox.head)
         read_inbox(c);
     while (c->sleepers && c->sleepers->wake_at <= now) {
         struct thread *t = c->sleepers;
@@ -186,7 +192,7 @@ static void post(struct thread *t, bool woken) {
     }
     t->woken = woken;
     append_for_slice(&to->inbox, t);
-    bool is_urgent = woken || !to->current; /* or about to look into the inbox, after us */
+    bool is_urgent = woken || !to->current; /* idle: it may be about to read the inbox, after us */
     unlock(&to->lock);
     if (is_urgent)
         apic_send(to->apic_id, VEC_RESCHED);
@@ -202,14 +208,14 @@ void sched_wake(struct cpu *c, struct thread *t) {
     }
 }
 
-/* Another processor woke or started somebody here. */
+/* Another processor woke or started a thread of this one. */
 void sched_woken(struct cpu *c) {
     read_inbox(c);
     if (c->woken.head)
         c->resched = true;
 }
 
-/* A newcomer waits for its turn; only an idle processor is disturbed. */
+/* A new thread waits for its turn. Only an idle processor gets an interrupt for it. */
 void sched_start(struct cpu *c, struct thread *t) {
     if (t->cpu == c && !c->offline)
         append_for_slice(&c->queue, t);
@@ -238,7 +244,7 @@ void sched_sleep(struct cpu *c, u64 wake_at) {
     arm(c);
 }
 
-/* Everybody in a list of this processor's, which is offline, goes to the first one. */
+/* Sends every thread in a list of this processor, which is offline, to the first one. */
 static void send_away(struct cpu *c, struct thread *t) {
     for (struct thread *next; t; t = next) {
         next = t->next;
@@ -247,9 +253,9 @@ static void send_away(struct cpu *c, struct thread *t) {
 }
 
 /*
- * Takes the calling processor, which is not the first, out of use: whoever is in its queues goes
- * to the first one, and so does everybody whom a wake-up puts there later (post). It stays awake
- * for its timer, on which sleepers may still be waiting.
+ * Takes the calling processor out of use; it must not be the first one. The threads in its queues
+ * go to the first processor, and so do those that a later wake-up puts here (post). This processor
+ * still handles its timer, because threads may be sleeping on it.
  */
 void sched_offline(struct cpu *c) {
     lock(&c->lock);

@@ -1,7 +1,7 @@
 /*
- * Address spaces. Read-only segments of the program are mapped where the kernel image holds them;
- * writable ones are copied for each space, so that a process has its own data. The arena's
- * tables hang in every space as they are.
+ * Address spaces. Read-only segments of the program are mapped where they lie in the kernel image;
+ * writable ones are copied for each space, so that a process has its own data. All spaces share the
+ * arena's tables.
  */
 #include "kernel.h"
 #include <elf.h>
@@ -14,9 +14,9 @@ static spinlock spaces_lock;
 static u64 keep; /* CR3_KEEP where there are PCIDs, else 0 */
 
 /*
- * PCIDs: a switch leaves in the TLB what is known of either space. A space has its own, which it
- * inherits from who used its place before; so the first time that a processor enters it, it
- * forgets. Nothing else needs a flush: while a space exists, mappings are only added.
+ * PCIDs: a switch keeps the TLB entries of both spaces. A space inherits its PCID from the space
+ * that was in its place in the table before. So when a processor enters a space for the first time,
+ * it flushes that PCID. No other flush is needed: while a space exists, mappings are only added.
  */
 void space_cpu_init(void) {
     if (!(cpuid(1).ecx >> 17 & 1) || !boot_param("pcid", 1))
@@ -143,7 +143,7 @@ void space_release(struct space *s) {
     if (__atomic_sub_fetch(&s->threads, 1, __ATOMIC_ACQ_REL))
         return;
     if (s->pml4) {
-        s->pml4[LACUNA_ARENA_BASE >> 39] = 0; /* everybody's */
+        s->pml4[LACUNA_ARENA_BASE >> 39] = 0; /* shared by all spaces */
         free_table(s->pml4, 4);
         s->pml4 = NULL;
     }

@@ -33,7 +33,7 @@ static void start_cpus(void) {
     ncpus = wanted < 1 ? 1 : (u32)wanted;
     info->ncpus = ncpus;
     apf_init();
-    /* The heap has handed out nothing back yet, so that pages still come in sequence. */
+    /* The heap has not yet had any page freed into it, so pages come in sequence. */
     cpus = page_alloc();
     if ((u64)cpus & (CPU_SIZE - 1))
         cpus = page_alloc();
@@ -41,7 +41,7 @@ static void start_cpus(void) {
         if (page_alloc() != (u8 *)cpus + i * PAGE)
             panic("no memory for %u processors", ncpus);
     }
-    /* Before any other processor runs: threads may be given to it, and shown on it, earlier. */
+    /* Before any other processor runs, because threads may be assigned to it before it runs. */
     for (u32 i = 0; i < ncpus; i++)
         cpu_at(i)->apic_id = i;
     cpu_init(0);

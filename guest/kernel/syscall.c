@@ -1,4 +1,4 @@
-/* System calls. Arguments come from hostile programs too (workload `random`): check them all. */
+/* System calls. Hostile programs (workload `random`) make them too: check every argument. */
 #include "kernel.h"
 
 #define FAIL (~0ull)
@@ -10,7 +10,7 @@ static u64 tsc_after(u64 ns) {
     return rdtsc() + muldiv(ns, tsc_khz, 1000000);
 }
 
-/* Copies within pages that the walk found: no fault can happen here. */
+/* Copies only within pages that the table walk found, so no fault can happen here. */
 static u64 sys_write(struct thread *t, u64 va, u64 bytes) {
     char chunk[256];
     u64 done = 0;
@@ -54,7 +54,7 @@ static u64 sys_alias(struct thread *t, u64 va, u64 arena_va) {
         return FAIL;
     va &= ~(PAGE - 1);
     u64 pa = translate(t->space, arena_va) & ~(PAGE - 1);
-    /* New mappings only: nothing to flush anywhere. */
+    /* Only new mappings are made, so no TLB has to be flushed. */
     return map_page(t->space, va, pa, PTE_P | PTE_W | PTE_U) ? 0 : FAIL;
 }
 
@@ -91,7 +91,7 @@ static void sys_confine(struct thread *t, u64 ns) {
         t->kill_at = at;
 }
 
-/* Once the thread has been moved it may already run there: its frame is no longer ours. */
+/* Once the thread has moved it may already run on CPU 0: its frame must not be touched here. */
 static void sys_cpu_offline(struct cpu *c, struct thread *t) {
     if (t->kill_at || c == cpu_at(0)) {
         t->frame.rax = FAIL;

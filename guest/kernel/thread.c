@@ -1,4 +1,4 @@
-/* Birth, death and the wait between: the tree of threads, under one lock. */
+/* How threads are made, waited for and ended: a tree of threads, under one lock. */
 #include "kernel.h"
 
 static struct thread threads[LACUNA_MAX_THREADS];
@@ -13,7 +13,7 @@ static struct thread *claim(struct thread *parent) {
             continue;
         found = &threads[i];
         __builtin_memset(found, 0, sizeof *found);
-        found->state = ALIVE; /* nobody wakes it: until sched_start */
+        found->state = ALIVE; /* no wake-up can find it before sched_start */
         found->slot = i;
         found->page_wait.kind = APF_THREAD;
         found->parent = parent;
@@ -57,7 +57,7 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
     t->frame.rip = args[0];
     t->frame.rdi = args[1];
     t->frame.rsi = args[2];
-    t->frame.rsp = stack_top - 8; /* as if called: the compiler counts on it */
+    t->frame.rsp = stack_top - 8; /* as if called: the compiler relies on that alignment */
     t->frame.rflags = 0x202;
     t->frame.cs = SEL_UCODE;
     t->frame.ss = SEL_UDATA;
@@ -65,12 +65,12 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
     __builtin_memset(e, 0, sizeof *e);
     e->kind = LACUNA_KIND_OTHER;
     e->cpu = t->cpu->apic_id;
-    int slot = (int)t->slot; /* once started, t may be gone before we return */
+    int slot = (int)t->slot; /* once started, t may end before this function returns */
     sched_start(parent ? parent->cpu : cpu_at(0), t);
     return slot;
 }
 
-/* Children outlive their parent as nobody's; nobody asks for their status. */
+/* Children outlive their parent. No thread asks for their exit status then. */
 static void orphan_children(struct thread *t) {
     for (u32 i = 0; i < LACUNA_MAX_THREADS && t->children; i++) {
         if (threads[i].state != FREE && threads[i].parent == t) {
@@ -91,7 +91,7 @@ static void tell_parent(struct cpu *c, struct thread *parent, u32 status_code) {
     sched_wake(c, parent);
 }
 
-/* Ends the processor's current thread. The first thread takes the machine with it. */
+/* Ends the processor's current thread. If it is the first thread, the machine ends too. */
 void thread_exit(struct thread *t, u32 status_code) {
     struct cpu *c = t->cpu;
     if (t->slot == 0)

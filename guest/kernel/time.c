@@ -1,7 +1,7 @@
 /*
- * How fast the clocks are. Lacuna and KVM's callers say so in CPUID leaf 0x40000010 (TSC kHz,
- * APIC bus kHz) under the KVM signature. Elsewhere the APIC is taken for 1 GHz, which it is in
- * QEMU and KVM, and the TSC is measured against it for 10 ms.
+ * Clock frequencies. CPUID leaf 0x40000010 under the KVM signature has them (TSC kHz, APIC bus
+ * kHz), on Lacuna and where a VMM on KVM sets it. Elsewhere the APIC is assumed to run at 1 GHz, as
+ * it does in QEMU and KVM, and the TSC is measured against it for 10 ms.
  */
 #include "kernel.h"
 

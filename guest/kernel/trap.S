@@ -1,13 +1,13 @@
 /*
- * Into the kernel and out of it.
+ * Kernel entry and exit.
  *
  * The kernel is event-driven: no thread has a kernel stack. RSP0 points at the end of the running
- * thread's own register frame, so that a trap from user mode saves the registers where they
- * belong; then the handler runs on the processor's only stack and ends in resume(any thread).
- * A switch is therefore nothing but resuming somebody else, and a thread that sleeps in a page
- * fault is a thread that is not resumed.
+ * thread's own register frame, so that a trap from user mode saves the registers in the thread. The
+ * handler then runs on the processor's only stack and ends in resume(any thread). So a thread
+ * switch is only resuming another thread, and a thread that sleeps in a page fault is one that is
+ * not resumed.
  *
- * The kernel runs with interrupts off. Only the idle loop lets them in, and has nothing to save.
+ * The kernel runs with interrupts off. Only the idle loop enables them, and it has nothing to save.
  */
 #include "layout.h"
 
@@ -82,7 +82,7 @@ user_entered:
     movl 8 * 15(%rdi), %edx /* vector */
     jmp trap_user
 
-/* The two events that come most often have stubs of their own. trap.c: the short ways. */
+/* The two most frequent events have stubs of their own. trap.c has the rest of these fast paths. */
     .globl page_fault_entry, page_ready_entry
 page_fault_entry:
     testb $3, 16(%rsp)
@@ -93,7 +93,7 @@ page_fault_entry:
 page_ready_entry:
     testb $3, 8(%rsp)
     jz trap_stubs + 16 * VEC_APF_READY
-    subq $8, %rsp /* the error code's place: interrupts have none */
+    subq $8, %rsp /* the error code's place: interrupts push none */
     pushq $VEC_APF_READY
     ENTER
     jmp trap_page_ready
@@ -121,8 +121,8 @@ idle_interrupted:
 idle: /* rdi = processor */
     leaq CPU_SIZE - 8(%rdi), %rsp
     sti
-    hlt /* sti holds interrupts off until here: a wake-up cannot slip in between */
-    cli /* no interrupt, the host ended the halt: look around, then halt again */
+    hlt /* no interrupt can come between sti and hlt: no wake-up is missed */
+    cli /* if the host ended the halt without an interrupt: look for work, halt again */
     jmp sched_resume
 
     .globl resume, resume_by_iret
@@ -133,7 +133,7 @@ resume: /* rdi = thread, whose frame comes first */
     RESTORE
     movq 40(%rsp), %rsp /* rcx and r11 hold rip and rflags as syscall left them */
     sysretq
-resume_by_iret: /* the same, however it came in */
+resume_by_iret: /* works for every kind of frame */
     movq %rdi, %rsp
     RESTORE
     addq $16, %rsp
@@ -185,7 +185,7 @@ trap_stubs:
     .endif
     pushq $vector
     .if (vector == 2) | (vector == 8) | (vector == 18)
-    jmp fatal_entry /* NMI, #DF, #MC come on a stack of their own, for good */
+    jmp fatal_entry /* NMI, #DF, #MC: on a stack of their own, never resumed */
     .else
     jmp trap_entry
     .endif

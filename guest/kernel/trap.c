@@ -1,4 +1,4 @@
-/* What the processor reports: exceptions, interrupts, and where each goes. */
+/* Exceptions and interrupts: the tables, and where each event goes. */
 #include "kernel.h"
 
 struct gate {
@@ -73,11 +73,12 @@ static void interrupt(struct cpu *c, u64 vector) {
     }
 }
 
-/* An exception that no one handles ends the thread. A confined one is expected to fail. */
+/* Ends the thread after an exception that nothing handles. In a confined thread that is
+ * expected. */
 static void kill(struct thread *t) {
     u64 v = t->frame.vector;
     if (!t->kill_at) {
-        char name[sizeof status->entry[0].name + 1] = {0}; /* users need not terminate theirs */
+        char name[sizeof status->entry[0].name + 1] = {0}; /* may lack its final NUL */
         __builtin_memcpy(name, status->entry[t->slot].name, sizeof name - 1);
         kprintf("killed: thread %u (%s), exception %lu error %lx at rip %lx", t->slot, name, v,
                 t->frame.error, t->frame.rip);
@@ -98,10 +99,10 @@ static bool is_ud2_call(struct frame *f) {
 }
 
 /*
- * Is a #PF at CPL 3 or in idle an event of the host's? One whose reason is missing (a program has
- * moved the area, see workload apfhostile) is known by its error code: the host leaves it 0, the
- * processor sets the user bit at CPL 3, and idle has no page faults of its own. Such an event is
- * no reason to kill anybody: the access is tried again.
+ * Is a #PF at CPL 3 or in idle an event of the host? If the reason word is missing (a program has
+ * moved the area, see workload apfhostile), the error code decides. The host leaves it 0; the
+ * processor sets the user bit at CPL 3, and idle causes no page faults. Such an event kills no
+ * thread: the access is tried again.
  */
 static bool is_async(struct cpu *c, const struct frame *f) {
     if (apf_page_fault(c))
@@ -123,8 +124,9 @@ _Noreturn void trap_user(struct thread *t, struct cpu *c, u32 vector) {
 }
 
 /*
- * The short ways: a thread's page is not present and another one can run, or it is ready and
- * its thread preempts who runs. Some hosts emulate the kernel, at a microsecond an instruction.
+ * The fast paths: a thread's page is not present and another thread can run, or the page is ready
+ * and its thread preempts the running one. They are short because some hosts emulate the kernel, at
+ * a microsecond an instruction.
  */
 void trap_page_fault(struct thread *t, struct cpu *c) {
     if (sched_may_block(c) && apf_sleep(c, t))
@@ -134,7 +136,7 @@ void trap_page_fault(struct thread *t, struct cpu *c) {
 }
 
 void trap_page_ready(struct thread *t, struct cpu *c) {
-    struct thread *woken = apf_sleeper(c); /* acknowledged, if there is one */
+    struct thread *woken = apf_sleeper(c); /* acknowledged, if not NULL */
     if (woken)
         sched_preempt(c, t, woken);
     else
@@ -152,9 +154,9 @@ _Noreturn void trap_fatal(struct frame *f) {
 }
 
 /*
- * An exception in the kernel is a bug, except for a model-specific register that says no, and for
- * async page faults of idle, which alone runs with interrupts on. Idle has nothing to go back to:
- * it starts over, and halts if there is still nobody to run.
+ * An exception in the kernel is a bug, with two exceptions: an MSR access that raised #GP, and
+ * async page faults of idle, the only code that runs with interrupts on. Idle has no state to go
+ * back to: it starts over, and halts if there is still no thread to run.
  */
 void trap_kernel(struct frame *f, struct cpu *c) {
     if (f->vector == 13 && (f->rip == (u64)msr_read_insn || f->rip == (u64)msr_write_insn))

@@ -1,4 +1,4 @@
-/* The processor as C sees it: instructions and constants the kernel uses, nothing else. */
+/* Instructions and constants of the processor, as far as the kernel uses them. */
 #ifndef X86_H
 #define X86_H
 
@@ -20,7 +20,7 @@ typedef uint64_t u64;
 #define PTE_PCD 0x10ull
 #define PTE_PS 0x80ull
 #define PTE_G 0x100ull
-#define PTE_OWNED 0x200ull /* software: the page dies with its address space */
+#define PTE_OWNED 0x200ull /* software bit: the page is freed with its address space */
 #define PTE_NX (1ull << 63)
 #define PTE_ADDR 0x000ffffffffff000ull
 
@@ -35,7 +35,7 @@ typedef uint64_t u64;
 #define MSR_GS_BASE 0xc0000101
 #define MSR_KERNEL_GS_BASE 0xc0000102
 
-#define CR3_KEEP (1ull << 63) /* what is known of the PCID that is loaded */
+#define CR3_KEEP (1ull << 63) /* keep the TLB entries of the PCID being loaded */
 #define CR4_PCIDE 0x20000ull
 
 #define RFLAGS_IF 0x200u
@@ -72,12 +72,12 @@ static inline struct cpuid cpuid(u32 leaf) {
     return r;
 }
 
-/* The highest CPUID leaf that KVM has of its own, 0 where there is no KVM. */
+/* The highest of KVM's own CPUID leaves; 0 if there is no KVM. */
 static inline u32 kvm_leaves(void) {
     struct cpuid sig = cpuid(0x40000000);
     if (sig.ebx != 0x4b4d564b || sig.ecx != 0x564b4d56 || sig.edx != 0x4d) /* KVMKVMKVM */
         return 0;
-    return sig.eax ? sig.eax : 0x40000001; /* old hosts leave it out */
+    return sig.eax ? sig.eax : 0x40000001; /* old hosts report 0 */
 }
 
 static inline u64 read_cr2(void) {
@@ -98,7 +98,7 @@ static inline void write_cr4(u64 v) { asm volatile("movq %0, %%cr4" : : "r"(v) :
 
 static inline void pause(void) { asm volatile("pause"); }
 
-/* a * b / c without losing the middle; the caller keeps the quotient within 64 bits. */
+/* a * b / c with a 128-bit product. The caller ensures that the quotient fits 64 bits. */
 static inline u64 muldiv(u64 a, u64 b, u64 c) {
     u64 hi, lo;
     asm("mulq %3" : "=a"(lo), "=d"(hi) : "a"(a), "r"(b));

@@ -1,6 +1,6 @@
 /*
- * The part of lacuna.h that cpubench uses, on a C library, so that the very same object code
- * runs on the machine itself. Parameters are arguments: `cpubench-native test=alu iters=1000`.
+ * The part of lacuna.h that cpubench uses, implemented on a C library, so that the same object code
+ * runs on the host itself. Parameters are arguments: `cpubench-native test=alu iters=1000`.
  */
 #define _GNU_SOURCE
 #include "lacuna.h"
@@ -22,7 +22,7 @@ int lacuna_printf(const char *fmt, ...) {
     va_start(args, fmt);
     int n = vprintf(fmt, args);
     va_end(args);
-    fflush(stdout); /* whoever reads the lines also times them */
+    fflush(stdout); /* the program that reads the lines also times them */
     return n;
 }
 

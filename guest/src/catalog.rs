@@ -1,11 +1,11 @@
-//! Which images there are, and what parameters they take.
+//! The list of images, and the parameters that each takes.
 
 /// A word `name=value` that a kernel or workload reads from its command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Param {
     /// Its name.
     pub name: &'static str,
-    /// What holds when it is not given.
+    /// The value that holds if it is not given.
     pub default: &'static str,
     /// What it does, with its unit.
     pub about: &'static str,
@@ -32,7 +32,7 @@ const fn param(name: &'static str, default: &'static str, about: &'static str) -
     }
 }
 
-/// Parameters that the kernel reads, whatever the workload.
+/// Parameters that the kernel reads, for every workload.
 pub const KERNEL_PARAMS: &[Param] = &[
     param("smp", "1", "vCPUs, at most 64, APIC ids 0 to smp - 1"),
     param(
@@ -53,12 +53,12 @@ pub const KERNEL_PARAMS: &[Param] = &[
     param(
         "apf_always",
         "0",
-        "1: page-not-present at CPL 0, too, where only idle can get it",
+        "1: page-not-present at CPL 0 too; there only idle can get it",
     ),
     param(
         "huge",
         "0",
-        "1: map the arena by 2 MiB pages where memory has whole ones",
+        "1: map the arena by 2 MiB pages where memory has whole, aligned ones",
     ),
     param(
         "pcid",
@@ -99,13 +99,13 @@ static IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often who is paused looks whether that is over"
+                "how often a paused thread looks whether it may go on, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param(
                 "accesses",
                 "0",
-                "or: until each faulter made that many accesses"
+                "above 0: end when each faulter has made so many, not by time"
             ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("populate", "0", "1: write to every page first"),
@@ -114,7 +114,7 @@ static IMAGES: &[Image] = &[
     ),
     image!(
         "verify",
-        "writes and re-reads keyed patterns: any lost, stale or torn page is found",
+        "writes and re-reads keyed patterns: finds any lost, stale or torn page",
         &[
             param(
                 "threads",
@@ -132,7 +132,7 @@ static IMAGES: &[Image] = &[
             param(
                 "clear",
                 "0",
-                "1: zero all pages first, for a VMM whose firmware dirties them"
+                "1: zero all pages first, for a VMM whose firmware writes to them"
             ),
         ]
     ),
@@ -162,7 +162,7 @@ static IMAGES: &[Image] = &[
     ),
     image!(
         "zipf",
-        "skewed reads and writes: some memory hot, most of it hardly ever used",
+        "skewed reads and writes: a small part of memory is hot, most is rarely used",
         &[
             param(
                 "processes",
@@ -183,13 +183,13 @@ static IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often who is paused looks whether that is over"
+                "how often a paused thread looks whether it may go on, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param(
                 "accesses",
                 "0",
-                "or: until each process made that many accesses"
+                "above 0: end when each process has made so many, not by time"
             ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the places"),
@@ -197,7 +197,7 @@ static IMAGES: &[Image] = &[
     ),
     image!(
         "churn",
-        "transactions on a heap of objects: pages dirtied at a rate to be set",
+        "transactions on a heap of objects: dirties pages at a chosen rate",
         &[
             param(
                 "processes",
@@ -207,12 +207,12 @@ static IMAGES: &[Image] = &[
             param(
                 "hot",
                 "bytes / 8",
-                "of the heaps, bytes that most transactions stay in; 0: none"
+                "bytes of all heaps that most transactions stay in; 0: none"
             ),
             param(
                 "cold",
                 "1000",
-                "of 10000 transactions, those in the rest: dirties new pages"
+                "transactions of 10000 that go to the rest, which dirties new pages"
             ),
             param("writes", "50", "objects updated of those read, percent"),
             param(
@@ -228,17 +228,21 @@ static IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often who is paused looks whether that is over"
+                "how often a paused thread looks whether it may go on, ms"
             ),
             param("seconds", "10", "how long, seconds"),
-            param("transactions", "0", "or: until each process made that many"),
+            param(
+                "transactions",
+                "0",
+                "above 0: end after so many each, not by time"
+            ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of objects and transactions"),
         ]
     ),
     image!(
         "gaps",
-        "how much time is gone between two instructions: what a guest notices of its host",
+        "how much time a guest loses between two instructions because of its host",
         &[
             param(
                 "threads",
@@ -253,7 +257,7 @@ static IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often who is paused looks whether that is over"
+                "how often a paused thread looks whether it may go on, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param("bytes", "all", "how much of the arena, bytes"),
@@ -272,10 +276,14 @@ static IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often who is paused looks whether that is over"
+                "how often a paused thread looks whether it may go on, ms"
             ),
             param("seconds", "10", "how long, seconds"),
-            param("reads", "0", "or: until each thread made that many reads"),
+            param(
+                "reads",
+                "0",
+                "above 0: end when each thread has made so many, not by time"
+            ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the places"),
         ]
@@ -333,7 +341,7 @@ static IMAGES: &[Image] = &[
             param(
                 "wild",
                 "0",
-                "1: write the vital ones too, last; the guest may not survive"
+                "1: last, write those that the kernel needs; the guest may not survive"
             ),
         ]
     ),
@@ -352,7 +360,7 @@ static IMAGES: &[Image] = &[
             param(
                 "offline",
                 "64",
-                "a vCPU goes offline at one switch in so many; 0: never"
+                "one switch in so many takes a vCPU offline; 0: never"
             ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of places and switches"),

@@ -1,18 +1,17 @@
 //! The guest: a small kernel and its workloads, as images any PVH-capable VMM can boot.
 //!
-//! The C sources beside this crate are compiled by its build script with the machine's compiler;
-//! [`images`] has the results. Every image is an ELF64 file with two ways in:
-//!
+//! The build script compiles the C sources beside this crate with the host's compiler; [`images`]
+//! has the results. Every image is an ELF64 file with two entry points:
 //! ```text
 //! PVH note   32-bit, paging off, EBX = hvm_start_info      QEMU, Cloud Hypervisor, ...
 //! e_entry    64-bit long mode, CPL0, IF = 0, identity map, RBX = hvm_start_info    Lacuna
 //! ```
-//! Segments are loaded at their physical addresses (1 MiB and up). What the loader itself needs
-//! in memory (start info, memory map, command line, its page tables) must lie below 1 MiB, which
-//! the kernel leaves alone. Parameters are words `name=value` of the command line; [`Image`]
-//! lists a workload's own, [`KERNEL_PARAMS`] those of the kernel.
+//! Segments are loaded at their physical addresses (1 MiB and up). What the loader itself needs in
+//! memory (start info, memory map, command line, its page tables) must lie below 1 MiB; the kernel
+//! does not use that memory. Parameters are words `name=value` of the command line. [`Image`] lists
+//! those of a workload, [`KERNEL_PARAMS`] those of the kernel.
 //!
-//! While it runs the kernel keeps a *status page* that the host may read at any time: [`status`].
+//! While it runs, the kernel keeps a *status page* that the host may read at any time: [`status`].
 #![forbid(unsafe_code)]
 
 mod catalog;
@@ -26,19 +25,19 @@ pub const PORT_CONSOLE: u16 = 0x3f8;
 pub const PORT_EXIT: u16 = 0xf4;
 /// Port whose 32-bit write announces the page frame number of the status page.
 pub const PORT_STATUS: u16 = 0x5c0;
-/// Most vCPUs that the kernel has room for; it panics at `smp=` of more.
+/// The most vCPUs that the kernel has room for; with a larger `smp=` it panics.
 pub const MAX_CPUS: u32 = 64;
-/// Most memory, in bytes, that the kernel has page tables for; it panics at more.
+/// The most memory, in bytes, that the kernel has page tables for; with more it panics.
 pub const MAX_MEMORY: u64 = 511 << 30;
 /// Exit code when the guest kernel panicked; the console has the reason.
 pub const EXIT_PANIC: u32 = 125;
-/// Exit code base when a thread was killed by an exception: the vector is added.
+/// Exit code base if an exception killed a thread: the vector is added.
 pub const EXIT_FAULT: u32 = 128;
 
-/// The `cpubench` workload as an executable for this machine, to run it without any hypervisor.
+/// The `cpubench` workload as an executable for the host, to run it without any hypervisor.
 ///
 /// It takes the same parameters as arguments (`test=alu iters=..`) and prints the same lines.
-/// Empty where the crate was not built for the x86-64 Linux machine that built it.
+/// Empty if the crate was not built on x86-64 Linux for that same machine.
 pub fn native_cpubench() -> &'static [u8] {
     include_bytes!(concat!(env!("OUT_DIR"), "/cpubench-native"))
 }

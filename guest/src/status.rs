@@ -8,9 +8,9 @@
 //!  128  entry 1 ...                                                       up to 60 entries
 //! ```
 //! The guest announces the page with a 32-bit write of its frame number to [`crate::PORT_STATUS`].
-//! Threads write their counters with plain aligned stores, so that a copy of the page taken at
-//! any moment is good enough: each counter in it is a value that the thread did write.
-//! `include/lacuna/abi.h` is the C side; a test compares the two.
+//! Threads write their counters with plain aligned stores. So a copy of the page may be taken at
+//! any moment: each counter in it is a value that the thread did write. `include/lacuna/abi.h` is
+//! the C side; a test compares the two.
 
 use std::fmt;
 
@@ -35,11 +35,11 @@ pub const STATE_AT: usize = 16;
 pub const EXIT_CODE_AT: usize = 20;
 /// Offset of the counter of page-not-present events, u32. The other five follow it.
 pub const APF_AT: usize = 24;
-/// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`], written by the host alone.
+/// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`]. Only the host writes it.
 pub const PAUSED_AT: usize = 48;
-/// Offset of the workload's dial, u32, written by the host alone; 0: not turned. Of the workloads
-/// `churn` has one: 1 + the transactions, of 65536, that go to the rest of its heap; at the last
-/// mark, `u32::MAX`, each transaction writes to all of its pages.
+/// Offset of the workload's dial, u32. Only the host writes it; 0 means not set. Of the workloads
+/// `churn` uses it: 1 + the transactions, of 65536, that go to the cold rest of its heap. At the
+/// highest value, `u32::MAX`, each transaction writes to all pages of its process.
 pub const DIAL_AT: usize = 52;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;
@@ -60,7 +60,7 @@ pub const NAME_BYTES: usize = 24;
 /// Offset of the latencies, u32 each, in nanoseconds: median, 99 %, 99.9 %, worst.
 pub const LATENCY_AT: usize = 48;
 
-/// What a thread does for a living.
+/// What a thread does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// Computes; its counter is work done.
@@ -72,8 +72,9 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The bit of the word at [`PAUSED_AT`] that holds threads of this kind still: not at once,
-    /// but before they count much further. Of the workloads `bm` looks at it.
+    /// The bit of the word at [`PAUSED_AT`] that pauses threads of this kind. They stop not at
+    /// once, but before they count much further. A workload pauses only if it reads the word; `bm`
+    /// does.
     pub const fn paused_bit(self) -> u32 {
         match self {
             Kind::Worker => 1 << 1,
@@ -83,32 +84,32 @@ impl Kind {
     }
 }
 
-/// Async page faults as the guest kernel saw them: events since the boot, summed over its vCPUs.
-/// Modulo 2^32.
+/// Async page faults as the guest kernel saw them: events since boot, summed over its vCPUs, modulo
+/// 2^32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Apf {
-    /// Page-not-present events: somebody went to sleep, unless `dummies` or `idle` says otherwise.
+    /// Page-not-present events: each put a thread to sleep, except those in `dummies` and `idle`.
     pub not_present: u32,
     /// Page-ready events for one token.
     pub ready: u32,
-    /// Page-ready events for everybody who waits.
+    /// Page-ready events for all waiting threads.
     pub wake_all: u32,
-    /// Of `ready`: nobody waited for it (yet).
+    /// Of `ready`: those for which no thread waited yet.
     pub dummies: u32,
-    /// Of `not_present`: hit the idle loop, which has nothing to schedule and halts.
+    /// Of `not_present`: those that hit the idle loop, which has no thread to run and halts.
     pub idle: u32,
-    /// Events nothing could be done with; a host that keeps the rules causes none.
+    /// Events that the guest had no use for; a host that keeps the rules causes none.
     pub lost: u32,
 }
 
-/// Where the guest is in its life.
+/// How far the guest has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
     /// The kernel is setting up.
     Booting,
     /// The workload runs.
     Running,
-    /// Over, with this exit code.
+    /// Ended, with this exit code.
     Done(u32),
 }
 
@@ -125,27 +126,28 @@ pub struct Thread {
     pub cpu: u32,
     /// Its name; empty until it gives itself one.
     pub name: String,
-    /// How long its work took lately, if it keeps that. Of the workloads `churn` does.
+    /// How long its work took lately, if the thread records that. Of the workloads `churn` does.
     pub latency: Option<Latency>,
 }
 
-/// How long each piece of a thread's work took in its last window, nanoseconds; at most 2^32 - 1.
+/// How long each piece of a thread's work took in its last window, in nanoseconds, at most 2^32 -
+/// 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Latency {
     /// The median.
     pub p50_ns: u32,
-    /// What 99 % did not exceed.
+    /// The value that 99 % did not exceed.
     pub p99_ns: u32,
-    /// What 99.9 % did not exceed.
+    /// The value that 99.9 % did not exceed.
     pub p999_ns: u32,
     /// The worst.
     pub max_ns: u32,
 }
 
-/// The page, read.
+/// The decoded page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
-    /// Where the guest is in its life.
+    /// How far the guest has come.
     pub state: State,
     /// Async page faults so far.
     pub apf: Apf,
@@ -159,7 +161,7 @@ pub struct Status {
 pub enum Error {
     /// Fewer bytes than a page.
     Short(usize),
-    /// The magic is another one.
+    /// The magic number is wrong.
     Magic(u64),
     /// A version this module does not know.
     Version(u32),
@@ -184,8 +186,8 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 impl Status {
-    /// Reads a copy of the page. The guest may have written anything: every field is checked,
-    /// names lose what is not printable ASCII, and unknown kinds are [`Kind::Other`].
+    /// Decodes a copy of the page. The guest may have written anything, so every field is checked.
+    /// Names lose what is not printable ASCII, and unknown kinds become [`Kind::Other`].
     pub fn parse(page: &[u8]) -> Result<Self, Error> {
         if page.len() < PAGE_BYTES {
             return Err(Error::Short(page.len()));

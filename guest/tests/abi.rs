@@ -1,4 +1,4 @@
-//! The C headers and their Rust mirror say the same; patterns compress and laws hold as promised.
+//! The C headers and their Rust mirror agree; patterns compress and draws follow Zipf's law.
 
 use lacuna_guest::{
     EXIT_FAULT, EXIT_PANIC, MAX_CPUS, MAX_MEMORY, PORT_CONSOLE, PORT_EXIT, PORT_STATUS, status as s,
@@ -81,7 +81,7 @@ fn keyed_pattern_compresses_and_random_does_not() {
     assert!(compress_into(&random, &mut out).unwrap() >= 4096);
 }
 
-/// Half of the accesses write, whatever the rank: within five standard deviations of each.
+/// Half of the accesses write, whatever the rank: within five standard deviations for each rank.
 fn written_by_chance(drawn: &[f64], written: &[f64]) {
     for (rank, (drawn, written)) in drawn.iter().zip(written).enumerate() {
         let off = (written - drawn / 2.0).abs();
@@ -93,7 +93,8 @@ fn written_by_chance(drawn: &[f64], written: &[f64]) {
     }
 }
 
-/// Against the law in floating point: the frequent ranks, and what is above each power of two.
+/// Compares the draws with the law in floating point: each frequent rank, and the sum of ranks
+/// above each power of two.
 #[test]
 fn ranks_are_drawn_by_zipfs_law() {
     let probe = probe("zipf");

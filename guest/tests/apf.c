@@ -1,6 +1,6 @@
 /*
- * kernel/apf.c on the building machine, with the host played by this file: every order of events
- * that the interface allows, and some that it does not. tests/apf.rs builds and runs it.
+ * Tests kernel/apf.c on the building machine; this file plays the host. It sends every order of
+ * events that the interface allows, and some that it does not. tests/apf.rs builds and runs it.
  */
 #include "x86.h"
 
@@ -16,7 +16,7 @@ static bool takes_msr = true, has_kvm = true;
 static u32 host_features;
 static u64 en, vector, acks;
 
-/* What the kernel would do by instructions that only a kernel may execute. */
+/* In place of what needs privileged instructions. */
 #define read_cr2() cr2
 #define kvm_leaves() (has_kvm ? 0x40000001u : 0)
 #define cpuid(leaf) ((struct cpuid){(leaf) == 0x40000001 ? host_features : 0, 0, 0, 0})
@@ -33,7 +33,7 @@ static bool asleep_for_page[128];
 static u32 eois;
 bool x2apic = true;
 static char woken[256]; /* numbers of the threads woken since the last look */
-static int line_of_check; /* of the test, where a helper checks for it */
+static int line_of_check; /* the test's line, for checks in a helper */
 
 #define CHECK(what)                                                                                \
     do {                                                                                           \
@@ -188,7 +188,7 @@ static void a_token_may_be_had_twice(void) {
     SLEEPS(&cpu, 1, 0x4000);
     SLEEPS(&cpu, 2, 0x4000);
     INTERRUPT_WAKES(&cpu, 0x4000, "2 1 ");
-    INTERRUPT_WAKES(&cpu, 0x4000, ""); /* the other one's: a dummy */
+    INTERRUPT_WAKES(&cpu, 0x4000, ""); /* the other processor's token: a dummy */
     GOES_ON(&cpu, 3, 0x4000);
 }
 
@@ -231,7 +231,7 @@ static void invented_tokens_are_dropped(void) {
 static void disabling_forgets_everything(void) {
     SLEEPS(&cpu, 1, 0x9000);
     INTERRUPT_WAKES(&cpu, 0xa000, "");
-    cpu.apf.area.token = 0x9000; /* on its way when the host is told */
+    cpu.apf.area.token = 0x9000; /* already on its way when the host is told */
     woken[0] = 0;
     apf_disable(&cpu);
     CHECK(!en && !__builtin_strcmp(woken, "1 ") && !cpu.apf.area.token);
@@ -243,7 +243,7 @@ static void disabling_forgets_everything(void) {
     INTERRUPT_WAKES(&cpu, 0xa000, "1 ");
 }
 
-/* What trap.c tries first, with the long way behind it as there. */
+/* The fast path that trap.c tries first, and then the slow one, as there. */
 static bool sleeps_shortly(int thread, u32 token) {
     struct thread *t = cpu.current = &threads[thread];
     t->cpu = &cpu;
@@ -287,7 +287,7 @@ static void short_ways_do_as_the_long_ones(void) {
 
 static void short_ways_leave_what_is_not_plain(void) {
     cpu.current = &threads[1];
-    CHECK(!cpu.apf.area.reason && !apf_sleep(&cpu, &threads[1])); /* a true fault */
+    CHECK(!cpu.apf.area.reason && !apf_sleep(&cpu, &threads[1])); /* a real fault */
     cpu.apf.area.reason = 2; /* ready by #PF */
     CHECK(!apf_sleep(&cpu, &threads[1]) && cpu.apf.area.reason == 2);
     cpu.apf.area.reason = 0;
@@ -304,7 +304,7 @@ static void short_ways_leave_what_is_not_plain(void) {
     INTERRUPT_WAKES(&cpu, 0x1000, "2 1 ");
 
     CHECK(sleeps_shortly(1, 0x1000) && wakes_shortly(0x1001) < 0 && wakes_shortly(~0u) < 0);
-    cpu.woken.head = &threads[4]; /* who was woken earlier comes first */
+    cpu.woken.head = &threads[4]; /* a thread woken earlier runs first */
     CHECK(wakes_shortly(0x1000) < 0);
     cpu.woken.head = NULL;
     INTERRUPT_WAKES(&cpu, ~0u, "1 ");
@@ -314,7 +314,8 @@ static void short_ways_leave_what_is_not_plain(void) {
     INTERRUPT_WAKES(&cpu, 0x1000, "");
 }
 
-/* Events at random against the simplest possible model; at most 64 outstanding, as a host has. */
+/* Random events against the simplest possible model; at most 64 outstanding, as with a real
+ * host. */
 static void a_long_run_wakes_the_right_ones(void) {
     u32 asleep[32] = {0}, early[32] = {0}, next = 1;
     u64 x = 88172645463325252ull;

@@ -1,4 +1,4 @@
-//! The kernel's async page faults without a kernel: `kernel/apf.c` against a host made up in C.
+//! The kernel's async page faults without a kernel: tests `kernel/apf.c` with a host written in C.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-/* Runs on the building machine: churn's heap and histogram, used and then damaged. */
+/* Runs on the building machine: uses and then damages churn's heap, and tests its histogram. */
 #include "../workloads/latency.h"
 #include "../workloads/objects.h"
 #include <stdio.h>
@@ -10,7 +10,7 @@
 
 static struct objects heap;
 static _Alignas(OBJECTS_PAGE) char memory[BYTES], before[BYTES];
-static bool live[BYTES]; /* what the heap means, of what is in its memory */
+static bool live[BYTES]; /* the bytes of the heap's memory that have a meaning */
 
 static void work(uint64_t *random) {
     for (int i = 0; i < 20000; i++) {
@@ -50,7 +50,7 @@ static void find_live(void) {
     }
 }
 
-/* What the check says of each page, if it were zero, or as it was before the work. */
+/* Prints the check's verdict for each page: if it were zero, or as it was before the work. */
 static void damage(const char *how, size_t from, size_t bytes) {
     static char saved[OBJECTS_PAGE];
     for (uint64_t page = 0; page < PAGES; page++) {
@@ -86,7 +86,7 @@ static int objects(void) {
     return 0;
 }
 
-/* Of 1 .. 100000, and of no value at all. */
+/* The histogram of 1 .. 100000, and that of no value. */
 static int latency(void) {
     static struct latency l;
     printf("%lu\n", latency_percentile(&l, 5000));

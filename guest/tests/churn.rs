@@ -1,4 +1,4 @@
-//! `churn`'s self-check finds what it says it finds, and its percentiles are those of its numbers.
+//! `churn`'s check finds the damage it claims to find, and its percentiles match its numbers.
 
 use std::path::Path;
 use std::process::Command;
@@ -48,7 +48,7 @@ fn a_page_lost_stale_or_torn_is_found() {
         for verdict in &verdicts {
             assert!(!["ok", "where?"].contains(verdict), "{how}: {verdict}");
         }
-        // What was there before is whole, so that no checksum of an object's own finds it.
+        // The earlier content is whole, so no object's own checksum can find it.
         assert_eq!(verdicts.contains(&"stale"), how != "zero", "{verdicts:?}");
     }
 }

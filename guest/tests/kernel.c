@@ -111,8 +111,8 @@ static int wakes(uint64_t unused) {
 }
 
 /*
- * With a 10 s slice (the test's parameter), only preemption lets sleepers finish early, and only
- * if those whom the same tick woke all come before the hog, who keeps the rest of its slice.
+ * With a 10 s slice (the test's parameter), sleepers finish early only by preemption. And all that
+ * the same tick woke must run before the hog, which keeps the rest of its slice.
  */
 static void a_wakeup_preempts(void) {
     shared()->done = shared()->seen = 0;
@@ -161,7 +161,7 @@ static void bad_arguments_are_refused(void) {
     CHECK(*(volatile uint64_t *)lacuna_arena() == 4711);
 }
 
-/* With huge=1. That every page is there once, `verify` finds out. */
+/* With huge=1. `verify` checks that every page is there once. */
 static void the_arena_begins_with_blocks(void) {
     const uint64_t block = 2 << 20;
     if (!lacuna_param("huge", 0))
@@ -193,13 +193,13 @@ static int goes_offline(uint64_t cpu) {
     lacuna_sleep_ns(50000000);
     if (me->cpu != cpu || lacuna_cpu_offline() != 0 || me->cpu != 0)
         return 1;
-    /* Whoever is put there now starts here. */
+    /* From now on a thread that is made for that processor starts here, on the first one. */
     lacuna_confine(3600000000000);
     return lacuna_cpu_offline() != -1 || lacuna_spawn(sleeps_elsewhere, 0, cpu) < 0 ||
            lacuna_wait() != 0;
 }
 
-/* Threads that run, sleep, or wait there: all of them end on the first one. */
+/* Threads that run, sleep, or wait there all end on the first processor. */
 static void a_processor_goes_offline(void) {
     uint64_t last = lacuna_cpus() - 1;
     CHECK(lacuna_cpu_offline() == -1);

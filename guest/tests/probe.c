@@ -1,4 +1,4 @@
-/* Runs on the building machine: what the C side makes of layouts and patterns. */
+/* Runs on the building machine: prints what the C compiler makes of layouts and patterns. */
 #include "../workloads/pattern.h"
 #include "../workloads/zipf.h"
 #include <stdio.h>
@@ -7,7 +7,7 @@
 
 #define OFFSET(type, field) printf(#type "." #field " %zu\n", offsetof(struct type, field))
 
-/* How often each of 3000 ranks is drawn; and written, by half, as `zipf` decides that. */
+/* Prints how often each of 3000 ranks is drawn, and how often written if `zipf` writes half. */
 static int draw(uint64_t s) {
     static struct zipf law;
     static unsigned count[3000], written[3000];

@@ -1,6 +1,6 @@
 /*
- * Where programs and threads begin. Both end in lacuna_exit with what their function returned.
- * The stack is entered as by a call (rsp + 8 is a multiple of 16) and aligned for the next one.
+ * The entry points of programs and threads. Both pass their function's result to lacuna_exit. The
+ * stack is entered as by a call (rsp + 8 is a multiple of 16) and aligned for the next one.
  */
     .text
     .globl _start

@@ -1,4 +1,4 @@
-/* The library behind lacuna.h. */
+/* The implementation of lacuna.h. */
 #include "lacuna.h"
 #include "lacuna/format.h"
 

@@ -1,4 +1,4 @@
-/* The four functions that a freestanding compiler may call on its own. */
+/* The four functions that the compiler may call in a freestanding program. */
 #include <stddef.h>
 
 void *memcpy(void *restrict to, const void *restrict from, size_t n) {

@@ -1,17 +1,18 @@
 /*
- * A guest that breaks the rules of async page faults, while threads touch more memory than the
- * host keeps resident and check what they find. Nothing may happen to the host, and nothing
- * to memory that is not the area. By `case`:
+ * A guest that breaks the rules of async page faults, while its threads touch more memory than the
+ * host keeps resident and check what they find. The host must not be harmed, and it must write to
+ * no memory outside the area. By `case`:
  *
  *   0  never zeroes the token, never acknowledges      5  random values in all three registers
  *   1  the area lies in a hole                         6  page-ready on a vector below 16
- *   2  ... on the local APIC                           7  takes the area back with faults under
+ *   2  ... on the local APIC                           7  takes the area back while pages are under
  *   3  ... beyond all memory                              way, and uses it for data
  *   4  ... at one place for all vCPUs                  8  zeroes both words, never acknowledges
  *
- * The kernel does not see what comes: its own area stays empty. A page-not-present that it cannot
- * explain makes it try the access again, a page-ready interrupt without a token it ignores. With
- * two vCPUs or more the first one stays honest, so that it can always end the machine.
+ * The kernel does not see the events, because its own area stays empty. After a page-not-present
+ * that it cannot explain it tries the access again; a page-ready interrupt without a token it
+ * ignores. With two vCPUs or more the first one keeps the rules, so that it can always end the
+ * machine.
  */
 #include "checked.h"
 
@@ -32,7 +33,7 @@ static void put(uint32_t index, uint64_t value) {
         count(&refused);
 }
 
-/* A page for each vCPU, before the touchers' parts. */
+/* A page for each vCPU, in front of the threads' parts. */
 static volatile uint64_t *area(uint64_t cpu) {
     return (volatile uint64_t *)(lacuna_arena() + cpu * CHECKED_PAGE);
 }
@@ -47,7 +48,8 @@ static uint64_t place(uint64_t cpu) {
     }
 }
 
-/* Vectors that the kernel knows what to do with, or that no APIC delivers, or that are none. */
+/* Vectors that the kernel handles, vectors that no APIC delivers, and numbers that are no
+ * vectors. */
 static uint64_t some_vector(uint64_t r) {
     static const uint16_t vectors[] = {0, 1, 14, 15, 32, 33, VEC_READY, VEC_READY, 0x1f3, 0xff00};
     return vectors[lacuna_below(r, sizeof vectors / sizeof *vectors)];
@@ -60,14 +62,14 @@ static void anything(uint64_t own, uint64_t *x) {
     case 0: put(MSR_INT, some_vector(lacuna_random(x))); break;
     case 1: put(MSR_ACK, r & 4 ? 1 : lacuna_random(x)); break;
     default:
-        /* The kernel's memory begins at 0: nothing may be enabled there. */
+        /* The kernel's memory begins at 0: no area may be enabled there. */
         put(MSR_EN, at ? at | lacuna_below(lacuna_random(x), 64) : 0);
         break;
     }
     lacuna_sleep_ns(lacuna_below(lacuna_random(x), 300000));
 }
 
-/* What was the area holds data now: the host must not write there any more. */
+/* The former area holds data now: the host must not write there any more. */
 static void take_back(uint64_t cpu, uint64_t gpa) {
     put(MSR_EN, gpa | bits);
     lacuna_sleep_ns(2000000);
@@ -87,7 +89,9 @@ static void take_back(uint64_t cpu, uint64_t gpa) {
 static int breaker(uint64_t cpu) {
     uint64_t gpa = place(cpu), x = lacuna_mix(lacuna_param("seed", 1) + cpu) | 1;
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "breaker", 0);
-    lacuna_apf_disable(); /* whom the kernel has put to sleep until here, nobody else will wake */
+    /* After this, no event would wake a thread that the kernel has put to sleep: wake them all
+     * now. */
+    lacuna_apf_disable();
     put(MSR_INT, which == 6 ? 6 : VEC_READY);
     if (which != 5 && which != 7)
         put(MSR_EN, gpa | bits);
@@ -116,7 +120,7 @@ static int toucher(uint64_t index) {
     return 0;
 }
 
-/* Who is stuck stays so: the end of the machine does not wait for anybody. */
+/* Does not wait for threads that are stuck: the machine must end without them. */
 static uint64_t wait_for(uint64_t accesses, uint64_t limit_ms, const int *slots) {
     uint64_t done = 0, end = lacuna_now_ns() + limit_ms * 1000000;
     while (done < accesses && !wrong && lacuna_now_ns() < end) {

@@ -1,12 +1,12 @@
 /*
  * Async page faults are switched off and on, and vCPUs go offline, in random order, while threads
- * on all of them touch random pages and check what they find. A thread that is not woken when
- * the host forgets its fault makes this workload hang; a wrong word ends it with exit code 1.
+ * on all of them touch random pages and check what they find. If the host forgets a fault and its
+ * thread is not woken, this workload hangs. A wrong word ends it with exit code 1.
  */
 #include "checked.h"
 
 static uint64_t seed, accesses, switches, share;
-static volatile uint64_t left; /* touchers still at work */
+static volatile uint64_t left; /* touching threads that have not ended */
 static volatile uint64_t wrong, switched;
 static uint64_t enables, disables, offlines;
 
@@ -24,7 +24,7 @@ static int toucher(uint64_t index) {
     return 0;
 }
 
-/* Lives on one vCPU, and ends with it. */
+/* Runs on one vCPU, until that vCPU goes offline. */
 static int switcher(uint64_t cpu) {
     uint64_t x = lacuna_mix(seed ^ cpu << 32) | 1, every = lacuna_param("every_us", 2000) * 1000;
     uint64_t odds = lacuna_param("offline", 64);
@@ -40,7 +40,7 @@ static int switcher(uint64_t cpu) {
         }
         if (odds && !lacuna_below(r << 8, odds) && !lacuna_cpu_offline()) {
             count(&offlines);
-            return me->cpu != 0; /* where this thread must be by now */
+            return me->cpu != 0; /* the thread has been moved to CPU 0 */
         }
         lacuna_sleep_ns(lacuna_below(lacuna_random(&x), every + 1));
     }

@@ -1,8 +1,8 @@
 /*
- * The benchmark of the 2010 async-page-fault talk: faulting processes that access random places
- * in all of the arena, half of the accesses writes, beside counting processes that need no
- * memory. Who gets how far tells what a fault costs those who did not cause it. The first entry of
- * the status page counts to 1 when all memory is populated, if asked to, and everybody runs.
+ * The benchmark of the 2010 async-page-fault talk: faulting processes that access random places in
+ * all of the arena, half of the accesses writes, beside counting processes that need no memory. The
+ * counters tell what one process's faults cost the others. When all processes run, and all memory
+ * is populated if that was asked for, the first entry of the status page counts to 1.
  */
 #include "crowd.h"
 
@@ -33,7 +33,8 @@ static int faulter(uint64_t index) {
             (void)*p;
         me->counter++;
     }
-    /* Who is through before all have begun would leave its place on the status page to another. */
+    /* A process that ended before all have begun would free its place on the status page for
+     * another. */
     while (goal && !lacuna_status_of(0)->counter)
         lacuna_sleep_ns(1000000);
     if (!__atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST) && goal)
@@ -41,7 +42,7 @@ static int faulter(uint64_t index) {
     return 0;
 }
 
-/* A process; or with processes=0 a thread of this one, which spares the host changes of CR3. */
+/* Starts a process; with processes=0 a thread of this process, so that CR3 does not change. */
 static int begin(lacuna_main_fn *fn, uint64_t index, uint64_t cpu) {
     return (lacuna_param("processes", 1) ? lacuna_spawn : lacuna_thread)(fn, index, cpu);
 }

@@ -1,6 +1,6 @@
 /*
- * Random accesses to pages whose contents are known: a lost, stale or torn page is found, and
- * anything that somebody else wrote into one. No system call on the way.
+ * Random accesses to pages whose contents are known. They find a lost, stale or torn page, and a
+ * word that something else wrote. No access makes a system call.
  */
 #ifndef CHECKED_H
 #define CHECKED_H
@@ -11,12 +11,12 @@
 #define CHECKED_WORDS 8 /* of each page, spread over it */
 
 struct checked {
-    volatile uint32_t *version; /* of each page: how often it was written; 0: not checked yet */
+    volatile uint32_t *version; /* of each page: the number of writes; 0: not checked yet */
     char *base;
     uint64_t pages, key, random;
 };
 
-/* A part of the arena for this thread alone: its first pages hold the versions. */
+/* A part of the arena for this thread only. Its first pages hold the versions. */
 static inline struct checked checked_new(char *at, uint64_t bytes, uint64_t seed) {
     uint64_t pages = bytes / CHECKED_PAGE;
     uint64_t heads = (pages * sizeof(uint32_t) + CHECKED_PAGE - 1) / CHECKED_PAGE;
@@ -38,7 +38,7 @@ static inline uint64_t checked_value(const struct checked *c, uint64_t page, uin
     return lacuna_mix(c->key + page + ((uint64_t)version << 32));
 }
 
-/* Checks a page and writes half of those it checks; returns 1 if the page was wrong. */
+/* Checks a page, and writes to half of the pages it checks. Returns 1 if the page was wrong. */
 static inline uint64_t checked_access(struct checked *c) {
     uint64_t r = lacuna_random(&c->random), page = lacuna_below(r, c->pages);
     uint32_t version = c->version[page];

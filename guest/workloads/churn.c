@@ -1,29 +1,29 @@
 /*
- * A transactional object heap (objects.h), a process for each processor, each with a heap of its
- * own: a transaction looks up four objects, reads them, updates some, and sometimes frees one and
- * makes it anew. It happens in the hot part of the heap or, `cold` of 10000, in the large rest:
- * that is the dial of how many pages are newly dirtied each second; the host may turn it on the
- * status page (1 + transactions of 65536). `hot=0` leaves only the rest. At the dial's last mark a
- * transaction is another: a write to every page that the process has.
+ * A transactional object heap (objects.h): a process for each processor, each with its own heap. A
+ * transaction looks up four objects, reads them, updates some, and sometimes frees one and makes it
+ * anew. Of 10000 transactions `cold` happen in the large rest of the heap, the others in its hot
+ * part: that sets how many pages are newly dirtied each second. The host may set it by the dial on
+ * the status page, to 1 + transactions of 65536. `hot=0` leaves only the rest. At the dial's
+ * highest value a transaction instead writes to every page of the process.
  *
- * Counters are transactions; each status entry has the latency percentiles of the last window. A
- * latency is the time since the transaction before, so that it has all that the host takes. The
- * first entry counts to 1 when all heaps are made. At the end every object is checked.
+ * Counters are transactions. Each status entry has the latency percentiles of the last window. A
+ * latency is the time since the previous transaction, so it includes all time that the host takes.
+ * The first entry counts to 1 when all heaps are made. At the end every object is checked.
  */
 #include "crowd.h"
 #include "latency.h"
 #include "objects.h"
 
-#define EACH 4  /* objects of a transaction */
+#define EACH 4  /* objects a transaction visits */
 #define SWEEP UINT32_MAX
-#define READS 8 /* words of an object, all of a small one, that are read */
+#define READS 8 /* words read of an object: all of a small one */
 #define KIND LACUNA_KIND_WORKER
 
-/* What a process leaves for the first one: its pages follow that of crowd(). */
+/* Results that a process leaves for the first one. These pages follow that of crowd(). */
 struct record {
     struct latency latency;
     uint64_t updates, cold_updates, replaced;
-    uint64_t ended; /* nanoseconds: before the check */
+    uint64_t ended; /* nanoseconds; taken before the check */
 };
 
 #define RECORD_PAGES 2
@@ -31,10 +31,10 @@ _Static_assert(sizeof(struct record) <= RECORD_PAGES * PAGE, "and a block has ro
 _Static_assert(1 + LACUNA_MAX_THREADS * RECORD_PAGES <= BLOCK / PAGE, "the first block");
 
 static struct worker {
-    char *share; /* where both heaps are */
+    char *share; /* memory of both heaps */
     struct objects hot, cold;
     uint64_t random, writes, frees, colds; /* of 65536 each */
-    uint64_t read;                         /* so that reads are not optimised away */
+    uint64_t read;                         /* keeps the reads from being optimised away */
     struct record *record;
     struct lacuna_status_entry *me;
     struct latency window;
@@ -56,7 +56,7 @@ static int report_wrong(const char *what, const void *where) {
     return 1;
 }
 
-/* One object: read, and updated if its turn has come; false if it is not there. */
+/* Visits one object: reads it, and updates it if the random number says so. False: it is lost. */
 static bool visit(struct worker *w, struct objects *h, uint64_t number, uint64_t r) {
     uint64_t *o = objects_find(h, number);
     if (!o)
@@ -72,7 +72,7 @@ static bool visit(struct worker *w, struct objects *h, uint64_t number, uint64_t
     return true;
 }
 
-/* What is there already is written. */
+/* Writes to every page the word that is already there. */
 static void sweep(const struct worker *w) {
     for (uint64_t at = 0, share = share_bytes(); at < share; at += PAGE) {
         volatile uint64_t *p = (volatile uint64_t *)(w->share + at);
@@ -158,7 +158,7 @@ static int process(uint64_t index) {
     while (crowd_goes_on(w->me) && !wrong) {
         if (lacuna_paused(KIND)) {
             crowd_while_paused(KIND);
-            w->last = lacuna_tsc(); /* no latency of a transaction's */
+            w->last = lacuna_tsc(); /* the pause is not part of a transaction's latency */
         }
         wrong = transaction(w);
         count(w);

@@ -1,5 +1,5 @@
 /*
- * Loops whose instruction counts are known exactly: cpubench.c multiplies, no counter needed.
+ * Loops whose instruction counts are known exactly, so cpubench.c multiplies and needs no counter.
  * The same object runs in the guest and natively.
  */
 #include "cpubench.h"
@@ -60,9 +60,10 @@ bench_mem:
     ret
 
 /*
- * (passes) -> checksum; BENCH_BRANCHY_BLOCKS blocks a pass, BENCH_BRANCHY_INSNS each whichever
- * way they branch, and BENCH_BRANCHY_LOOP more. Some 115 KB of code, all different. The way
- * depends on data; passes take four ways in turn, as programs repeat themselves.
+ * (passes) -> checksum; a pass runs BENCH_BRANCHY_BLOCKS blocks of BENCH_BRANCHY_INSNS instructions
+ * each, whichever way they branch, and BENCH_BRANCHY_LOOP more. It is some 115 KB of code without
+ * repetition. Branches depend on data; passes take four paths in turn, because programs repeat
+ * themselves.
  */
     .globl bench_branchy
     .hidden bench_branchy

@@ -1,7 +1,7 @@
 /*
- * Instructions a second, in loops whose counts are known. The host may time what lies between
- * the BEGIN and END lines itself; ns is the guest's own clock. Caches and pages are warmed
- * before BEGIN, except what a test is about. Also built for the machine itself: native/shim.c.
+ * Instructions a second, in loops whose counts are known. The host may time the interval between
+ * the BEGIN and END lines itself; ns is the guest's own clock. Caches and pages are warmed before
+ * BEGIN, except where a test measures them. Also built for the host itself: native/shim.c.
  */
 #include "cpubench.h"
 #include "lacuna.h"

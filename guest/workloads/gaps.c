@@ -1,11 +1,12 @@
 /*
- * What a guest notices of its host: time that is gone between two instructions.
+ * How much time a guest loses between two instructions because of its host.
  *
- * A thread for each processor writes a byte to random pages and reads the TSC after each. An
- * interval longer than the limit is a gap: a fault the host had to handle, an exit, a wait. A
- * counter is the nanoseconds of the thread's gaps, each less what a write takes otherwise. Longer
- * than `most_us` is a processor that somebody else had; it does not count as the host's work, and
- * is told apart at the end. Every page is written first.
+ * One thread for each processor writes a byte to random pages and reads the TSC after each write.
+ * An interval longer than the limit is a gap: a fault that the host handled, an exit, a wait. A
+ * counter is the nanoseconds of the thread's gaps, each less the usual time of a write. An interval
+ * longer than `most_us` means that the host's scheduler ran something else on the processor. Such
+ * intervals do not count as the host's work; the last line reports them separately. Every page is
+ * written once before the measurement.
  */
 #include "crowd.h"
 

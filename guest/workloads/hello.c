@@ -1,4 +1,4 @@
-/* The smallest program: proof of life. */
+/* The smallest program: shows that a guest boots and prints. */
 #include "lacuna.h"
 
 int main(void) {

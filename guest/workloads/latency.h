@@ -1,6 +1,6 @@
 /*
- * How long things took: counts in buckets, eight for each power of two. A percentile is the upper
- * end of its bucket, so it is at most an eighth too large.
+ * A histogram of durations, with eight buckets for each power of two. A percentile is the upper end
+ * of its bucket, so it is at most an eighth too large.
  */
 #ifndef LATENCY_H
 #define LATENCY_H
@@ -40,7 +40,7 @@ static inline void latency_merge(struct latency *to, const struct latency *from)
         to->max = from->max;
 }
 
-/* What so many in ten thousand do not exceed; 0 if there is nothing. */
+/* The value that so many in ten thousand do not exceed; 0 if there are no values. */
 static inline uint64_t latency_percentile(const struct latency *l, uint64_t in_10000) {
     uint64_t wanted = (l->total * in_10000 + 9999) / 10000, below = 0;
     for (unsigned i = 0; i < LATENCY_BUCKETS; i++) {

@@ -1,9 +1,9 @@
 /*
- * Does memory keep x86's order, and are locked operations atomic wherever they lie? Two threads,
- * pinned to two vCPUs where there are two, meet at a barrier and run a test in lockstep on fresh
+ * Does memory keep x86's order, and are locked operations atomic at every address? Two threads,
+ * pinned to two vCPUs if there are two, meet at a barrier and run a test in lockstep on fresh
  * variables; then the results are counted. A forbidden outcome makes the exit code 1.
  *
- *   SB    W x; R y   |  W y; R x    both read 0: allowed, and a sign that the test has teeth
+ *   SB    W x; R y   |  W y; R x    both read 0: allowed, and shows that the test can detect it
  *   SB+lock, SB+xchg                both read 0: forbidden
  *   MP    W x; W y   |  R y; R x    new y, old x: forbidden
  *   LB    R x; W y   |  R y; W x    both read 1: forbidden
@@ -110,7 +110,7 @@ static void order_test(const struct test *t, uint64_t me, uint64_t *passed) {
         judge(t, n, seen);
 }
 
-/* Both threads add by three locked instructions to one place; not one addition may be missing. */
+/* Both threads add to one place by three locked instructions. No addition may be lost. */
 static void add_test(const char *where, uint64_t *place, uint64_t me, uint64_t *passed) {
     barrier(passed);
     for (uint64_t i = 0; i < additions; i++) {
@@ -132,7 +132,7 @@ static void add_test(const char *where, uint64_t *place, uint64_t me, uint64_t *
         failed = 1;
 }
 
-/* What is written at an odd address reads back, whole and in halves, and touches no neighbour. */
+/* A value written at an odd address reads back, whole and in halves, and changes no neighbour. */
 static void misaligned_test(char *page_end) {
     for (int offset = -72; offset <= 8; offset++) {
         volatile char *around = page_end + offset - 8;

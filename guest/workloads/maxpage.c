@@ -1,11 +1,11 @@
 /*
- * The instructions that touch the most pages. Code, source and destination each cross a page at
- * a boundary where all four levels of page tables change, so that one instruction needs
+ * The instructions that touch the most pages. Code, source and destination each cross a page at a
+ * boundary where all four levels of page tables change, so that one instruction needs
  *
  *   6 pages + 6 x 3 tables below one top table = 25 pages, all at once
  *
- * A host that keeps too few pages for a vCPU, or takes one back before the instruction is done,
- * never gets beyond it.
+ * A host that keeps too few pages for a vCPU, or evicts one before the instruction is complete,
+ * never completes it.
  */
 #include "lacuna.h"
 
@@ -24,7 +24,7 @@ static int cross(uint64_t boundary, int first_page) {
     return 0;
 }
 
-/* Puts a two-byte instruction across the code boundary, and a way back to rdx behind it. */
+/* Puts a two-byte instruction across the code boundary, and after it a jump to rdx. */
 static void put_code(uint8_t first, uint8_t second) {
     volatile uint8_t *at = (volatile uint8_t *)CODE;
     at[-1] = first;
@@ -35,7 +35,7 @@ static void put_code(uint8_t first, uint8_t second) {
     __asm__ volatile("cpuid" : "+a"(eax), "+c"(ecx) : : "rbx", "rdx");
 }
 
-/* Runs it with rsi at the source, rdi at the destination, and rsp there too for pushes. */
+/* Runs it with rsi at the source, rdi at the destination, and for pushes rsp there too. */
 static void run_code(uint64_t rsi, uint64_t rdi, uint64_t rsp) {
     __asm__ volatile("movq %%rsp, %%rbx\n"
                      "movq %[sp], %%rsp\n"

@@ -1,7 +1,7 @@
 /*
- * A memory-bound program: allocates every page there is, writes to each, reads all back, frees
- * all, and again. work=N lets it compute between two pages. With nop=1 a process that only counts
- * runs beside it.
+ * A memory-bound program: allocates all pages, writes to each, reads all back, frees all, and
+ * repeats. With work=N it computes between two pages. With nop=1 a process that only counts runs
+ * beside it.
  */
 #include "permute.h"
 
@@ -54,7 +54,7 @@ static int nop(uint64_t unused) {
     return 0;
 }
 
-/* Some two nanoseconds each on a fast processor: a chain that nothing can shorten. */
+/* Some two nanoseconds a step on a fast processor: each step depends on the one before. */
 static uint64_t compute(uint64_t iterations, uint64_t v) {
     for (; iterations; iterations--)
         v = lacuna_mix(v);

@@ -1,8 +1,8 @@
 /*
- * Nonsense in model-specific registers. Every index of the usual ranges and many at random is
- * read, and written with a wrong value that is put back at once; #GP is a proper answer.
- * Registers this kernel stands on are left out, unless wild=1: then they are written last,
- * without regard. The guest may not survive that; the host must.
+ * Nonsense in model-specific registers. Every index of the usual ranges, and many random ones, are
+ * read and written with a wrong value; the old value is put back at once. #GP is a valid answer.
+ * Registers that this kernel depends on are left out, unless wild=1: then they are written last and
+ * not restored. The guest may not survive that; the host must.
  */
 #include "lacuna.h"
 

@@ -1,14 +1,14 @@
 /*
- * A heap of objects of 64 to 1024 bytes. A page holds objects of one size, which the page's number
- * tells; an object is named by its number, and the directory has its place.
+ * A heap of objects of 64 to 1024 bytes. All objects of a page have one size, which follows from
+ * the page's number. An object is named by its number; the directory has its place.
  *
  *   at   [ directory: u32 a number ][ page | page | ... ]
  *   object   u32 number + 1, u32 version, u64 checksum, payload
  *   free     u64 FREE, u64 next of its size, u64 checksum
  *
- * A checksum says that an object is whole, not that it is the newest: the sum of all checksums,
- * which is no part of the heap, says that. So after any number of changes one pass over the heap
- * finds what was lost, torn, or came back.
+ * An object's checksum shows that the object is whole, not that it is the newest version. The sum
+ * of all checksums shows that, and it is kept outside the heap. So after any number of changes, one
+ * pass over the heap finds what was lost, torn, or reverted to an older version.
  */
 #ifndef OBJECTS_H
 #define OBJECTS_H
@@ -16,10 +16,10 @@
 #include "lacuna.h"
 
 #define OBJECTS_PAGE 4096ull
-#define OBJECTS_LINE 64ull /* bytes of the smallest; places are counted in it */
+#define OBJECTS_LINE 64ull /* bytes of the smallest object; the unit of places */
 #define OBJECTS_LINES (OBJECTS_PAGE / OBJECTS_LINE)
 #define OBJECTS_SIZES 5 /* 1, 2, 4, 8, 16 lines */
-#define OBJECTS_FILLED 8 /* words that a new one begins with; the rest is zero */
+#define OBJECTS_FILLED 8 /* words a new object begins with; the rest is zero */
 #define OBJECTS_FREE 0xffffffff00000000
 #define OBJECTS_VERSION (1ull << 32)
 
@@ -45,7 +45,7 @@ static inline uint64_t *objects_at(const struct objects *h, uint64_t place) {
     return (uint64_t *)(h->base + place * OBJECTS_LINE);
 }
 
-/* What a word adds to its object's checksum. */
+/* What a word adds to the checksum of its object. */
 static inline uint64_t objects_weigh(uint64_t word, uint64_t index) {
     return word * (2 * index + 1);
 }
@@ -76,7 +76,7 @@ static inline bool objects_is_free(const struct objects *h, uint64_t place) {
     return o[0] == OBJECTS_FREE && o[2] == objects_free_mark(h, place, o[1]);
 }
 
-/* Makes object `number` anew, in a place that is nobody's. */
+/* Makes object `number` anew, in a place that no object has. */
 static inline void objects_make(struct objects *h, uint64_t number, uint64_t place, uint64_t fill) {
     uint64_t words = objects_words(objects_size(h, place)), *o = objects_at(h, place);
     o[0] = number + 1;
@@ -109,7 +109,7 @@ static inline void objects_init(struct objects *h, char *at, uint64_t pages, uin
     }
 }
 
-/* The object of that number; NULL if that is not what is there, or the directory is wrong. */
+/* The object of that number; NULL if another one is there, or the directory is wrong. */
 static inline uint64_t *objects_find(const struct objects *h, uint64_t number) {
     uint64_t place = h->place[number], *o = objects_at(h, place);
     return place < h->pages * OBJECTS_LINES && (uint32_t)o[0] == number + 1 ? o : NULL;
@@ -125,7 +125,8 @@ static inline void objects_update(struct objects *h, uint64_t *o, uint64_t index
 }
 
 /*
- * Frees an object and makes it anew elsewhere, of another size if there is room; -1 if that place
+ * Frees an object and makes it anew elsewhere, with another size if there is room. -1: the new
+ * place is not free, though the free list has it.
  * is not free, though it should be.
  */
 static inline int objects_replace(struct objects *h, uint64_t number, uint64_t random) {
@@ -146,7 +147,7 @@ static inline int objects_replace(struct objects *h, uint64_t number, uint64_t r
     return 0;
 }
 
-/* Looks at every object and every free place; says what is wrong first, and where, or NULL. */
+/* Checks every object and every free place. Returns the first error, and where, or NULL. */
 static inline const char *objects_check(const struct objects *h, const void **where) {
     uint64_t sum = 0, spare = 0;
     for (uint64_t number = 0; number < h->count; number++) {

@@ -13,7 +13,7 @@ static inline uint64_t pattern_keyed(uint64_t key, uint64_t word) {
     return lacuna_mix(key + ((word & 7) | (word >> 7) << 3));
 }
 
-/* Every word another: nothing to pack. */
+/* Every word differs: a compressor finds nothing. */
 static inline uint64_t pattern_random(uint64_t key, uint64_t word) {
     return lacuna_mix(key + word);
 }

@@ -1,4 +1,5 @@
-/* A seeded order of 0 .. n-1 that needs no memory: a bijection on k bits, walked until below n. */
+/* A seeded order of 0 .. n-1 that needs no memory: a bijection on k bits, repeated until below
+ * n. */
 #ifndef PERMUTE_H
 #define PERMUTE_H
 

@@ -1,13 +1,12 @@
 /*
- * Random bytes as code. At level 3 each round runs in a confined process of its own: whatever it
- * does, an exception or the time limit ends it, and the kernel goes on with the next seed. At
- * level 0 the bytes run in the kernel, once, and anything may happen to the guest; nothing may
- * happen to the host.
+ * Random bytes as code. At level 3 each round runs in a confined process of its own: an exception
+ * or the time limit ends it, whatever it does, and the kernel goes on with the next seed. At level
+ * 0 the bytes run once, in the kernel. That may break the guest, but it must not harm the host.
  */
 #include "lacuna.h"
 
 #define CODE_BYTES 4096ull
-#define FIRST_PAGE 64ull /* random code writes anywhere in the arena; so does everyone */
+#define FIRST_PAGE 64ull /* random code writes anywhere in the arena, into this page too */
 
 static char *code_page(void) { return lacuna_arena() + FIRST_PAGE * 4096; }
 
@@ -34,7 +33,7 @@ static int level3(uint64_t seed, uint64_t count) {
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "random", count);
     for (uint64_t i = 0; i < count; i++, me->counter++) {
         if (lacuna_spawn(confined, seed + i, LACUNA_ANY_CPU) < 0) {
-            lacuna_sleep_ns(1000000); /* last round's descendants are still dying */
+            lacuna_sleep_ns(1000000); /* some descendants of the last round still run */
             i--;
             continue;
         }

@@ -1,12 +1,12 @@
 /*
- * Random reads of 8 bytes over much memory, by a thread a processor: what a translation costs that
- * is in no cache. Every word is written first, with its own number, which is what must be read.
+ * Random reads of 8 bytes over much memory, by one thread for each processor: measures a
+ * translation that is in no cache. Every word is first written with its own number; reads check it.
  */
 #include "crowd.h"
 
-#define AT_ONCE 64 /* reads between two looks at the rest of the world */
+#define AT_ONCE 64 /* reads between two looks at the status page */
 
-/* After crowd()'s page. */
+/* The words begin after crowd()'s page. */
 static volatile uint64_t *first_word(void) {
     return (volatile uint64_t *)(lacuna_arena() + PAGE);
 }

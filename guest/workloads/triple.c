@@ -1,4 +1,4 @@
-/* A triple fault, on purpose: an exception with no table to find its handler in. */
+/* A deliberate triple fault: an exception while the IDT is empty. */
 #include "lacuna.h"
 
 static void fall(void) {

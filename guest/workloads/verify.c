@@ -1,16 +1,16 @@
 /*
- * Does memory hold what was written? Every page gets a pattern keyed by (seed, page, round, word),
- * is checked in the next round in another order, and then gets the next one. Any lost, stale or
- * torn page is reported and ends the run with exit code 1.
+ * Does memory hold what was written? Every page gets a pattern keyed by (seed, page, round, word).
+ * The next round checks it, in another order, and writes the next pattern. A lost, stale or torn
+ * page is reported and ends the run with exit code 1.
  *
  * By a hash of (seed, page) a page is
  *   6/8  written: checked and rewritten every round
  *   1/8  read:    only read, must stay zero
  *   1/8  left:    not touched before the end, must be zero
  *
- * pattern=keyed leaves compressors something to find, pattern=random nothing (pattern.h). The host
- * must give zeroed memory; where firmware leaves its dirt in it, as QEMU's does, clear=1 zeroes all
- * pages first.
+ * With pattern=keyed a compressor can pack the pages, with pattern=random it cannot (pattern.h).
+ * The host must give zeroed memory. Where firmware leaves data in it, as under QEMU, clear=1 zeroes
+ * all pages first.
  */
 #include "pattern.h"
 #include "permute.h"
@@ -29,7 +29,7 @@ static enum page_class class_of(uint64_t page) {
     return h == 0 ? LEFT : h == 1 ? READ : WRITTEN;
 }
 
-/* Rounds count from 1; in round 0 nothing has been written yet. */
+/* Rounds count from 1; before round 1 no page has been written. */
 static uint64_t expected(uint64_t page, uint64_t round, uint64_t word) {
     if (!round || class_of(page) != WRITTEN)
         return 0;

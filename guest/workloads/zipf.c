@@ -1,19 +1,19 @@
 /*
- * Skewed access under memory pressure: processes, each in a part of the arena, that read and write
- * pages by Zipf's law (zipf.h). Ranks lie in address order, so that hot pages are neighbours, as
- * allocators by age leave them; with scatter=1 they lie anywhere. Parts are whole blocks of 2 MiB,
- * after the first one, which is everybody's.
+ * Skewed access under memory pressure: processes, each in its part of the arena, that read and
+ * write pages by Zipf's law (zipf.h). Ranks lie in address order, so that hot pages are neighbours,
+ * as with allocators that place by age; with scatter=1 they lie anywhere. Parts are whole 2 MiB
+ * blocks after the first block, which all processes share.
  *
- * Each page carries a version and a word made of it and of the page's number: whoever reads it
- * finds out whether it is lost, torn or another's. An old version is not told from a new one:
- * `verify` does that. Who finds something wrong ends them all.
+ * Each page carries a version, and a word computed from the version and the page's number. A reader
+ * can tell from them that a page is lost, torn or another page. It cannot tell an old version from
+ * a new one: `verify` does that. A process that finds a wrong page ends all of them.
  */
 #include "crowd.h"
 #include "pattern.h"
 #include "permute.h"
 #include "zipf.h"
 
-/* Uses of what is there while one more page is made. */
+/* Accesses to existing pages for each page that is added. */
 #define USES_A_NEW_PAGE 16
 
 struct part {
@@ -35,7 +35,7 @@ static volatile uint64_t *page_at(const struct part *p, uint64_t page) {
     return (volatile uint64_t *)(p->base + page * PAGE);
 }
 
-/* Where the version is, and the word that goes with it. */
+/* Where a page has its version, and where the word that belongs to it. */
 static uint64_t version_at(uint64_t page) { return page % 256; }
 static uint64_t witness_at(uint64_t page) { return 511 - page % 256; }
 
@@ -43,7 +43,7 @@ static uint64_t witness(const struct part *p, uint64_t page, uint64_t version) {
     return lacuna_mix(p->seed + page + (version << 32));
 }
 
-/* Bytes that a compressor finds something in, but not nothing. */
+/* Bytes that compress to some degree: neither random nor constant. */
 static void fill(const struct part *p, uint64_t page) {
     volatile uint64_t *words = page_at(p, page);
     for (uint64_t i = 0; i < PAGE / 8; i++)
@@ -69,7 +69,7 @@ static uint64_t access(const struct part *p, uint64_t page, bool write) {
     return 0;
 }
 
-/* How a process comes by the pages that it uses. */
+/* How a process chooses the pages that it accesses. */
 struct use {
     struct part part;
     struct permute order;
@@ -77,7 +77,7 @@ struct use {
     bool scatter;
 };
 
-/* Uses the next page by the law, if it is below `end`; returns 1 if it was wrong. */
+/* Accesses the next page by the law, if it is below `end`; returns 1 if it was wrong. */
 static uint64_t use_one(struct use *u, const struct zipf *law, uint64_t end) {
     uint64_t rank = zipf_draw(law, &u->random);
     uint64_t page = u->scatter ? permute_at(&u->order, rank) : rank;
@@ -85,8 +85,9 @@ static uint64_t use_one(struct use *u, const struct zipf *law, uint64_t end) {
     return page < end ? access(&u->part, page, write) : 0;
 }
 
-/* The memory grows while what is there is used: else the pages that are going to be hot would
- * be the ones not used for the longest time when it gets scarce. Returns how many were wrong. */
+/* Adds pages while the existing ones are in use. If all pages were made first, the ones to
+ * become hot would look least recently used when memory gets scarce. Returns the number of wrong
+ * pages. */
 static uint64_t grow(struct use *u, const struct zipf *law) {
     uint64_t wrong = 0;
     for (uint64_t page = 0; page < u->part.pages && !wrong && !crowd()->stop; page++) {

@@ -1,8 +1,9 @@
 /*
  * Zipf's law without floating point: rank r of 1 .. n is drawn with probability proportional to
- * r^-s. By rejection: an octave [2^k, 2^(k+1)) of ranks is drawn as if all had the weight of its
- * first, a rank in it evenly, and is kept with probability (r / 2^k)^-s. That last factor comes
- * from a table of 1024 steps an octave: exact for the first 2047 ranks, to a thousandth beyond.
+ * r^-s. The method is rejection. First an octave [2^k, 2^(k+1)) of ranks is drawn, as if all its
+ * ranks had the weight of the first; then a rank in it, evenly; the rank is kept with probability
+ * (r / 2^k)^-s. That factor comes from a table of 1024 steps an octave: exact for the first 2047
+ * ranks, accurate to a thousandth beyond.
  */
 #ifndef ZIPF_H
 #define ZIPF_H
@@ -20,7 +21,7 @@ struct zipf {
     uint32_t keep[ZIPF_STEPS];    /* of 2^31 */
 };
 
-/* log2 of x, both fixed point; x in [1, 2): a digit for each squaring. */
+/* log2 of x, both fixed point; x in [1, 2). Each squaring gives one binary digit. */
 static inline uint64_t zipf_log2(uint64_t x) {
     uint64_t log = 0;
     for (unsigned bit = 31; bit--;) {
@@ -33,7 +34,7 @@ static inline uint64_t zipf_log2(uint64_t x) {
     return log;
 }
 
-/* The root of a fixed-point number below 1. */
+/* The square root of a fixed-point number below 1. */
 static inline uint64_t zipf_root(uint64_t x) {
     uint64_t root = 0;
     for (uint64_t bit = ZIPF_ONE; bit; bit >>= 1) {
@@ -43,7 +44,8 @@ static inline uint64_t zipf_root(uint64_t x) {
     return root;
 }
 
-/* 2^-x: 2^-1 for each whole, the root of that for the first digit, its root for the next... */
+/* 2^-x. Each whole unit of x contributes 2^-1; the first digit contributes the square root of
+ * that, the next digit the root of the root, and so on. */
 static inline uint64_t zipf_exp2_minus(uint64_t x) {
     if (x >= 63 * ZIPF_ONE)
         return 0;
@@ -56,12 +58,12 @@ static inline uint64_t zipf_exp2_minus(uint64_t x) {
     return value;
 }
 
-/* Ranks of the octave that begins there. */
+/* The number of ranks in the octave that begins there. */
 static inline uint64_t zipf_ranks(const struct zipf *z, uint64_t first) {
     return z->n - first + 1 < first ? z->n - first + 1 : first;
 }
 
-/* s in hundredths; n below 2^32. */
+/* s is in hundredths; n is below 2^32. */
 static inline void zipf_init(struct zipf *z, uint64_t n, uint64_t s) {
     uint64_t sum = 0;
     z->n = n;
@@ -76,7 +78,7 @@ static inline void zipf_init(struct zipf *z, uint64_t n, uint64_t s) {
     }
 }
 
-/* A rank, from 0. */
+/* Draws a rank, counted from 0. */
 static inline uint64_t zipf_draw(const struct zipf *z, uint64_t *random) {
     for (;;) {
         uint64_t octave = 0, total = z->below[z->octaves - 1];
@@ -90,8 +92,8 @@ static inline uint64_t zipf_draw(const struct zipf *z, uint64_t *random) {
     }
 }
 
-/* Of 65536 times, `share` times true, whatever rank was drawn before. Drawn anew: the state that a
- * draw leaves is the word that chose the rank. */
+/* True `share` times in 65536, whatever rank was drawn before. It takes a new random number,
+ * because the last one of a draw chose the rank. */
 static inline bool zipf_share(uint64_t *random, uint64_t share) {
     return (lacuna_random(random) & 0xffff) < share;
 }

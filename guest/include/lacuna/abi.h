@@ -1,7 +1,8 @@
 /*
- * What the guest kernel, user programs and the host agree on: the status page, the info page,
- * the user address map and the system calls. Shared by C on both sides of the system call;
- * src/status.rs mirrors the status page for the host, and a test compiles this file to compare.
+ * The interface between the guest kernel, user programs and the host: the status page, the info
+ * page, the user address map and the system calls. C code on both sides of the system call includes
+ * this file. src/status.rs mirrors the status page for the host; a test compiles this file and
+ * compares the two.
  */
 #ifndef LACUNA_ABI_H
 #define LACUNA_ABI_H
@@ -18,7 +19,7 @@
 #define LACUNA_STACK_BYTES 0x10000
 #define LACUNA_STATUS_VA 0x80c0000000 /* status page, user-writable */
 #define LACUNA_INFO_VA 0x80c0001000   /* info page, read-only */
-#define LACUNA_ARENA_BASE 0x10000000000 /* PML4[2]: nearly all guest memory, shared by everyone */
+#define LACUNA_ARENA_BASE 0x10000000000 /* PML4[2]: nearly all guest memory, shared by all */
 #define LACUNA_ALIAS_BASE 0x18000000000 /* PML4[3] and up: lacuna_alias() may map here */
 #define LACUNA_USER_END 0x7ffffffff000
 
@@ -34,7 +35,7 @@
 
 /* ---- what the kernel has room for ---- */
 #define LACUNA_MAX_CPUS 64
-/* Where memory ends: one PDPT of the kernel's, and the arena ends where aliases begin. */
+/* The end of memory. The kernel has one PDPT for it, and the arena ends where aliases begin. */
 #define LACUNA_MEMORY_END_GIB 512
 
 #define LACUNA_STATE_BOOTING 0
@@ -47,9 +48,10 @@
 
 /*
  * ---- system calls: number in rax, arguments in rdi rsi rdx r10, result in rax ----
- * By the syscall instruction. Boot parameter syscall=ud2, passed on in the info page: by ud2 with
- * a mark in the upper half of rax, for hosts that deliver exceptions but neither syscall nor int
- * from CPL 3 (kvm_pvm, seen on Linux 6.18: syscall arrives at LSTAR still in CPL 3, int n is #UD).
+ * The call is the syscall instruction. With the boot parameter syscall=ud2, which the info page
+ * passes on, it is ud2 with a mark in the upper half of rax. That is for hosts that deliver
+ * exceptions from CPL 3 but neither syscall nor int (kvm_pvm, seen on Linux 6.18: syscall arrives
+ * at LSTAR still in CPL 3, and int n is #UD).
  */
 #define LACUNA_UD2_MARK 0x4c414355ull
 #define LACUNA_SYS_EXIT 0    /* (status) */
@@ -61,15 +63,15 @@
 #define LACUNA_SYS_SPAWN 6   /* the same in a new address space, data as the image has them */
 #define LACUNA_SYS_WAIT 7    /* () -> worst status of all children since the last wait */
 #define LACUNA_SYS_SELF 8    /* () -> own slot, the index of the status entry */
-#define LACUNA_SYS_GPA 9     /* (address) -> guest-physical address or -1 */
+#define LACUNA_SYS_GPA 9     /* (nanoseconds): killed after that; no privileged calls; inherited */
 #define LACUNA_SYS_ALIAS 10  /* (address >= ALIAS_BASE, arena address): map the page again */
-#define LACUNA_SYS_CONFINE 11 /* (nanoseconds): be killed after; no privileged calls; inherited */
+#define LACUNA_SYS_CONFINE 11 /* (nanoseconds): killed after that; no privileged calls; inherited */
 #define LACUNA_SYS_RDMSR 12  /* (index, u64 *value) -> 0, or -1 on #GP */
 #define LACUNA_SYS_WRMSR 13  /* (index, value) -> 0, or -1 on #GP */
 #define LACUNA_SYS_KCALL 14  /* (function): call it at CPL0, interrupts off. Anything may follow */
-#define LACUNA_SYS_APF_ENABLE 15  /* () -> 0, or -1 if there are none: here, async page faults */
-#define LACUNA_SYS_APF_DISABLE 16 /* () -> 0; who waits for a page here tries again */
-#define LACUNA_SYS_CPU_OFFLINE 17 /* () -> 0, its threads go to CPU 0; or -1 on CPU 0 itself */
+#define LACUNA_SYS_APF_ENABLE 15  /* () -> 0: async page faults on here; -1: the host has none */
+#define LACUNA_SYS_APF_DISABLE 16 /* () -> 0; threads that wait for a page here try again */
+#define LACUNA_SYS_CPU_OFFLINE 17 /* () -> 0: its threads go to CPU 0; -1 on CPU 0 itself */
 
 /* Exit statuses that the kernel itself gives. */
 #define LACUNA_EXIT_TIMEOUT 124 /* a confined thread outlived its time */
@@ -77,14 +79,14 @@
 #define LACUNA_EXIT_FAULT 128   /* + exception vector: killed by that exception */
 
 #ifndef __ASSEMBLER__
-/* One line of progress, one cache line of memory. Its thread writes it directly. */
+/* The progress of one thread, in one cache line. The thread itself writes it. */
 struct lacuna_status_entry {
     volatile uint64_t counter; /* what the thread counts; only grows */
     uint64_t goal;             /* counter's final value, 0 if not known */
     uint32_t kind;
     uint32_t cpu;
     char name[24];             /* NUL-padded */
-    volatile uint32_t latency_ns[4]; /* lately: median, 99 %, 99.9 %, worst; zero if not kept */
+    volatile uint32_t latency_ns[4]; /* last window: median, 99 %, 99.9 %, worst; or 0 */
 };
 
 struct lacuna_status {
@@ -96,12 +98,12 @@ struct lacuna_status {
     /* Async page faults, summed over all processors; they wrap around. */
     uint32_t apf_not_present; /* page-not-present events */
     uint32_t apf_ready;       /* page-ready events for one token */
-    uint32_t apf_wake_all;    /* page-ready events for everybody */
-    uint32_t apf_dummy;       /* of apf_ready: nobody waited yet */
+    uint32_t apf_wake_all;    /* page-ready events for all waiting threads */
+    uint32_t apf_dummy;       /* of apf_ready: no thread waited yet */
     uint32_t apf_idle;        /* of apf_not_present: hit the idle loop, which halts */
-    uint32_t apf_lost;        /* events that nothing could be done with: a bug of the host's */
+    uint32_t apf_lost;        /* events that the kernel had no use for: a bug of the host */
     volatile uint32_t paused; /* written by the host: bit 1 << KIND holds threads of that kind */
-    volatile uint32_t dial;   /* written by the host: what it turns is the workload's; 0: nothing */
+    volatile uint32_t dial;   /* written by the host; the workload gives it a meaning; 0: not set */
     uint32_t pad[2];
     struct lacuna_status_entry entry[LACUNA_MAX_THREADS];
 };

@@ -1,7 +1,7 @@
-//! Async page faults: without a host that has them, and with the host's real KVM below QEMU.
+//! Async page faults, without a host that offers them and with the real KVM under QEMU.
 //!
-//! QEMU offers them when told to; pages are then missing only if the host happens to swap, so
-//! this checks the registers and the wake-all that follows each enabling, not faults.
+//! QEMU offers them if told to. Pages are then missing only if the host happens to swap, so this
+//! checks the registers and the wake-all that follows each enabling, not faults.
 
 use crate::machine::{Outcome, assert_ended, boot, boot_with, qemu_missing, temp};
 use std::fs::{self, File};
@@ -41,9 +41,10 @@ fn breaking_the_rules_where_there_are_none_does_nothing() {
     assert_ended(&outcome, 2, "case=9 cannot be");
 }
 
-/// QEMU with KVM and its async page faults. For nested `kvm_pvm` hosts: `-arch-capabilities`, as
-/// they refuse to set that register; `qboot.rom`, as they emulate firmware, and SeaBIOS is ten
-/// seconds of it; `syscall=ud2`, as they have no syscall instruction.
+/// QEMU with KVM and its async page faults. Three options are for nested `kvm_pvm` hosts:
+/// `-arch-capabilities` because they refuse to set that register; `qboot.rom` because they emulate
+/// firmware, and SeaBIOS takes ten seconds of it; `syscall=ud2` because they have no syscall
+/// instruction.
 fn boot_on_kvm(name: &str, smp: u32, params: &str) -> Outcome {
     let path = temp(&format!("kvm-{name}.elf"));
     let image = lacuna_guest::image(name).expect("in the catalog");
@@ -74,13 +75,14 @@ fn kvm_answers_each_enabling_with_a_wake_all() {
     if kvm_missing() {
         return;
     }
-    // Emulated kernels need 0.3 ms a wake-up: more frequent ones would leave the others no time.
+    // An emulated kernel needs 0.3 ms for a wake-up: more frequent ones would leave the other
+    // threads no time.
     let params = "bytes=8M accesses=1000 switches=50 every_us=5000 offline=0";
     let off = boot_on_kvm("apfstorm", 1, &format!("{params} apf=off"));
     assert_ended(&off, 0, "wrong=0");
     assert_eq!((number(&off, "enables"), number(&off, "wake_all")), (0, 0));
 
-    // Bit 0 of the register alone is accepted, and means nothing any more.
+    // Bit 0 of the register alone is accepted, and has no effect any more.
     let original = boot_on_kvm("apfstorm", 1, &format!("{params} apf=pf"));
     assert_ended(&original, 0, "wrong=0");
     assert!(number(&original, "enables") > 0, "{}", original.console);
@@ -89,7 +91,7 @@ fn kvm_answers_each_enabling_with_a_wake_all() {
     let today = boot_on_kvm("apfstorm", 2, params);
     assert_ended(&today, 0, "wrong=0");
     let (enables, wake_all) = (number(&today, "enables"), number(&today, "wake_all"));
-    let boots = 2; // each processor enables them once before any program does
+    let boots = 2; // each processor enables them once before a program does
     assert!(enables > 0, "{}", today.console);
     assert!(
         (boots..=boots + enables).contains(&wake_all),

@@ -1,8 +1,8 @@
-//! `churn` counts its transactions, keeps its objects, and tells how long they took.
+//! `churn` counts its transactions, keeps its objects, and reports its latencies.
 
 use crate::machine::{assert_ended, boot, qemu_missing};
 
-/// The number of that name in the console's line that begins so.
+/// The number called `name` in the console line that begins with `line`.
 fn number(console: &str, line: &str, name: &str) -> u64 {
     let line = console.lines().find(|l| l.starts_with(line));
     let words = line.into_iter().flat_map(str::split_whitespace);
@@ -29,7 +29,7 @@ fn the_dials_turn_what_is_dirtied() {
         assert!(0 < latency("p50_ns") && latency("p50_ns") <= latency("p99_ns"));
         assert!(latency("p99_ns") <= latency("p999_ns"));
         assert!(latency("p999_ns") <= latency("max_ns"));
-        // Within a twentieth, which at 8000 and more is many standard deviations.
+        // Within a twentieth: for 8000 and more that is many standard deviations.
         for (name, expected) in [
             ("updates", total * 4 * writes / 100),
             ("cold_updates", total * 4 * writes / 100 * cold / 10_000),

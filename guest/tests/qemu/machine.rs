@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub struct Outcome {
-    /// What it wrote to its serial line.
+    /// What the guest wrote to its serial line.
     pub console: String,
-    /// What the guest wrote to the exit port, seven bits of it; None if it ended otherwise.
+    /// Seven bits of what the guest wrote to the exit port; None if it ended otherwise.
     pub code: Option<i32>,
 }
 
@@ -81,7 +81,7 @@ pub fn boot_with(image: &Path, smp: u32, params: &str, extra: &[&str]) -> Outcom
     }
 }
 
-/// Boots an embedded image; the file's name is the test's, since tests run side by side.
+/// Boots an embedded image. The file is named after the test, because tests run side by side.
 pub fn boot(test: &str, name: &str, smp: u32, params: &str) -> Outcome {
     let path = temp(&format!("{test}.elf"));
     fs::write(

@@ -1,4 +1,4 @@
-//! The images boot and do their work on a machine that is not ours: QEMU.
+//! The images boot and work on another machine than Lacuna's: QEMU.
 
 mod apf;
 mod churn;
@@ -123,7 +123,7 @@ fn bm_counts_on_every_cpu() {
     assert_ended(&counted, 0, "faulters_total=2000 ");
 }
 
-/// Guest memory lies in a file here, so that the status page can be read as a host would.
+/// Guest memory is a file here, so that the test can read the status page as a host would.
 #[test]
 fn the_status_page_says_what_happened() {
     if qemu_missing() {

@@ -1,4 +1,4 @@
-//! The host holds a kind of threads still by a word on the status page.
+//! The host pauses a kind of thread by a word on the status page.
 
 use crate::machine::{assert_ended, boot_with, qemu_missing, temp};
 use lacuna_guest::status::{self, Kind, State, Status};
@@ -14,7 +14,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// Waits until all three threads run; `over` says that none will.
+    /// Waits until all three threads run; `over` says that they never will.
     fn find(path: &std::path::Path, over: impl Fn() -> bool) -> Option<Self> {
         while !over() {
             thread::sleep(Duration::from_millis(20));
@@ -45,7 +45,7 @@ impl Memory {
         self.file.write_all_at(&bits.to_le_bytes(), at).unwrap();
     }
 
-    /// The counter of a kind now, and once the other kind has come `by` further.
+    /// The counter of a kind now, and after the other kind has counted `by` further.
     fn while_other_counts(&self, kind: Kind, by: u64) -> (u64, u64) {
         let counter = |status: &Status, same: bool| {
             let of_kind = |t: &&status::Thread| t.kind != Kind::Other && (t.kind == kind) == same;
@@ -75,7 +75,7 @@ fn the_host_pauses_threads_by_kind() {
     let (image, path) = (temp("pause.elf"), temp("pause.memory"));
     let bm = lacuna_guest::image("bm").expect("in the catalog");
     fs::write(&image, bm.elf).unwrap();
-    let _ = fs::remove_file(&path); // of an earlier run, which ended early
+    let _ = fs::remove_file(&path); // left by an earlier run that was interrupted
     let file = path.display();
     let backend = format!("memory-backend-file,id=ram,size=64M,share=on,mem-path={file}");
     let extra = ["-object", &backend, "-machine", "memory-backend=ram"];
@@ -85,7 +85,7 @@ fn the_host_pauses_threads_by_kind() {
         let memory = Memory::find(&path, || guest.is_finished()).expect("the guest runs");
         for kind in [Kind::Faulter, Kind::Worker] {
             memory.pause(kind.paused_bit());
-            // What it was just doing it may finish; then it must stand still.
+            // A thread may finish the step it is in; then its counter must not change.
             while {
                 let (before, after) = memory.while_other_counts(kind, 20_000);
                 before != after
