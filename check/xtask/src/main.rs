@@ -1,20 +1,23 @@
-//! House-keeping that `cargo` does not do: `cargo xtask tidy`.
+//! What `cargo` does not do itself: `cargo xtask tidy` and `cargo xtask compare`.
 //!
-//! Style rules are a test, or they are a wish. Each module here is one group of rules, a function
-//! from text to [`finding::Finding`]s that its own tests run on small fixtures; [`tidy`] walks the
-//! workspace and applies them.
+//! [`tidy`] checks the rules of the house. Each of its modules is one group of rules: a function
+//! from text to [`finding::Finding`]s, with tests on small fixtures. [`compare`] measures two
+//! commits against each other on one machine.
 //!
-//! | module | rules |
+//! | module | contents |
 //! |---|---|
+//! | [`tidy`] | walks the workspace and applies the rules below |
 //! | [`imports`] | which crate may import which; which crates may hold `unsafe` |
 //! | [`source`] | one file: columns, lengths, SAFETY comments, leftovers |
 //! | [`tree`] | no orphan file; every row of folders has its README |
 //! | [`ratchet`] | the exceptions in length, which may only shrink |
 //! | [`phrases`] | phrases that pages and comments do not use |
 //! | [`pages`] | Markdown: columns; files, links and items that are named exist |
+//! | [`compare`] | two commits, measured in turns: what became slower or faster |
 #![forbid(unsafe_code)]
 
 mod comments;
+mod compare;
 mod finding;
 mod imports;
 mod pages;
@@ -27,12 +30,17 @@ mod tree;
 
 use std::process::ExitCode;
 
+const USAGE: &str = "\
+usage: cargo xtask tidy                         check the rules of the house
+       cargo xtask compare OLD [NEW] [OPTIONS]  measure two commits; --help lists the options";
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["tidy"] => tidy::run(),
+        ["compare", ..] => compare::run(&arguments[1..]),
         _ => {
-            eprintln!("usage: cargo xtask tidy     check the house rules (what CI does: .ci/run)");
+            eprintln!("{USAGE}");
             ExitCode::from(2)
         }
     }

@@ -1,0 +1,327 @@
+//! Instructions per fault and per access, counted by valgrind's callgrind.
+//!
+//! `lacuna run --seed` is one thread under a virtual clock, so the number of host instructions it
+//! executes repeats to about ten in a hundred million. Each probe runs a guest twice, with little
+//! and with much work: the difference in instructions over the difference in work is the cost of a
+//! unit, and whatever start and end of the program cost cancels.
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::lab::tail;
+use super::{Failure, failure};
+
+/// How much more may be executed before a probe counts as slower: 1 %.
+pub const BAR: f64 = 1.01;
+/// By how much the guest's own work may differ before the table says so.
+const SAME_GUEST: f64 = 0.001;
+
+/// Two runs of one guest that differ in the amount of work.
+#[derive(PartialEq, Eq, Debug)]
+pub struct Probe {
+    /// Names the result.
+    pub name: &'static str,
+    /// What is counted, once for each.
+    pub unit: Unit,
+    /// Arguments of `lacuna run`, of both runs.
+    pub arguments: &'static [&'static str],
+    /// Further arguments of the run with little work, and of that with much.
+    pub amounts: [&'static [&'static str]; 2],
+}
+
+/// What the amount of work is measured in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Unit {
+    /// Steps that the guest counts itself: pages touched, words read, instructions.
+    Step,
+    /// Pages read back from swap.
+    SwapIn,
+}
+
+/// What is counted. All with one vCPU and swap in memory.
+pub const PROBES: &[Probe] = &[
+    Probe {
+        name: "fault.first_touch",
+        unit: Unit::Step,
+        arguments: &["touch"],
+        amounts: [
+            &["--memory", "64M", "--resident", "64M"],
+            &["--memory", "192M", "--resident", "192M"],
+        ],
+    },
+    Probe {
+        name: "fault.swap_in",
+        unit: Unit::SwapIn,
+        arguments: &[
+            "reads",
+            "--memory",
+            "64M",
+            "--resident",
+            "32M",
+            "--apf",
+            "off",
+        ],
+        amounts: [&["--append", "reads=2000"], &["--append", "reads=12000"]],
+    },
+    Probe {
+        name: "fault.swap_in.apf",
+        unit: Unit::SwapIn,
+        arguments: &[
+            "reads",
+            "--memory",
+            "64M",
+            "--resident",
+            "32M",
+            "--apf",
+            "on",
+        ],
+        amounts: [&["--append", "reads=2000"], &["--append", "reads=12000"]],
+    },
+    Probe {
+        name: "access.random_read",
+        unit: Unit::Step,
+        arguments: &["reads", "--memory", "64M", "--resident", "64M"],
+        amounts: [&["--append", "reads=2000"], &["--append", "reads=102000"]],
+    },
+    Probe {
+        name: "instruction.mem256k",
+        unit: Unit::Step,
+        arguments: &["cpubench", "--memory", "64M", "--resident", "64M"],
+        amounts: [
+            &["--append", "test=mem256k iters=1000"],
+            &["--append", "test=mem256k iters=101000"],
+        ],
+    },
+    Probe {
+        name: "instruction.alu",
+        unit: Unit::Step,
+        arguments: &["cpubench", "--memory", "64M", "--resident", "64M"],
+        amounts: [
+            &["--append", "test=alu iters=1000"],
+            &["--append", "test=alu iters=101000"],
+        ],
+    },
+    Probe {
+        name: "instruction.branchy",
+        unit: Unit::Step,
+        arguments: &["cpubench", "--memory", "64M", "--resident", "64M"],
+        amounts: [
+            &["--append", "test=branchy iters=10"],
+            &["--append", "test=branchy iters=110"],
+        ],
+    },
+];
+
+/// What one run executed and did.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Run {
+    instructions: f64,
+    units: f64,
+    /// Virtual time, which is about the number of guest instructions.
+    guest_ns: f64,
+}
+
+/// The cost of one unit in one commit.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct PerUnit {
+    /// Host instructions.
+    pub instructions: f64,
+    /// Nanoseconds of virtual time: guest instructions, and waits.
+    pub guest_ns: f64,
+}
+
+impl PerUnit {
+    fn between(little: Run, much: Run) -> Result<Self, Failure> {
+        let units = much.units - little.units;
+        if units <= 0.0 {
+            return failure("the run with much work did no more than the other");
+        }
+        Ok(Self {
+            instructions: (much.instructions - little.instructions) / units,
+            guest_ns: (much.guest_ns - little.guest_ns) / units,
+        })
+    }
+}
+
+/// A probe of both commits.
+pub struct Counted {
+    /// The probe's name.
+    pub name: &'static str,
+    /// The old commit.
+    pub old: PerUnit,
+    /// The new commit.
+    pub new: PerUnit,
+}
+
+impl Counted {
+    /// Both commits' counts of `probe`.
+    pub fn new(probe: &Probe, old: PerUnit, new: PerUnit) -> Self {
+        let name = probe.name;
+        Self { name, old, new }
+    }
+
+    /// New over old.
+    pub fn ratio(&self) -> f64 {
+        self.new.instructions / self.old.instructions
+    }
+
+    /// Whether the new commit executes more than the bar allows.
+    pub fn is_slower(&self) -> bool {
+        self.ratio() > BAR || self.ratio().is_nan()
+    }
+
+    /// Whether the guests did the same work; if not, the ratio is not the engine's alone.
+    pub fn same_guest(&self) -> bool {
+        let difference = self.new.guest_ns - self.old.guest_ns;
+        difference.abs() <= SAME_GUEST * self.old.guest_ns.abs()
+    }
+}
+
+/// Runs both runs of `probe` under callgrind with the program `lacuna`; `folder` takes their files.
+pub fn per_unit(lacuna: &Path, probe: &Probe, folder: &Path) -> Result<PerUnit, Failure> {
+    let [little, much] = probe.amounts;
+    PerUnit::between(
+        run(lacuna, probe, little, folder)?,
+        run(lacuna, probe, much, folder)?,
+    )
+}
+
+fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<Run, Failure> {
+    let told = folder.join("run.json");
+    let mut command = Command::new("valgrind");
+    command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]);
+    command
+        .arg(lacuna)
+        .arg("run")
+        .args(probe.arguments)
+        .args(amount);
+    command
+        .args([
+            "--seed", "1", "--vcpus", "1", "--swap", "mem", "--quiet", "--json",
+        ])
+        .arg(&told);
+    // Without it, zeroing a page is `rep stosb`: callgrind counts each of its 4096 repetitions,
+    // and that hides the rest of a fault.
+    command.env(
+        "GLIBC_TUNABLES",
+        "glibc.cpu.x86_rep_stosb_threshold=1000000000",
+    );
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(error) => {
+            return failure(format!(
+                "valgrind cannot be run (is it installed?): {error}"
+            ));
+        }
+    };
+    let printed = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        return failure(format!("the run failed: {}", tail(&printed, 5)));
+    }
+    let told = std::fs::read_to_string(&told)
+        .map_err(|error| Failure(format!("cannot read {}: {error}", told.display())))?;
+    let instructions = collected(&printed);
+    let instructions = instructions.ok_or(Failure("callgrind printed no count".into()))?;
+    let (units, guest_ns) = work(&told, probe.unit).map_err(Failure)?;
+    Ok(Run {
+        instructions,
+        units,
+        guest_ns,
+    })
+}
+
+/// The number in callgrind's line `==123== Collected : 456`.
+fn collected(printed: &str) -> Option<f64> {
+    let line = printed.lines().find(|line| line.contains("Collected :"))?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
+/// Units of work and virtual time in what `lacuna run --json` reported.
+fn work(told: &str, unit: Unit) -> Result<(f64, f64), String> {
+    let told: Value =
+        serde_json::from_str(told).map_err(|error| format!("its report is not JSON: {error}"))?;
+    let last = &told["last"];
+    let units = match unit {
+        Unit::SwapIn => last["swap_in"].as_f64(),
+        Unit::Step => last["threads"].as_array().map(|threads| {
+            let counters = threads.iter().map(|thread| thread["counter"].as_f64());
+            counters.flatten().sum()
+        }),
+    };
+    let seconds = last["elapsed_seconds"].as_f64();
+    let seconds = seconds.ok_or("its report has no elapsed_seconds")?;
+    let units = units.ok_or_else(|| format!("its report counts no {unit:?}"))?;
+    Ok((units, seconds * 1e9))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn callgrind_is_read() {
+        let printed = "==7== Events    : Ir\n==7== Collected : 114050525\n==7== \n";
+        assert_eq!(collected(printed), Some(114_050_525.0));
+        assert_eq!(collected("==7== Command: lacuna\n"), None);
+    }
+
+    /// As `lacuna run --json` prints it, shortened.
+    #[test]
+    fn work_is_read() {
+        let told = r#"{"outcome": "done", "last": {"elapsed_seconds": 0.000002,
+            "threads": [{"name": "main", "counter": 0}, {"name": "touch", "counter": 14037}],
+            "swap_in": 12, "faults": []}}"#;
+        assert_eq!(work(told, Unit::Step), Ok((14037.0, 2000.0)));
+        assert_eq!(work(told, Unit::SwapIn), Ok((12.0, 2000.0)));
+        assert!(
+            work("{}", Unit::Step)
+                .unwrap_err()
+                .contains("elapsed_seconds")
+        );
+    }
+
+    fn counted(old: f64, new: f64) -> Counted {
+        let per_unit = |instructions| PerUnit {
+            instructions,
+            guest_ns: 20.0,
+        };
+        Counted::new(&PROBES[0], per_unit(old), per_unit(new))
+    }
+
+    #[test]
+    fn start_and_end_cancel() {
+        let run = |pages: f64| Run {
+            instructions: 9_000.0 + 444.0 * pages,
+            units: pages,
+            guest_ns: 70.0 + 20.0 * pages,
+        };
+        let per_unit = PerUnit::between(run(100.0), run(300.0)).unwrap();
+        assert_eq!((per_unit.instructions, per_unit.guest_ns), (444.0, 20.0));
+        assert!(PerUnit::between(run(100.0), run(100.0)).is_err());
+    }
+
+    #[test]
+    fn one_percent_is_the_bar() {
+        assert!(!counted(1000.0, 1010.0).is_slower());
+        assert!(counted(1000.0, 1011.0).is_slower());
+        assert!(counted(0.0, 0.0).is_slower(), "not a number");
+    }
+
+    #[test]
+    fn another_guest_is_noticed() {
+        let mut counted = counted(1000.0, 1000.0);
+        assert!(counted.same_guest());
+        counted.new.guest_ns = 21.0;
+        assert!(!counted.same_guest());
+    }
+
+    #[test]
+    fn probes_have_names_of_their_own() {
+        for (i, probe) in PROBES.iter().enumerate() {
+            assert!(PROBES[..i].iter().all(|other| other.name != probe.name));
+            assert_ne!(probe.amounts[0], probe.amounts[1], "{}", probe.name);
+        }
+    }
+}
