@@ -109,7 +109,7 @@ fn every_workload_has_its_entry_in_the_catalog() {
 fn native_cpubench_runs_every_test() {
     let bytes = lacuna_guest::native_cpubench();
     if bytes.is_empty() {
-        println!("skipped: not an x86-64 host, there is no native cpubench");
+        lacuna_skip::skip("not an x86-64 host, there is no native cpubench");
         return;
     }
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cpubench-native");

@@ -49,7 +49,7 @@ struct Volume {
 }
 
 impl Volume {
-    /// `None`, with the reason printed, where this is not allowed.
+    /// `None`, and a recorded skip, where this is not allowed.
     fn new() -> Option<Self> {
         let volume = Self {
             dir: tempfile::tempdir().unwrap(),
@@ -63,7 +63,7 @@ impl Volume {
         match made {
             Ok(()) => Some(volume),
             Err(reason) => {
-                println!("skipped: {reason}");
+                lacuna_skip::skip(reason);
                 None
             }
         }

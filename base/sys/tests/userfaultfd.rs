@@ -15,12 +15,12 @@ fn open_tracking() -> Option<Userfaultfd> {
     or_skip(Userfaultfd::open_tracking())
 }
 
-/// Or a line that says why not.
+/// Or a recorded skip.
 fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Option<Userfaultfd> {
     match uffd {
         Ok(uffd) => Some(uffd),
         Err(Errno::PERM | Errno::NOSYS) => {
-            println!("skipped: no userfaultfd, or no permission");
+            lacuna_skip::skip("no userfaultfd, or no permission");
             None
         }
         Err(errno) => panic!("{errno}"),

@@ -52,7 +52,7 @@ impl Processors {
             signals::install()
         });
         if ready.is_none() {
-            println!("skipped: the addresses that the programs need are taken");
+            lacuna_skip::skip("the addresses that the programs need are taken");
             return None;
         }
         let mut software = kernel(|a| a.hlt().unwrap());

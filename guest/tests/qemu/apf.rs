@@ -60,12 +60,12 @@ fn kvm_missing() -> bool {
     }
     let device = File::options().read(true).write(true).open("/dev/kvm");
     if let Err(error) = device {
-        println!("skipped: /dev/kvm cannot be used: {error}");
+        lacuna_skip::skip(format!("/dev/kvm cannot be used: {error}"));
         return true;
     }
     let hello = boot_on_kvm("hello", 1, "");
     if hello.code != Some(0) {
-        println!("skipped: QEMU cannot run a guest on this /dev/kvm");
+        lacuna_skip::skip("QEMU cannot run a guest on this /dev/kvm");
     }
     hello.code != Some(0)
 }

@@ -22,7 +22,7 @@ pub fn qemu_missing() -> bool {
         .output()
         .is_ok();
     if !found {
-        println!("skipped: qemu-system-x86_64 is not installed (apt install qemu-system-x86)");
+        lacuna_skip::skip("qemu-system-x86_64 is not installed (apt install qemu-system-x86)");
     }
     !found
 }

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Whether to go on; says why not.
+/// Whether this host can run a VM; if not, the test is recorded as skipped.
 pub fn can_run() -> bool {
     match available() {
         Ok(()) => true,
         Err(reason) => {
-            println!("skipped: {reason}");
+            lacuna_skip::skip(reason);
             false
         }
     }

@@ -1,0 +1,70 @@
+//! Tests that cannot run on this machine say so here, and `cargo test` lists them at its end.
+//!
+//! ```no_run
+//! # fn kvm() -> Result<(), &'static str> { Err("no /dev/kvm") }
+//! if let Err(why) = kvm() {
+//!     lacuna_skip::skip(why);
+//!     return;
+//! }
+//! ```
+//! `println!` is not enough: the test harness shows what a test prints only if the test fails.
+//! [`skip`] writes to stderr, past the harness, and appends a line to a file:
+//!
+//! ```text
+//! target/debug/skipped/PARENT/PID      PARENT: the `cargo test` that started the test program PID
+//! ```
+//! The last test program of the workspace (`check/xtask/tests/skipped.rs`) calls [`report`], which
+//! prints what its own parent's programs have recorded, by reason, and removes the files.
+//! The parent's id tells one run from another: nothing of an earlier run is listed.
+#![forbid(unsafe_code)]
+
+mod record;
+#[cfg(test)]
+mod tests;
+
+use std::fmt::Display;
+use std::fs;
+use std::io::{self, Write as _};
+use std::panic::Location;
+use std::thread;
+
+use record::{List, Skipped, folder, remove_left_behind};
+
+/// Records that the calling test does not run, or runs in part, and why.
+#[track_caller]
+pub fn skip(why: impl Display) {
+    let location = Location::caller();
+    let thread = thread::current();
+    // The harness names a test's thread after the test; other threads are told by their place.
+    let test = match thread.name() {
+        Some(name) if name != "main" => name.to_owned(),
+        _ => format!("{}:{}", location.file(), location.line()),
+    };
+    let package = std::env::var("CARGO_PKG_NAME").unwrap_or_else(|_| "?".into());
+    let skipped = Skipped {
+        test: format!("{package} {test}"),
+        why: why
+            .to_string()
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" "),
+    };
+    // Not `eprintln`: the harness would keep it.
+    let _ = writeln!(io::stderr(), "skipped: {}: {}", skipped.test, skipped.why);
+    if let Some(folder) = folder() {
+        skipped
+            .record(&folder)
+            .unwrap_or_else(|error| panic!("cannot record a skipped test: {error}"));
+    }
+}
+
+/// Prints the tests that this run of `cargo test` has skipped; call it from the last test program.
+pub fn report() {
+    let Some(folder) = folder() else { return };
+    let list = List::read(&folder);
+    print!("\n{list}");
+    if let Some(all) = folder.parent() {
+        let _ = fs::remove_dir_all(&folder);
+        remove_left_behind(all);
+    }
+}
