@@ -2,16 +2,36 @@
 
 use crate::entry::{Absent, Entry};
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_apf::{CpuState, Guest, Prefault, Unwritable};
+use lacuna_apf::x86::{self, CpuState, Unwritable};
+use lacuna_apf::{Guest, Prefault};
 use lacuna_cpu::HostPage;
 use lacuna_machine::{GuestMemory as _, MemoryError, VcpuError};
 
 impl Guest for Entry {
+    fn is_interruptible(&self) -> bool {
+        self.cpu.interruptible()
+    }
+
+    fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
+        match self.with_page(gfn, access, |_| ()) {
+            Ok(()) => return Prefault::Mapped,
+            // A ticket that no thread starts would keep its frame for ever.
+            Err(Absent::Pending(ticket)) => self.vm.host.start(&ticket),
+            Err(Absent::NoMemory | Absent::Busy) => {}
+        }
+        Prefault::NotMapped
+    }
+
+    fn resume(&mut self) {
+        self.cpu.unhalt();
+    }
+}
+
+impl x86::Guest for Entry {
     fn state(&self) -> CpuState {
         CpuState {
             user: self.cpu.cpl() != 0,
             paging: self.cpu.paging(),
-            interruptible: self.cpu.interruptible(),
             lapic: self.cpu.apic_enabled(),
         }
     }
@@ -58,20 +78,6 @@ impl Guest for Entry {
 
     fn interrupt(&mut self, vector: u8) {
         self.cpu.raise_interrupt(vector);
-    }
-
-    fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
-        match self.with_page(gfn, access, |_| ()) {
-            Ok(()) => return Prefault::Mapped,
-            // A ticket that nobody starts would keep its frame for ever.
-            Err(Absent::Pending(ticket)) => self.vm.host.start(&ticket),
-            Err(Absent::NoMemory | Absent::Busy) => {}
-        }
-        Prefault::NotMapped
-    }
-
-    fn resume(&mut self) {
-        self.cpu.unhalt();
     }
 }
 

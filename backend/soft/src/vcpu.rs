@@ -13,7 +13,8 @@ use crate::entry::Entry;
 use crate::vm::Meter;
 use crate::{SoftError, Vm};
 use lacuna_addr::Gpa;
-use lacuna_apf::{Msr, NotPresent, Queue};
+use lacuna_apf::NotPresent;
+use lacuna_apf::x86::{Control, Msr, Queue};
 use lacuna_cpu::{Stop, Wake};
 use lacuna_host::{Ticket, fine_sleeps};
 use lacuna_machine::{Apf, Boot, Exit, VcpuError, Width};
@@ -78,7 +79,7 @@ impl Vcpu {
         let id = u32::try_from(index).expect("at most 64 vCPUs");
         let mut vcpu = Self {
             entry: Entry::new(Arc::clone(&vm), index)?,
-            apf: Queue::new(id, features, move || bells.wake(index)),
+            apf: Queue::new(id, Control::new(features), move || bells.wake(index)),
             vm,
             index,
             boot: *boot,
@@ -221,8 +222,8 @@ impl Vcpu {
         match answer {
             NotPresent::Wait => return Some(ticket),
             NotPresent::Halt(None) => {}
-            NotPresent::Injected(claim) | NotPresent::Halt(Some(claim)) => {
-                ticket.on_done(move || claim.complete());
+            NotPresent::Injected(completion) | NotPresent::Halt(Some(completion)) => {
+                ticket.on_done(move || completion.complete());
             }
         }
         // Not before the guest was told: else ready might overtake not-present. And in any case:

@@ -1,124 +1,81 @@
-//! Numbers that guest and host agree on (`asm/kvm_para.h`, `cpuid.rst`).
+//! The line between a token's life and the architecture's contract with its guests.
 
-bitflags::bitflags! {
-    /// What the guest may use: bits of EAX in CPUID leaf 0x4000_0001.
-    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-    pub struct Features: u32 {
-        /// Asynchronous page faults at all.
-        const ASYNC_PF = 1 << 4;
-        /// A nested hypervisor may have page-not-present as a #PF exit.
-        const ASYNC_PF_VMEXIT = 1 << 10;
-        /// Page-ready may come as an interrupt.
-        const ASYNC_PF_INT = 1 << 14;
-    }
-}
+use crate::token::{Token, TokenFormat};
+use lacuna_addr::{Access, Gfn};
 
-/// The three registers by which a guest controls its asynchronous page faults.
+/// What became of an attempt to map a page ahead of its retry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Msr {
-    /// `MSR_KVM_ASYNC_PF_EN`: where the guest's area is, and what is to be delivered.
-    Enable,
-    /// `MSR_KVM_ASYNC_PF_INT`: the vector of the page-ready interrupt.
-    Vector,
-    /// `MSR_KVM_ASYNC_PF_ACK`: the guest has read the token of a page-ready interrupt.
-    Acknowledge,
+pub enum Prefault {
+    /// The retry will find it.
+    Mapped,
+    /// It is gone again, or never came; the retry faults.
+    NotMapped,
 }
 
-impl Msr {
-    const ALL: [Self; 3] = [Self::Enable, Self::Vector, Self::Acknowledge];
+/// What every architecture's queue needs of the guest on its vCPU. All calls come from the vCPU's
+/// thread, with no lock held.
+pub trait Guest {
+    /// Whether the vCPU could take an event now: the guest has not masked events, none is pending
+    /// or being delivered, and no instruction is half done except the one that faults. The answer
+    /// reflects at once what the architecture's calls have injected.
+    fn is_interruptible(&self) -> bool;
 
-    /// The register that RDMSR and WRMSR know as `index`, if it is one of these.
-    pub fn of(index: u32) -> Option<Self> {
-        Self::ALL.into_iter().find(|msr| msr.index() == index)
-    }
+    /// Maps the page for `access`, if that takes no waiting.
+    fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault;
 
-    /// Its number, as in ECX.
-    pub const fn index(self) -> u32 {
-        match self {
-            Self::Enable => 0x4b56_4d02,
-            Self::Vector => 0x4b56_4d06,
-            Self::Acknowledge => 0x4b56_4d07,
-        }
-    }
+    /// Ends a halt of the guest's own: the vCPU is runnable.
+    fn resume(&mut self);
 }
 
-/// What connects a page-ready with its page-not-present.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub(crate) struct Token(u32);
+/// The guest could not be told: the words that the event needs are not in writable memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Untold;
 
-impl Token {
-    /// Page-ready for every task that sleeps on this vCPU.
-    pub const WAKE_ALL: Self = Self(u32::MAX);
+/// One architecture's contract, as one vCPU's guest has configured it.
+pub trait Abi {
+    /// How its tokens are made.
+    const TOKENS: TokenFormat;
 
-    pub const fn get(self) -> u32 {
-        self.0
-    }
+    /// Whether the guest has asked to be told of pages.
+    fn is_enabled(&self) -> bool;
 
-    /// As a #PF brings it: in CR2.
-    pub const fn address(self) -> u64 {
-        self.0 as u64
-    }
+    /// vCPU reset: the configuration is what it is at power-on.
+    fn reset(&mut self);
 }
 
-/// Where a vCPU's tokens come from: `id << 12 | vCPU`, as in KVM. A guest keeps the sleepers of all
-/// vCPUs in one table, so that two vCPUs must not give out the same token.
-pub(crate) struct Tokens {
-    vcpu: u32,
-    id: u32,
+/// The two questions that decide a token's life, about a guest of type `G`.
+///
+/// The trait is apart from [`Abi`] because each architecture needs other things of its guest: x86's
+/// contract is implemented for every `G` that is an [`x86::Guest`](crate::x86::Guest).
+pub trait Tell<G>: Abi {
+    /// Tells the guest that the page of `token` is not present, if it may be told now. The caller
+    /// knows that the vCPU is interruptible and the contract enabled. An event that the guest has
+    /// not read is never overwritten.
+    ///
+    /// # Errors
+    /// The guest was not told; nothing that it can see has changed.
+    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
+
+    /// Whether the guest may be told of a ready page now; false while the contract is disabled.
+    fn takes_ready(&mut self, guest: &mut G) -> bool;
+
+    /// Tells the guest that the page of `token` is ready. The caller has asked
+    /// [`Tell::takes_ready`] since the last event.
+    ///
+    /// # Errors
+    /// The guest was not told.
+    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
 }
 
-const VCPU_BITS: u32 = 12;
-
-impl Tokens {
-    /// # Panics
-    /// If `vcpu` does not fit in the token's 12 bits.
-    pub fn new(vcpu: u32) -> Self {
-        assert!(vcpu < 1 << VCPU_BITS, "a token has 12 bits for the vCPU");
-        Self { vcpu, id: 0 }
-    }
-
-    /// The next one: never 0, which in the token word means "none", and never the wake-all.
-    pub fn next(&mut self) -> Token {
-        loop {
-            self.id = (self.id + 1) & (u32::MAX >> VCPU_BITS);
-            let token = Token(self.id << VCPU_BITS | self.vcpu);
-            if self.id != 0 && token != Token::WAKE_ALL {
-                return token;
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_msr_is_known_by_its_number() {
-        for msr in Msr::ALL {
-            assert_eq!(Msr::of(msr.index()), Some(msr));
-        }
-        assert_eq!(Msr::of(0x4b56_4d03), None, "that one is steal time");
-    }
-
-    /// Goes round twice, for the first vCPU and for the one whose bits are all ones.
-    #[test]
-    fn a_token_names_its_vcpu_and_is_never_zero_or_all_ones() {
-        for vcpu in [0, 5, 0xfff] {
-            let mut tokens = Tokens::new(vcpu);
-            for _ in 0..2 << 20 {
-                let token = tokens.next();
-                assert_eq!(token.get() & 0xfff, vcpu);
-                assert!(token.get() >> 12 != 0 && token != Token::WAKE_ALL);
-            }
-        }
-    }
-
-    #[test]
-    fn tokens_repeat_only_after_all_ids() {
-        let mut tokens = Tokens::new(1);
-        let first = tokens.next();
-        let again = (1..).find(|_| tokens.next() == first);
-        assert_eq!(again, Some((1 << 20) - 1));
-    }
+/// What a change of the configuration asks of the queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Request {
+    /// Asynchronous page faults are on, perhaps again or elsewhere.
+    Enabled,
+    /// They are off.
+    Disabled,
+    /// The guest has read an event: the next may come.
+    Acknowledged,
+    /// Nothing.
+    None,
 }

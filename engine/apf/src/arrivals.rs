@@ -1,22 +1,22 @@
-//! The done list: pages that have come, from any thread to the vCPU's.
+//! The completion queue: pages that have come, from any thread to the vCPU's.
 //!
 //! ```text
-//! completer                                 vCPU's thread
-//! lock                                      poll; nothing to do: sleep until rung
-//!   generation is the claim's? no -> gone
+//! completing thread                         vCPU's thread
+//! lock                                      poll; nothing to do: sleep until kicked
+//!   another generation? nothing to do
 //!   push, any := true                       lock, pop, any := not empty, unlock
 //! unlock
-//! ring
+//! kick
 //! ```
-//! *Cancel* moves the generation under the lock. So a completion is either in the list when it is
-//! emptied, or finds another generation: nothing of before is delivered after, and nobody has to
-//! wait for a worker.
+//! *Cancel* increments the generation under the lock. So a completion is either in the list when
+//! cancel empties it, or finds another generation. Nothing from before a cancel is delivered after
+//! it, and cancel does not wait for any worker.
 //!
-//! *No lost ring.* Every push is followed by a ring, and a ring leaves a permit. A vCPU that found
-//! the list without the push is rung after it looked. (KVM rings only for the first of a list and
-//! spares the kick while a ready is not acknowledged, but always wakes a blocked vCPU. Our ring is
-//! both, and an artificial halt also ends for a page further down the list, so that no push may
-//! go without.)
+//! *No lost kick.* Every push is followed by a kick, and a kick leaves a permit. So a vCPU that
+//! looked before the push is kicked after its look. KVM requests `APF_READY` only for the first
+//! item of a list, skips the kick while a ready is not acknowledged, and always wakes a blocked
+//! vCPU. Here one kick does both. An artificial halt also ends for a page further down the list, so
+//! every push needs its kick.
 
 use lacuna_addr::Gfn;
 use lacuna_sync::shim::{Arc, AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
@@ -27,9 +27,9 @@ struct Shared {
     list: Mutex<List>,
     /// Whether the list has anything: written under the lock, read without, as a hint.
     any: AtomicBool,
-    /// Claims that somebody holds, of whatever generation.
+    /// Completions that exist, of any generation.
     live: AtomicUsize,
-    ring: Box<dyn Fn() + Send + Sync>,
+    kick: Box<dyn Fn() + Send + Sync>,
 }
 
 struct List {
@@ -42,34 +42,34 @@ impl Shared {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn arrive(&self, claim: &Claim) {
+    fn arrive(&self, completion: &Completion) {
         let mut list = self.lock();
-        if list.generation != claim.generation {
+        if list.generation != completion.generation {
             return;
         }
-        list.pages.push_back(claim.gfn);
+        list.pages.push_back(completion.gfn);
         self.any.store(true, Ordering::Relaxed);
         drop(list);
-        (self.ring)();
+        (self.kick)();
     }
 }
 
-/// The duty to say that a page has come, or that it never will: the vCPU then tries again and sees
-/// for itself. Dropping it says so too, so that a worker that dies loses nothing. Says nothing any
-/// more once the queue has been cancelled, reset, disabled or dropped.
+/// The duty to say that a page has come, or that it never will: the vCPU then retries its access
+/// and finds out. Dropping it says so too, so a worker that dies loses nothing. It has no effect
+/// after the queue was cancelled, reset, disabled or dropped.
 #[must_use = "dropping it says that the page has come"]
-pub struct Claim {
+pub struct Completion {
     shared: Arc<Shared>,
     generation: u64,
     gfn: Gfn,
 }
 
-impl Claim {
-    /// The page has come. Takes a lock for a moment, then rings the vCPU, on the calling thread.
+impl Completion {
+    /// The page has come. Takes a lock for a moment, then kicks the vCPU, on the calling thread.
     pub fn complete(self) {}
 }
 
-impl Drop for Claim {
+impl Drop for Completion {
     fn drop(&mut self) {
         self.shared.live.fetch_sub(1, Ordering::Relaxed);
         self.shared.arrive(self);
@@ -83,8 +83,8 @@ pub(crate) struct Arrivals {
 }
 
 impl Arrivals {
-    /// A list that never grows past `capacity` claims of one generation.
-    pub fn new(capacity: usize, ring: impl Fn() + Send + Sync + 'static) -> Self {
+    /// A list that never grows past `capacity` completions of one generation.
+    pub fn new(capacity: usize, kick: impl Fn() + Send + Sync + 'static) -> Self {
         let list = List {
             generation: 0,
             pages: VecDeque::with_capacity(capacity),
@@ -93,7 +93,7 @@ impl Arrivals {
             list: Mutex::new(list),
             any: AtomicBool::new(false),
             live: AtomicUsize::new(0),
-            ring: Box::new(ring),
+            kick: Box::new(kick),
         };
         Self {
             shared: Arc::new(shared),
@@ -101,16 +101,17 @@ impl Arrivals {
         }
     }
 
-    pub fn claim(&self, gfn: Gfn) -> Claim {
+    pub fn completion(&self, gfn: Gfn) -> Completion {
         self.shared.live.fetch_add(1, Ordering::Relaxed);
-        Claim {
+        Completion {
             shared: Arc::clone(&self.shared),
             generation: self.generation,
             gfn,
         }
     }
 
-    /// Pages on their way, those included that nobody waits for any more: each has a frame.
+    /// Pages on their way. Pages that a cancel has made the queue forget count too: each has a
+    /// frame.
     pub fn live(&self) -> usize {
         self.shared.live.load(Ordering::Relaxed)
     }
@@ -134,7 +135,7 @@ impl Arrivals {
         self.any() && self.shared.lock().pages.contains(&gfn)
     }
 
-    /// All claims so far are void.
+    /// All completions made so far lose their effect.
     pub fn cancel(&mut self) {
         self.generation += 1;
         let mut list = self.shared.lock();
@@ -151,7 +152,7 @@ impl Arrivals {
     }
 }
 
-/// Nobody is rung for a vCPU that is gone.
+/// The vCPU is gone: later completions kick nothing.
 impl Drop for Arrivals {
     fn drop(&mut self) {
         self.cancel();

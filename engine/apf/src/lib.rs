@@ -1,50 +1,53 @@
-//! Asynchronous page faults of one x86 vCPU: a token's life, whatever the backend.
+//! Asynchronous page faults of one vCPU: a token's life, whatever the backend and the architecture.
 //!
 //! A page that must come from elsewhere need not stop the vCPU. The guest is told that the page is
-//! not present, with a *token*, and runs another process; when the page has come it is told that
-//! the token is *ready*, and the first process retries its access.
+//! not present, with a *token*, and runs another process. When the page has come, the guest is told
+//! that the token is *ready*, and the first process retries its access.
 //!
 //! ```text
-//! vCPU's thread                                 whoever brings the page
+//! vCPU's thread                                 the thread that brings the page
 //! not_present(gfn) ─► Wait: as if there were no asynchronous faults
 //!                  ─► Halt: the guest cannot be told now; a halt that interrupts still break
 //!                  ─► Injected: the guest knows the token
-//!                       └─ Claim ─────────────► complete(), or dropped
-//!                                                 └─► done list ─► ring
+//!                       └─ Completion ────────► complete(), or dropped
+//!                                                 └─► completion queue ─► kick the vCPU
 //! poll() ◄────────────────────────────────────────────────┘
 //!   prefault, leave the hash, tell the guest (if it was told before), end the halt
 //! ```
 //!
-//! Everything but the done list belongs to the vCPU's thread and is a plain state machine: no
-//! clock, no thread, no guest memory of its own; [`Guest`] is all it sees.
+//! A backend has one [`Queue`] a vCPU, and implements the guest traits for that vCPU: [`Guest`],
+//! and the one of its architecture, for example [`x86::Guest`]. Except for the completion queue,
+//! everything belongs to the vCPU's thread and is a plain state machine: it has no clock, no thread
+//! and no guest memory of its own.
+//!
+//! The crate has two halves. The neutral half knows tokens, the order of arrivals, forward
+//! progress, cancellation and statistics. An [`Abi`] knows one architecture's contract with its
+//! guests: the control registers, the words in guest memory, the events, and when a vCPU may take
+//! them. The neutral half asks two things of it, "may the guest be told now" and "tell it".
 //!
 //! | file | job |
 //! |---|---|
-//! | `abi` | feature bits, MSR numbers, tokens |
-//! | `control` | the three MSRs and every rule that makes a write raise #GP |
-//! | `delivery` | the two ways to tell a guest, that of 2010 and today's |
-//! | `arrivals` | the done list: the only part that other threads touch |
+//! | `abi` | the trait between the halves |
+//! | `token` | tokens: their format, and where a vCPU's next one comes from |
+//! | `arrivals` | the completion queue: the only part that other threads touch |
 //! | `recent` | forward progress: pages made ready a moment ago |
 //! | `queue` | faults in, ready pages out |
+//! | `stats` | counters |
 //! | `verify` | what must hold between two calls |
-//!
-//! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`) and, for the
-//! delivery that Linux has since dropped, the KVM Forum talk of 2010.
+//! | `x86` | the Linux guest ABI for x86: the delivery of 2010 and today's |
 #![forbid(unsafe_code)]
 
 mod abi;
 mod arrivals;
-mod control;
-mod delivery;
-mod guest;
 mod queue;
 mod recent;
 mod stats;
+mod token;
 mod verify;
+pub mod x86;
 
-pub use abi::{Features, Msr};
-pub use arrivals::Claim;
-pub use control::GeneralProtection;
-pub use guest::{CpuState, Guest, Prefault, Unwritable};
+pub use abi::{Abi, Guest, Prefault, Tell, Untold};
+pub use arrivals::Completion;
 pub use queue::{NotPresent, QUEUED_MAX, Queue};
 pub use stats::{Stats, SwapIn};
+pub use token::{Token, TokenFormat};

@@ -1,15 +1,15 @@
 //! Forward progress: pages that were made ready a moment ago.
 //!
-//! Between page-ready and the retry the page may be taken away again: the host is short of memory,
-//! and the task that waits has not run yet. Faulting asynchronously once more could go on like that
-//! for ever. So the second fault is a synchronous one: that way holds pages until the instruction
-//! has retired.
+//! Between page-ready and the retry, reclaim may take the page again: the host is short of memory,
+//! and the task that waits has not run yet. Another asynchronous fault could go the same way, and
+//! so on for ever. So the second fault is a synchronous one, which holds its pages until the
+//! instruction has retired.
 //!
-//! A vCPU that retries with success never tells, so "not retried since" cannot be known. What can
-//! be known is enough: a page is among the last few made ready here, and faults. Either it was
-//! taken before its retry, or memory is so short that a page comes and goes within a few faults.
-//! The price of taking the second for the first is one synchronous wait; with more memory the entry
-//! has long been pushed out. An entry is used up by the wait that it causes.
+//! A retry that succeeds reports nothing, so the queue cannot know whether a page was retried. It
+//! knows that a page which faults is among the last few made ready. Either reclaim took the page
+//! before its retry, or memory is so short that a page comes and goes within a few faults. To
+//! mistake the second case for the first costs one synchronous wait. With more memory, later pages
+//! have pushed the entry out. The wait that an entry causes removes it.
 
 use lacuna_addr::Gfn;
 use std::collections::VecDeque;

@@ -1,18 +1,18 @@
 //! What must hold between any two calls.
 
-use crate::abi::Token;
-use crate::{QUEUED_MAX, Queue};
+use crate::token::Token;
+use crate::{Abi, QUEUED_MAX, Queue};
 use std::collections::HashSet;
 
-impl Queue {
+impl<A: Abi> Queue<A> {
     /// Checks the queue against itself; for tests and seeded runs. Others may complete
-    /// claims meanwhile.
+    /// completions meanwhile.
     ///
     /// # Panics
     /// If anything is wrong.
     pub fn verify(&self) {
         assert!(self.queued() <= QUEUED_MAX, "bounded");
-        if self.control.enabled().is_none() {
+        if !self.abi.is_enabled() {
             assert_eq!(self.queued(), 0, "nothing is queued while disabled");
         }
         let arrived = self.arrivals.pages();

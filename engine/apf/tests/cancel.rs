@@ -3,7 +3,8 @@
 mod common;
 
 use common::{AREA, AS_INT, Answer, ENABLED, WAKE_ALL, World, answer};
-use lacuna_apf::{Msr, NotPresent};
+use lacuna_apf::NotPresent;
+use lacuna_apf::x86::Msr;
 
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
@@ -68,8 +69,8 @@ fn a_claim_of_before_says_nothing_about_the_same_page_now() {
 fn the_end_ends_the_halt_and_forgets_who_was_ready() {
     for end in ENDS {
         let mut world = World::new(INTERRUPT);
-        let (_, claim) = world.inject(5);
-        claim.complete();
+        let (_, completion) = world.inject(5);
+        completion.complete();
         world.settle();
         world.guest.state.user = false;
         assert_eq!(answer(&world.fault(6)), Answer::HaltAndStart);
@@ -99,7 +100,7 @@ fn reset_zeroes_the_registers_and_keeps_features_tokens_and_statistics() {
 #[test]
 fn a_cancel_alone_owes_the_guest_a_wake_all() {
     let mut world = World::new(INTERRUPT);
-    let (_, claim) = world.inject(5);
+    let (_, completion) = world.inject(5);
     world.guest.state.user = false;
     let NotPresent::Halt(Some(other)) = world.fault(6) else {
         panic!("CPL 0 halts");
@@ -107,7 +108,7 @@ fn a_cancel_alone_owes_the_guest_a_wake_all() {
     world.queue.cancel();
     world.queue.verify();
     assert!(!world.queue.halted());
-    claim.complete();
+    completion.complete();
     other.complete();
     assert_eq!(world.settle(), [WAKE_ALL]);
     world.queue.reset();

@@ -3,15 +3,15 @@
 mod common;
 
 use common::{AS_INT, Answer, ENABLED, Event, Memory, SEND_ALWAYS, World, answer};
-use lacuna_apf::{Claim, NotPresent, QUEUED_MAX};
+use lacuna_apf::{Completion, NotPresent, QUEUED_MAX};
 
 /// The two deliveries; page-not-present is the same in both.
 const BOTH: [u64; 2] = [ENABLED, ENABLED | AS_INT];
 
-fn claim_of(answer: NotPresent) -> Claim {
+fn claim_of(answer: NotPresent) -> Completion {
     match answer {
-        NotPresent::Injected(claim) | NotPresent::Halt(Some(claim)) => claim,
-        NotPresent::Wait | NotPresent::Halt(None) => panic!("there is a claim"),
+        NotPresent::Injected(completion) | NotPresent::Halt(Some(completion)) => completion,
+        NotPresent::Wait | NotPresent::Halt(None) => panic!("there is a completion"),
     }
 }
 
@@ -69,7 +69,7 @@ fn a_vcpu_that_can_take_no_event_waits() {
 
 #[test]
 fn a_disabled_guest_waits_and_never_halts() {
-    let mut world = World::disabled(lacuna_apf::Features::all());
+    let mut world = World::disabled(lacuna_apf::x86::Features::all());
     for user in [true, false] {
         world.guest.state.user = user;
         assert_eq!(answer(&world.fault(5)), Answer::Wait);
@@ -102,9 +102,9 @@ fn an_area_that_cannot_be_written_halts() {
         for memory in [Memory::ReadOnly, Memory::Absent] {
             let mut world = World::new(en);
             world.guest.memory = memory;
-            let claim = claim_of(world.fault(5));
+            let completion = claim_of(world.fault(5));
             assert!(world.queue.halted() && world.guest.told().is_empty());
-            claim.complete();
+            completion.complete();
             world.poll();
             assert!(!world.queue.halted(), "it gets its page all the same");
         }
@@ -114,12 +114,12 @@ fn an_area_that_cannot_be_written_halts() {
 #[test]
 fn a_page_in_flight_halts_and_starts_nothing() {
     let mut world = World::new(ENABLED | AS_INT);
-    let (token, claim) = world.inject(5);
+    let (token, completion) = world.inject(5);
     assert_eq!(answer(&world.fault(5)), Answer::HaltOnly);
     assert!(world.queue.halted());
     assert_eq!(world.queue.stats().repeated, 1);
     let (_, _other) = world.inject(6);
-    claim.complete();
+    completion.complete();
     assert_eq!(world.settle(), [token]);
     assert!(!world.queue.halted());
 }
@@ -128,12 +128,12 @@ fn a_page_in_flight_halts_and_starts_nothing() {
 fn an_interrupt_breaks_the_halt_and_the_retry_halts_again() {
     let mut world = World::new(ENABLED);
     world.guest.state.user = false;
-    let claim = claim_of(world.fault(5));
+    let completion = claim_of(world.fault(5));
     world.queue.break_halt();
     assert!(!world.queue.halted());
     assert_eq!(answer(&world.fault(5)), Answer::HaltOnly);
     assert!(world.queue.halted());
-    claim.complete();
+    completion.complete();
     assert_eq!(world.poll(), 1);
     assert!(!world.queue.halted());
 }
@@ -142,7 +142,7 @@ fn an_interrupt_breaks_the_halt_and_the_retry_halts_again() {
 fn a_full_queue_waits() {
     for en in BOTH {
         let mut world = World::new(en);
-        let mut claims: Vec<_> = (0..QUEUED_MAX as u64).map(|n| world.inject(n).1).collect();
+        let mut completions: Vec<_> = (0..QUEUED_MAX as u64).map(|n| world.inject(n).1).collect();
         assert_eq!(answer(&world.fault(100)), Answer::Wait);
         assert!(!world.queue.halted());
         assert_eq!(world.queue.stats().waited_full, 1);
@@ -151,7 +151,7 @@ fn a_full_queue_waits() {
             Answer::HaltOnly,
             "in flight comes first"
         );
-        claims.pop().unwrap().complete();
+        completions.pop().unwrap().complete();
         assert_eq!(world.settle().len(), 1);
         assert_eq!(answer(&world.fault(100)), Answer::Injected);
     }
@@ -161,25 +161,25 @@ fn a_full_queue_waits() {
 fn a_wake_all_takes_a_place_in_the_queue() {
     let mut world = World::new(ENABLED | AS_INT);
     let full = QUEUED_MAX as u64;
-    let mut claims: Vec<_> = (1..full).map(|number| world.inject(number).1).collect();
+    let mut completions: Vec<_> = (1..full).map(|number| world.inject(number).1).collect();
     world.enable(ENABLED | AS_INT);
     assert_eq!(answer(&world.fault(100)), Answer::Wait);
     assert_eq!(world.settle(), [common::WAKE_ALL]);
-    claims.push(world.inject(100).1);
+    completions.push(world.inject(100).1);
     world.enable(ENABLED | AS_INT);
     assert!(
         !world.queue.has_arrivals(),
         "no place, and nothing was forgotten"
     );
-    drop(claims);
+    drop(completions);
     assert_eq!(world.settle().len(), QUEUED_MAX);
 }
 
 #[test]
 fn a_page_that_was_taken_away_before_the_retry_is_waited_for_once() {
     let mut world = World::new(ENABLED | AS_INT);
-    let (token, claim) = world.inject(5);
-    claim.complete();
+    let (token, completion) = world.inject(5);
+    completion.complete();
     assert_eq!(world.settle(), [token]);
     assert_eq!(answer(&world.fault(5)), Answer::Wait);
     assert_eq!(world.queue.stats().waited_recent, 1);
@@ -191,8 +191,8 @@ fn a_page_is_recent_until_sixty_four_others_have_come() {
     for (others, expected) in [(63, Answer::Wait), (64, Answer::Injected)] {
         let mut world = World::new(ENABLED | AS_INT);
         for number in 0..=others {
-            let (_, claim) = world.inject(number);
-            claim.complete();
+            let (_, completion) = world.inject(number);
+            completion.complete();
             world.settle();
         }
         assert_eq!(answer(&world.fault(0)), expected, "after {others}");
@@ -204,8 +204,8 @@ fn a_page_is_recent_until_sixty_four_others_have_come() {
 #[test]
 fn a_page_that_has_come_but_cannot_be_dequeued_is_waited_for() {
     let mut world = World::new(ENABLED | AS_INT);
-    let (_, claim) = world.inject(5);
-    claim.complete();
+    let (_, completion) = world.inject(5);
+    completion.complete();
     world.guest.words[1] = 0x5003;
     assert_eq!(world.poll(), 0);
     assert_eq!(answer(&world.fault(5)), Answer::Wait);

@@ -10,23 +10,24 @@
 mod common;
 
 use common::{AS_INT, ENABLED, Event, WAKE_ALL, World};
-use lacuna_apf::{Claim, Features, NotPresent};
+use lacuna_apf::x86::Features;
+use lacuna_apf::{Completion, NotPresent};
 use loom::sync::{Arc, Notify};
 use loom::thread;
 use std::panic;
 
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
-fn complete(claim: Claim) -> thread::JoinHandle<()> {
-    thread::spawn(move || claim.complete())
+fn complete(completion: Completion) -> thread::JoinHandle<()> {
+    thread::spawn(move || completion.complete())
 }
 
 #[test]
 fn a_completion_against_cancel_is_delivered_before_or_never() {
     loom::model(|| {
         let mut world = World::new(INTERRUPT);
-        let (token, claim) = world.inject(5);
-        let worker = complete(claim);
+        let (token, completion) = world.inject(5);
+        let worker = complete(completion);
         let before = world.settle();
         assert!(before.is_empty() || before == [token]);
         world.queue.cancel();
@@ -76,18 +77,18 @@ struct Sleeper {
 impl Sleeper {
     fn new() -> Self {
         let bell = Arc::new(Notify::new());
-        let ring = {
+        let kick = {
             let bell = Arc::clone(&bell);
             move || bell.notify()
         };
-        let mut world = World::with_ring(Features::all(), ring);
+        let mut world = World::with_kick(Features::all(), kick);
         world.enable(INTERRUPT);
         assert_eq!(world.settle(), [WAKE_ALL]);
         world.guest.told();
         Self { world, bell }
     }
 
-    /// Sleeps without a look at anything but [`lacuna_apf::Queue::has_arrivals`]. A lost ring is a
+    /// Sleeps without a look at anything but [`lacuna_apf::Queue::has_arrivals`]. A lost kick is a
     /// deadlock, which loom reports.
     fn wait_for(&mut self, count: usize) -> Vec<u32> {
         let mut ready = Vec::new();
@@ -107,10 +108,10 @@ impl Sleeper {
 fn a_claim_dropped_by_a_dying_worker_wakes_the_sleeper() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
-        let (token, claim) = vcpu.world.inject(5);
+        let (token, completion) = vcpu.world.inject(5);
         let worker = thread::spawn(move || {
             let died = panic::catch_unwind(panic::AssertUnwindSafe(move || {
-                let _claim = claim;
+                let _claim = completion;
                 panic::resume_unwind(Box::new("the worker dies"));
             }));
             assert!(died.is_err());
@@ -121,7 +122,7 @@ fn a_claim_dropped_by_a_dying_worker_wakes_the_sleeper() {
 }
 
 #[test]
-fn two_completers_and_no_lost_ring() {
+fn two_completers_and_no_lost_kick() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
         let (one, first) = vcpu.world.inject(5);
@@ -140,7 +141,7 @@ fn two_completers_and_no_lost_ring() {
 /// The guest reads no token, so that nothing can be dequeued; the vCPU has stopped for the page
 /// that may come second.
 #[test]
-fn a_halted_vcpu_is_rung_for_its_page_behind_another() {
+fn a_halted_vcpu_is_kicked_for_its_page_behind_another() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
         let (_, other) = vcpu.world.inject(6);

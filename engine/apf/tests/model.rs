@@ -9,9 +9,11 @@
 mod common;
 
 use common::{
-    AREA, AS_INT, Answer, ENABLED, Event, NOW, SEND_ALWAYS, VECTOR, WAKE_ALL, World, answer, gfn,
+    AREA, AS_INT, Answer, CpuState, ENABLED, Event, NOW, SEND_ALWAYS, VECTOR, WAKE_ALL, World,
+    answer, gfn,
 };
-use lacuna_apf::{Claim, CpuState, Features, Msr, NotPresent, QUEUED_MAX};
+use lacuna_apf::x86::{Features, Msr};
+use lacuna_apf::{Completion, NotPresent, QUEUED_MAX};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -20,7 +22,7 @@ enum Op {
     Fault(u64),
     /// Many, to fill the queue.
     Storm(u64),
-    /// One of the claims is completed; `Drop` loses it.
+    /// One of the completions is completed; `Drop` loses it.
     Complete(prop::sample::Index),
     Poll,
     /// The guest reads what it was told. (The #PF handler runs at once: an exception is not
@@ -162,10 +164,10 @@ impl Model {
     }
 }
 
-/// A claim and whether it still counts.
+/// A completion and whether it still counts.
 struct Work {
     page: u64,
-    claim: Claim,
+    completion: Completion,
     void: bool,
 }
 
@@ -226,9 +228,13 @@ impl Run {
             .fault(page, guest.state, guest.words[0] != 0, self.work.len());
         let given = self.world.fault(page);
         assert_eq!(answer(&given), expected, "page {page}");
-        if let NotPresent::Injected(claim) | NotPresent::Halt(Some(claim)) = given {
+        if let NotPresent::Injected(completion) | NotPresent::Halt(Some(completion)) = given {
             let void = false;
-            self.work.push(Work { page, claim, void });
+            self.work.push(Work {
+                page,
+                completion,
+                void,
+            });
         }
         if expected == Answer::Injected {
             let (reason, token) = self.world.guest.take_page_fault().unwrap();
@@ -241,9 +247,9 @@ impl Run {
     fn complete(&mut self, at: usize) {
         let work = self.work.swap_remove(at);
         if at.is_multiple_of(2) {
-            work.claim.complete();
+            work.completion.complete();
         } else {
-            drop(work.claim);
+            drop(work.completion);
         }
         if !work.void {
             self.model.done.push_back(work.page);

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{AREA, AS_INT, Answer, ENABLED, Event, Memory, SEND_ALWAYS, WAKE_ALL, World, answer};
-use lacuna_apf::{Features, Msr};
+use lacuna_apf::x86::{Features, Msr};
 
 #[test]
 fn a_write_of_en_raises_gp_when_it_asks_for_what_is_not_there() {
@@ -65,7 +65,7 @@ fn the_area_must_be_memory_when_it_is_enabled() {
 #[test]
 fn a_write_that_raises_gp_changes_nothing() {
     let mut world = World::new(ENABLED | AS_INT);
-    let (token, claim) = world.inject(5);
+    let (token, completion) = world.inject(5);
     assert!(!world.write(Msr::Enable, AREA | ENABLED | 1 << 4));
     assert!(!world.write(Msr::Enable, 0x9_0000 | ENABLED));
     assert!(!world.write(Msr::Vector, 0x100));
@@ -73,7 +73,7 @@ fn a_write_that_raises_gp_changes_nothing() {
         world.queue.read_msr(Msr::Enable),
         Some(AREA | ENABLED | AS_INT)
     );
-    claim.complete();
+    completion.complete();
     assert_eq!(world.settle(), [token]);
 }
 
@@ -149,8 +149,8 @@ fn enabling_queues_a_wake_all() {
 #[test]
 fn no_wake_all_is_queued_behind_arrivals() {
     let mut world = World::new(ENABLED | AS_INT);
-    let (token, claim) = world.inject(5);
-    claim.complete();
+    let (token, completion) = world.inject(5);
+    completion.complete();
     world.enable(ENABLED | AS_INT);
     assert_eq!(world.settle(), [token]);
     world.enable(ENABLED | AS_INT);
@@ -161,10 +161,10 @@ fn no_wake_all_is_queued_behind_arrivals() {
 #[test]
 fn an_area_that_moves_is_used_from_then_on() {
     let mut world = World::new(ENABLED | AS_INT);
-    let (token, claim) = world.inject(5);
+    let (token, completion) = world.inject(5);
     world.guest.area = 0x8_0000;
     assert!(world.write(Msr::Enable, 0x8_0000 | ENABLED | AS_INT));
-    claim.complete();
+    completion.complete();
     assert_eq!(world.settle(), [WAKE_ALL, token]);
 }
 
@@ -186,8 +186,8 @@ fn an_acknowledgement_dequeues_at_once() {
 #[test]
 fn the_original_delivery_knows_no_acknowledgement() {
     let mut world = World::new(ENABLED);
-    let (token, claim) = world.inject(5);
-    claim.complete();
+    let (token, completion) = world.inject(5);
+    completion.complete();
     world.guest.told();
     assert!(world.write(Msr::Acknowledge, 1));
     assert_eq!(world.guest.told(), [], "no #PF within WRMSR");

@@ -4,7 +4,8 @@ mod common;
 
 use common::{AS_INT, ENABLED, Event, Memory, VECTOR, World, gfn};
 use lacuna_addr::Access;
-use lacuna_apf::{Features, NotPresent, Prefault};
+use lacuna_apf::x86::Features;
+use lacuna_apf::{NotPresent, Prefault};
 use lacuna_sync::Nanos;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,13 +14,13 @@ use std::{panic, thread};
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
 /// A halted fault: the guest knows no token for it.
-fn halt(world: &mut World, number: u64) -> lacuna_apf::Claim {
+fn halt(world: &mut World, number: u64) -> lacuna_apf::Completion {
     world.guest.state.user = false;
-    let NotPresent::Halt(Some(claim)) = world.fault(number) else {
+    let NotPresent::Halt(Some(completion)) = world.fault(number) else {
         panic!("CPL 0 halts");
     };
     world.guest.state.user = true;
-    claim
+    completion
 }
 
 #[test]
@@ -31,10 +32,10 @@ fn ready_maps_the_page_then_tells_then_resumes() {
         let mut world = World::new(en);
         world.inject(4).1.complete();
         world.settle();
-        let (token, claim) = world.inject(5);
+        let (token, completion) = world.inject(5);
         assert_eq!(token, 0x2003, "the second token of vCPU 3");
         world.guest.told();
-        claim.complete();
+        completion.complete();
         assert!(world.queue.has_arrivals());
         assert_eq!(world.poll(), 1);
         let mapped = Event::Prefault(gfn(5), Access::Write);
@@ -102,8 +103,8 @@ fn ready_waits_until_the_guest_can_be_told() {
     ];
     for (case, (en, hinder, clear)) in obstacles.into_iter().enumerate() {
         let mut world = World::new(en);
-        let (token, claim) = world.inject(5);
-        claim.complete();
+        let (token, completion) = world.inject(5);
+        completion.complete();
         hinder(&mut world.guest);
         assert_eq!(world.poll(), 0, "case {case}");
         assert!(world.guest.told().is_empty() && world.queue.has_arrivals());
@@ -117,16 +118,16 @@ fn ready_waits_until_the_guest_can_be_told() {
 #[test]
 fn interrupts_wait_in_the_lapic_not_here() {
     let mut world = World::new(INTERRUPT);
-    let (_, claim) = world.inject(5);
-    claim.complete();
+    let (_, completion) = world.inject(5);
+    completion.complete();
     world.guest.state.interruptible = false;
     world.guest.state.user = false;
     world.guest.words[0] = 1;
     assert_eq!(world.poll(), 1);
 
     let mut world = World::new(ENABLED);
-    let (_, claim) = world.inject(5);
-    claim.complete();
+    let (_, completion) = world.inject(5);
+    completion.complete();
     world.guest.state.user = false;
     world.guest.state.lapic = false;
     world.guest.words[1] = 9;
@@ -137,10 +138,10 @@ fn interrupts_wait_in_the_lapic_not_here() {
 fn a_guest_that_was_not_told_of_a_page_is_not_told_that_it_is_ready() {
     for en in [ENABLED, INTERRUPT] {
         let mut world = World::new(en);
-        let claim = halt(&mut world, 5);
+        let completion = halt(&mut world, 5);
         let (token, other) = world.inject(6);
         world.guest.told();
-        claim.complete();
+        completion.complete();
         other.complete();
         assert_eq!(world.poll(), 2, "silent ones do not take turns");
         let told = world.guest.told();
@@ -166,23 +167,23 @@ fn a_guest_that_was_not_told_of_a_page_is_not_told_that_it_is_ready() {
 fn any_arrival_ends_the_halt() {
     let mut world = World::new(INTERRUPT);
     let (_, other) = world.inject(6);
-    let claim = halt(&mut world, 5);
+    let completion = halt(&mut world, 5);
     other.complete();
     assert_eq!(world.poll(), 1);
     assert!(!world.queue.halted());
-    drop(claim);
+    drop(completion);
 }
 
 #[test]
 fn the_page_ends_its_halt_though_the_guest_reads_nothing() {
     let mut world = World::new(INTERRUPT);
     let (token, other) = world.inject(6);
-    let claim = halt(&mut world, 5);
+    let completion = halt(&mut world, 5);
     world.guest.words[1] = 9;
     other.complete();
     assert_eq!(world.poll(), 0);
     assert!(world.queue.halted(), "another page's arrival does not help");
-    claim.complete();
+    completion.complete();
     assert_eq!(world.poll(), 0);
     assert!(!world.queue.halted());
     world.guest.words[1] = 0;
@@ -193,10 +194,10 @@ fn the_page_ends_its_halt_though_the_guest_reads_nothing() {
 fn a_ready_that_cannot_be_written_still_makes_the_vcpu_run() {
     for en in [ENABLED, INTERRUPT] {
         let mut world = World::new(en);
-        let (_, claim) = world.inject(5);
+        let (_, completion) = world.inject(5);
         world.guest.told();
         world.guest.memory = Memory::ReadOnly;
-        claim.complete();
+        completion.complete();
         assert_eq!(world.poll(), 1);
         let mapped = Event::Prefault(gfn(5), Access::Write);
         assert_eq!(world.guest.told(), [mapped, Event::Resume]);
@@ -207,17 +208,17 @@ fn a_ready_that_cannot_be_written_still_makes_the_vcpu_run() {
 #[test]
 fn a_dropped_claim_is_a_completion() {
     let mut world = World::new(INTERRUPT);
-    let (token, claim) = world.inject(5);
-    drop(claim);
+    let (token, completion) = world.inject(5);
+    drop(completion);
     assert_eq!(world.settle(), [token]);
 }
 
 #[test]
 fn a_worker_that_dies_loses_nothing() {
     let mut world = World::new(INTERRUPT);
-    let (token, claim) = world.inject(5);
+    let (token, completion) = world.inject(5);
     let worker = thread::spawn(move || {
-        let _claim = claim;
+        let _claim = completion;
         panic::resume_unwind(Box::new("the worker dies"));
     });
     assert!(worker.join().is_err());
@@ -226,12 +227,12 @@ fn a_worker_that_dies_loses_nothing() {
 
 #[test]
 fn every_completion_rings_unless_it_is_void() {
-    let rings = Arc::new(AtomicU32::new(0));
-    let ring = {
-        let rings = Arc::clone(&rings);
-        move || _ = rings.fetch_add(1, Ordering::Relaxed)
+    let kicks = Arc::new(AtomicU32::new(0));
+    let kick = {
+        let kicks = Arc::clone(&kicks);
+        move || _ = kicks.fetch_add(1, Ordering::Relaxed)
     };
-    let mut world = World::with_ring(Features::all(), ring);
+    let mut world = World::with_kick(Features::all(), kick);
     world.enable(INTERRUPT);
     world.settle();
     let (_, one) = world.inject(5);
@@ -239,14 +240,14 @@ fn every_completion_rings_unless_it_is_void() {
     let (_, three) = world.inject(7);
     one.complete();
     two.complete();
-    assert_eq!(rings.load(Ordering::Relaxed), 2);
+    assert_eq!(kicks.load(Ordering::Relaxed), 2);
     world.queue.cancel();
     three.complete();
     world.settle();
     let (_, four) = world.inject(8);
     drop(world);
     four.complete();
-    assert_eq!(rings.load(Ordering::Relaxed), 2);
+    assert_eq!(kicks.load(Ordering::Relaxed), 2);
 }
 
 #[test]
@@ -259,10 +260,10 @@ fn swap_in_is_timed_and_prefaults_are_counted() {
     ] {
         world.guest.prefault = prefault;
         let begun = Nanos(number * 10_000);
-        let NotPresent::Injected(claim) = world.fault_at(number, begun) else {
+        let NotPresent::Injected(completion) = world.fault_at(number, begun) else {
             panic!("the guest is told");
         };
-        claim.complete();
+        completion.complete();
         world.guest.take_page_fault();
         assert_eq!(world.poll_at(begun.after(took)), 1);
         world.guest.take_interrupt();

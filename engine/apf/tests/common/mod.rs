@@ -2,7 +2,8 @@
 #![allow(dead_code, reason = "every test file uses its part")]
 
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_apf::{Claim, CpuState, Features, Guest, Msr, NotPresent, Prefault, Queue, Unwritable};
+use lacuna_apf::x86::{self, Control, Features, Msr, Queue, Unwritable};
+use lacuna_apf::{Completion, Guest, NotPresent, Prefault};
 use lacuna_sync::Nanos;
 
 pub const AREA: u64 = 0x7_0040;
@@ -29,6 +30,15 @@ pub enum Event {
     Interrupt(u8),
     Prefault(Gfn, Access),
     Resume,
+}
+
+/// The processor as the guest's queue sees it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CpuState {
+    pub user: bool,
+    pub paging: bool,
+    pub interruptible: bool,
+    pub lapic: bool,
 }
 
 pub struct Mock {
@@ -94,8 +104,33 @@ impl Mock {
 }
 
 impl Guest for Mock {
-    fn state(&self) -> CpuState {
-        self.state
+    fn is_interruptible(&self) -> bool {
+        self.state.interruptible
+    }
+
+    fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
+        self.events.push(Event::Prefault(gfn, access));
+        self.prefault
+    }
+
+    fn resume(&mut self) {
+        self.events.push(Event::Resume);
+    }
+}
+
+impl x86::Guest for Mock {
+    fn state(&self) -> x86::CpuState {
+        let CpuState {
+            user,
+            paging,
+            lapic,
+            ..
+        } = self.state;
+        x86::CpuState {
+            user,
+            paging,
+            lapic,
+        }
     }
 
     fn read_u32(&mut self, at: Gpa) -> Option<u32> {
@@ -125,15 +160,6 @@ impl Guest for Mock {
     fn interrupt(&mut self, vector: u8) {
         self.events.push(Event::Interrupt(vector));
     }
-
-    fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
-        self.events.push(Event::Prefault(gfn, access));
-        self.prefault
-    }
-
-    fn resume(&mut self) {
-        self.events.push(Event::Resume);
-    }
 }
 
 pub fn gfn(number: u64) -> Gfn {
@@ -158,12 +184,12 @@ impl World {
     }
 
     pub fn disabled(features: Features) -> Self {
-        Self::with_ring(features, || {})
+        Self::with_kick(features, || {})
     }
 
-    pub fn with_ring(features: Features, ring: impl Fn() + Send + Sync + 'static) -> Self {
+    pub fn with_kick(features: Features, kick: impl Fn() + Send + Sync + 'static) -> Self {
         Self {
-            queue: Queue::new(3, features, ring),
+            queue: Queue::new(3, Control::new(features), kick),
             guest: Mock::new(),
         }
     }
@@ -193,14 +219,14 @@ impl World {
         answer
     }
 
-    /// A fault of which the guest is told: its token, read, and the claim.
-    pub fn inject(&mut self, number: u64) -> (u32, Claim) {
-        let NotPresent::Injected(claim) = self.fault(number) else {
+    /// A fault of which the guest is told: its token, read, and the completion.
+    pub fn inject(&mut self, number: u64) -> (u32, Completion) {
+        let NotPresent::Injected(completion) = self.fault(number) else {
             panic!("the guest is told");
         };
         let (reason, token) = self.guest.take_page_fault().unwrap();
         assert_eq!(reason, 1);
-        (token, claim)
+        (token, completion)
     }
 
     pub fn poll(&mut self) -> usize {

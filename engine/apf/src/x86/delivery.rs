@@ -1,4 +1,4 @@
-//! How a guest is told. The only place that knows that there are two ways.
+//! How a guest is told. Only this file knows that there are two ways.
 //!
 //! | | [`Delivery::Exceptions`] (2010) | [`Delivery::Interrupt`] (today) |
 //! |---|---|---|
@@ -9,19 +9,26 @@
 //! | ready was read | the guest zeroes word 0 | the guest zeroes word 1, writes ACK |
 //!
 //! The words are at offsets 0 and 4 of the guest's 64-byte area. Linux since 5.9 takes bit 0 alone
-//! as "off"; we still offer what it meant, for guests of that time and for comparison.
+//! as "off". What it meant then is still offered here, for guests of that time and for comparison.
 //!
-//! A word that the guest has not zeroed is an event that it has not read. It is never overwritten:
-//! one page-ready is in flight at a time, and a page-not-present that finds its word in use is not
-//! told.
+//! A word that the guest has not zeroed is an event that the guest has not read. The host never
+//! overwrites it. So one page-ready is in flight at a time, and the guest is not told of a
+//! page-not-present that finds its word in use.
 
-use crate::abi::Token;
-use crate::{CpuState, Guest, Unwritable};
+use super::{CpuState, Guest, Unwritable};
+use crate::abi::Untold;
+use crate::token::Token;
 use lacuna_addr::Gpa;
+
+impl From<Unwritable> for Untold {
+    fn from(_: Unwritable) -> Self {
+        Self
+    }
+}
 
 /// How page-ready comes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Delivery {
+pub(super) enum Delivery {
     /// As a #PF: the original delivery.
     Exceptions,
     /// As an interrupt.
@@ -30,7 +37,7 @@ pub(crate) enum Delivery {
 
 /// What the guest has asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Enabled {
+pub(super) struct Enabled {
     /// 64 bytes, aligned to 64.
     pub area: Gpa,
     pub delivery: Delivery,
@@ -47,33 +54,29 @@ impl Enabled {
         guest.read_u32(self.reason()).is_some()
     }
 
-    /// Tells that a page is not present; the caller knows that the vCPU is interruptible. Gives the
-    /// token back if the guest was told.
-    pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Option<Token> {
+    /// Tells that a page is not present; the caller knows that the vCPU is interruptible.
+    pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
         let CpuState { user, paging, .. } = guest.state();
         if !paging || !(user || self.send_always) || guest.read_u32(self.reason()) != Some(0) {
-            return None;
+            return Err(Untold);
         }
-        guest.write_u32(self.reason(), NOT_PRESENT).ok()?;
+        guest.write_u32(self.reason(), NOT_PRESENT)?;
         guest.inject_page_fault(token.address());
-        Some(token)
+        Ok(())
     }
 
     /// Whether the guest can be told of a ready page now.
     pub fn takes_ready(self, guest: &mut impl Guest) -> bool {
-        let CpuState {
-            interruptible,
-            lapic,
-            ..
-        } = guest.state();
         match self.delivery {
-            Delivery::Exceptions => interruptible && guest.read_u32(self.reason()) == Some(0),
-            Delivery::Interrupt => lapic && guest.read_u32(self.token()) == Some(0),
+            Delivery::Exceptions => {
+                guest.is_interruptible() && guest.read_u32(self.reason()) == Some(0)
+            }
+            Delivery::Interrupt => guest.state().lapic && guest.read_u32(self.token()) == Some(0),
         }
     }
 
     /// Tells that the page of `token` is ready; the caller has asked [`Enabled::takes_ready`].
-    pub fn ready(self, token: Token, vector: u8, guest: &mut impl Guest) -> Result<(), Unwritable> {
+    pub fn ready(self, token: Token, vector: u8, guest: &mut impl Guest) -> Result<(), Untold> {
         match self.delivery {
             Delivery::Exceptions => {
                 guest.write_u32(self.reason(), READY)?;
@@ -92,7 +95,7 @@ impl Enabled {
         self.area
     }
 
-    /// Word 1. The area is aligned, so that this is no overflow.
+    /// Word 1. The area is aligned, so the sum does not overflow.
     const fn token(self) -> Gpa {
         Gpa::truncate(self.area.get() + 4)
     }

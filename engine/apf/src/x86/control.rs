@@ -1,43 +1,32 @@
 //! The three MSRs (`msr.rst`): what a guest may write, what it reads back.
 //!
-//! One rule of KVM is missing, "no local APIC in the kernel": every vCPU of ours has one.
+//! One rule of KVM is missing, "no local APIC in the kernel": every vCPU here has one.
 
-use crate::Guest;
-use crate::abi::{Features, Msr};
-use crate::delivery::{Delivery, Enabled};
+use super::delivery::{Delivery, Enabled};
+use super::{Features, Guest, Msr};
+use crate::abi::{Abi, Request, Tell, Untold};
+use crate::token::{Token, TokenFormat};
 use lacuna_addr::Gpa;
 
 /// The access raises #GP(0), and has changed nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GeneralProtection;
 
-/// What a write asks of the queue.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Request {
-    /// Asynchronous page faults are on, perhaps again or elsewhere.
-    Enabled,
-    /// They are off.
-    Disabled,
-    /// Nothing.
-    None,
-    /// The guest has read a token.
-    Acknowledged,
-}
-
 bitflags::bitflags! {
     /// Bits 5:0 of EN.
     struct Flags: u64 {
         const ENABLED = 1 << 0;
         const SEND_ALWAYS = 1 << 1;
-        /// For a nested hypervisor; we have none, so that it is accepted and means nothing.
+        /// For a nested hypervisor. There is none, so the bit is accepted and means nothing.
         const DELIVERY_AS_PF_VMEXIT = 1 << 2;
         const DELIVERY_AS_INT = 1 << 3;
         const RESERVED = 3 << 4;
     }
 }
 
-/// The registers of one vCPU.
-pub(crate) struct Control {
+/// The registers of one vCPU: x86's [`Abi`].
+#[derive(Debug)]
+pub struct Control {
     features: Features,
     enable: u64,
     vector: u8,
@@ -45,6 +34,7 @@ pub(crate) struct Control {
 }
 
 impl Control {
+    /// As at power-on, all zero, on a vCPU whose CPUID offers `features`.
     pub const fn new(features: Features) -> Self {
         Self {
             features,
@@ -54,22 +44,8 @@ impl Control {
         }
     }
 
-    /// As at power-on: all zero.
-    pub fn reset(&mut self) {
-        *self = Self::new(self.features);
-    }
-
-    /// What the guest wants delivered, and how; `None` while it wants nothing.
-    pub const fn enabled(&self) -> Option<Enabled> {
-        self.enabled
-    }
-
-    pub const fn vector(&self) -> u8 {
-        self.vector
-    }
-
     /// RDMSR. `None` raises #GP(0).
-    pub fn read(&self, msr: Msr) -> Option<u64> {
+    pub(super) fn read(&self, msr: Msr) -> Option<u64> {
         self.has(msr).then(|| match msr {
             Msr::Enable => self.enable,
             Msr::Vector => u64::from(self.vector),
@@ -78,7 +54,7 @@ impl Control {
     }
 
     /// WRMSR.
-    pub fn write(
+    pub(super) fn write(
         &mut self,
         msr: Msr,
         value: u64,
@@ -101,7 +77,7 @@ impl Control {
                 Ok(Request::None)
             }
             Msr::Acknowledge => Ok(match self.enabled {
-                // A page-ready that came as a #PF is not acknowledged, only read.
+                // A page-ready that came as a #PF is read, and not acknowledged.
                 Some(enabled) if enabled.delivery == Delivery::Interrupt && value & 1 != 0 => {
                     Request::Acknowledged
                 }
@@ -117,8 +93,8 @@ impl Control {
         })
     }
 
-    /// A value for EN. The area is only looked at when it is going to be used; it must be memory
-    /// *now*, as in KVM, and may be anything later.
+    /// A value for EN. The area is checked only when it is going to be used. As in KVM, it must be
+    /// memory *now*, and may be anything later.
     fn decode(
         &self,
         value: u64,
@@ -148,5 +124,36 @@ impl Control {
             return Err(GeneralProtection);
         }
         Ok(Some(enabled))
+    }
+}
+
+impl Abi for Control {
+    /// As in KVM.
+    const TOKENS: TokenFormat = TokenFormat {
+        vcpu_bits: 12,
+        id_bits: 20,
+    };
+
+    fn is_enabled(&self) -> bool {
+        self.enabled.is_some()
+    }
+
+    fn reset(&mut self) {
+        *self = Self::new(self.features);
+    }
+}
+
+impl<G: Guest> Tell<G> for Control {
+    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
+        self.enabled.ok_or(Untold)?.not_present(token, guest)
+    }
+
+    fn takes_ready(&mut self, guest: &mut G) -> bool {
+        self.enabled
+            .is_some_and(|enabled| enabled.takes_ready(guest))
+    }
+
+    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
+        self.enabled.ok_or(Untold)?.ready(token, self.vector, guest)
     }
 }

@@ -1,0 +1,118 @@
+//! What connects a page-ready with its page-not-present.
+
+/// A name for one fault, unique among those in flight in a VM. It is never 0, which means "none" in
+/// the words that guest and host share.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub struct Token(u32);
+
+impl Token {
+    /// Page-ready for every task that sleeps on this vCPU.
+    pub const WAKE_ALL: Self = Self(u32::MAX);
+
+    /// The number that the guest sees.
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+
+    /// The number as an address register brings it, such as CR2.
+    pub const fn address(self) -> u64 {
+        self.0 as u64
+    }
+}
+
+/// How an architecture's tokens are made: a counter above the number of the vCPU. A guest keeps the
+/// sleepers of all vCPUs in one table, so two vCPUs must not give out the same token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TokenFormat {
+    /// Low bits that hold the vCPU.
+    pub vcpu_bits: u32,
+    /// Bits of the counter above them; the counter wraps around.
+    pub id_bits: u32,
+}
+
+/// Where a vCPU's tokens come from.
+pub(crate) struct Tokens {
+    format: TokenFormat,
+    vcpu: u32,
+    id: u32,
+}
+
+impl Tokens {
+    /// # Panics
+    /// If `vcpu` does not fit in the token.
+    pub fn new(format: TokenFormat, vcpu: u32) -> Self {
+        let TokenFormat { vcpu_bits, id_bits } = format;
+        assert!(vcpu_bits + id_bits <= u32::BITS && id_bits > 0 && vcpu_bits < u32::BITS);
+        assert!(
+            vcpu < 1 << vcpu_bits,
+            "a token has {vcpu_bits} bits for the vCPU"
+        );
+        Self {
+            format,
+            vcpu,
+            id: 0,
+        }
+    }
+
+    /// The next one: never 0 and never the wake-all.
+    pub fn next(&mut self) -> Token {
+        let TokenFormat { vcpu_bits, id_bits } = self.format;
+        loop {
+            self.id = (self.id + 1) & (u32::MAX >> (u32::BITS - id_bits));
+            let token = Token(self.id << vcpu_bits | self.vcpu);
+            if self.id != 0 && token != Token::WAKE_ALL {
+                return token;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FORMAT: TokenFormat = TokenFormat {
+        vcpu_bits: 12,
+        id_bits: 20,
+    };
+
+    /// The counter wraps twice, for the first vCPU and for the one whose bits are all ones.
+    #[test]
+    fn a_token_names_its_vcpu_and_is_never_zero_or_all_ones() {
+        for vcpu in [0, 5, 0xfff] {
+            let mut tokens = Tokens::new(FORMAT, vcpu);
+            for _ in 0..2 << 20 {
+                let token = tokens.next();
+                assert_eq!(token.get() & 0xfff, vcpu);
+                assert!(token.get() >> 12 != 0 && token != Token::WAKE_ALL);
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_repeat_only_after_all_ids() {
+        let mut tokens = Tokens::new(FORMAT, 1);
+        let first = tokens.next();
+        let again = (1..).find(|_| tokens.next() == first);
+        assert_eq!(again, Some((1 << 20) - 1));
+    }
+
+    /// 16 bits of counter above 12 bits of vCPU: 4 bits stay zero.
+    #[test]
+    fn a_counter_of_fewer_bits_wraps_within_them() {
+        let format = TokenFormat {
+            vcpu_bits: 12,
+            id_bits: 16,
+        };
+        let mut tokens = Tokens::new(format, 3);
+        let seen: Vec<u32> = (0..0x1_0000).map(|_| tokens.next().get()).collect();
+        assert!(
+            seen.iter()
+                .all(|token| token >> 28 == 0 && token & 0xfff == 3)
+        );
+        assert_eq!(
+            seen[0], seen[0xffff],
+            "all ids but 0 come before the first again"
+        );
+    }
+}

@@ -1,0 +1,48 @@
+//! The Linux guest ABI for x86: three MSRs, two words of guest memory, #PF and one interrupt.
+//!
+//! | file | job |
+//! |---|---|
+//! | `numbers` | feature bits and MSR numbers |
+//! | `control` | the three MSRs, and every rule that makes a write raise #GP |
+//! | `delivery` | the two ways to tell a guest, that of 2010 and today's |
+//! | `guest` | what the ABI needs of a vCPU |
+//!
+//! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`) and, for the
+//! delivery that Linux has since dropped, the KVM Forum talk of 2010.
+
+mod control;
+mod delivery;
+mod guest;
+mod numbers;
+
+use lacuna_sync::Nanos;
+
+pub use control::{Control, GeneralProtection};
+pub use guest::{CpuState, Guest, Unwritable};
+pub use numbers::{Features, Msr};
+
+/// The asynchronous page faults of one x86 vCPU.
+pub type Queue = crate::Queue<Control>;
+
+impl Queue {
+    /// RDMSR. `None` raises #GP(0): the guest's CPUID does not offer the register.
+    pub fn read_msr(&self, msr: Msr) -> Option<u64> {
+        self.abi().read(msr)
+    }
+
+    /// WRMSR.
+    ///
+    /// # Errors
+    /// The write raises #GP(0), and has changed nothing.
+    pub fn write_msr<G: Guest>(
+        &mut self,
+        msr: Msr,
+        value: u64,
+        now: Nanos,
+        guest: &mut G,
+    ) -> Result<(), GeneralProtection> {
+        let request = self.abi_mut().write(msr, value, guest)?;
+        self.obey(request, now, guest);
+        Ok(())
+    }
+}
