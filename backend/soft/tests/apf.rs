@@ -123,7 +123,7 @@ fn storms_of_enabling_and_disabling() {
 }
 
 #[test]
-fn hostile_guests_harm_nobody() {
+fn hostile_guests_do_no_harm() {
     for delivery in DELIVERIES {
         for case in 0..9 {
             let arguments = format!("case={case} accesses=5000 limit_ms=2000 {delivery}");

@@ -155,7 +155,7 @@ fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
 }
 
 #[test]
-fn random_bytes_in_user_mode_harm_nobody() {
+fn random_bytes_in_user_mode_do_no_harm() {
     for seed in 0..4 {
         pass(
             &launch(32, 32, 2, &format!("level=3 seed={} count=50", seed * 1000)),

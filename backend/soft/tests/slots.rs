@@ -243,7 +243,7 @@ fn page_tables_may_be_in_a_read_only_slot() {
 
 /// The backing of a slot is removed while the guest runs, and another VM gets its frames.
 #[test]
-fn a_guest_whose_memory_is_removed_stops_and_writes_to_nobody_elses() {
+fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
     for huge in POLICIES {
         let counter = |a: &mut CodeAssembler| {
             let mut again = a.create_label();

@@ -67,7 +67,7 @@ fn pages_are_supplied_once_and_moved_whole() {
 }
 
 #[test]
-fn who_touches_a_missing_page_waits_and_is_heard_of() {
+fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
     let Some(uffd) = open() else { return };
     let page = register(&uffd);
     uffd.copy(&[5; PAGE_SIZE], page(0)).unwrap();
@@ -94,7 +94,7 @@ fn who_touches_a_missing_page_waits_and_is_heard_of() {
 }
 
 #[test]
-fn the_kernel_notes_who_writes() {
+fn the_kernel_records_which_pages_are_written() {
     let Some(uffd) = open_tracking() else { return };
     let page = register(&uffd);
     let range = HvaRange::new(page(0), 4).unwrap();

@@ -1,6 +1,6 @@
-//! Guest instructions a second: an arithmetic loop, random increments over 256 KiB, 64 MiB and
-//! 1 GiB (the last two also by 2 MiB pages; the bus of these costs nothing, a stage-2 walk would
-//! come on top), and 100 KiB of generated code with data-dependent branches.
+//! Guest instructions a second. The programs: an arithmetic loop; random increments over 256 KiB,
+//! 64 MiB and 1 GiB (the last two also with 2 MiB pages); and 100 KiB of generated code with
+//! data-dependent branches. The bus of these costs nothing; a stage-2 walk would come on top.
 //! `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs; docs/speed-x86.md says what
 //! they mean.
 
@@ -44,7 +44,7 @@ fn rate(machine: &mut Machine) -> f64 {
     (machine.cpu.retired() - before) as f64 / time / 1e6
 }
 
-/// Seconds that this thread has run: the machine may be busy with other things.
+/// Seconds that this thread has run; the host may be busy with other threads.
 fn processor_time() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
@@ -69,7 +69,7 @@ fn alu() -> Machine {
     })
 }
 
-/// `span` bytes, touched at random by a linear congruential generator.
+/// `span` bytes, accessed at random by a linear congruential generator.
 fn increments(span: u64) -> Machine {
     let mut machine = Machine::with(DATA + span + (2 << 20), |a| {
         let mut top = a.create_label();
@@ -95,7 +95,7 @@ fn increments_by_blocks(span: u64) -> Machine {
     machine
 }
 
-/// Blocks of a few instructions; each ends in a branch that depends on a random word of data.
+/// Basic blocks of a few instructions. Each ends in a branch that depends on a random word of data.
 fn branchy() -> Machine {
     let mut rng = fastrand::Rng::with_seed(7);
     let mut machine = Machine::with(64 << 20, |a| {

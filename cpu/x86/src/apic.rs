@@ -1,4 +1,5 @@
-//! The local APIC (SDM vol 3 chapter 11): x2APIC registers, and the xAPIC page as a second face.
+//! The local APIC (SDM vol 3 chapter 11): x2APIC registers, and the xAPIC page to the same
+//! registers.
 //!
 //! ```text
 //! any thread            ApicBus (shared)                     Lapic (its vCPU's own)
@@ -6,12 +7,13 @@
 //!   + Wake::wake(i)     LDR: who is addressed                accept(v): IRR -> ISR, then EOI
 //!                                                            timer: deadline in Nanos, tick(now)
 //! ```
-//! An interrupt in flight is one bit: a storm of posts allocates nothing and wakes the target once.
+//! A requested interrupt is one bit, so a storm of posts allocates nothing and wakes the target
+//! once.
 //!
-//! Left out, each on purpose: INIT and SIPI (Lacuna starts every vCPU in long mode), NMI, SMI and
-//! ExtINT delivery (no device raises them), level triggering (there is no I/O APIC),
-//! lowest-priority arbitration (the lowest-numbered destination takes it), moving the xAPIC page.
-//! The first two are accepted in ICR and LVT and do nothing.
+//! Left out on purpose: INIT and SIPI (Lacuna starts every vCPU in long mode), NMI, SMI and ExtINT
+//! delivery (no device raises them), level triggering (there is no I/O APIC), lowest-priority
+//! arbitration (the lowest-numbered destination takes the interrupt), moving the xAPIC page. ICR
+//! and LVT accept INIT, SIPI, NMI, SMI and ExtINT and ignore them.
 
 mod bus;
 mod lapic;

@@ -1,9 +1,9 @@
-//! Arithmetic whose flags are more than one line: the hot forms by type, the rare ones by width.
+//! Arithmetic whose flags take more than one line. Hot forms are by type, rare ones by width.
 
 use crate::flags::{AF, CF, Flags, OF};
 use lacuna_cpu::Word;
 
-/// Hot operations on 32 and 64 bits; each returns its result and leaves its flags.
+/// Hot operations on 32 and 64 bits. Each returns its result and sets its flags.
 pub(crate) trait Arith: Word {
     /// `count` is 1 to the width - 1.
     fn shl(self, flags: &mut Flags, count: u32) -> Self;
@@ -13,11 +13,12 @@ pub(crate) trait Arith: Word {
     fn sar(self, flags: &mut Flags, count: u32) -> Self;
     fn inc(self, flags: &mut Flags) -> Self;
     fn dec(self, flags: &mut Flags) -> Self;
-    /// Signed, the low half; CF and OF tell whether it is all.
+    /// Signed multiplication: the low half. CF and OF tell whether the low half is the whole
+    /// product.
     fn multiply(self, by: Self, flags: &mut Flags) -> Self;
 }
 
-/// CF and OF from the two bits.
+/// The RFLAGS bits of the two flags.
 #[inline(always)]
 fn carries(cf: bool, of: bool) -> u64 {
     (u64::from(cf) * CF) | (u64::from(of) * OF)
@@ -118,7 +119,7 @@ pub(crate) mod alu {
     pub(crate) const TEST: u8 = 8;
 }
 
-/// `a kind b` at `width`; `carry` matters to ADC and SBB.
+/// `a kind b` at `width`. Only ADC and SBB use `carry`.
 pub(crate) fn alu_result(kind: u8, width: u8, a: u64, b: u64, carry: bool) -> u64 {
     let carry = u64::from(carry);
     let result = match kind {
@@ -165,7 +166,7 @@ pub(crate) mod shift {
     pub(crate) const SAR: u8 = 7;
 }
 
-/// The count of a shift or rotate that the processor looks at.
+/// The count of a shift or rotate, masked as the processor does.
 pub(crate) const fn shift_count(width: u8, count: u64) -> u32 {
     (count & if width == 3 { 63 } else { 31 }) as u32
 }

@@ -1,4 +1,4 @@
-//! Decoded code: basic blocks by where they were decoded, links between them, and what voids both.
+//! Decoded code: a cache of basic blocks, the links between them, and what invalidates both.
 //!
 //! ```text
 //! ops           [scratch | basic block | basic block | ...]   one arena; the scratch place holds
@@ -8,13 +8,14 @@
 //! pages         gfn -> newest basic block of the page -> older -> ...    to drop a written page
 //! jumps         rip -> op index, for indirect branches
 //! ```
-//! Links and jump entries skip the translation of `rip`, so they are good for one *epoch*: until a
-//! translation may have changed or a basic block was dropped. Each privilege has an epoch of its
-//! own: a switch of address space that keeps global pages voids what was learned for users only, or
-//! parks it: no two address spaces have the same epoch, so that links of a former one mean nothing
-//! until it is back. Basic blocks themselves are found again by frame. A dropped basic block's ops
-//! stay in the arena, unreachable, until it is full and everything goes at once: memory is bounded
-//! however often a guest writes new code.
+//! Links and jump entries skip the translation of `rip`, so they are valid for one *epoch*. An
+//! epoch ends when a translation may have changed or a basic block is dropped. Each privilege has
+//! its own epoch: a switch of address space that keeps global pages ends or parks only that of user
+//! code. No two address spaces have the same epoch, so links of an earlier address space are
+//! invalid until it is current again. Basic blocks are found by frame and survive these switches.
+//!
+//! The ops of a dropped basic block stay in the arena, unreachable. When the arena is full, all of
+//! it is cleared. So memory is bounded, however often a guest writes new code.
 
 use crate::op::{Code, Links, Op};
 use crate::translations::Kept;
@@ -22,9 +23,9 @@ use crate::walk::User;
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
 
-/// Ops kept: 1 MiB of them, as many as a `u16` can index, so that no fetch needs a bounds check.
+/// Ops in the arena: 1 MiB of them, as many as a `u16` can index, so no fetch needs a bounds check.
 const OPS_MAX: usize = 1 << 16;
-/// Where the first basic block starts; before it, the scratch place.
+/// Where the first basic block starts; the scratch place is in front of it.
 const FIRST: usize = 64;
 /// Room that a basic block may need.
 const BASIC_BLOCK_MAX: usize = 256;
@@ -125,13 +126,13 @@ pub(crate) struct CodeCache {
     pub(crate) jumps: JumpCache,
     /// Of supervisor code, of user code.
     epochs: [u32; 2],
-    /// The newest epoch there has been.
+    /// The newest epoch so far.
     last_epoch: u32,
-    /// How often every epoch has ended, those of parked address spaces too.
+    /// How often all epochs have ended, those of parked address spaces included.
     era: u64,
     basic_blocks: Vec<BasicBlock>,
-    /// Where each basic block starts, ascending: close together, because [`CodeCache::origin`] is
-    /// asked at every way out that is not linked.
+    /// Where each basic block starts, ascending. The array is compact, because
+    /// [`CodeCache::origin`] searches it at every exit that is not linked.
     starts: Vec<u16>,
     buckets: Box<[u32]>,
     pages: HashMap<Gfn, u32>,
@@ -159,17 +160,17 @@ impl CodeCache {
         self.epochs[user as usize]
     }
 
-    /// Voids links and jump entries of every address space: translations may have changed.
+    /// Invalidates links and jump entries of every address space: translations may have changed.
     pub(crate) fn new_epoch(&mut self) {
         self.era += 1;
         self.begin_epoch(User::Supervisor);
         self.begin_epoch(User::User);
     }
 
-    /// Voids those of code that runs as `user`, in the current address space.
+    /// Invalidates those of code that runs as `user`, in the current address space.
     pub(crate) fn begin_epoch(&mut self, user: User) {
         if self.last_epoch == EPOCH_MAX {
-            // Numbers begin again: nothing may be left that has one.
+            // The numbers begin again, so nothing may be left that carries an old one.
             self.forget_basic_blocks();
             self.jumps = JumpCache::new();
             self.last_epoch = 0;
@@ -179,7 +180,7 @@ impl CodeCache {
         self.epochs[user as usize] = self.last_epoch;
     }
 
-    /// The links of the current address space's user code, to come back to.
+    /// The links of the current address space's user code, to restore them later.
     pub(crate) fn user_code(&self) -> UserCode {
         UserCode {
             epoch: self.epoch(User::User),
@@ -187,7 +188,7 @@ impl CodeCache {
         }
     }
 
-    /// Does to the links of `user` what a switch of address space has found.
+    /// Applies to the links of `user` what a switch of address space has decided.
     pub(crate) fn follow(&mut self, user: User, kept: Kept) {
         match kept {
             Kept::All => {}
@@ -261,13 +262,13 @@ impl CodeCache {
         start as u16
     }
 
-    /// Remembers that `rip` leads to the basic block at `op` in this epoch.
+    /// Records that `rip` leads to the basic block at `op` in this epoch.
     pub(crate) fn remember_jump(&mut self, rip: u64, user: User, op: u16) {
         let stamp = JumpCache::stamp(user, self.epoch(user));
         self.jumps.0[JumpCache::slot(rip)] = Jump { rip, op, stamp };
     }
 
-    /// Links one way out of the branch at `branch` to the basic block at `op`, for one epoch.
+    /// Links one exit of the branch at `branch` to the basic block at `op`, for one epoch.
     pub(crate) fn link(&mut self, branch: u16, condition: bool, op: u16, epoch: u32) {
         self.ops[branch.wrapping_add(1) as usize].link(condition, op.into(), epoch);
     }

@@ -1,7 +1,7 @@
 //! Control and debug registers, and the small privileged instructions (SDM vol 2 "MOV CRn", 2.5).
 //!
-//! The processor never leaves long mode: whatever would (clearing PE, PG, PAE or LME) is #GP(0),
-//! which is also what the architecture says for 64-bit code.
+//! The processor never leaves long mode. An instruction that would leave it (clearing PE, PG, PAE
+//! or LME) raises #GP(0), which the architecture also specifies for 64-bit code.
 
 use crate::apic::Lapic;
 use crate::state::bits::*;
@@ -9,7 +9,7 @@ use crate::state::{Exception, Pcid, System, Trap, is_canonical};
 use crate::translations::Retain;
 use lacuna_sync::Nanos;
 
-/// What the executor does to its [`Translations`](crate::translations::Translations) afterwards.
+/// What the executor must do to its [`Translations`](crate::translations::Translations) afterwards.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flush {
@@ -70,7 +70,7 @@ pub(crate) fn read_cr(sys: &System, apic: &Lapic, number: u32) -> Result<u64, Tr
     privileged(sys).map(|()| value)
 }
 
-/// MOV to CR0, 2, 3, 4 or 8. After a CR8 write the caller looks for pending interrupts anew.
+/// MOV to CR0, 2, 3, 4 or 8. After a CR8 write the caller must check again for pending interrupts.
 ///
 /// # Errors
 /// #UD for a register that does not exist; #GP(0) above CPL 0, for reserved bits, for impossible
@@ -121,7 +121,7 @@ fn write_cr3(sys: &mut System, value: u64) -> Result<Flush, Trap> {
     Ok(Flush::Space(sys.pcid(), retain))
 }
 
-/// PCIDE may be set in long mode alone, which this is, and only while CR3 names PCID 0.
+/// PCIDE may be set only in long mode, which holds here, and only while CR3 has PCID 0.
 fn write_cr4(sys: &mut System, value: u64) -> Result<Flush, Trap> {
     let changed = sys.cr4 ^ value;
     let first_pcid = value & changed & CR4_PCIDE != 0 && sys.cr3 & CR3_PCID != 0;
@@ -181,7 +181,7 @@ pub(crate) fn read_dr(sys: &System, number: u32) -> Result<u64, Trap> {
     }
 }
 
-/// MOV to a debug register. Breakpoints are stored and never hit.
+/// MOV to a debug register. Breakpoints are stored but never hit.
 ///
 /// # Errors
 /// As [`read_dr`], and #GP(0) for the high half of DR6 and DR7.

@@ -1,7 +1,7 @@
 //! The processor: its run loop.
 //!
 //! ```text
-//! slice: the timer ticks; what events.rs still holds is delivered, before anything else
+//! slice: the timer ticks; an event that events.rs still holds is delivered first
 //!        +------------------------------ turn -----------------------------------+
 //! run -> | poked? -> interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
 //!        |    ^                               or, for one instruction, step        |
@@ -9,11 +9,12 @@
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
 //!        +-------------------------------------------------------------------------+
 //! ```
-//! *Stepping* executes one instruction alone, decoded afresh: when it writes decoded code, repeats
-//! a device access, is being single-stepped, follows STI, or lies across two pages.
+//! *Stepping* executes one instruction alone, decoded afresh. It is used if the instruction writes
+//! decoded code, repeats a device access, is being single-stepped, follows STI, or lies across two
+//! pages.
 //!
-//! Events are entered in events.rs. What the machine around asks of the processor between two runs,
-//! registers and answers and injected exceptions, is in outside.rs.
+//! events.rs delivers events. outside.rs has what the machine does to the processor between two
+//! runs: registers, answers, injected exceptions.
 
 mod events;
 mod outside;
@@ -39,7 +40,7 @@ use lacuna_cpu::{Bus, HostPage};
 use lacuna_sync::{Clock, VcpuSlot};
 use std::sync::Arc;
 
-/// Instructions between two looks at the clock, for the timer's sake: some 50 us.
+/// Instructions between two reads of the clock, for the timer: some 50 us.
 const SLICE: u64 = 1 << 14;
 /// DR6: single step.
 const DR6_BS: u64 = 1 << 14;
@@ -61,14 +62,14 @@ pub struct Cpu {
     code: CodeCache,
     /// The basic block being decoded.
     fresh: Vec<Op>,
-    /// The way out that led to RIP and is not linked yet.
+    /// The exit of a basic block that led to RIP and is not linked yet.
     unlinked: Option<Unlinked>,
     progress: Progress,
     pending: Pending,
     retired: u64,
 }
 
-/// How far the last instruction got. It decides whether the trap flag raises #DB.
+/// How far the last instruction got. This decides whether the trap flag raises #DB.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Progress {
     /// It did not complete: it will be executed again, or a handler was entered.
@@ -89,8 +90,8 @@ struct Unlinked {
 }
 
 impl Cpu {
-    /// A processor with APIC id `index`, in long mode with all registers zero: set what it starts
-    /// with by [`Cpu::set_system`] and [`Cpu::set_regs`].
+    /// A processor with APIC id `index`, in long mode with all registers zero. Set its initial
+    /// state with [`Cpu::set_system`] and [`Cpu::set_regs`].
     pub fn new(index: usize, apics: Arc<ApicBus>, clock: Arc<dyn Clock>) -> Self {
         Self {
             core: Core::new(Lapic::new(index, apics), clock),
@@ -104,7 +105,7 @@ impl Cpu {
     }
 
     /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
-    /// basic block in which `fuel` instructions are done. The poke word is looked at between basic
+    /// basic block in which `fuel` instructions are done. The poke word is read between basic
     /// blocks.
     pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
         let end = self.retired.saturating_add(fuel);
@@ -138,10 +139,10 @@ impl Cpu {
         exit.unwrap_or(Exit::Fuel)
     }
 
-    /// Executes until the budget is gone.
+    /// Executes until the budget is used up.
     fn slice<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
         self.core.apic.tick(self.core.clock.now());
-        // Once is enough: whatever leaves something pending leaves the run.
+        // One check is enough: an instruction that leaves an event pending also ends the run.
         if self.pending != Pending::Nothing
             && !slot.poked()
             && let Some(exit) = self.settle(bus)
@@ -159,7 +160,7 @@ impl Cpu {
         None
     }
 
-    /// From one reason to leave `dispatch` to the next.
+    /// Runs from one exit of `dispatch` to the next.
     fn turn<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
         if self.core.replay.is_active() {
             return self.step(bus, slot);
@@ -204,8 +205,8 @@ impl Cpu {
         dispatch(&mut self.core, code, at, bus, slot)
     }
 
-    /// Brings the architectural state to where `dispatch` was left, and acts on why. `scratch` is
-    /// the address of the scratch place.
+    /// Brings the architectural state to the op at which `dispatch` was left, and acts on the
+    /// reason. `scratch` is the address of the scratch place.
     fn left<B: Bus>(
         &mut self,
         bus: &mut B,
@@ -236,21 +237,21 @@ impl Cpu {
         }
     }
 
-    /// The indirect branch at RIP was executed, but its target is not canonical: its effects are
-    /// undone, and it raises #GP(0). The jump cache holds canonical targets only, so such a branch
-    /// always leaves the hot loop, which needs no check of its own.
+    /// The indirect branch at RIP was executed, but its target is not canonical: undoes its effects
+    /// and raises #GP(0). The jump cache holds only canonical targets, so such a branch always
+    /// leaves the hot loop, and the loop needs no check of its own.
     #[cold]
     fn refuse_branch<B: Bus>(&mut self, bus: &mut B, op: Op) -> Option<Exit> {
         if op.code == Code::Ret {
             let popped = op.imm64().wrapping_add(8);
             self.core.r[RSP] = self.core.r[RSP].wrapping_sub(popped);
         }
-        // The basic block was paid for to its end.
+        // The budget was charged for the whole basic block.
         self.core.budget += 1;
         self.raise(bus, Exception::GP0)
     }
 
-    /// The basic block at RIP, decoded if need be; links the way that led here.
+    /// The basic block at RIP, decoded if it is not cached. Links the exit that led here.
     fn basic_block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<u16> {
         let (rip, user) = (self.core.rip, self.core.user);
         let start = match self.code.jumps.find(rip, user, self.code.epoch(user)) {
@@ -307,7 +308,7 @@ impl Cpu {
             Err(_) => self.blocked(bus, slot, None),
         };
         if exit.is_some() && self.progress == Progress::None {
-            // Not executed, and will be again.
+            // The instruction was not executed, and will be again.
             self.core.sys.interrupt_shadow = shadow;
             return exit;
         }
@@ -354,7 +355,8 @@ impl Cpu {
         self.left(bus, slot, leave, rip)
     }
 
-    /// Drops decoded pages that this processor has written, and lets the bus tell the others.
+    /// Drops decoded pages that this processor has written, and lets the bus tell the other
+    /// processors.
     fn drop_written<B: Bus>(&mut self, bus: &mut B) {
         while let Some(gfn) = self.core.code_written.pop() {
             self.code.drop_page(gfn);
@@ -421,7 +423,7 @@ impl Cpu {
         match done {
             Done::Wait(exit) => return Some(exit),
             Done::Event(event) => {
-                // INT n itself may fault; INT1 is behind the instruction.
+                // INT n itself may fault; INT1 is reported with RIP behind the instruction.
                 let rip = self.core.rip;
                 if matches!(event, Event::Interrupt(_)) {
                     self.core.rip = next;
@@ -447,7 +449,7 @@ impl Cpu {
         }
     }
 
-    /// Forgets what an instruction has made void.
+    /// Drops the translations that an instruction has invalidated.
     pub(crate) fn flush(&mut self, flush: Flush) {
         match flush {
             Flush::Keep => {}

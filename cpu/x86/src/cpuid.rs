@@ -1,6 +1,6 @@
 //! CPUID: exactly what the executor implements, and KVM's interface.
 //!
-//! The vendor is Intel's, because it says which of the two architectures' corner cases hold here
+//! The vendor is Intel, because that says which of the two architectures' corner cases hold here
 //! (SYSRET faults at CPL 0, a null selector clears the FS and GS base). Leaves past the last one
 //! read as zeros. There is no FPU, MMX or SSE: guests are built with general registers only.
 
@@ -23,7 +23,8 @@ const MAX_BASIC: u32 = 0x15;
 const MAX_EXTENDED: u32 = 0x8000_0008;
 const MAX_HYPERVISOR: u32 = 0x4000_0010;
 
-/// Family 6, model 15: the first of Intel's with all of this, and on few lists of quirks.
+/// Family 6, model 15: the first Intel model with all of these features, and on few lists of
+/// quirks.
 const SIGNATURE: u32 = 0x0000_06fb;
 const BRAND: &[u8; 48] = b"Lacuna software vCPU @ 1.00GHz\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
 
@@ -59,14 +60,14 @@ const SEVEN_EBX: u32 = 1 << 7;
 
 /// Leaf 0x80000001: SYSCALL, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode, LZCNT.
 const EXTENDED_EDX: u32 = 1 << 11 | 1 << 26 | 1 << 27 | 1 << 29;
-/// Unless `IA32_MISC_ENABLE` hides it.
+/// Announced unless `IA32_MISC_ENABLE` hides it.
 const NX: u32 = 1 << 20;
 const EXTENDED_ECX: u32 = 1 << 0 | 1 << 5;
 /// Leaf 0x80000007: the TSC runs at one rate and never stops.
 const INVARIANT_TSC: u32 = 1 << 8;
 
-/// KVM features (facts section 1.1): port 0x80 need not be waited for. No clock (bits 0, 3), no PV
-/// EOI, steal time or hypercalls. Async page faults (bits 4, 10, 14) are the hypervisor's to offer:
+/// KVM features: a write to port 0x80 needs no delay. There are no clock (bits 0, 3), PV EOI, steal
+/// time or hypercalls. The hypervisor may offer async page faults (bits 4, 10, 14) by
 /// [`crate::Cpu::set_kvm_features`].
 const KVM_FEATURES: u32 = 1 << 1;
 
@@ -120,7 +121,7 @@ pub(crate) fn cpuid(sys: &System, apic: &Lapic, more: u32, leaf: u32, subleaf: u
     }
 }
 
-/// A leaf that names somebody in EBX, ECX, EDX.
+/// A leaf with a name in EBX, ECX, EDX.
 fn vendor(max: u32, name: &[u8; 12]) -> Leaf {
     let word = |i: usize| u32::from_le_bytes([name[i], name[i + 1], name[i + 2], name[i + 3]]);
     Leaf {
@@ -151,7 +152,7 @@ fn features(apic: &Lapic) -> Leaf {
     }
 }
 
-/// One package of cores without hyper-threads; EDX is the x2APIC ID at every level.
+/// One package of cores without hyper-threads. EDX is the x2APIC ID at every level.
 fn topology(apic: &Lapic, level: u32) -> Leaf {
     let vcpus = apic.vcpus() as u32;
     let (eax, ebx, kind) = match level {

@@ -1,4 +1,4 @@
-//! Bytes to basic blocks.
+//! Decodes bytes to basic blocks.
 
 use crate::lower::{Flow, Lower};
 use crate::op::{Code, Links, Op};
@@ -7,22 +7,22 @@ use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_cpu::HostPage;
 
-/// Instructions in a basic block at most: `Links` counts them in a byte, and an interrupt waits for
-/// them.
+/// The most instructions in a basic block: `Links` counts them in a byte, and an interrupt waits
+/// until they are done.
 const INSTRUCTIONS_MAX: u32 = 48;
-/// Bytes of a basic block's instructions at most.
+/// The most bytes of a basic block's instructions.
 const WINDOW: usize = 256;
 /// The longest instruction.
 const LONGEST: usize = 15;
 
-/// A copy of code bytes, so that another vCPU's writes cannot change them between two looks.
+/// A copy of code bytes, so that another vCPU's writes cannot change them between two reads.
 pub(crate) struct Window {
     bytes: [u8; WINDOW],
     len: usize,
 }
 
 impl Window {
-    /// From `offset` in `page` to its end, or as much as a basic block may have.
+    /// The bytes from `offset` in `page` to its end, or as many as a basic block may have.
     pub(crate) fn new(page: HostPage, offset: usize) -> Self {
         let mut window = Self {
             bytes: [0; WINDOW],
@@ -60,7 +60,7 @@ impl Window {
 pub(crate) enum Found {
     /// A basic block was appended.
     BasicBlock,
-    /// The first instruction goes on behind the window's end.
+    /// The first instruction continues behind the window's end.
     Incomplete,
 }
 

@@ -10,8 +10,8 @@
 //!   RIP                         |   #DF + any ---------------------------> Shutdown
 //!   error code, if any
 //! ```
-//! Everything that can fail comes before anything changes: a stop half-way leaves the architectural
-//! state as it was, and delivering the same event again does the same.
+//! Everything that can fail comes before anything changes. A stop half-way leaves the architectural
+//! state as it was, and a second delivery of the same event does the same.
 
 use crate::linear::{Linear, Width};
 use crate::segments::{self, Descriptor, Segment};
@@ -42,7 +42,7 @@ pub(crate) mod rflags {
     }
 }
 
-/// The registers that control transfers change, as the executor's own.
+/// The registers that control transfers change, as in the executor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Flow {
     /// The current instruction: the faulting one, or the next one for traps and interrupts.
@@ -62,18 +62,18 @@ pub(crate) enum Event {
     Software {
         /// n.
         vector: u8,
-        /// The instruction behind it, to return to; `Flow::rip` is INT itself, which may fault.
+        /// The address behind INT, to return to. `Flow::rip` is INT itself, which may fault.
         next: u64,
     },
     /// An external interrupt, or INT1.
     Interrupt(u8),
 }
 
-/// What became of it.
+/// The result of a delivery.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
-    /// The handler for this vector is next: the event's own, or that of a fault on the way.
+    /// The handler for this vector runs next: that of the event, or of a fault during its delivery.
     Entered(u8),
     /// A triple fault: the processor stops. Nothing has changed.
     Shutdown,
@@ -82,11 +82,10 @@ pub(crate) enum Outcome {
 const DOUBLE_FAULT: u8 = 8;
 const PAGE_FAULT: u8 = 14;
 
-/// Delivers `event`, including whatever goes wrong on the way, and ends the halt and interrupt
-/// shadow.
+/// Delivers `event`, or the fault that its delivery raises, and ends the halt and interrupt shadow.
 ///
 /// # Errors
-/// A stop or exclusive trap of memory: nothing has changed, deliver the same event again later.
+/// A stop or exclusive trap of memory: nothing has changed; deliver the same event again later.
 pub(crate) fn deliver(m: &mut impl Linear, flow: &mut Flow, event: Event) -> Result<Outcome, Trap> {
     let mut event = event;
     let mut cr2 = m.system().cr2;
@@ -158,8 +157,9 @@ const fn ext(event: Event) -> u32 {
     !matches!(event, Event::Software { .. }) as u32
 }
 
-/// Faults proper: RF is set in the flags they push, so that a breakpoint on the instruction is not
-/// hit twice. Not #DB, #BP, #OF, nor the aborts #DF and #MC (SDM vol 3 6.8.3).
+/// Whether the event is a fault in the strict sense: its frame has RF set, so that a breakpoint on
+/// the instruction is not hit twice. #DB, #BP, #OF and the aborts #DF and #MC are none (SDM vol 3
+/// 6.8.3).
 const fn is_fault(event: Event) -> bool {
     match event {
         Event::Exception(e) => matches!(e.vector, 0 | 5..=7 | 10..=17 | 19..=21),
@@ -214,7 +214,7 @@ impl Gate {
     }
 }
 
-/// A delivery that cannot fail any more.
+/// A delivery that can no longer fail.
 struct Entry {
     flow: Flow,
     cs: u16,

@@ -1,15 +1,15 @@
 //! The hot loop: one `match` over decoded ops.
 //!
-//! `pc` indexes the code cache's op arena. Straight-line ops advance it; a branch reads its
-//! [`Links`], pays for the basic block it ends, and goes on at the linked basic block. The
-//! loop is left
-//! - at a basic block's end: out of budget, poked, or the way out not linked in this epoch;
+//! `pc` indexes the code cache's op arena. Straight-line ops advance it. A branch reads its
+//! [`Links`], charges the budget for the basic block it ends, and continues at the linked basic
+//! block. The loop is left
+//! - at a basic block's end: out of budget, poked, or the exit not linked in this epoch;
 //! - at an op that was blocked, or that only the run loop can execute.
 //!
-//! It is one function, against the house rule of 70 lines, because the compiler must see every arm
-//! to keep `pc`, the arena and the register file in registers. Each arm is a line; rare
-//! instructions live in `general.rs`. docs/speed-x86.md has what was measured, and how to see that
-//! every arm ends in an indirect jump of its own.
+//! It is one function, longer than the usual 70 lines, because the compiler must see every arm to
+//! keep `pc`, the arena and the register file in registers. Each arm is a line; rare instructions
+//! are in `general.rs`. docs/speed-x86.md has the measurements, and tells how to check that every
+//! arm ends in an indirect jump of its own.
 
 use crate::arith::Arith;
 use crate::cache::{Arena, JumpCache};
@@ -34,7 +34,7 @@ pub(crate) enum Leave {
     Indirect(u16),
 }
 
-/// Decoded code as the loop sees it.
+/// Decoded code, as the loop uses it.
 #[derive(Clone, Copy)]
 pub(crate) struct Decoded<'a> {
     pub(crate) ops: &'a Arena,
@@ -60,7 +60,7 @@ fn imm<T: Word>(op: &Op) -> T {
     T::narrow(op.imm64())
 }
 
-/// Executes from `pc` on until there is a reason to leave.
+/// Executes from `pc` until there is a reason to leave.
 pub(crate) fn dispatch<B: Bus>(
     core: &mut Core,
     code: Decoded<'_>,
@@ -105,8 +105,8 @@ pub(crate) fn dispatch<B: Bus>(
             }
         }};
     }
-    // A call that may be blocked. The store gives the arm a basic block after its last condition:
-    // only into such basic blocks does LLVM copy the loop's head with its jump (docs/speed-x86.md).
+    // A call that may be blocked. LLVM copies the loop's head, with its jump, only into an arm that
+    // has a basic block after its last condition: the store makes one (docs/speed-x86.md).
     macro_rules! call {
         ($touch:expr) => {{
             done!($touch);
@@ -311,8 +311,8 @@ pub(crate) fn dispatch<B: Bus>(
             }
             Code::TargetR => set!(done!(call_target(r!(src: u64), core))),
             Code::TargetM => set!(done!(call_target(load!(u64), core))),
-            // Not an empty arm: the loop's head would be its own successor, which LLVM copies into
-            // no other arm then.
+            // The arm must not be empty: the loop's head would be its own successor, and then LLVM
+            // copies the head into no other arm.
             Code::Nop => core.r[ZERO as usize] = 0,
             Code::QuietAddRr32 => set!(r!(base: u32).wrapping_add(r!(src: u32))),
             Code::QuietAddRr64 => set!(r!(base: u64).wrapping_add(r!(src: u64))),
@@ -446,8 +446,8 @@ pub(crate) fn dispatch<B: Bus>(
     }
 }
 
-/// Pays for the basic block that ends the run. Out of line, so that the way on has a store of its
-/// own.
+/// Charges the budget for the basic block that ends the run. Out of line, so that the other path
+/// has a store of its own.
 #[cold]
 #[inline(never)]
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {

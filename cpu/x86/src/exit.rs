@@ -10,7 +10,7 @@ use lacuna_cpu::Stop;
 pub enum Exit {
     /// The instructions asked for have been executed.
     Fuel,
-    /// The poke word was not zero: empty it, obey it, enter again.
+    /// The poke word was not zero: take its bits, act on them, enter again.
     Poked,
     /// Halted (HLT with interrupts on): enter again when an interrupt may have come.
     Halt,
@@ -39,7 +39,7 @@ pub enum Exit {
         /// 1 to 8 bytes.
         size: u8,
     },
-    /// A store to an address without (writable) memory. It counts as done at the next run.
+    /// A store to an address without (writable) memory. It is complete at the next run.
     MmioWrite {
         /// Guest-physical address.
         gpa: Gpa,
@@ -61,14 +61,14 @@ pub enum Exit {
         /// EDX:EAX.
         value: u64,
     },
-    /// A locked access that is not aligned: stop every other vCPU, then
+    /// A locked access that is not aligned: stop every other vCPU, then call
     /// [`crate::Cpu::run_exclusive`].
     Exclusive,
-    /// Triple fault: the processor is dead.
+    /// Triple fault: the processor cannot run any more.
     Shutdown(Shutdown),
 }
 
-/// The last moments before a triple fault.
+/// The state at a triple fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shutdown {
     /// Where the first fault happened.

@@ -1,7 +1,7 @@
-//! The arithmetic flags, computed when somebody looks.
+//! The arithmetic flags, computed when an instruction reads them.
 //!
-//! Most instructions set flags that the next one overwrites. So an instruction leaves three words,
-//! and a reader derives what it needs:
+//! Most instructions set flags that the next one overwrites. So an instruction stores three words,
+//! and a reader derives the flags it needs:
 //!
 //! ```text
 //!   kind          result            other
@@ -10,8 +10,8 @@
 //!   Given width   any result        CF, OF, AF as RFLAGS bits  logic, shifts, INC, MUL, ...
 //!   Explicit      0 if ZF, else 1   all six as RFLAGS bits     POPF, SAHF, BT, ...
 //! ```
-//! ZF is `result == 0` in every kind: the flag asked for most needs no look at the kind. Results
-//! and `b` are kept zero-extended. Flags that the architecture leaves undefined are zero or
+//! ZF is `result == 0` in every kind, so the flag that is read most does not depend on the kind.
+//! Results and `b` are kept zero-extended. Flags that the architecture leaves undefined are zero or
 //! unchanged.
 
 use lacuna_cpu::Word;
@@ -226,7 +226,8 @@ impl Flags {
     #[inline]
     fn less(&self) -> bool {
         if self.kind & 12 == SUB {
-            // Both operands moved up to bit 63 compare as the signed numbers they are.
+            // Both operands are shifted up to bit 63, where they compare as the signed numbers they
+            // are.
             let up = 64 - (8 << (self.kind & 3));
             return ((self.minuend() << up) as i64) < ((self.other << up) as i64);
         }
@@ -242,7 +243,7 @@ const fn log2<T: Word>() -> u8 {
 mod tests {
     use super::*;
 
-    /// Every byte pair against the definition by wider arithmetic.
+    /// Compares every byte pair with the definition by wider arithmetic.
     #[test]
     fn add_and_sub_agree_with_wide_arithmetic() {
         for a in 0..=255_u8 {

@@ -121,8 +121,9 @@ pub(crate) fn flags(core: &mut Core, op: &Op) {
     }
 }
 
-/// What is not implemented, and the x87, which is absent: docs/decisions/0002-no-sse.md. `aux` 1:
-/// what raises #GP(0) whenever it is executed.
+/// Instructions that are not implemented, and the x87, which is absent:
+/// docs/decisions/0002-no-sse.md. `aux` 1: instructions that raise #GP(0) whenever they are
+/// executed.
 pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
     match op.code {
         Code::Undefined if op.aux != 0 => core.raise(Exception::GP0),
@@ -385,7 +386,7 @@ pub(crate) fn exchange_add(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touc
         core.flags.set_add_wide(width, add(old), b);
         return Ok(());
     }
-    // The destination is written last: with the same register twice the sum stays.
+    // The destination is written last: if both operands are one register, it holds the sum.
     let old = reg(core, op.dst, width);
     set_reg(core, op.src, width, old);
     set_reg(core, op.dst, width, add(old));
@@ -428,9 +429,9 @@ pub(crate) fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -
     Ok(())
 }
 
-/// LOOPcc and JRCXZ: leaves 1 or 0, whether to jump, in `dst` for the branch that follows. `aux`:
-/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size's. With `imm` the target is
-/// not canonical: instead of a jump #GP(0) is raised, and RCX keeps its value.
+/// LOOPcc and JRCXZ: puts into `dst` 1 to jump or 0, for the branch that follows. `aux`: 0 LOOPNE,
+/// 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is that of the address size. With `imm` the target is not
+/// canonical: #GP(0) is raised instead of a jump, and RCX keeps its value.
 pub(crate) fn loop_count(core: &mut Core, op: &Op) -> Touch<()> {
     let width = op.width();
     let count = reg(core, RCX, width);

@@ -1,8 +1,8 @@
 //! A software x86-64 processor: long mode, CPL 0 and 3, integer instructions.
 //!
-//! It knows a [`Bus`](lacuna_cpu::Bus), not a hypervisor: it asks for the page behind a guest frame
-//! and gets a host page or a reason to stop. One [`Cpu`] is one vCPU; nothing in it is shared but
-//! what it posts to other processors through the [`ApicBus`].
+//! It uses a [`Bus`](lacuna_cpu::Bus) and knows no hypervisor: it asks for the page behind a guest
+//! frame and gets a host page or a reason to stop. One [`Cpu`] is one vCPU. It shares nothing
+//! except what it posts to other processors through the [`ApicBus`].
 //!
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time

@@ -37,9 +37,9 @@ impl Width {
 /// segment loads work on. The executor implements it over its TLB.
 ///
 /// Addresses may be misaligned, cross pages and be non-canonical (#GP(0)). The `user` argument is
-/// the privilege of this access, whatever the current CPL is: descriptor tables and the TSS are
-/// read as supervisor from CPL 3 too ("implicit supervisor-mode accesses", SDM vol 3 4.6). A write
-/// that fails has written nothing.
+/// the privilege of this access, whatever the current CPL is: the processor reads descriptor tables
+/// and the TSS as supervisor from CPL 3 too ("implicit supervisor-mode accesses", SDM vol 3 4.6). A
+/// write that fails has written nothing.
 pub(crate) trait Linear {
     /// The system registers.
     fn system(&self) -> &System;

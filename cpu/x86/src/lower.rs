@@ -1,11 +1,11 @@
-//! One instruction to ops: the hot forms here, the rest in `lower_rare.rs`.
+//! Translates one instruction to ops: the hot forms here, the rest in `lower_rare.rs`.
 
 use crate::arith::{alu, shift};
 use crate::lower_tables::{by_width, hot_alu, hot_load};
 use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, ZERO};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
-/// Whether the basic block goes on after an instruction.
+/// Whether the basic block continues after an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flow {
     /// The next instruction follows in the basic block.
@@ -39,8 +39,8 @@ impl Lower<'_> {
         flow
     }
 
-    /// Gives the instruction's length and count to its last op: those before it can be blocked, or
-    /// leave nothing behind but scratch. CALL and fused ops have done it themselves.
+    /// Gives the instruction's length and count to its last op. The ops before it can be blocked,
+    /// or change only scratch slots. CALL and fused ops have done this themselves.
     fn seal(&mut self, first: usize) {
         let whole = self.whole();
         let Some(ops) = self.ops.get_mut(first..) else {
@@ -53,7 +53,7 @@ impl Lower<'_> {
         }
     }
 
-    /// This instruction in an op's `len`.
+    /// This whole instruction, as the `len` of an op.
     pub(crate) fn whole(&self) -> u8 {
         self.i.len() as u8 | 1 << 5
     }
@@ -154,7 +154,7 @@ impl Lower<'_> {
         op
     }
 
-    /// Fills in the memory operand, computing what does not fit beforehand.
+    /// Fills in the memory operand. What does not fit into the op is computed by ops before it.
     pub(crate) fn memory(&mut self, op: &mut Op) {
         let segment = match self.i.memory_segment() {
             Register::FS => 1,
@@ -193,9 +193,9 @@ impl Lower<'_> {
         }
     }
 
-    /// Removes the segment's base from the address that [`Lower::memory`] computed beforehand, if
-    /// it did. The op returned, which the caller emits, adds the caller's `index` and `disp`, wraps
-    /// a 32-bit offset, and then adds the base.
+    /// Removes the segment's base from the address that [`Lower::memory`] computed by an earlier
+    /// op, if it did. The op returned, which the caller emits, adds the caller's `index` and
+    /// `disp`, wraps a 32-bit offset, and then adds the base.
     pub(crate) fn split_address(&mut self) -> Option<Op> {
         let address = self.ops.last_mut().filter(|op| op.code == Code::Address)?;
         let rest = Op {
@@ -326,12 +326,13 @@ impl Lower<'_> {
     }
 
     /// Emits a three-operand register op. If the basic block's last op is a move of the same width
-    /// into its destination, the two become one: x86's copy-then-change idiom costs one dispatch.
+    /// into its destination, the two are merged: x86's copy-then-change idiom then costs one
+    /// dispatch.
     fn emit_copying(&mut self, op: Op) -> Flow {
         let wanted = by_width(op.width(), [Code::MovRr32, Code::MovRr64]);
         let whole = self.whole();
         match self.ops[self.start..].last_mut() {
-            // TARGET is no instruction's own move.
+            // A move into TARGET is not an instruction of its own.
             Some(copy) if copy.code == wanted && copy.dst == op.dst && copy.len != 0 => {
                 let through = |slot: u8| if slot == op.dst { copy.src } else { slot };
                 let (src, base) = (through(op.src), through(op.base));
@@ -481,7 +482,7 @@ pub(crate) fn slot(r: Register) -> u8 {
         Register::AH | Register::CH | Register::DH | Register::BH => {
             HIGH + (r as u8 - Register::AH as u8)
         }
-        // An 8-bit register counts on from AL by itself: R9L would be 13.
+        // Counting the 8-bit registers from AL would give R9L the number 13.
         _ => r.full_register().number() as u8,
     }
 }

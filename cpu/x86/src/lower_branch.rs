@@ -1,4 +1,4 @@
-//! One instruction to ops: branches, calls and the stack instructions around them.
+//! Translates one instruction to ops: branches, calls and the stack instructions around them.
 
 use crate::lower::{Flow, Lower};
 use crate::lower_tables::fused;
@@ -13,7 +13,7 @@ impl Lower<'_> {
     }
 
     /// Whether the direct branch's target is not canonical. Such a branch becomes an op that raises
-    /// #GP(0) where it would jump, and changes nothing then.
+    /// #GP(0) where it would jump, and then changes nothing.
     pub(crate) fn has_bad_target(&self) -> bool {
         !is_canonical(self.i.near_branch64())
     }
@@ -33,7 +33,7 @@ impl Lower<'_> {
         let whole = self.whole();
         if let Some(compare) = self.ops[self.start..].last_mut()
             && let Some(code) = fused(compare.code, cc)
-            // Three instructions may be longer than `len` can say.
+            // Three instructions may be longer than `len` can express.
             && compare.instructions() == 1
         {
             // The compare's slot becomes the branch, which completes both instructions.
@@ -130,7 +130,7 @@ impl Lower<'_> {
             });
         }
         let back = self.i.next_ip();
-        // The target is canonical, so the instruction is complete with the push.
+        // The target is canonical, so the instruction completes with the push.
         let len = self.whole();
         if back as i32 as i64 as u64 == back {
             self.emit(Op {

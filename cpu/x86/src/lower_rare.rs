@@ -1,5 +1,5 @@
-//! One instruction to ops: what is neither hot nor common. Whatever has no line here raises #UD,
-//! and CPUID does not announce it.
+//! Translates one instruction to ops: the rare instructions. An instruction without a line here
+//! raises #UD, and CPUID does not announce it.
 
 use crate::bits::OFFSET_ADDED;
 use crate::lower::{Flow, Lower, slot};
@@ -148,7 +148,7 @@ impl Lower<'_> {
             M::Int1 => self.end(System::Int1),
             M::Hlt => self.end(System::Hlt),
             M::Cpuid => self.end(System::Cpuid),
-            // No counter exists, whatever CR4.PCE would allow.
+            // There is no counter, so CR4.PCE does not matter.
             M::Rdpmc => self.refused(),
             M::Rdmsr => self.end(System::Rdmsr),
             M::Wrmsr => self.end(System::Wrmsr),
@@ -175,7 +175,7 @@ impl Lower<'_> {
         }
     }
 
-    /// #UD, which ends the basic block: what follows may be no code.
+    /// #UD, which ends the basic block: the bytes behind it may be no code.
     pub(crate) fn undefined(&mut self) -> Flow {
         self.emit_last(Op::new(Code::Undefined))
     }
@@ -241,9 +241,9 @@ impl Lower<'_> {
         self.emit(Op { aux, ..op })
     }
 
-    /// The bit that a register selects may lie in another word than the operand's address. Where
-    /// the address is computed beforehand, the distance to that word is added there, so that both
-    /// wrap together.
+    /// The bit that a register selects may lie in another word than the operand's address. If an
+    /// earlier op computes the address, the distance to that word is added there, so that both wrap
+    /// together.
     fn bit_test(&mut self, kind: u8) -> Flow {
         let width = self.width(0);
         let mut op = self.form(Code::BitTest, width, 0, Some(1));
@@ -284,7 +284,7 @@ impl Lower<'_> {
         self.emit(Op { aux: kind, ..op })
     }
 
-    /// XCHG: either operand may be the memory one, and then it is locked without being asked.
+    /// XCHG: either operand may be the memory one; then it is locked without a LOCK prefix.
     fn exchange(&mut self) -> Flow {
         let width = self.width(0);
         let (e, g) = if self.is_memory(1) { (1, 0) } else { (0, 1) };
@@ -332,7 +332,7 @@ impl Lower<'_> {
         });
         let mut op = Op::new(Code::MovG);
         self.memory(&mut op);
-        // The index register that the operand names is AL, which is no address register.
+        // iced gives AL as the index register, which an address cannot have.
         match self.ops.last_mut() {
             Some(address) if op.base != 3 && address.code == Code::Address => {
                 address.index = TARGET;

@@ -1,4 +1,4 @@
-//! Which instruction forms have a hot code of their own.
+//! Tables: which instruction forms have a hot code of their own.
 
 use crate::arith::alu;
 use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op};
@@ -57,8 +57,7 @@ pub(crate) fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
     (width >= 2).then(|| by_width(width, codes))
 }
 
-/// The branch that does the work of the operation before it too, for the condition without its
-/// inversion.
+/// The branch that also does the operation before it, for the condition without its inversion.
 #[rustfmt::skip]
 pub(crate) fn fused(compare: Code, cc: u8) -> Option<Code> {
     use Code::*;

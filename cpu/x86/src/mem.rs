@@ -1,13 +1,13 @@
-//! Linear memory: what every load and store of an instruction goes through.
+//! Linear memory: every load and store of an instruction.
 //!
 //! ```text
 //! load::<T> -- Tlb::load, one compare --> done
 //!      miss -> load_slow: canonical? one page or two?
 //!              -> translate: Tlb::refill from a 2 MiB entry, else walk + Bus::page + Tlb::insert
 //!                memory: the access, by byte atomics if misaligned
-//!                no memory (Stop::Mmio): from the replies of the last exits, else leave for one
+//!                no memory (Stop::Mmio): from the replies of earlier exits, else leave for one
 //! ```
-//! An access that cannot be made returns [`Blocked`], having changed nothing; why is in
+//! An access that cannot be made returns [`Blocked`] and has changed nothing; the reason is in
 //! [`Core::why`].
 
 use crate::linear::{Linear, Width};
@@ -17,12 +17,12 @@ use crate::walk::{User, walk};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
 use lacuna_cpu::{Bus, HostPage, Stop, Word};
 
-/// The access was not made; [`Core::why`] says why. Carries nothing, so that the hot paths return
-/// in registers.
+/// The access was not made; [`Core::why`] has the reason. This type is empty, so that the hot paths
+/// return in registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Blocked;
 
-/// The outcome of whatever touches memory.
+/// The outcome of anything that touches memory.
 pub(crate) type Touch<T> = Result<T, Blocked>;
 
 const LAST: u64 = PAGE_SIZE as u64 - 1;
@@ -32,17 +32,17 @@ const fn offset(va: u64) -> usize {
     (va & LAST) as usize
 }
 
-/// Device and MSR accesses that the current instruction has already been through.
+/// Device and MSR accesses that the current instruction has already made.
 ///
-/// An instruction that touches a device, or an MSR that is answered outside, leaves the processor,
-/// and is executed again from its start when the answer is there. It may make several such
-/// accesses, so the answers are kept in order until it completes.
+/// An instruction that touches a device, or an MSR that the machine answers, leaves the processor.
+/// It is executed again from its start when the answer has come. It may make several such accesses,
+/// so the answers are kept in order until it completes.
 #[derive(Clone, Debug)]
 pub(crate) struct Replay {
     replies: [u64; Replay::MAX],
     known: usize,
     next: usize,
-    /// An answer was missing, and has not come since.
+    /// An answer was missing, and has not come yet.
     asked: bool,
 }
 
@@ -58,8 +58,8 @@ impl Default for Replay {
 }
 
 impl Replay {
-    /// More accesses than one instruction makes: ENTER with 31 levels copies as many frame
-    /// pointers, each perhaps over two pages.
+    /// More accesses than one instruction makes. The most are made by ENTER with 31 levels, which
+    /// copies as many frame pointers, each perhaps across two pages.
     const MAX: usize = 128;
 
     /// Whether the current instruction has answers waiting.
@@ -67,22 +67,22 @@ impl Replay {
         self.known > 0
     }
 
-    /// Whether no instruction waits for answers or has any.
+    /// Whether no instruction waits for an answer or holds one.
     pub(crate) fn is_idle(&self) -> bool {
         self.known == 0 && !self.asked
     }
 
-    /// The instruction starts again.
+    /// The instruction starts again: its answers are read from the first.
     pub(crate) fn rewind(&mut self) {
         self.next = 0;
     }
 
-    /// The instruction is over.
+    /// The instruction is complete.
     pub(crate) fn clear(&mut self) {
         (self.known, self.next, self.asked) = (0, 0, false);
     }
 
-    /// The answer to the exit that was just taken.
+    /// Adds the answer to the exit that was just taken.
     pub(crate) fn push(&mut self, value: u64) {
         if let Some(slot) = self.replies.get_mut(self.known) {
             *slot = value;
@@ -90,7 +90,7 @@ impl Replay {
         }
     }
 
-    /// The next answer, in the order of the accesses; without one, the instruction has to leave and
+    /// The next answer, in the order of the accesses. Without one, the instruction must leave and
     /// ask.
     pub(crate) fn take(&mut self) -> Option<u64> {
         let reply = (self.next < self.known).then(|| self.replies[self.next]);
@@ -178,8 +178,9 @@ impl Core {
         Ok(old)
     }
 
-    /// The short way for a TLB miss: one aligned word of plain memory. `None` for everything else.
-    /// It is kept short so that the host's processor can look ahead over it to the next access.
+    /// The fast path for a TLB miss: one aligned word of plain memory. `None` for everything else.
+    /// It is kept short so that the host's out-of-order execution reaches past it to the next
+    /// access.
     #[inline(always)]
     fn refill<T: Word>(
         &mut self,
@@ -313,8 +314,8 @@ impl Core {
         Ok(())
     }
 
-    /// A store is about to change decoded instructions. In a basic block it must not happen: the
-    /// run loop executes the instruction alone, [`Core::stepping`], and drops what was decoded
+    /// A store is about to change decoded instructions. It must not happen inside a basic block:
+    /// the run loop executes the instruction alone, [`Core::stepping`], and drops the decoded code
     /// afterwards.
     pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
         if !page.is_write_tracked() {
@@ -385,7 +386,7 @@ impl Core {
         Ok(Target::Memory(mapping.gfn, page))
     }
 
-    /// The page that instructions at `va` are fetched from. None lies in a device.
+    /// The page from which instructions at `va` are fetched. It is never a device's.
     pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
         if let Some(found) = self.translations.front.tlb.executable_page(va) {
             return Ok(found);
@@ -399,7 +400,7 @@ impl Core {
         }
     }
 
-    /// Records why, and returns what the caller returns.
+    /// Records the reason, and returns what the caller returns.
     #[cold]
     pub(crate) fn block<T>(&mut self, why: Why) -> Touch<T> {
         self.why = why;
@@ -414,7 +415,7 @@ impl Core {
 }
 
 /// Linear memory for event delivery and the system instructions. They may write decoded pages; the
-/// run loop drops those afterwards.
+/// run loop drops the decoded code afterwards.
 pub(crate) struct View<'a, B> {
     pub(crate) core: &'a mut Core,
     pub(crate) bus: &'a mut B,

@@ -1,4 +1,4 @@
-//! Model-specific registers: those below, and #GP(0) for every other.
+//! Model-specific registers: those below. Every other MSR raises #GP(0).
 //!
 //! | MSR | |
 //! |---|---|
@@ -8,9 +8,9 @@
 //! | 0x1a0 MISC_ENABLE, 0x277 PAT | kept; XD disable hides NX; memory is write-back |
 //! | 0xc0000080-84 EFER STAR LSTAR CSTAR FMASK, 0xc0000100-102 FS, GS, kernel GS base | |
 //!
-//! KVM's MSRs, [`KVM`] (0x4b564d00-ff), are not here: they mean what the hypervisor says, so at CPL
-//! 0 the processor leaves for an answer ([`Exit::MsrRead`](crate::Exit::MsrRead), `MsrWrite`), and
-//! #GP(0) is one. kvmclock's old two, 0x11 and 0x12, do not exist.
+//! KVM's MSRs, [`KVM`] (0x4b564d00-ff), are not here, because the hypervisor defines them. At CPL 0
+//! the processor leaves for an answer ([`Exit::MsrRead`](crate::Exit::MsrRead), `MsrWrite`), and
+//! the answer may be #GP(0). The two old kvmclock MSRs, 0x11 and 0x12, do not exist.
 
 use crate::apic::Lapic;
 use crate::control::{Flush, privileged, set_canonical, write_efer};
@@ -19,7 +19,7 @@ use crate::state::{Exception, System, Trap};
 use lacuna_sync::Nanos;
 use std::ops::RangeInclusive;
 
-/// The indices that are answered outside (facts section 1.1).
+/// The indices that the machine answers.
 pub(crate) const KVM: RangeInclusive<u32> = 0x4b56_4d00..=0x4b56_4dff;
 
 const TSC: u32 = 0x10;
@@ -42,8 +42,8 @@ const TSC_AUX: u32 = 0xc000_0103;
 
 /// MISC_ENABLE: fast strings, thermal control, SpeedStep, MONITOR, CPUID limit, xTPR disable, XD
 /// disable. Only the last has an effect: CPUID no longer announces NX, and writing EFER with NXE is
-/// #GP. An NXE that is set already stays in force. KVM accepts the bit and gives it no effect; a
-/// guest that sets it expects what the manual says.
+/// #GP. NXE stays in force if it is already set. KVM accepts the bit and gives it no effect. Here
+/// it has the effect that the manual describes, because a guest that sets it expects that.
 const MISC_WRITABLE: u64 =
     1 << 0 | 1 << 3 | 1 << 16 | 1 << 18 | 1 << 22 | 1 << 23 | MISC_XD_DISABLE;
 /// No performance monitoring, branch trace or PEBS: read-only, ignored when written.
@@ -76,7 +76,8 @@ pub(crate) fn rdmsr(sys: &System, apic: &mut Lapic, now: Nanos, index: u32) -> R
     })
 }
 
-/// WRMSR. After a write to the APIC the caller looks for pending interrupts and deadlines anew.
+/// WRMSR. After a write to the APIC the caller must check again for pending interrupts and
+/// deadlines.
 ///
 /// # Errors
 /// #GP(0) above CPL 0, for an MSR that does not exist or is read-only, for reserved bits, and for

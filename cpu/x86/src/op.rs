@@ -1,15 +1,15 @@
-//! The decoded form of an instruction: 16 bytes that the executor needs no further look-up for.
+//! The decoded form of an instruction: 16 bytes that the executor uses without a further look-up.
 //!
 //! ```text
 //!  0     1     2     3     4    5    6     7      8          12         16
 //!  code  form  len   aux   dst  src  base  index  disp i32   imm i32
 //! ```
-//! `dst`, `src`, `base`, `index` are slots of the register file: 0-15 general registers, then the
-//! constants and scratch below. A general register's second byte (AH to BH) is slot [`HIGH`] + n,
-//! which only byte operations know. An absent base or index is [`ZERO`], so that every address is
-//! `base + (index << scale) + disp`; whatever does not fit (segment bases, 32-bit addresses, far
-//! RIP-relative) is computed into a scratch slot by an [`Code::Address`] or [`Code::Const`] op
-//! before.
+//! `dst`, `src`, `base`, `index` are slots of the register file: 0-15 are the general registers,
+//! then come the constants and scratch slots below. A general register's second byte (AH to BH) is
+//! slot [`HIGH`] + n, which only byte operations use. An absent base or index is [`ZERO`], so every
+//! address is `base + (index << scale) + disp`. What does not fit (segment bases, 32-bit addresses,
+//! far RIP-relative) is computed into a scratch slot by an earlier [`Code::Address`] or
+//! [`Code::Const`] op.
 //!
 //! A basic block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`]
 //! op.
@@ -58,7 +58,7 @@ pub(crate) enum Code {
     ImulRr32, ImulRr64, ImulRri32, ImulRri64, ImulRm32, ImulRm64,
     CmovRr32, CmovRr64, SetccR,
     PushR, PushI, PopR, Nop,
-    // The target of an indirect call, which must be canonical before anything is pushed.
+    // The target of an indirect call. It must be checked as canonical before the call pushes.
     TargetR, TargetM,
     // The same without flags, for quiet.rs.
     QuietAddRr32, QuietAddRr64, QuietAddRi32, QuietAddRi64, QuietSubRr32, QuietSubRr64,
@@ -100,7 +100,7 @@ pub(crate) enum System {
     Rdtsc, Rdtscp, In, Out, Swapgs, MovFromCr, MovToCr, MovFromDr, MovToDr, Clts, Lmsw, Smsw,
     Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd,
     LoadSegment, StoreSegment, PopSegment, JumpFar,
-    /// Not an instruction: the one here goes on in the next page, and is decoded when executed.
+    /// Not an instruction: the one here continues in the next page, and is decoded when executed.
     Crossing,
 }
 
@@ -110,7 +110,7 @@ pub(crate) enum System {
 pub(crate) struct Op {
     pub(crate) code: Code,
     pub(crate) form: u8,
-    /// Bits 0-4 the instruction bytes, bits 5-6 the instructions, that are done when the op is.
+    /// Bits 0-4: instruction bytes, bits 5-6: instructions, that are complete when this op is.
     pub(crate) len: u8,
     /// A kind within the code.
     pub(crate) aux: u8,
@@ -176,36 +176,36 @@ impl Op {
         self.form & flag != 0
     }
 
-    /// Where this direct branch leads, if its (first) instruction is at `rip`.
+    /// The target of this direct branch, if its (first) instruction is at `rip`.
     pub(crate) const fn branch_target(&self, rip: u64, condition: bool) -> u64 {
         let taken = condition != self.has(INVERTED);
         let displacement = if taken { self.disp as i64 as u64 } else { 0 };
         rip.wrapping_add(self.bytes()).wrapping_add(displacement)
     }
 
-    /// Instruction bytes that end with this op.
+    /// Instruction bytes that are complete with this op.
     pub(crate) const fn bytes(&self) -> u64 {
         (self.len & 31) as u64
     }
 
-    /// Instructions that end with this op.
+    /// Instructions that are complete with this op.
     pub(crate) const fn instructions(&self) -> u64 {
         ((self.len >> 5) & 3) as u64
     }
 }
 
-/// The second slot of a basic block's end: where its two ways out lead. Index 0 is "not known yet";
-/// both are void when `epoch` is not the code cache's.
+/// The second slot of a basic block's end: the targets of its two exits. Index 0 is "not known
+/// yet"; both are invalid when `epoch` is not the code cache's.
 pub(crate) trait Links {
-    /// Links to nowhere, ending a basic block of `instructions`.
+    /// Links without targets, ending a basic block of `instructions`.
     fn unlinked(instructions: u8) -> Self;
     /// Op index of the basic block for `condition`.
     fn target(&self, condition: bool) -> u32;
-    /// The epoch in which the indices mean something.
+    /// The epoch in which the indices are valid.
     fn epoch(&self) -> u32;
     /// Instructions in the whole basic block.
     fn block_instructions(&self) -> i64;
-    /// Sets one way out.
+    /// Sets the target of one exit.
     fn link(&mut self, condition: bool, target: u32, epoch: u32);
 }
 

@@ -13,10 +13,10 @@ use lacuna_cpu::Stop;
 use lacuna_sync::Clock;
 use std::sync::Arc;
 
-/// Why an instruction did not complete where it stood.
+/// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Why {
-    /// For the guest or the machine.
+    /// An exception or stop, for the guest or the machine.
     Trap(Trap),
     /// A non-canonical data address: #SS or #GP, depending on the base register.
     NonCanonical,
@@ -24,20 +24,21 @@ pub(crate) enum Why {
     DeviceRead(Gpa, u8),
     /// A device must take this first.
     DeviceWrite(Gpa, u8, u64),
-    /// A long string instruction has done a piece: look around, then go on with it.
+    /// A long string instruction has done a piece. The run loop checks for events, then continues
+    /// it.
     Again,
-    /// It writes decoded instructions: execute it alone.
+    /// It writes decoded instructions: it must be executed alone.
     Step,
 }
 
 impl Why {
-    /// Whether a device was touched, and is to be asked.
+    /// Whether the instruction touched a device, which must be asked.
     pub(crate) const fn is_device(self) -> bool {
         matches!(self, Self::DeviceRead(..) | Self::DeviceWrite(..))
     }
 
-    /// For event delivery, which cannot wait for devices: descriptor tables and stacks of handlers
-    /// are no devices. A system instruction can, and looks at [`Core::why`] itself.
+    /// For event delivery, which cannot wait for devices: descriptor tables and handler stacks must
+    /// not be in devices. A system instruction can wait, and reads [`Core::why`] itself.
     pub(crate) fn as_trap(self) -> Trap {
         match self {
             Self::Trap(trap) => trap,
@@ -50,8 +51,8 @@ impl Why {
 
 /// Registers and translations of one processor.
 pub(crate) struct Core {
-    /// The register file: 0-15 general, then the slots of op.rs. As long as a `u8` can index, so
-    /// that no access needs a bounds check; the tail is never touched.
+    /// The register file: 0-15 general, then the slots of op.rs. Its length is what a `u8` can
+    /// index, so no access needs a bounds check; the tail is never used.
     pub(crate) r: [u64; 256],
     /// Valid outside `dispatch`.
     pub(crate) rip: u64,
@@ -71,7 +72,7 @@ pub(crate) struct Core {
     pub(crate) code_written: Vec<Gfn>,
     pub(crate) replay: Replay,
     pub(crate) apic: Lapic,
-    /// What CPUID adds to the KVM features for the machine around.
+    /// KVM features that CPUID adds for the machine.
     pub(crate) kvm_features: u32,
     pub(crate) clock: Arc<dyn Clock>,
 }
@@ -98,7 +99,7 @@ impl Core {
         }
     }
 
-    /// Follows a change of CPL: brings the right TLB forward.
+    /// Follows a change of CPL: selects that privilege's TLB.
     pub(crate) fn sync_privilege(&mut self) {
         let user = User::at_cpl(self.sys.cpl);
         if user != self.user {
@@ -117,7 +118,7 @@ impl Core {
         self.rflags | self.flags.bits()
     }
 
-    /// Sets RFLAGS from an image that the architecture's checks have passed.
+    /// Sets RFLAGS from an image that has passed the architecture's checks.
     pub(crate) fn set_rflags(&mut self, image: u64) {
         self.flags.set_bits(image & crate::flags::ARITHMETIC);
         self.rflags = image & !crate::flags::ARITHMETIC | ALWAYS;

@@ -1,16 +1,16 @@
-//! Flags that nobody can see need not be stored.
+//! Flags that no instruction can read need not be stored.
 //!
 //! ```text
-//!   add rcx, rax      flags overwritten below, nothing looks: QuietAddRr64
+//!   add rcx, rax      flags overwritten below and not read before: QuietAddRr64
 //!   lea rsi, [rdi+8]  touches no flags, cannot leave
 //!   rol ecx, 5        changes CF and OF only, overwritten too: QuietRolRi32
-//!   xor rdx, rax      kept: the load may fault, and the handler is shown them
+//!   xor rdx, rax      kept: the load may fault, and the handler would see the flags
 //!   mov rax, [rsi]
 //! ```
-//! Going backwards through a finished basic block, flags are dead from an operation that overwrites
-//! all six up to the last op before it that reads them or may leave the basic block. Interrupts and
-//! pokes are taken at basic block ends only, where everything is live; single-stepped basic blocks
-//! have one instruction.
+//! The pass goes backwards through a finished basic block. Flags are dead from an operation that
+//! overwrites all six up to the last op before it that reads them or may leave the basic block.
+//! Interrupts and pokes are taken only at the end of a basic block, where all flags are live. A
+//! single-stepped basic block has one instruction.
 
 use crate::arith::shift;
 use crate::lower_tables::quiet;
@@ -29,7 +29,7 @@ enum Effect {
     Seen,
 }
 
-/// Replaces the ops of one basic block whose flags nobody sees by those that store none.
+/// Replaces ops of one basic block whose flags are dead by ops that store none.
 pub(crate) fn silence(block: &mut [Op]) {
     let mut dead = false;
     for op in block.iter_mut().rev() {
@@ -43,7 +43,7 @@ pub(crate) fn silence(block: &mut [Op]) {
             (Some(quiet), _) => *op = quiet,
             (_, Effect::None) => {}
             (_, Effect::All) => dead = true,
-            // Kept as it is, it needs what it leaves alone.
+            // An op that is kept needs the flags that it does not write.
             (_, Effect::Some | Effect::Seen) => dead = false,
         }
     }
@@ -65,7 +65,7 @@ fn effect(op: &Op) -> Effect {
         // Their count is not zero.
         | ShlRi32 | ShlRi64 | ShrRi32 | ShrRi64 | SarRi32 | SarRi64
         | ImulRr32 | ImulRr64 | ImulRri32 | ImulRri64 => Effect::All,
-        // They leave the basic block, but with their own flags.
+        // They leave the basic block, but set all flags first.
         JumpCmpEqRr8 | JumpCmpEqRi8 | JumpTestZRr8 | JumpTestZRi8 | JumpSubZRi32 | JumpSubZRi64
         | JumpCmpEqRr32 | JumpCmpBelowRr32 | JumpCmpBeRr32 | JumpCmpLessRr32 | JumpCmpLeRr32
         | JumpCmpEqRr64 | JumpCmpBelowRr64 | JumpCmpBeRr64 | JumpCmpLessRr64 | JumpCmpLeRr64
@@ -104,7 +104,7 @@ fn without_flags(op: &Op) -> Option<Op> {
             ..by(-1, adds)
         }),
         Code::Shift => {
-            // Modulo the width, a rotation to the right is one to the left by the rest.
+            // A rotation to the right is a rotation to the left by the width less the count.
             let left = if op.aux == shift::ROL {
                 op.imm
             } else {

@@ -1,8 +1,9 @@
-//! Ways out of a handler and between privilege levels: IRET, far RET and JMP, SYSCALL, SYSRET, and
+//! Returns from handlers and between privilege levels: IRET, far RET and JMP, SYSCALL, SYSRET, and
 //! the I/O permission check.
 //!
-//! Targets are 64-bit code: a return to a compatibility-mode segment is #GP with its selector,
-//! which a processor without that mode would raise. As in `deliver.rs`, nothing changes before the
+//! Targets are 64-bit code. A return to a compatibility-mode segment is #GP with its selector, as
+//! on a processor without that mode. As in `deliver.rs`, nothing changes before the last check has
+//! passed.
 //! last check has passed.
 
 use crate::control::privileged;
@@ -14,8 +15,8 @@ use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::User;
 
 /// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT AC
-/// ID. RF would last for one instruction and hold back a breakpoint; none is ever hit, so it is
-/// dropped.
+/// ID. RF is dropped: it would hold back a breakpoint for one instruction, and breakpoints are
+/// never hit.
 const USER_FLAGS: u64 = 0x0024_4dd5;
 
 /// Pops values at the current privilege without moving RSP.
@@ -204,7 +205,7 @@ pub(crate) struct Saved {
     pub r11: u64,
 }
 
-/// SYSCALL. `flow.rip` is behind the instruction.
+/// SYSCALL. `flow.rip` is the address behind the instruction.
 ///
 /// # Errors
 /// #UD without EFER.SCE.
@@ -245,7 +246,7 @@ pub(crate) fn sysret(sys: &mut System, flow: &mut Flow, saved: Saved) -> Result<
     Ok(())
 }
 
-/// SYSCALL and SYSRET load fixed segments without looking at descriptors.
+/// SYSCALL and SYSRET load fixed segments and read no descriptors.
 fn set_flat(sys: &mut System, cs: u16, ss: u16, cpl: u8) {
     sys.selectors[Segment::Cs as usize] = cs;
     sys.selectors[Segment::Ss as usize] = ss;
@@ -274,7 +275,7 @@ pub(crate) fn check_io(
     }
     let bitmap = m.read(tr.base.wrapping_add(0x66), Width::W16, User::Supervisor)?;
     let offset = bitmap + u64::from(port / 8);
-    // The processor always reads two bytes of it, as ports may straddle them.
+    // The processor always reads two bytes of the bitmap, because ports may straddle them.
     if offset + 1 > u64::from(tr.limit) {
         return refused;
     }

@@ -1,7 +1,7 @@
 //! Segment registers and descriptor tables in 64-bit mode (SDM vol 3 3.4, 3.5, 5.2).
 //!
-//! Only what a 64-bit processor still does with segments: selectors and privileges are checked as
-//! ever, code must be 64-bit (CS.L = 1, CS.D = 0), and only FS and GS have a base.
+//! This is what a 64-bit processor still does with segments: selectors and privileges are checked,
+//! code must be 64-bit (CS.L = 1, CS.D = 0), and only FS and GS have a base.
 
 use crate::linear::{Linear, Width};
 use crate::state::{Exception, System, Table, Trap, is_canonical};
@@ -114,7 +114,7 @@ pub(crate) const fn code(selector: u16) -> u32 {
 /// Reads the 8-byte descriptor of a selector that is not null.
 ///
 /// # Errors
-/// `outside` when it lies past the table's limit, and what the read itself raises.
+/// `outside` if the descriptor lies past the table's limit, and what the read itself raises.
 pub(crate) fn fetch(
     m: &mut impl Linear,
     selector: u16,
@@ -200,8 +200,8 @@ pub(crate) fn stack_segment(m: &mut impl Linear, selector: u16, cpl: u8) -> Resu
     descriptor.touch(m)
 }
 
-/// On a return to an outer level: data segments that the new level may not use become null
-/// (SDM vol 3 5.8.6).
+/// On a return to an outer level, data segments that the new level may not use become null (SDM vol
+/// 3 5.8.6).
 pub(crate) fn drop_inner(sys: &mut System) {
     for segment in [Segment::Es, Segment::Ds, Segment::Fs, Segment::Gs] {
         let dpl = &mut sys.segment_dpl[segment as usize];
@@ -290,7 +290,7 @@ fn system_segment(
     let low = fetch(m, selector, bad)?;
     let high = m.read(low.address.wrapping_add(8), Width::W64, User::Supervisor)?;
     let base = low.base() | high << 32;
-    // Bits 12 to 8 of the high half's upper word would be a type: they must be zero.
+    // Bits 12 to 8 of the last doubleword are where a type would be: they must be zero.
     if low.is_segment() || low.kind() != kind || high >> 40 & 0x1f != 0 || !is_canonical(base) {
         return Err(bad.into());
     }

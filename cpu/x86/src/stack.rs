@@ -31,8 +31,8 @@ pub(crate) fn push_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touc
     push(core, bus, op.width(), value)
 }
 
-/// POP into E. An address that uses RSP uses the value after the pop; one that was computed
-/// beforehand includes it.
+/// POP into E. An address that uses RSP uses the value after the pop. If an earlier op computed the
+/// address, it includes that.
 pub(crate) fn pop_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, rsp) = (op.width(), core.r[RSP]);
     let value = load(core, bus, rsp, width)?;
@@ -87,9 +87,9 @@ pub(crate) fn enter(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     built.inspect_err(|_| core.r[RSP] = saved)
 }
 
-/// Whether a non-canonical address in this op was the stack's: #SS, else #GP. An explicit address
-/// is the stack's by its base register. Of the segment prefixes only FS and GS count, whose
-/// addresses are computed into scratch beforehand.
+/// Whether a non-canonical address in this op was the stack's: #SS, else #GP. The base register
+/// decides it for an explicit address. Of the segment prefixes only FS and GS matter; their
+/// addresses are computed into scratch by earlier ops.
 pub(crate) fn is_stack_access(core: &Core, op: &Op) -> bool {
     let implicit = matches!(
         op.code,
@@ -105,7 +105,7 @@ pub(crate) fn is_stack_access(core: &Core, op: &Op) -> bool {
     );
     let explicit = matches!(op.base, 4 | 5);
     match op.code {
-        // POP looks at the stack first, PUSH and CALL at their operand.
+        // POP accesses the stack first; PUSH and CALL access their operand first.
         Code::PopE if !is_canonical(core.r[RSP]) => true,
         _ if op.has(MEMORY) && !(implicit && is_canonical(address(core, op))) => explicit,
         _ => implicit,

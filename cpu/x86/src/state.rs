@@ -6,12 +6,12 @@ use lacuna_sync::Nanos;
 /// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trap {
-    /// The architecture's own: delivered to the guest through its IDT.
+    /// An exception of the architecture: delivered to the guest through its IDT.
     Exception(Exception),
-    /// The machine's: the run loop leaves, and the instruction is executed again later.
+    /// A stop of the machine: the run loop leaves, and the instruction is executed again later.
     Stop(Stop),
-    /// A locked access that crosses a cache line or page needs every other vCPU out of the way
-    /// (`Exit::Exclusive`), then the instruction again with `State::exclusive` set.
+    /// A locked access that crosses a cache line or page. Every other vCPU must stop
+    /// (`Exit::Exclusive`); then the instruction is executed again with `State::exclusive` set.
     Exclusive,
 }
 
@@ -133,7 +133,7 @@ pub(crate) mod bits {
 
     /// The PCID in CR3, with CR4.PCIDE.
     pub(crate) const CR3_PCID: u64 = 0xfff;
-    /// Of a value written to CR3, with CR4.PCIDE: keep what is known of its PCID. Reads as zero.
+    /// In a value written to CR3, with CR4.PCIDE: keep the translations of its PCID. Reads as zero.
     pub(crate) const CR3_NO_FLUSH: u64 = 1 << 63;
 
     pub(crate) const EFER_SCE: u64 = 1 << 0;
@@ -203,21 +203,21 @@ pub struct System {
     pub tsc_aux: u64,
     /// `IA32_PAT`.
     pub pat: u64,
-    /// `IA32_MISC_ENABLE`: kept, and means nothing but for XD disable, bit 34.
+    /// `IA32_MISC_ENABLE`: stored; only XD disable, bit 34, has an effect.
     pub misc_enable: u64,
-    /// DR0 to DR3. Breakpoints are kept but never hit.
+    /// DR0 to DR3. Breakpoints are stored but never hit.
     pub dr: [u64; 4],
     /// DR6.
     pub dr6: u64,
     /// DR7.
     pub dr7: u64,
-    /// What TSC adds to the clock.
+    /// The TSC is the clock plus this.
     pub tsc_offset: u64,
     /// STI or MOV SS shadow: no interrupt before the next instruction has completed.
     pub interrupt_shadow: bool,
     /// Halted by HLT until an interrupt.
     pub halted: bool,
-    /// Every other vCPU is stopped: a split locked access may go ahead.
+    /// Every other vCPU is stopped, so a split locked access may proceed.
     pub exclusive: bool,
 }
 

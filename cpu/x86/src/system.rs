@@ -1,6 +1,6 @@
-//! Instructions that end a basic block and run in the run loop: everything that changes more than
-//! general registers, flags and plain memory. The rules themselves are in control.rs, segments.rs,
-//! returns.rs, msr.rs.
+//! Instructions that end a basic block and run in the run loop. They change more than general
+//! registers, flags and plain memory. Their rules are in control.rs, segments.rs, returns.rs,
+//! msr.rs.
 
 use crate::arith::mask;
 use crate::control::{self, Flush};
@@ -28,21 +28,21 @@ const RDX: usize = 2;
 const RBX: usize = 3;
 const R11: usize = 11;
 
-/// What a system op that completed (or must wait) asks of the run loop.
+/// What a system op that has completed, or must wait, asks of the run loop.
 pub(crate) enum Done {
-    /// Go on behind it.
+    /// Continue behind it.
     Next,
-    /// Go on behind it. The trap flag raises no #DB before the next instruction has completed.
+    /// Continue behind it. The trap flag raises no #DB before the next instruction has completed.
     Untrapped,
     /// RIP is set.
     Jumped,
     /// RIP is set. The trap flag that was loaded, not the old one, decides whether #DB follows.
     SystemCall,
-    /// Go on behind it, after a flush.
+    /// Continue behind it, after a flush.
     Flush(Flush),
-    /// Go on behind it, after telling the outside.
+    /// Continue behind it, after an exit that tells the machine.
     Exit(Exit),
-    /// Not complete: execute it again when the outside has answered.
+    /// Not complete: execute it again when the machine has answered.
     Wait(Exit),
     /// Deliver this with RIP behind it.
     Event(Event),
@@ -213,7 +213,7 @@ fn pop_flags<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
     Ok(Done::Next)
 }
 
-/// The flags after POPF at `cpl`: what may not be changed stays.
+/// The flags after POPF at `cpl`: flags that it may not change stay.
 fn popped_flags(cpl: u8, old: u64, image: u64, width: Width) -> u64 {
     let mut writable = ARITHMETIC | TF | DF | NT | AC | ID;
     if u64::from(cpl) <= (old & IOPL) >> 12 {
@@ -272,7 +272,7 @@ fn model_specific<B: Bus>(m: &mut View<'_, B>, kind: Sys) -> Outcome {
     msr::wrmsr(&mut m.core.sys, &mut m.core.apic, now, index, value).map(Done::Flush)
 }
 
-/// RDMSR and WRMSR of an MSR that the machine around answers for.
+/// RDMSR and WRMSR of an MSR that the machine answers.
 fn model_specific_outside<B: Bus>(m: &mut View<'_, B>, kind: Sys, index: u32) -> Outcome {
     control::privileged(&m.core.sys)?;
     match (m.core.replay.take(), kind) {
@@ -397,7 +397,8 @@ fn load_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
 
 fn store_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     let table = *table_register(&mut m.core.sys, kind == Sys::Sgdt);
-    // The base first: if the second store is blocked the first is done again with the same value.
+    // The base is stored first: if the second store is blocked, the first is repeated with the same
+    // value.
     write_operand(m, op, 2, Width::W64, table.base)?;
     write_operand(m, op, 0, Width::W16, table.limit.into())?;
     Ok(Done::Next)

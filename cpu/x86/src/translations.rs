@@ -1,20 +1,20 @@
-//! What a processor has learned of translations: for each privilege, and of more address spaces
-//! than the one it is in (SDM vol 3 4.10.1, process-context identifiers).
+//! The translations that a processor has cached, for each privilege, and for more address spaces
+//! than the current one (SDM vol 3 4.10.1, process-context identifiers).
 //!
 //! ```text
 //! front, back   a TLB for the privilege that runs, and one for the other; they change places
-//! supervisor's  one: a kernel maps itself globally. As soon as something in it is not global it is
-//!               good for one address space
+//! supervisor's  one: a kernel maps itself globally. With any non-global entry it is valid for one
+//!               address space only
 //! user's        the current address space's, with its WalkCache
 //!                 MOV CR3 to another PCID: parked ----------+
-//! parked        the user's of up to 3 others, by PCID  <----+   bit 63: taken out as it was left,
+//! parked        the user's of up to 3 others, by PCID  <----+   bit 63: used again as it was left,
 //!                                                               else emptied first
 //! ```
-//! Without CR4.PCIDE every address space is PCID 0, and nothing is ever parked. TLBs may forget at
-//! any time, so the least recently used one makes room.
+//! Without CR4.PCIDE every address space is PCID 0, and nothing is ever parked. A TLB may forget
+//! entries at any time, so the least recently used parked one is dropped when a place is needed.
 //!
-//! TLBs hold host pointers. [`Translations::flush`] is what the machine around relies on when it
-//! takes pages back, so it empties all of them, those of parked address spaces too.
+//! TLBs hold host pointers. The machine relies on [`Translations::flush`] when it takes pages back,
+//! so it empties all TLBs, those of parked address spaces too.
 
 use crate::cache::UserCode;
 use crate::state::Pcid;
@@ -22,27 +22,27 @@ use crate::walk::{Mapping, User, WalkCache};
 use lacuna_addr::{Gfn, Level};
 use lacuna_cpu::{HostPage, Rights, Span, Tlb};
 
-/// Address spaces parked, 160 KiB each as soon as they are used.
+/// Parked address spaces; each takes 160 KiB once it is used.
 const PARKED: usize = 3;
 
-/// Whether a switch of address space keeps what is known of the one it goes to: bit 63 of the value
+/// Whether a switch of address space keeps the translations of the new one: bit 63 of the value
 /// written to CR3.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Retain {
-    /// Its translations are still good.
+    /// Its translations are still valid.
     Keep,
     /// They may have changed.
     Forget,
 }
 
-/// Which links between basic blocks hold after a switch of address space.
+/// Which links between basic blocks are valid after a switch of address space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kept {
     /// All of them.
     All,
     /// None.
     Nothing,
-    /// Those of the address space that is back, as they were when it was left.
+    /// Those of the address space that is current again, as they were when it was left.
     Parked(UserCode),
 }
 
@@ -54,13 +54,13 @@ pub(crate) struct Switched {
     pub(crate) user: Kept,
 }
 
-/// What was learned for one privilege.
+/// Translations for one privilege.
 #[derive(Default)]
 pub(crate) struct Learned {
     pub(crate) tlb: Tlb,
-    /// Some of it from a page that is not global.
+    /// Some of them are from a page that is not global.
     local: bool,
-    /// Some of it from a global page.
+    /// Some of them are from a global page.
     global: bool,
     /// The largest leaf that any of it is from; `None`: nothing is known.
     most: Option<Level>,
@@ -125,7 +125,7 @@ impl Parked {
     }
 }
 
-/// Every translation that a processor knows.
+/// Every translation that a processor has cached.
 #[derive(Default)]
 pub(crate) struct Translations {
     /// For the privilege that runs.
@@ -144,7 +144,7 @@ impl Translations {
         std::mem::swap(&mut self.front, &mut self.back);
     }
 
-    /// What is known for `user` while `running` runs.
+    /// The translations for `user` while `running` runs.
     #[inline(always)]
     pub(crate) fn of(&mut self, user: User, running: User) -> &mut Learned {
         if user == running {
@@ -156,7 +156,7 @@ impl Translations {
 
     /// Forgets everything of every address space; `pcid` is the current one from now on.
     pub(crate) fn flush(&mut self, pcid: Pcid) {
-        // Field by field, so that a new one is not left out.
+        // Lists every field, so that a new one cannot be left out.
         let Self {
             front,
             back,
@@ -179,8 +179,8 @@ impl Translations {
         }
     }
 
-    /// INVLPG (SDM vol 3 4.10.4.1): what the leaf that holds `va` has given to this address space,
-    /// global pages in all of them, and this one's paging-structure cache.
+    /// INVLPG (SDM vol 3 4.10.4.1): drops the translations that this address space has from the
+    /// leaf of `va`, global pages in all address spaces, and this one's paging-structure cache.
     pub(crate) fn invalidate(&mut self, va: u64) {
         self.front.forget(va);
         self.back.forget(va);
@@ -191,14 +191,14 @@ impl Translations {
         }
     }
 
-    /// A page fault at `va` (SDM vol 3 4.10.4.1): drops what would translate it. The walk has seen
-    /// to its cache.
+    /// A page fault at `va` (SDM vol 3 4.10.4.1): drops what would translate it. The walk has
+    /// already dropped its own cache entry.
     pub(crate) fn faulted(&mut self, va: u64) {
         self.front.forget(va);
         self.back.forget(va);
     }
 
-    /// MOV to CR3, while `running` runs with `code` as the links of its user code.
+    /// MOV to CR3, while `running` runs; `code` is the links of its user code.
     pub(crate) fn switch(
         &mut self,
         to: Pcid,

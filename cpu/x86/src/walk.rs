@@ -5,16 +5,16 @@
 //!     PML4E -> PDPTE -> PDE -> PTE -> page        PDPTE.PS: a 1 GiB leaf, PDE.PS: a 2 MiB leaf
 //!              WalkCache: va[47:21] -> PT page + rights of the three levels above it
 //! ```
-//! The cache plays the processor's paging-structure cache (SDM vol 3 4.10.3): most walks read one
-//! entry. It holds frame numbers and no pointers, so stage-2 changes need not flush it; whatever
-//! flushes the TLB for the guest's own sake (CR0, CR3, CR4, EFER, INVLPG) does. As on hardware, a
-//! walk that ends in a fault drops what it had cached and looks at the tables themselves.
+//! The cache is the processor's paging-structure cache (SDM vol 3 4.10.3): most walks read one
+//! entry. It holds frame numbers and no pointers, so stage-2 changes need not flush it. It is
+//! flushed when the TLB is flushed for the guest (CR0, CR3, CR4, EFER, INVLPG). As on hardware, a
+//! walk that would end in a fault drops its cache entry and reads the tables themselves.
 //!
-//! Table pages are asked for with [`Access::Write`], as hardware with EPT A/D bits does. A table
-//! without memory behind it reads as all ones, and so faults with its reserved bits. A table in a
-//! read-only slot (firmware keeps its first page tables in ROM) is read, and its A and D bits stay
-//! as they are, set or not: the walk goes on as if it had set them. KVM's own walker does the same
-//! (Linux, arch/x86/kvm/mmu/paging_tmpl.h, `update_accessed_dirty_bits`).
+//! The walk asks for table pages with [`Access::Write`], as hardware with EPT A/D bits does. A
+//! table without memory behind it reads as all ones, and faults because of its reserved bits. A
+//! table in a read-only slot (firmware keeps its first page tables in ROM) is read, and its A and D
+//! bits stay as they are, set or not: the walk continues as if it had set them. KVM's walker does
+//! the same (Linux, arch/x86/kvm/mmu/paging_tmpl.h, `update_accessed_dirty_bits`).
 
 use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
@@ -34,14 +34,14 @@ const NO_EXECUTE: u64 = 1 << 63;
 const FRAME: u64 = 0x0000_ffff_ffff_f000;
 /// Bits above the 48 physical address bits of CPUID 0x80000008.
 const RESERVED_HIGH: u64 = 0x000f_0000_0000_0000;
-/// What an entry grants. NX is kept inverted, so that rights accumulate by AND.
+/// What an entry grants. NX is kept inverted, so that AND combines the rights of all levels.
 const RIGHTS: u64 = WRITE | USER | NO_EXECUTE;
 
-/// Entries that another vCPU changed under the walk before it gives up and lets the run loop
-/// breathe.
+/// How many entries another vCPU may change during the walk before it gives up and returns to the
+/// run loop.
 const MAX_RACES: usize = 16;
 
-/// On whose behalf memory is accessed.
+/// The privilege of a memory access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum User {
     /// CPL 0 to 2, and implicit accesses to descriptor tables and the TSS.
@@ -62,7 +62,7 @@ impl User {
     }
 }
 
-/// A translation and what may be done through it, for the privilege that was asked for.
+/// A translation and what it permits, for the privilege that was asked for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Mapping {
     /// The 4 KiB frame, inside a larger leaf too.
@@ -73,7 +73,7 @@ pub(crate) struct Mapping {
     pub user: bool,
     /// Instruction fetches are allowed.
     pub exec: bool,
-    /// It outlives a switch of the address space: G in the leaf, CR4.PGE.
+    /// It survives a switch of the address space: G in the leaf, CR4.PGE.
     pub global: bool,
     /// Size of the leaf.
     pub level: Level,
@@ -155,11 +155,11 @@ impl WalkCache {
     }
 }
 
-/// Why one attempt at a walk found no mapping.
+/// Why an attempt to walk found no mapping.
 enum Miss {
     /// #PF, with P or RSVD bits of the error code.
     Fault(u32),
-    /// Another processor changed an entry between our load and our A/D update.
+    /// Another processor changed an entry between the load here and the update of A or D.
     Raced,
     Stop(Stop),
 }
@@ -174,12 +174,12 @@ const FAULT_ABSENT: Miss = Miss::Fault(0);
 const FAULT_PROTECTION: Miss = Miss::Fault(1);
 const FAULT_RESERVED: Miss = Miss::Fault(1 | 8);
 
-/// Translates `va` for `access` on behalf of `user`, setting A on every level used and D on the
-/// leaf of a write.
+/// Translates `va` for `access` by `user`, setting A on every level used and D on the leaf of a
+/// write.
 ///
 /// # Errors
 /// #PF with its error code, #GP(0) for a non-canonical address, or the bus's stop for a table page.
-/// Under a storm of changes by other vCPUs, [`Stop::Again`].
+/// If other vCPUs keep changing the tables, [`Stop::Again`].
 #[inline]
 pub(crate) fn walk<B: Bus>(
     sys: &System,
@@ -189,7 +189,7 @@ pub(crate) fn walk<B: Bus>(
     access: Access,
     user: User,
 ) -> Result<Mapping, Trap> {
-    // The cache's tags have no room for bits 63 to 48.
+    // The cache's tags do not contain bits 63 to 48.
     if !is_canonical(va) {
         return Err(Exception::GP0.into());
     }
@@ -255,7 +255,7 @@ impl<B: Bus> Walker<'_, B> {
         Ok(mapping)
     }
 
-    /// The last level, with the PT page and the rights so far in `table`.
+    /// The last level; `table` has the PT page and the rights so far.
     #[inline(always)]
     fn page_table(&mut self, table: u64) -> Result<Mapping, Miss> {
         let (page, gfn, entry) = self.load(table, 12)?;
@@ -354,8 +354,8 @@ impl<B: Bus> Walker<'_, B> {
         })
     }
 
-    /// Sets `bits` in the entry, which was loaded as `entry` (NX inverted), if the table can be
-    /// written to.
+    /// Sets `bits` in the entry, which was loaded as `entry` (NX inverted), if the table is
+    /// writable.
     #[inline(always)]
     fn update(
         &mut self,

@@ -1,5 +1,5 @@
-//! What surrounds single instructions: blocks, self-modifying code, page crossings, restarts,
-//! devices, repeated strings, interrupts.
+//! Behaviour around single instructions: basic blocks, self-modifying code, page crossings,
+//! restarts, devices, repeated strings, interrupts.
 
 mod support;
 
@@ -118,8 +118,8 @@ fn an_instruction_across_two_pages_is_fetched_from_both() {
     m.set_regs(|r| (r.rip, r.gpr[1]) = (CODE + 0xffb, 10));
     assert_eq!(m.run(1000), Exit::Halt);
     assert_eq!(m.reg(0), 0x1122_3344_5566_7788);
-    // The second page alone is rewritten, by somebody who need not tell: it was never decoded
-    // there.
+    // Only the second page is rewritten. The writer need not tell this processor, because no code
+    // was decoded there.
     m.memory.write(CODE + 0x1000, &[0x99]);
     m.cpu.drop_code(Gpa::truncate(CODE + 0x1000).gfn());
     m.set_regs(|r| (r.rip, r.gpr[1]) = (CODE + 0xffb, 1));
@@ -161,7 +161,7 @@ fn accesses_across_pages_are_whole_or_not_at_all() {
         a.hlt().unwrap();
     };
     let mut m = Machine::with(SIZE, program);
-    // The second page is missing: nothing may have reached the first.
+    // The second page is missing: the store must not have changed the first.
     m.memory.absent[((DATA + 0x2000) >> 12) as usize] = true;
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
     assert_eq!(m.memory.read(DATA + 0x1ffd, 3), [0, 0, 0]);

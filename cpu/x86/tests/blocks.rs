@@ -1,4 +1,4 @@
-//! 2 MiB translations: when one is used, and what ends it.
+//! 2 MiB translations: when one is used, and what invalidates it.
 
 mod support;
 
@@ -7,13 +7,13 @@ use lacuna_x86::Exit;
 use support::{CODE, DATA, LARGE, Leaf, Machine, RIGHTS};
 
 const SIZE: u64 = 16 << 20;
-/// Two blocks of data behind those of code and stack.
+/// Two 2 MiB blocks of data behind those of code and stack.
 const FIRST: u64 = DATA + (2 << 20);
 const SECOND: u64 = FIRST + (2 << 20);
 /// Entries of the first directory, where `Leaf::Block` maps the first GiB.
 const DIRECTORY: u64 = 0x3000;
 
-/// Adds RAX to each page's first word from RDI on, RCX pages, and halts.
+/// Adds RAX to the first word of each of RCX pages from RDI on, and halts.
 fn touch_pages(a: &mut CodeAssembler) {
     let mut top = a.create_label();
     a.set_label(&mut top).unwrap();
@@ -24,7 +24,8 @@ fn touch_pages(a: &mut CodeAssembler) {
     a.hlt().unwrap();
 }
 
-/// Starts the program at [`CODE`] again over `pages` pages from `from` on; returns the bus's work.
+/// Starts the program at [`CODE`] again over `pages` pages from `from` on. Returns how many pages
+/// the bus looked up.
 fn touch(m: &mut Machine, from: u64, pages: u64) -> u64 {
     m.set_regs(|r| (r.rip, r.gpr[0], r.gpr[1], r.gpr[7]) = (CODE, 1, pages, from));
     m.cpu.unhalt();
@@ -33,7 +34,7 @@ fn touch(m: &mut Machine, from: u64, pages: u64) -> u64 {
     m.memory.lookups - before
 }
 
-/// A machine whose first run is behind it, so that its code is decoded.
+/// A machine after its first run, so that its code is decoded.
 fn machine(leaf: Leaf) -> Machine {
     let mut m = Machine::with(SIZE, touch_pages);
     m.by_blocks(leaf);
@@ -61,7 +62,7 @@ fn one_walk_serves_a_block_where_both_stages_are_large() {
     }
 }
 
-/// What fetching the program asks of the bus after a flush: the tables, then the page.
+/// The bus look-ups of a fetch after a flush: the tables, then the page.
 fn touch_code(leaf: Leaf) -> u64 {
     match leaf {
         Leaf::Page => 5,
@@ -104,7 +105,7 @@ fn invlpg_of_any_page_and_a_flush_end_a_block() {
     });
     m.memory.write(invlpg, &code);
     let entry = DIRECTORY + (FIRST >> 21) * 8;
-    // The leaf moves on to the next block. The old one may be used until it is invalidated.
+    // The leaf now maps the next block. The old translation may be used until it is invalidated.
     let _ = touch(&mut m, FIRST, 1);
     m.memory.write_u64(entry, SECOND | LARGE | RIGHTS);
     m.set_regs(|r| (r.rip, r.gpr[7]) = (invlpg, FIRST + 0x12_3456));
@@ -125,7 +126,7 @@ fn invlpg_of_any_page_and_a_flush_end_a_block() {
     assert_eq!(m.memory.read_u64(SECOND + 511 * 4096), 1);
 }
 
-/// INVLPG reaches all that came from a leaf of 1 GiB, whichever of its pages it names.
+/// INVLPG drops all translations from a leaf of 1 GiB, whichever of its pages it names.
 #[test]
 fn invlpg_ends_every_block_of_a_gib() {
     let mut m = machine(Leaf::Gib);
@@ -146,15 +147,15 @@ fn invlpg_ends_every_block_of_a_gib() {
     assert_eq!(touch(&mut m, SECOND, 2), each);
 }
 
-/// A page of a block becomes code while the block is known as writable: writes to it are noticed,
-/// and to its neighbours they are plain writes.
+/// A page of a 2 MiB block becomes code while the block is cached as writable. Writes to the page
+/// are noticed; writes to its neighbours stay plain writes.
 #[test]
 fn a_watched_page_takes_its_block_s_write_right() {
     let sub = FIRST + 5 * 4096;
     let mut m = Machine::with(SIZE, |a| {
         a.mov(rdi, FIRST).unwrap();
         a.mov(rsi, sub).unwrap();
-        a.mov(qword_ptr(rdi), rax).unwrap(); // The block is known.
+        a.mov(qword_ptr(rdi), rax).unwrap(); // The block is cached.
         a.mov(dword_ptr(rsi), 0xc3_01_b0).unwrap(); // mov al, 1; ret
         a.call(rsi).unwrap();
         a.movzx(ebx, al).unwrap();
@@ -194,7 +195,7 @@ fn a_watched_page_takes_its_block_s_write_right() {
     }
 }
 
-/// Code inside a huge page that rewrites itself, its own block known as writable beforehand.
+/// Code inside a huge page rewrites itself; its block was cached as writable before.
 #[test]
 fn code_in_a_block_rewrites_its_next_instruction() {
     for leaf in [Leaf::Block, Leaf::Gib] {
@@ -221,13 +222,13 @@ fn code_in_a_block_rewrites_its_next_instruction() {
     }
 }
 
-/// A write to a page that was only read: the walk must set D, and the block gets the right.
+/// A write to a page that was only read: the walk must set D, and the block becomes writable.
 #[test]
-fn reads_of_a_clean_leaf_give_no_write_right() {
+fn reads_through_a_clean_leaf_give_no_write_permission() {
     let mut m = Machine::with(SIZE, |a| {
         let mut next = a.create_label();
         a.mov(rax, qword_ptr(rdi)).unwrap();
-        a.jmp(next).unwrap(); // Fuel is counted in blocks.
+        a.jmp(next).unwrap(); // Fuel is counted in basic blocks.
         a.set_label(&mut next).unwrap();
         a.mov(qword_ptr(rdi + 4096), rax).unwrap();
         a.hlt().unwrap();

@@ -1,7 +1,8 @@
-//! Flags that nobody looks at are not computed (quiet.rs); whoever looks sees the right ones.
+//! Flags that no instruction reads are not computed (quiet.rs); a reader sees the right ones.
 //!
-//! A random program runs twice: as one block, and with every instruction in a block of its own,
-//! where all flags are computed. In its middle it touches a device, whose exit shows the flags.
+//! A random program runs twice: as one basic block, and with every instruction in a basic block of
+//! its own, so that all flags are computed. In its middle it accesses a device, whose exit shows
+//! the flags.
 
 mod support;
 
@@ -15,7 +16,7 @@ const WIDE: [AsmRegister64; 4] = [rax, rcx, rdx, rbx];
 const NARROW: [AsmRegister32; 4] = [eax, ecx, edx, ebx];
 const BYTES: [AsmRegister8; 4] = [al, cl, dl, bl];
 
-/// One instruction on the four registers, of those that change or read flags.
+/// One random instruction on the four registers, of those that change or read flags.
 fn instruction(a: &mut CodeAssembler, rng: &mut Rng) {
     let (x, y) = (rng.usize(..4), rng.usize(..4));
     let (small, count) = (rng.i32(..), rng.u32(..64));
@@ -64,7 +65,7 @@ fn instruction(a: &mut CodeAssembler, rng: &mut Rng) {
     done.unwrap();
 }
 
-/// A count or compare with the conditional branch that follows it.
+/// A count or compare, and the conditional branch that follows it.
 fn branch(a: &mut CodeAssembler, rng: &mut Rng) {
     let small = rng.i32(0..3);
     match rng.u32(..6) {
@@ -87,7 +88,7 @@ fn branch(a: &mut CodeAssembler, rng: &mut Rng) {
     a.nop().unwrap();
 }
 
-/// The program of `seed`; `apart` ends the block behind every instruction.
+/// The program of `seed`; `apart` ends the basic block behind every instruction.
 fn machine(seed: u64, apart: impl Fn(&mut CodeAssembler)) -> Machine {
     let mut rng = Rng::with_seed(seed);
     let middle = rng.usize(..LENGTH);

@@ -1,5 +1,5 @@
-//! Random bytes as guest code, at both privileges, on a bus that fails now and then: nothing
-//! panics, nothing hangs.
+//! Random bytes as guest code, at both privileges, on a bus that fails now and then: the processor
+//! never panics and never hangs.
 
 mod support;
 

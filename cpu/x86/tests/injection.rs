@@ -1,5 +1,5 @@
-//! Page faults injected from outside: where they enter, what they go before, and that a missing
-//! page on the way neither loses nor repeats them.
+//! Page faults injected by the machine: where they enter, what they precede, and that a missing
+//! page during delivery neither loses nor repeats them.
 
 mod support;
 
@@ -34,7 +34,7 @@ fn user_loop() -> Machine {
     m
 }
 
-/// The page of `address` is away for the next access.
+/// The page of `address` is missing for the next access.
 fn take_away(m: &mut Machine, address: u64) {
     m.cpu.flush_tlb();
     m.memory.absent[(address >> 12) as usize] = true;
@@ -184,7 +184,7 @@ fn a_halt_ends_without_an_event_too() {
 }
 
 #[test]
-fn a_stop_says_whether_an_event_was_on_its_way() {
+fn a_stop_says_whether_an_event_was_being_delivered() {
     let mut m = user_loop();
     let ud2 = assemble(USER + 0x100, |a| a.ud2().unwrap());
     m.memory.write(USER + 0x100, &ud2);
@@ -192,12 +192,12 @@ fn a_stop_says_whether_an_event_was_on_its_way() {
         a.add(qword_ptr(rsp), 2).unwrap();
         a.iretq().unwrap();
     });
-    // Plain: the code itself is away.
+    // A plain case: the code itself is missing.
     m.set_regs(|r| r.rip = USER + 0x100);
     take_away(&mut m, USER);
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
     assert!(m.cpu.interruptible());
-    // The handler's stack: the exception is still to come.
+    // With the handler's stack missing, the exception is still pending.
     take_away(&mut m, KERNEL_STACK - 8);
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
     assert!(!m.cpu.interruptible());
@@ -205,7 +205,7 @@ fn a_stop_says_whether_an_event_was_on_its_way() {
     assert_eq!(m.run(100), Exit::Poked);
     assert!(!m.cpu.interruptible());
     m.slots.vcpu(0).take();
-    // It comes up again by itself, or not at all if its cause is gone.
+    // The fault comes up again by itself, or not at all if its cause is gone.
     let jump = assemble(USER + 0x100, |a| {
         let mut top = a.create_label();
         a.set_label(&mut top).unwrap();
@@ -247,7 +247,7 @@ fn a_single_step_trap_waits_for_the_handlers_stack() {
     assert_eq!(m.reg(3), 1);
 }
 
-/// TF belongs to the instruction, which has not run: no trap before the handler or in it.
+/// TF belongs to the instruction, which has not run: no trap comes before the handler or in it.
 #[test]
 fn it_does_not_count_as_a_single_step() {
     let mut m = user_loop();

@@ -1,4 +1,4 @@
-//! A small kernel's life: handlers through an IDT, user level and back, interrupts, single steps.
+//! A small kernel: handlers through an IDT, user level and back, interrupts, single steps.
 
 mod support;
 
@@ -169,8 +169,7 @@ fn an_interrupt_posted_from_outside_is_delivered_once() {
     assert_eq!(m.reg(3), 1);
 }
 
-/// The stack is reset by the gate (IST 1) each time, so this would go on for ever: fuel must end
-/// it.
+/// The gate resets the stack each time (IST 1), so this would go on for ever: fuel must end it.
 #[test]
 fn a_handler_that_faults_at_once_uses_up_its_fuel() {
     let mut m = kernel(|a| {

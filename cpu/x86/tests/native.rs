@@ -1,9 +1,9 @@
-//! Instruction semantics against the machine's own processor.
+//! Instruction semantics, compared with the host's own processor.
 //!
-//! Each case is one instruction with random operands: it runs here on a [`Cpu`], and natively in a
-//! small executable buffer between code that loads and stores all registers. General registers, the
-//! flags that the architecture defines, and the 64 bytes of memory that operands may touch must
-//! agree.
+//! Each case is one instruction with random operands. It runs here on a [`Cpu`], and natively in a
+//! small executable buffer, between code that loads and stores all registers. General registers,
+//! the flags that the architecture defines, and the 64 bytes of memory that operands may access
+//! must agree.
 #![cfg(target_arch = "x86_64")]
 
 mod support;
@@ -75,7 +75,7 @@ const GPRS: [AsmRegister64; 16] = [
     rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8, r9, r10, r11, r12, r13, r14, r15,
 ];
 
-/// Saves the C ABI's registers and the state's address, loads the state.
+/// Saves the C ABI's registers and the state's address, then loads the state.
 fn prologue(a: &mut CodeAssembler) {
     for r in [rbx, rbp, r12, r13, r14, r15] {
         a.push(r).unwrap();
@@ -246,8 +246,8 @@ fn random_instruction(rng: &mut Rng) -> Option<(Vec<u8>, Instruction)> {
     Some((bytes, instruction))
 }
 
-/// Whether the instruction can be run natively: no stack pointer, no control flow, no memory
-/// outside.
+/// Whether the instruction can be run natively: it uses no stack pointer, no control flow and no
+/// memory outside.
 fn is_fair(i: &Instruction) -> bool {
     use iced_x86::{FlowControl, InstructionInfoFactory, OpAccess, Register as R};
     let memory_ok =
@@ -274,14 +274,14 @@ fn is_fair(i: &Instruction) -> bool {
         && !i.is_privileged()
         && !i.is_save_restore_instruction()
         && i.segment_prefix() == R::None
-        // A bit offset in a register reaches anywhere.
+        // A bit offset in a register reaches any address.
         && !(matches!(i.mnemonic(), Mnemonic::Bt | Mnemonic::Bts | Mnemonic::Btr | Mnemonic::Btc)
             && i.memory_base() == R::RDI && i.op1_register() != R::None)
         && !matches!(i.mnemonic(), Mnemonic::Rdrand | Mnemonic::Rdseed | Mnemonic::Rdpid
             | Mnemonic::Cmpxchg16b | Mnemonic::Xsavec | Mnemonic::Xsaves | Mnemonic::Xrstors)
 }
 
-/// The flags that mean something after the instruction on `before`.
+/// The flags that the architecture defines after the instruction on `before`.
 fn defined_flags(i: &Instruction, before: &State) -> u64 {
     let count = match i.op_count() {
         n if n >= 2 && i.op_kind(n - 1) == iced_x86::OpKind::Immediate8 => i.immediate8().into(),
@@ -326,7 +326,7 @@ fn size(i: &Instruction) -> u64 {
     }
 }
 
-/// Undefined by the architecture: results of these are not compared.
+/// Whether the architecture leaves the results undefined: they are not compared.
 fn is_undefined(i: &Instruction, before: &State) -> bool {
     let count = match i.op2_kind() {
         iced_x86::OpKind::Immediate8 => u64::from(i.immediate8()),
@@ -358,7 +358,7 @@ fn random_instructions_agree_with_the_processor() {
         }
         let mut ours = before;
         if software(&mut machine, &bytes, &mut ours).is_none() {
-            // #DE natively would end the test; what raises it is checked elsewhere.
+            // A native #DE would end the test. Other tests check what raises it.
             assert!(
                 matches!(i.mnemonic(), Mnemonic::Div | Mnemonic::Idiv),
                 "{i:?} raised an exception"

@@ -1,9 +1,9 @@
-//! Faults and traps of user mode against the machine's own processor: which exception, where, and
-//! that everything else is as before the instruction.
+//! Faults and traps of user mode, compared with the host's own processor: which exception, where,
+//! and that everything else is as before the instruction.
 //!
-//! Each program runs to a fault here, at CPL 3 under the least of a kernel, and natively under
-//! signal handlers (support/signals.rs), at the same addresses. The exception and its error code,
-//! all registers, the trap flag's traps on the way, the data and the stack must agree.
+//! Each program runs to a fault here, at CPL 3 under a minimal kernel, and natively under signal
+//! handlers (support/signals.rs), at the same addresses. The exception and its error code, all
+//! registers, the trap flag's traps before it, the data and the stack must agree.
 #![cfg(all(target_arch = "x86_64", target_os = "linux"))]
 
 mod support;
@@ -20,7 +20,7 @@ use support::{DATA, Machine, STACK, assemble};
 const TOP: u64 = 0x7fff_ffff_e000;
 const NON_CANONICAL: u64 = 1 << 63;
 const NON_CANONICAL_LOW: u64 = 1 << 47;
-/// Instructions of a page that a program may go to.
+/// A place in the page to which programs may jump.
 const BEHIND: u64 = USER + 0x800;
 /// The stack segment's selector, here and under Linux: programs may leave it in RAX.
 const SS: u64 = 0x1b;
@@ -30,10 +30,10 @@ const CF: u64 = 1;
 const ZF: u64 = 1 << 6;
 type Program = fn(&mut CodeAssembler);
 
-/// What is compared of the stack lies around where it starts.
+/// The stack is compared around the place where it starts.
 const STACK_BYTES: u64 = 256;
 
-/// The two processors, for one test at a time; `None` where the native one cannot be had.
+/// The two processors, for one test at a time; `None` if the addresses are taken natively.
 struct Processors {
     software: Machine,
     _turn: MutexGuard<'static, ()>,
@@ -69,7 +69,8 @@ impl Processors {
         })
     }
 
-    /// Runs `code` on both, from `registers`; the outcome must be the same, `flags` of the flags.
+    /// Runs `code` on both, from `registers`. The outcome must be the same; of the flags, `flags`
+    /// count.
     fn compare(&mut self, name: &str, code: &[u8], registers: Registers, flags: u64) -> Ended {
         let memory = &mut self.software.memory;
         let page = if registers.rip >= TOP { FRAME } else { USER };
@@ -150,7 +151,7 @@ fn map_top(m: &mut Machine) {
     }
 }
 
-/// What most programs start with.
+/// The initial registers of most programs.
 fn common(rip: u64) -> Registers {
     let mut gpr = std::array::from_fn(|i| 0x1111_0000_2222_0000 + i as u64);
     (gpr[0], gpr[1], gpr[2], gpr[3]) = (NON_CANONICAL, 3, 5, NON_CANONICAL_LOW);
@@ -255,13 +256,13 @@ fn an_indirect_branch_to_a_non_canonical_address_faults_at_the_branch() {
     }
 }
 
-/// Above the highest page, one more, and then there is nothing.
+/// There is one page above the highest page, and then nothing.
 #[test]
 fn a_direct_branch_to_a_non_canonical_address_faults_at_the_branch() {
     let Some(mut both) = Processors::new() else {
         return;
     };
-    // Taken and not, with CF set and RCX 3; some are fused with what precedes them.
+    // Branches taken and not, with CF set and RCX 3. Some are fused with the instruction before.
     let branches: [&[u8]; 9] = [
         &[0xe9],
         &[0xe8],
@@ -339,15 +340,16 @@ fn with_operand(
     code.extend(opcode);
     code.push(modrm | middle << 3);
     code.extend(sib);
-    // The displacement or the last of its four bytes; an immediate, for the one that has it; UD2.
+    // The displacement or the last of its four bytes; an immediate, if the instruction has one;
+    // UD2.
     code.extend([0, 0x0f, 0x0b]);
     code
 }
 
 /// The accesses of many instructions, by the stack's registers and by others, with the prefixes
-/// that may change which fault a bad address is.
+/// that may change which fault a bad address raises.
 #[test]
-fn a_bad_address_is_the_stack_s_by_its_base_register() {
+fn the_base_register_decides_whether_a_bad_address_is_a_stack_fault() {
     let Some(mut both) = Processors::new() else {
         return;
     };
@@ -370,7 +372,7 @@ fn a_bad_address_is_the_stack_s_by_its_base_register() {
 }
 
 #[test]
-fn a_bad_stack_is_the_stack_s_fault() {
+fn a_bad_stack_pointer_raises_a_stack_fault() {
     let Some(mut both) = Processors::new() else {
         return;
     };
@@ -437,14 +439,14 @@ fn an_offset_of_32_bits_wraps_before_the_segment_and_after_everything_else() {
         let ended = both.compare("bit", &code, registers, CF | ZF);
         assert_eq!(ended.vector, 6, "{code:02x?} went elsewhere");
     }
-    // pop [esp + 8] and [rsp + 8]: behind the pop.
+    // pop [esp + 8] and [rsp + 8]: the address uses the value after the pop.
     both.bytes(&[0x67, 0x8f, 0x44, 0x24, 8]);
     both.bytes(&[0x8f, 0x44, 0x24, 8]);
     both.bytes(&[0x66, 0x67, 0x8f, 0x44, 0x24, 8]);
     both.bytes(&[0x67, 0x8f, 0x47, 8]);
 }
 
-/// Programs behind [`trap_flag`], and how many traps they have before their fault.
+/// Programs behind [`trap_flag`], and the number of traps before their fault.
 const STEPPED: [(&str, usize, Program); 10] = [
     ("nop", 2, |a| {
         a.nop().unwrap();
@@ -527,7 +529,7 @@ fn reserved_nops_do_nothing_and_others_are_refused() {
     let Some(mut both) = Processors::new() else {
         return;
     };
-    // RDSSPD, RDSSPQ, ENDBR, CLDEMOTE of an address that is none, NOPs by their other opcodes.
+    // RDSSPD, RDSSPQ, ENDBR, CLDEMOTE of an invalid address, NOPs by their other opcodes.
     let nops: [&[u8]; 12] = [
         &[0xf3, 0x0f, 0x1e, 0xc8],
         &[0xf3, 0x48, 0x0f, 0x1e, 0xc8],
@@ -547,7 +549,7 @@ fn reserved_nops_do_nothing_and_others_are_refused() {
         let end = USER + nop.len() as u64;
         assert_eq!((ended.vector, ended.registers.rip), (6, end), "{nop:02x?}");
     }
-    // RDPMC; 15 bytes, 16 and 17; undefined within 15, and locked.
+    // RDPMC; instructions of 15, 16 and 17 bytes; undefined ones within 15, and locked.
     let ended = both.bytes(&[0x0f, 0x33]);
     assert_eq!(ended.vector, 13);
     for prefixes in 12..17 {

@@ -26,7 +26,7 @@ fn reader(a: &mut CodeAssembler) {
 }
 
 #[test]
-fn a_kvm_msr_is_read_outside() {
+fn a_read_of_a_kvm_msr_exits() {
     let mut m = kernel(reader);
     m.set_regs(|r| (r.gpr[0], r.gpr[1], r.gpr[2]) = (u64::MAX, EN.into(), u64::MAX));
     assert_eq!(m.run(100), Exit::MsrRead { index: EN });
@@ -38,10 +38,10 @@ fn a_kvm_msr_is_read_outside() {
 }
 
 #[test]
-fn a_kvm_msr_is_written_outside() {
+fn a_write_of_a_kvm_msr_exits() {
     for index in [0x4b56_4d00, EN, 0x4b56_4dff] {
         let mut m = kernel(writer);
-        // The upper half of RCX does not count.
+        // The upper half of RCX is ignored.
         m.set_regs(|r| r.gpr[1] = 7 << 32 | u64::from(index));
         let value = 0x1111_1111_2222_2222;
         assert_eq!(m.run(100), Exit::MsrWrite { index, value });
@@ -94,7 +94,7 @@ fn a_refused_msr_is_a_general_protection_fault_there() {
 }
 
 #[test]
-fn outside_the_range_and_above_cpl_0_nobody_is_asked() {
+fn outside_the_range_and_above_cpl_0_there_is_no_exit() {
     for index in [0x4b56_4cff, 0x4b56_4e00, 0x11] {
         for program in [reader, writer] {
             let mut m = with_gp_handler(program, index);
@@ -110,8 +110,8 @@ fn outside_the_range_and_above_cpl_0_nobody_is_asked() {
     }
 }
 
-/// The shadow, a pending interrupt, the trap flag: an MSR that is answered outside is one
-/// instruction as any other.
+/// An MSR that the machine answers is one instruction like any other: for the interrupt shadow, a
+/// pending interrupt and the trap flag.
 #[test]
 fn nothing_comes_between_an_msr_and_its_answer() {
     let mut m = kernel(|a| {
@@ -225,7 +225,7 @@ fn the_timer_is_looked_at_before_the_answer() {
     assert!(m.cpu.has_interrupt());
 }
 
-/// Everything that can be left over, and then a reset: the second life is a first one.
+/// A reset after everything that can be left over: the processor then runs as a new one.
 #[test]
 fn reset_leaves_nothing() {
     let mut m = kernel(|a| {
@@ -260,7 +260,7 @@ fn reset_leaves_nothing() {
     assert_eq!((m.cpu.next_deadline(), m.cpu.cpl()), (None, 0));
     assert!(!m.cpu.apic_enabled() && !m.cpu.is_halted() && !m.cpu.interruptible());
 
-    // The data's page went away meanwhile; no old translation or answer is used.
+    // The data's page was removed meanwhile; no old translation or answer is used.
     m.cpu.set_system(system);
     m.set_regs(|r| (r.rip, r.gpr[4]) = (CODE, STACK));
     m.memory.absent[(DATA >> 12) as usize] = true;

@@ -1,5 +1,5 @@
-//! Two address spaces that a kernel switches between: whichever way it does, each runs its own code
-//! on its own data.
+//! Two address spaces between which a kernel switches. Whichever way it switches, each runs its own
+//! code on its own data.
 
 mod support;
 
@@ -15,7 +15,7 @@ const NO_FLUSH: u64 = 1 << 63;
 const TABLES: u64 = 0x110_0000;
 const OTHER: u64 = TABLES + 0x1_0000;
 const GLOBAL: u64 = 1 << 8;
-/// A page of the user's code that is another one in each address space.
+/// A page of the user's code that is a different page in each address space.
 const OWN: u64 = USER + 0x1000;
 const ROUNDS: u64 = 500;
 
@@ -33,7 +33,7 @@ fn second_space(m: &mut Machine, page: u64, frame: u64) {
     }
 }
 
-/// Makes a page of the first address space global, wherever its tables are shared.
+/// Makes a page of the first address space global, in both if they share the tables.
 fn make_global(m: &mut Machine, page: u64) {
     let mut at = 0x1000;
     for shift in [39, 30, 21] {
@@ -44,7 +44,7 @@ fn make_global(m: &mut Machine, page: u64) {
     m.memory.write_u64(at, leaf | GLOBAL);
 }
 
-/// Adds `by` to RBX, in two blocks.
+/// Adds `by` to RBX, in two basic blocks.
 fn body(by: i32) -> Vec<u8> {
     assemble(OWN, |a| {
         let mut skip = a.create_label();
@@ -55,7 +55,7 @@ fn body(by: i32) -> Vec<u8> {
     })
 }
 
-/// The user calls its own page and asks for the other address space, [`ROUNDS`] times.
+/// The user calls its own page and then asks for the other address space, [`ROUNDS`] times.
 fn switching(bits: u64, first: u64, second: u64) -> Machine {
     let mut m = kernel(enter_user);
     let handler = assemble(HANDLERS, |a| {
@@ -96,7 +96,7 @@ fn each_address_space_runs_its_own_code() {
             (CR4_PCIDE, 0x1000, TABLES | 7),
             (CR4_PCIDE, 0x1005, TABLES | 7 | NO_FLUSH),
             (CR4_PCIDE, 0x1005 | NO_FLUSH, TABLES | 7 | NO_FLUSH),
-            // One PCID for both: then every switch must flush.
+            // One PCID for both: every switch must flush.
             (CR4_PCIDE, 0x1007, TABLES | 7),
         ] {
             let mut m = switching(bits | global, first, second);
@@ -107,7 +107,7 @@ fn each_address_space_runs_its_own_code() {
     }
 }
 
-/// What the bus is asked for in each further round of two switches.
+/// The bus look-ups in each further round of two switches.
 fn lookups_a_round(bits: u64, first: u64, second: u64) -> u64 {
     let mut m = switching(bits, first, second);
     m.set_regs(|r| r.gpr[12] = 1 << 40);

@@ -24,7 +24,7 @@ fn stop_at(m: &mut Machine, vectors: &[u64]) {
     }
 }
 
-/// The vector whose handler has stopped the machine, and RIP and RSP that it was given.
+/// The vector whose handler stopped the machine, and the RIP and RSP that it got.
 fn stopped(m: &mut Machine, has_error: bool) -> (u64, u64, u64) {
     let at = m.reg(4) + 8 * u64::from(has_error);
     let vector = (m.cpu.regs().rip - HANDLERS) / 0x100;
@@ -200,7 +200,7 @@ fn what_system_instructions_load_from_a_device_is_asked_for() {
     }
 }
 
-/// Above CPL 0 they are refused before anything is read.
+/// Above CPL 0 they are refused before an operand is read.
 #[test]
 fn privileged_loads_do_not_look_at_their_operand() {
     for opcode in [
@@ -246,7 +246,7 @@ fn the_trap_flag_traps_behind_out_and_in() {
     assert_eq!((m.reg(3), m.reg(1)), (3, CODE + 5), "behind IN and NOP");
 }
 
-/// SYSCALL traps by the TF that FMASK leaves, SYSRET by the one it loads.
+/// SYSCALL traps by the TF that FMASK leaves, SYSRET by the TF that it loads.
 #[test]
 fn the_trap_flag_of_system_calls_is_the_one_they_load() {
     for (masked, traps) in [(0x200, 1), (0x200 | TF, 0)] {

@@ -66,7 +66,7 @@ fn a_claim_of_before_says_nothing_about_the_same_page_now() {
 }
 
 #[test]
-fn the_end_ends_the_halt_and_forgets_who_was_ready() {
+fn the_end_ends_the_halt_and_forgets_ready_tokens() {
     for end in ENDS {
         let mut world = World::new(INTERRUPT);
         let (_, completion) = world.inject(5);

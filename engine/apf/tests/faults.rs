@@ -34,7 +34,7 @@ fn the_guest_is_told_by_reason_word_and_page_fault() {
 }
 
 #[test]
-fn who_may_be_told_depends_on_privilege_and_paging() {
+fn delivery_depends_on_privilege_and_paging() {
     for en in BOTH {
         for (always, user, paging, expected) in [
             (0, true, true, Answer::Injected),

@@ -255,7 +255,7 @@ fn a_file_that_another_program_wrote_to() {
 
 /// Nothing is found where nothing is wrong.
 #[test]
-fn a_device_that_nobody_touched_is_believed() {
+fn an_untouched_device_is_trusted() {
     let dir = tempfile::tempdir().unwrap();
     let file = FileStore::create(dir.path(), SLOTS).unwrap();
     let mut guest = Guest::new(Box::new(file), RING);

@@ -274,7 +274,7 @@ fn two_first_touches_share_one_frame() {
 /// What is started while the last poller stops polling does not wait for ever: a device's thread
 /// that parks is woken by one of the two.
 #[test]
-fn nothing_in_flight_is_left_unwatched() {
+fn no_operation_in_flight_is_left_without_a_poller() {
     loom::model(|| {
         let watched = Arc::new((watch::Watch::default(), AtomicUsize::new(0)));
         watched.0.join();

@@ -77,7 +77,7 @@ fn the_swap_file_has_no_name() {
 }
 
 #[test]
-fn a_region_of_nothing_and_addresses_of_nobody() {
+fn an_empty_region_and_unknown_addresses() {
     let (host, clock) = virtual_host(256, Box::new(MemoryStore::new()));
     let mut vm = Vm::new(&host, &clock, 16);
     let none = host

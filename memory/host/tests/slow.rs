@@ -202,7 +202,7 @@ fn reads_are_waited_for_though_swap_is_full() {
 
 /// A page that nobody reads will never come.
 #[test]
-fn a_ticket_that_nobody_starts_is_not_waited_for() {
+fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
     let world = World::new(Box::new(FaultyStore::new(PageCount::new(400))));
     let (room, held) = world.hold_room();
     let swapped = world.fill_until_full();
@@ -219,7 +219,7 @@ fn a_ticket_that_nobody_starts_is_not_waited_for() {
 
 /// The latency is longer than a thread waits for nothing.
 #[test]
-fn a_device_slower_than_anybodys_patience_is_waited_for() {
+fn a_device_slower_than_every_timeout_is_waited_for() {
     let slow = Latency::new(faulty(), Dial::new(A_WHILE));
     let world = World::new(Box::new(slow));
     let budget = Host::minimum_budget(WRITERS as usize).get();

@@ -1,4 +1,4 @@
-//! What other threads see of each local APIC: its IRR, and how it is addressed.
+//! The part of each local APIC that other threads use: its IRR, and how it is addressed.
 
 use lacuna_cpu::Wake;
 use lacuna_sync::shim::{AtomicU64, Ordering};
@@ -17,7 +17,8 @@ struct Inbox {
     address: AtomicU64,
 }
 
-/// How an APIC is addressed, as one word so that senders never see half of a change.
+/// How an APIC is addressed. It is stored as one word, so that a sender never sees half of a
+/// change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Address {
     /// LDR; in xAPIC mode bits 31 to 24 count.
@@ -60,7 +61,8 @@ impl Address {
     }
 }
 
-/// Who an interrupt is for. Broadcast is its own case: its number differs between the two modes.
+/// The destination of an interrupt. Broadcast has a case of its own: its number differs between the
+/// two modes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Destination {
     Physical(u32),
@@ -69,7 +71,7 @@ pub(super) enum Destination {
     AllBut(usize),
 }
 
-/// How many of the addressed APICs get it.
+/// How many of the addressed APICs get the interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Delivery {
     /// All of them.
@@ -102,8 +104,8 @@ impl ApicBus {
         self.inboxes.len()
     }
 
-    /// Requests `vector` on vCPU `index`, from any thread, as an edge-triggered message would.
-    /// Ignored like on hardware: vectors below 16, APICs that are disabled or not there.
+    /// Requests `vector` on vCPU `index`, from any thread, as an edge-triggered message would. As
+    /// on hardware, these are ignored: vectors below 16, and APICs that are disabled or absent.
     pub fn post(&self, index: usize, vector: u8) {
         if self
             .inboxes
@@ -135,20 +137,20 @@ impl ApicBus {
         }
     }
 
-    /// Sets an IRR bit, and wakes the vCPU unless whoever set it before has done so.
+    /// Sets an IRR bit. Wakes the vCPU if the bit was clear; if it was set, its setter has done so.
     fn request(&self, index: usize, vector: u8) {
         if vector >= 16 && self.raise(index, vector) {
             self.wake.wake(index);
         }
     }
 
-    /// Sets an IRR bit without waking anybody; whether it was clear.
+    /// Sets an IRR bit and wakes no vCPU. Returns whether the bit was clear.
     pub(super) fn raise(&self, index: usize, vector: u8) -> bool {
         let (word, bit) = split(vector);
         self.inboxes[index].irr[word].fetch_or(bit, Ordering::AcqRel) & bit == 0
     }
 
-    /// Clears an IRR bit; whether it was set.
+    /// Clears an IRR bit. Returns whether it was set.
     pub(super) fn take(&self, index: usize, vector: u8) -> bool {
         let (word, bit) = split(vector);
         self.inboxes[index].irr[word].fetch_and(!bit, Ordering::AcqRel) & bit != 0

@@ -1,4 +1,4 @@
-//! One vCPU's local APIC: what its processor asks of it. The guest's register accesses are in
+//! One vCPU's local APIC, as its processor uses it. The guest's register accesses are in
 //! `registers.rs`.
 
 use super::bus::{Address, ApicBus, highest, split};
@@ -32,8 +32,8 @@ pub(super) enum Mode {
 }
 
 /// The entries of the local vector table that have a source here, by their place from offset 0x320.
-/// Between them lie the thermal sensor, the performance counter, LINT0 and LINT1: kept and never
-/// raised.
+/// The entries between them (thermal sensor, performance counter, LINT0, LINT1) keep what is
+/// written and are never raised.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lvt {
     Timer = 0,
@@ -81,7 +81,7 @@ impl Lapic {
         apic
     }
 
-    /// This APIC as after reset, and nothing requested of it any more.
+    /// This APIC as after reset, with no interrupt requested.
     pub(crate) fn reset(&self) -> Self {
         let apic = Self::new(self.index, self.bus.clone());
         self.bus.clear(self.index);
@@ -108,7 +108,7 @@ impl Lapic {
         self.is_enabled() && self.svr & SVR_ENABLE != 0
     }
 
-    /// A fixed interrupt arrives, on the vCPU's own thread: nobody has to be woken.
+    /// Takes a fixed interrupt. The caller is the vCPU's own thread, so no thread has to be woken.
     pub(crate) fn receive(&mut self, vector: u8) {
         if !self.is_accepting() {
             return;
@@ -130,8 +130,8 @@ impl Lapic {
         highest(&self.bus.irr(self.index)).filter(|v| v >> 4 > self.ppr() >> 4)
     }
 
-    /// The processor delivers `vector`, which [`Lapic::pending`] returned: from requested to in
-    /// service. Call it after the frame is pushed, which may fail and be done again.
+    /// The processor delivers `vector`, which [`Lapic::pending`] returned: it moves from requested
+    /// to in service. Call this after the frame is pushed: the push may fail and be repeated.
     pub(crate) fn accept(&mut self, vector: u8) {
         if self.bus.take(self.index, vector) {
             let (word, bit) = split(vector);
@@ -178,11 +178,11 @@ impl Lapic {
         MMIO_BASE | mode | if self.index == 0 { BASE_BSP } else { 0 }
     }
 
-    /// Writes `IA32_APIC_BASE`. BSP is kept as it is, whatever is written.
+    /// Writes `IA32_APIC_BASE`. The BSP bit keeps its value, whatever is written.
     ///
     /// # Errors
-    /// #GP(0) for a moved page (not supported), reserved bits, and the transitions that SDM vol 3
-    /// figure 11-27 forbids: x2APIC to xAPIC, disabled to x2APIC.
+    /// #GP(0) if the page is moved (not supported), for reserved bits, and for the transitions that
+    /// SDM vol 3 figure 11-27 forbids: x2APIC to xAPIC, disabled to x2APIC.
     pub(crate) fn set_base(&mut self, value: u64) -> Result<(), Trap> {
         let mode = match value & !BASE_BSP ^ MMIO_BASE {
             0 => Mode::Disabled,
@@ -243,14 +243,15 @@ impl Lapic {
         );
     }
 
-    /// An event of the APIC itself: its LVT entry's vector, unless masked.
+    /// An event of the APIC itself: raises its LVT entry's vector, unless the entry is masked.
     pub(super) fn raise_lvt(&mut self, lvt: Lvt) {
         let entry = self.lvt[lvt as usize];
         if entry & LVT_MASKED != 0 {
             return;
         }
         match entry as u8 {
-            // The error entry reports this one; its own bad vector can only be recorded.
+            // The error entry itself has a bad vector: the error can only be recorded, not
+            // reported.
             0..16 if lvt == Lvt::Error => self.errors |= ESR_RECEIVED_ILLEGAL,
             0..16 => self.error(ESR_RECEIVED_ILLEGAL),
             vector => {

@@ -109,8 +109,8 @@ impl Lapic {
         }
     }
 
-    /// A 32-bit write at `offset` of the xAPIC page. What an x2APIC would refuse is cut to its
-    /// valid bits or ignored.
+    /// A 32-bit write at `offset` of the xAPIC page. Where an x2APIC would
+    /// refuse a write, invalid bits are masked off or the write is ignored.
     pub(crate) fn mmio_write(&mut self, offset: usize, value: u32, now: Nanos) {
         if !offset.is_multiple_of(16) {
             return;
@@ -166,7 +166,7 @@ impl Lapic {
     }
 
     fn write(&mut self, number: u32, value: u32, now: Nanos) -> Result<(), Refused> {
-        // A timer that is due fires by the settings it was due under.
+        // A timer that is due fires with the settings it had when it became due.
         self.tick(now);
         match number {
             reg::TPR if value <= 0xff => self.tpr = value as u8,
@@ -236,11 +236,11 @@ impl Lapic {
         self.timer.deadline()
     }
 
-    /// Writes `IA32_TSC_DEADLINE`, or arms it anew after the TSC has moved.
+    /// Writes `IA32_TSC_DEADLINE`. Also used to set it again after the TSC has moved.
     pub(crate) fn set_tsc_deadline(&mut self, deadline: u64, tsc_offset: u64, now: Nanos) {
         self.tick(now);
         self.timer.set_deadline(deadline, tsc_offset, now);
-        // A deadline in the past fires now, not when the processor next looks at its timer.
+        // A deadline in the past fires now, not at the next check of the timer.
         self.tick(now);
     }
 }

@@ -1,4 +1,4 @@
-//! Priorities, timers, messages between processors, and what both faces refuse.
+//! Priorities, timers, messages between processors, and what x2APIC and xAPIC mode refuse.
 
 use super::*;
 use crate::state::{Exception, Trap};
@@ -97,7 +97,7 @@ fn priorities() {
     apic.set_cr8(4).unwrap();
     assert_eq!((apic.pending(), apic.cr8()), (Some(0x52), 4));
     assert!(apic.set_cr8(16).is_err());
-    // Accepting what is not requested (taken back by a reset) puts nothing in service.
+    // Accepting a vector that is not requested (a reset took it back) puts nothing in service.
     apic.accept(0x99);
     assert_eq!(apic.ppr(), 0x40);
 }
@@ -124,7 +124,7 @@ fn write() -> impl Strategy<Value = (bool, u32, u64, u64)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
-    /// Against a plain model: sets of requested and in-service vectors.
+    /// Compares with a plain model: sets of requested and in-service vectors.
     #[test]
     fn delivery_order_matches_sets(steps in prop::collection::vec((0..4u8, any::<u8>()), 1..200)) {
         let mut apic = one();
@@ -158,7 +158,7 @@ proptest! {
         }
     }
 
-    /// Any sequence of register writes by either face ends, panics nowhere, and leaves a deadline
+    /// Any sequence of register writes in either mode ends, never panics, and leaves a deadline
     /// that `tick` reaches.
     #[test]
     fn nonsense(
@@ -239,14 +239,14 @@ fn periodic() {
     assert_eq!(apic.next_deadline(), Some(T0.after(600_000)));
     apic.accept(0x40);
     assert_eq!(apic.pending(), None);
-    // A period too short to run a vCPU in.
+    // The period is too short to run a vCPU in.
     set(&mut apic, INITIAL, 1);
     assert_eq!(apic.next_deadline(), Some(T0.after(timer::MIN_PERIOD_NS)));
     apic.tick(Nanos(u64::MAX));
 }
 
 #[test]
-fn a_masked_timer_fires_for_nobody() {
+fn a_masked_timer_raises_no_interrupt() {
     let mut apic = one();
     set(&mut apic, LVT_TIMER, 1 << 16 | 0x40);
     set(&mut apic, DIVIDE, 0b1011);
@@ -306,12 +306,12 @@ fn messages() {
         (1 << 18, &[3]),
         (2 << 18, &(const { all_of::<20>() })),
         (0xffff_ffff << 32, &(const { all_of::<20>() })),
-        // Cluster 1, members 0 and 3; cluster 0 has none of that name.
+        // Cluster 1, members 0 and 3; no APIC of cluster 0 has that ID.
         (0x0001_0009 << 32 | 1 << 11, &[16, 19]),
         (0x0002_0009 << 32 | 1 << 11, &[]),
         // Lowest priority: one of them.
         (0x0000_0030 << 32 | 1 << 11 | 1 << 8, &[4]),
-        // NMI, INIT, SIPI: accepted, and nothing happens.
+        // NMI, INIT, SIPI: accepted and ignored.
         (7 << 32 | 4 << 8, &[]),
         (7 << 32 | 5 << 8, &[]),
         (7 << 32 | 6 << 8, &[]),
@@ -384,7 +384,7 @@ fn bad_vectors_are_recorded_as_errors() {
     assert_eq!(get(&mut apic, ESR), 1 << 5);
     set(&mut apic, ESR, 0);
     assert_eq!(get(&mut apic, ESR), 0);
-    // A timer with a bad vector, and an error entry with one too: no recursion.
+    // A timer with a bad vector, and an error entry with one too: this must not recurse.
     set(&mut apic, LVT_ERROR, 0x03);
     set(&mut apic, LVT_TIMER, 0x0e);
     set(&mut apic, INITIAL, 1);
@@ -409,7 +409,7 @@ fn software_disable_masks_everything() {
 #[test]
 fn x2apic_refusals() {
     let gp = Err(Exception::GP0.into());
-    // Outside x2APIC mode, everything.
+    // Outside x2APIC mode every access is refused.
     let mut apic = machine(1).0.remove(0);
     for msr in 0x800..0x900 {
         assert_eq!(apic.rdmsr(msr, T0), Err(Exception::GP0.into()), "{msr:#x}");
@@ -514,7 +514,7 @@ fn the_xapic_page() {
     assert_eq!(wakes.take(), [0, 1]);
     ipi(&mut apics[2], 0xf1, 0x54 | 1 << 11);
     assert_eq!(wakes.take(), [0, 2]);
-    // Both faces are one set of registers.
+    // Both modes access one set of registers.
     let apic = &mut apics[0];
     apic.mmio_write(0x80, 0x20, T0);
     apic.set_base(X2 | 0x100).unwrap();

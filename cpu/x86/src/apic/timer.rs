@@ -1,7 +1,7 @@
 //! The APIC timer: one-shot, periodic, TSC deadline (SDM vol 3 11.5.4).
 //!
-//! The timer counts down at 1 GHz over its divisor. It is never ticked on the way: armed, it is a
-//! point in time, and its count is computed from the clock when somebody reads it.
+//! The timer counts down at 1 GHz over its divisor. No code counts it: an armed timer is a point in
+//! time, and a read of the count computes it from the clock.
 
 use lacuna_sync::Nanos;
 
@@ -25,8 +25,8 @@ impl Mode {
     }
 }
 
-/// The shortest period: a guest that asks for less gets this, or it could keep its vCPU thread in
-/// timer exits for ever (KVM's `min_timer_period_us` is for the same reason).
+/// The shortest period. A guest that asks for less gets this; otherwise it could keep its vCPU
+/// thread in timer exits for ever (KVM has `min_timer_period_us` for the same reason).
 pub(super) const MIN_PERIOD_NS: u64 = 20_000;
 
 #[derive(Debug)]
@@ -115,7 +115,8 @@ impl Timer {
         }
     }
 
-    /// Into or out of deadline mode, the timer is disarmed; one-shot and periodic keep their count.
+    /// A change into or out of deadline mode disarms the timer; a change between one-shot and
+    /// periodic keeps its count.
     pub(super) fn set_mode(&mut self, mode: Mode) {
         if mode != self.mode && (mode == Mode::Deadline || self.mode == Mode::Deadline) {
             self.due = None;

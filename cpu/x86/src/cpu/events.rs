@@ -1,4 +1,4 @@
-//! Events at RIP: entering their handlers, and keeping those whose delivery was stopped half-way.
+//! Events at RIP: enters their handlers, and keeps events whose delivery was stopped half-way.
 //!
 //! ```text
 //! exception of an instruction --+
@@ -7,8 +7,9 @@
 //!                                              v
 //!                         Exit::Stop, and Pending says what the next run starts with
 //! ```
-//! Most events need no keeping: executed again, the instruction faults again, and the interrupt is
-//! still requested. Those that nothing would bring back are kept as [`Pending::Exception`].
+//! Most events need not be kept: the instruction is executed again and faults again, and the
+//! interrupt is still requested. Events that would not come up again are kept as
+//! [`Pending::Exception`].
 
 use super::{Cpu, Progress};
 use crate::deliver::{self, Event, Outcome};
@@ -17,19 +18,20 @@ use crate::mem::View;
 use crate::state::{Exception, Trap};
 use lacuna_cpu::Bus;
 
-/// What the last run, or the machine since, has left to deliver. Never anything inside a run.
+/// What the next run must deliver first, left by the last run or by the machine since. Always empty
+/// during a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) enum Pending {
     #[default]
     Nothing,
-    /// An event that comes up again by itself: its delivery was stopped.
+    /// The delivery of an event was stopped, and the event comes up again by itself.
     Again,
     /// An exception at RIP, before the next instruction and before any interrupt.
     Exception(Exception),
 }
 
 impl Cpu {
-    /// Starts a run with what is pending.
+    /// Starts a run with the pending event.
     #[cold]
     pub(super) fn settle<B: Bus>(&mut self, bus: &mut B) -> Option<Exit> {
         match std::mem::take(&mut self.pending) {
@@ -38,7 +40,7 @@ impl Cpu {
         }
     }
 
-    /// Delivers an exception at RIP that no instruction would raise again: it stays pending until
+    /// Delivers an exception at RIP that no instruction would raise again. It stays pending until
     /// its handler is entered.
     pub(super) fn raise_once<B: Bus>(&mut self, bus: &mut B, exception: Exception) -> Option<Exit> {
         let exit = self.raise(bus, exception);
@@ -72,7 +74,7 @@ impl Cpu {
                 self.progress = Progress::None;
                 self.core.replay.clear();
                 self.core.follow(flow);
-                // A handler that faults at once must not keep the run loop for ever.
+                // A handler that faults at once must not keep the run loop busy for ever.
                 self.core.budget -= 1;
                 Ok(vector)
             }

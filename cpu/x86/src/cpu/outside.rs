@@ -1,4 +1,4 @@
-//! What the machine around a processor sees of it, and does to it, between two runs.
+//! What the machine reads from a processor and does to it between two runs.
 
 use super::events::Pending;
 use super::{Cpu, Regs};
@@ -41,19 +41,20 @@ impl Cpu {
         self.flush_tlb();
     }
 
-    /// The value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
+    /// Gives the value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
     /// [`Exit::MmioRead`](crate::Exit::MmioRead).
     pub fn complete_read(&mut self, value: u64) {
         self.core.replay.push(value);
     }
 
-    /// Forgets every translation, those of parked address spaces too: pages were taken back.
+    /// Forgets every translation, those of parked address spaces too, because pages were taken
+    /// back.
     pub fn flush_tlb(&mut self) {
         self.core.translations.flush(self.core.sys.pcid());
         self.code.new_epoch();
     }
 
-    /// Drops the decoded instructions of a page: another processor wrote it.
+    /// Drops the decoded instructions of a page that another processor wrote.
     pub fn drop_code(&mut self, gfn: Gfn) {
         self.code.drop_page(gfn);
     }
@@ -69,14 +70,15 @@ impl Cpu {
         self.retired
     }
 
-    /// When the APIC timer will raise an interrupt: how long a halted processor may be left alone.
+    /// When the APIC timer will raise an interrupt: until then a halted processor needs no run.
     pub fn next_deadline(&self) -> Option<Nanos> {
         self.core.apic.next_deadline()
     }
 
-    /// The answer to the last [`Exit::MsrRead`](crate::Exit::MsrRead) or
-    /// [`Exit::MsrWrite`](crate::Exit::MsrWrite), due before the next run. `Some` completes the
-    /// instruction there, a read with this value; a write ignores it. `None` raises #GP(0) at it.
+    /// Gives the answer to the last [`Exit::MsrRead`](crate::Exit::MsrRead) or
+    /// [`Exit::MsrWrite`](crate::Exit::MsrWrite); it must come before the next run. `Some`
+    /// completes the instruction: a read returns this value, a write ignores it. `None` raises
+    /// #GP(0) at the instruction.
     pub fn complete_msr(&mut self, answer: Option<u64>) {
         match answer {
             Some(value) => self.core.replay.push(value),
@@ -84,24 +86,24 @@ impl Cpu {
         }
     }
 
-    /// Features that CPUID announces in EAX of leaf 0x40000001 besides its own: those of the MSRs
-    /// that the machine answers for. None at first; a reset keeps them.
+    /// Sets features that CPUID announces in EAX of leaf 0x40000001 besides its own: those of the
+    /// MSRs that the machine answers. None are set at first; a reset keeps them.
     pub fn set_kvm_features(&mut self, bits: u32) {
         self.core.kvm_features = bits;
     }
 
-    /// Whether a fault may be injected here, and an interrupt would be taken: RFLAGS.IF is set, no
-    /// STI or MOV SS shadow, no event pending or stopped during its delivery, and no instruction
-    /// waiting for a device's or MSR's answer, or holding one.
+    /// Whether a fault may be injected here, and an interrupt would be taken. RFLAGS.IF is set,
+    /// there is no STI or MOV SS shadow, no event is pending or was stopped during its delivery,
+    /// and no instruction waits for a device's or an MSR's answer, or holds one.
     pub fn interruptible(&self) -> bool {
         self.pending == Pending::Nothing
             && self.core.replay.is_idle()
             && self.core.is_interruptible()
     }
 
-    /// Injects a page fault with error code 0 at `address`, for the processor while it is
+    /// Injects a page fault with error code 0 at `address`; the processor must be
     /// [`Cpu::interruptible`]. The next run begins with it, before any interrupt; it ends a halt.
-    /// CR2 changes when the handler is entered. A stop on the way does not lose it.
+    /// CR2 changes when the handler is entered. A stop during delivery does not lose the fault.
     pub fn inject_page_fault(&mut self, address: u64) {
         self.pending = Pending::Exception(Exception::page_fault(0, address));
     }
@@ -116,8 +118,8 @@ impl Cpu {
         self.core.sys.cr0 & CR0_PG != 0
     }
 
-    /// Sends the processor's own APIC a fixed interrupt. Ignored while the APIC is disabled; a
-    /// vector below 16 is the APIC's receive error (SDM vol 3 11.5.3) and no interrupt.
+    /// Sends the processor's own APIC a fixed interrupt. It is ignored while the APIC is disabled.
+    /// A vector below 16 sets the APIC's receive error (SDM vol 3 11.5.3) and raises no interrupt.
     pub fn raise_interrupt(&mut self, vector: u8) {
         self.core.apic.receive(vector);
     }
@@ -127,9 +129,9 @@ impl Cpu {
         self.core.apic.is_accepting()
     }
 
-    /// Whether the next run would take an interrupt before its first instruction: one is requested
-    /// above the processor's priority, the timer's by now included, and it is
-    /// [`Cpu::interruptible`].
+    /// Whether the next run would take an interrupt before its first instruction. That is so if one
+    /// above the processor's priority is requested (the timer's by now included) and the processor
+    /// is [`Cpu::interruptible`].
     pub fn has_interrupt(&mut self) -> bool {
         self.core.apic.tick(self.core.clock.now());
         self.interruptible() && self.core.apic.pending().is_some()
@@ -140,15 +142,15 @@ impl Cpu {
         self.core.sys.halted
     }
 
-    /// Ends HLT without an interrupt: execution goes on behind it.
+    /// Ends HLT without an interrupt: execution continues behind it.
     pub fn unhalt(&mut self) {
         self.core.sys.halted = false;
     }
 
-    /// Puts the processor back to what [`Cpu::new`] makes: registers, APIC with its timer and
-    /// whatever was posted to it, translations, half-done instructions, pending events. What it is
-    /// to start with is set again afterwards. [`Cpu::retired`] goes on counting, the features stay,
-    /// and so does decoded code, for it is true of memory.
+    /// Puts the processor back to what [`Cpu::new`] makes: registers, APIC with its timer and all
+    /// that was posted to it, translations, half-done instructions, pending events. The caller sets
+    /// its initial state again afterwards. [`Cpu::retired`] goes on counting, and the features
+    /// stay. Decoded code stays too, because it still matches memory.
     pub fn reset(&mut self) {
         let features = self.core.kvm_features;
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));

@@ -1,4 +1,4 @@
-//! What kernels look for.
+//! The leaves that kernels read.
 
 use super::*;
 use crate::apic::ApicBus;

@@ -1,4 +1,4 @@
-//! Frames byte by byte, error codes, the double-fault table, and stops half-way.
+//! Frames byte by byte, error codes, the double-fault table, and deliveries stopped half-way.
 
 use super::*;
 use crate::linear::mock::*;
@@ -125,7 +125,7 @@ fn handlers_outside_ring_0() {
     entered(&mut m, &mut flow, Event::Interrupt(0x41));
     assert_eq!((m.sys.cpl, m.sys.selectors[1]), (3, CONFORMING_CS | 3));
     assert_eq!(flow.rsp, (FROM.rsp & !15) - 40);
-    // And its pushes are user accesses.
+    // Its pushes are user accesses.
     let mut m = Mock::user();
     m.gate(0x41, USER_CS, 0x8e00);
     m.supervisor.insert(FROM.rsp >> 12);
@@ -176,7 +176,7 @@ fn software_interrupts_obey_the_gate() {
 
 type Change = fn(&mut Mock);
 
-/// What is wrong with the gate of vector 0x41, and the vector and error code that come of it.
+/// What is wrong with the gate of vector 0x41, and the resulting vector and error code.
 const BAD_GATES: &[(&str, Change, u8, u64)] = &[
     (
         "IDT limit",
@@ -236,7 +236,7 @@ fn bad_gates_name_what_is_wrong() {
         let mut m = Mock::new();
         m.gate(0x41, KERNEL_CS, 0x8e01);
         spoil(&mut m);
-        // The fault's own gate must work: an IDT cut short ends before vector 0x41 but after 14.
+        // The fault's own gate must work: a shortened IDT ends before vector 0x41 but after 14.
         let mut flow = kernel_flow();
         assert_eq!(
             entered(&mut m, &mut flow, Event::Interrupt(0x41)),
@@ -264,7 +264,7 @@ fn bad_gates_name_what_is_wrong() {
 fn a_stack_that_cannot_take_the_frame_is_a_stack_fault() {
     let mut m = Mock::new();
     m.gate(12, KERNEL_CS, 0x8e01);
-    // Pushing below the canonical upper half.
+    // The push reaches below the canonical upper half.
     let mut flow = Flow {
         rsp: 0xffff_8000_0000_0010,
         ..FROM
@@ -291,8 +291,8 @@ impl Spoil {
     }
 }
 
-/// SDM vol 3 table 6-5 and what follows it: each first event, how the gates of it, #NP, #PF and #DF
-/// are, and who runs in the end (`None`: nobody, a triple fault).
+/// SDM vol 3 table 6-5 and its text: each first event, the state of its gate and of those of #NP,
+/// #PF and #DF, and the handler that runs in the end (`None`: a triple fault).
 #[test]
 fn double_and_triple_faults() {
     use Spoil::{Contributory as C, Good as G, PageFault as P};
@@ -302,7 +302,7 @@ fn double_and_triple_faults() {
     let pf = Event::Exception(Exception::page_fault(0, 0x5000));
     let df = Event::Exception(Exception::with_error(8, 0));
     let irq = Event::Interrupt(0x41);
-    // (first, its gate, #NP's gate, #PF's gate, #DF's gate, who runs)
+    // (first, its gate, #NP's gate, #PF's gate, #DF's gate, the handler that runs)
     let cases = [
         (irq, G, C, C, C, Some(0x41)),
         (irq, C, G, G, G, Some(11)),
@@ -364,11 +364,11 @@ fn cr2_is_the_last_page_faults_address() {
     assert_eq!(m.sys.cr2, IST3 - 8);
 }
 
-/// Whichever access is stopped, nothing changes, and the delivery that follows is the same.
+/// Whichever access is stopped, nothing changes, and the later delivery is the same.
 #[test]
 fn a_stop_half_way_changes_nothing() {
     let fault = Event::Exception(Exception::page_fault(7, 0xdead_b000));
-    // A plain delivery; one that turns into a double fault on the way.
+    // First a plain delivery, then one that turns into a double fault.
     for spoil in [Spoil::Good, Spoil::Contributory] {
         let fresh = || {
             let mut m = Mock::user();

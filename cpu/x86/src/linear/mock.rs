@@ -1,5 +1,5 @@
-//! Linear memory for the tests of this crate's system half: bytes, no page tables, and a small
-//! kernel's descriptor tables.
+//! Linear memory for the tests of segments, delivery and returns: bytes without page tables, and
+//! the descriptor tables of a small kernel.
 
 use super::{Linear, Width};
 use crate::state::{Exception, System, Table, Trap, is_canonical};
@@ -38,7 +38,7 @@ pub(crate) const BASED_DS: u16 = 0x68 | 3;
 pub(crate) const LDT_SEL: u16 = 0x70;
 pub(crate) const GDT_LIMIT: u32 = 0x7f;
 
-/// Bytes, and what goes wrong when they are touched.
+/// Bytes, and the faults that accesses to them raise.
 pub(crate) struct Mock {
     pub(crate) sys: System,
     bytes: BTreeMap<u64, u8>,
@@ -46,7 +46,7 @@ pub(crate) struct Mock {
     pub(crate) absent: BTreeSet<u64>,
     /// Pages that CPL 3 may not touch.
     pub(crate) supervisor: BTreeSet<u64>,
-    /// The access after so many stops.
+    /// Accesses stop after this many.
     pub(crate) stop_after: Option<usize>,
 }
 

@@ -34,7 +34,7 @@ fn to_user() -> [u64; 5] {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Deliver, then IRET: everything is back, from either level.
+    /// Delivery and then IRET restore everything, from either level.
     #[test]
     fn iret_undoes_delivery(
         user: bool, rip: u64, rsp: u64, flags: u64, vector: u8, ist in 0..2u64, error: bool,
@@ -106,7 +106,7 @@ fn narrower_irets_pop_narrower_words() {
     }
 }
 
-/// What is wrong with the frame, and what comes of it.
+/// What is wrong with the frame, and the resulting exception.
 const REFUSED: &[(&str, [u64; 5], Exception)] = &[
     ("null CS", [RIP, 3, 2, 0, 0x23], Exception::GP0),
     (
@@ -205,7 +205,7 @@ fn iret_refuses() {
     );
 }
 
-/// AC and ID: out of a 16-bit operand's reach.
+/// AC and ID, which a 16-bit operand does not contain.
 const AC_ID: u64 = 1 << 18 | 1 << 21;
 
 #[test]
@@ -389,7 +389,7 @@ fn ports_by_iopl_and_bitmap() {
         refused,
         "no bitmap within the limit"
     );
-    // The check reads two bytes: one past the last that matters must be there.
+    // The check reads two bytes, so one byte past the last relevant one must exist.
     m.sys.tr.limit = 0x68 + 2;
     assert_eq!(check_io(&mut m, 0, 8, Width::W32), Ok(()));
     assert_eq!(check_io(&mut m, 0, 9, Width::W32), refused);

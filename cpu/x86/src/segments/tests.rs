@@ -1,4 +1,4 @@
-//! Loads of segment, table and task registers: what is taken, what is refused with which code.
+//! Loads of segment, table and task registers: what is accepted, and the error codes of refusals.
 
 use super::*;
 use crate::linear::mock;

@@ -1,5 +1,5 @@
-//! Address spaces by PCID: what may still be used, against a model of what a TLB may return; and
-//! what must cost nothing.
+//! Address spaces by PCID. A model of what a TLB may return checks which translations are used;
+//! further tests check what must cost nothing.
 
 use crate::Cpu;
 use crate::apic::ApicBus;
@@ -18,7 +18,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// More than a processor keeps.
+/// More address spaces than a processor parks.
 const SPACES: u64 = PARKED as u64 + 3;
 const OPEN: u64 = 7;
 const LARGE: u64 = 1 << 7;
@@ -28,7 +28,8 @@ const SHARED: u64 = 0x90;
 /// Frames of small pages, and first frames of large ones.
 const FRAMES: u64 = 0x800;
 const BLOCKS: [u64; 2] = [0x400, 0x600];
-/// Pages looked at, in the 2 MiB that are each address space's own and in the 2 MiB of global ones.
+/// Pages accessed: in the 2 MiB that each address space has for itself, and in the 2 MiB of global
+/// pages.
 const OWN: [u64; 3] = [0, 1, 511];
 const GLOBALS: [u64; 2] = [512, 513];
 
@@ -64,7 +65,7 @@ fn memory() -> Ram {
 }
 
 impl Guest {
-    /// On memory that another guest may have used.
+    /// The memory may have been used by another guest.
     fn new(mut ram: Ram) -> Self {
         ram.take_back();
         for space in 0..SPACES {
@@ -90,7 +91,8 @@ impl Guest {
 
     fn set_cr(&mut self, number: u32, value: u64) {
         let core = &mut self.cpu.core;
-        // Only a kernel may, but whose TLB is in front matters to what is forgotten.
+        // Only a kernel may do this, but it matters for the flush which privilege's TLB is in
+        // front.
         let cpl = std::mem::replace(&mut core.sys.cpl, 0);
         let flush = write_cr(&mut core.sys, &mut core.apic, number, value).unwrap();
         core.sys.cpl = cpl;
@@ -116,7 +118,7 @@ impl Guest {
         self.cpu.core.sync_privilege();
     }
 
-    /// The frame that an access to `page` reaches: by the TLB if it can, as instructions do.
+    /// The frame that an access to `page` reaches: by the TLB if possible, as instructions do.
     fn access(&mut self, page: u64, access: Access, user: User) -> Option<u64> {
         let (core, va) = (&mut self.cpu.core, page << 12);
         let tlb = &core.translations.of(user, core.user).tlb;
@@ -139,7 +141,7 @@ impl Guest {
     }
 }
 
-/// What the tables have said, and since when it matters.
+/// What the tables have said, and when.
 #[derive(Default)]
 struct Model {
     now: u64,
@@ -157,7 +159,7 @@ impl Model {
         history.push((self.now, value));
     }
 
-    /// Frames that `page` of `space` may be translated to; empty: it must fault.
+    /// Frames that `page` of `space` may be translated to. Empty: the access must fault.
     fn may_be(&self, space: u64, page: u64) -> Vec<u64> {
         if page >= 512 {
             let since = self.globals.get(&page).copied().unwrap_or(0);
@@ -179,7 +181,7 @@ impl Model {
         entries.filter(|&e| e != 0).map(|e| e >> 12).collect()
     }
 
-    /// The values that an entry has had from `since` on.
+    /// The values that an entry has had since `since`.
     fn values(&self, table: u64, index: u64, since: u64) -> impl Iterator<Item = u64> {
         let history = self.entries.get(&(table, index)).map_or(&[][..], |h| h);
         let first = history.partition_point(|&(time, _)| time <= since);
@@ -188,8 +190,9 @@ impl Model {
             .map(|&(_, value)| value)
     }
 
-    /// A page fault at `page`: what is there now. It takes the page from the current address space
-    /// (SDM vol 3A 4.10.4.1); what another one remembers of a global page may stay.
+    /// A page fault at `page`: returns what is mapped there now. The fault drops the page from the
+    /// current address space (SDM vol 3A 4.10.4.1); another one may keep its entry for a global
+    /// page.
     fn fault(&mut self, space: u64, page: u64) -> Vec<u64> {
         if page >= 512 {
             return self.leaves(SHARED, page % 512, self.now);
@@ -213,8 +216,8 @@ impl Model {
 
     fn invalidate(&mut self, space: u64, page: u64) {
         if page < 512 {
-            // A large leaf's other pages go with it, small ones need not; that they do here is not
-            // asked for.
+            // The other pages of a large leaf are dropped with it. Those of small leaves may stay;
+            // the test does not require that they are dropped here.
             self.own.insert((space, page), self.now);
         } else {
             self.globals.insert(page, self.now);
@@ -229,7 +232,7 @@ enum Step {
     Privilege(User),
     /// A small leaf of an address space's table 0 or 1, or a global one; 0: not present.
     Leaf(u64, u64, u64, u64),
-    /// Where the 2 MiB of an address space lead: tables 0 and 1, blocks 0 and 1.
+    /// The tables of an address space's 2 MiB: tables 0 and 1, blocks 0 and 1.
     Directory(u64, u64),
     Invlpg(u64),
     FlushByHost,
@@ -267,7 +270,7 @@ fn take(step: Step, guest: &mut Guest, model: &mut Model) {
                         "{frame:#x} was taken back"
                     );
                 }
-                // What is said to be absent is absent now, and was last seen so.
+                // A page that is reported absent is absent now, or was when last seen.
                 None => {
                     let now = model.fault(guest.space, page);
                     assert!(now.is_empty(), "{page} is mapped to {now:#x?}");
@@ -334,7 +337,7 @@ proptest! {
 }
 
 thread_local! {
-    /// From one case to the next: `Ram` leaks its pages.
+    /// Kept from one case to the next, because `Ram` leaks its pages.
     static MEMORY: Cell<Option<Ram>> = const { Cell::new(None) };
 }
 
@@ -358,7 +361,7 @@ fn mapped() -> Guest {
     guest
 }
 
-/// What the bus is asked for when the user reads each page.
+/// The bus look-ups when the user reads each page.
 fn lookups(guest: &mut Guest) -> u64 {
     let before = guest.ram.lookups;
     for page in OWN {
@@ -385,7 +388,7 @@ fn as_many_address_spaces_as_it_keeps_walk_once() {
         guest.enter(space, CR3_NO_FLUSH);
         assert_eq!(lookups(&mut guest), 0, "{space} is back");
     }
-    // One more takes the place of the one that was left longest ago: 3, 2, 1, 0 was the order.
+    // One more takes the place of the least recently used one: the order was 3, 2, 1, 0.
     guest.enter(kept, CR3_NO_FLUSH);
     assert!(lookups(&mut guest) > 0);
     for (space, known) in [(0, true), (1, true), (2, true), (3, false)] {
@@ -414,8 +417,8 @@ fn a_switch_that_flushes_leaves_global_pages_and_other_address_spaces() {
     assert!(lookups(&mut guest) > 0, "the current one's own");
 }
 
-/// What keeps host pointers from outliving a shoot-down: no address space is left out, whichever
-/// is current and whoever runs.
+/// Host pointers must not outlive a shoot-down. So no address space is left out, whichever is
+/// current and whatever privilege runs.
 #[test]
 fn a_flush_by_the_host_leaves_nothing_in_any_address_space() {
     let kept = PARKED as u64 + 1;

@@ -23,7 +23,8 @@ fn system() -> System {
     sys
 }
 
-/// Tables for `VA` with these four entries; the frame of each is filled in where it is not a leaf.
+/// Tables for `VA` with these four entries. The frame of each entry that is not a leaf is filled
+/// in.
 fn tables(entries: [u64; 4]) -> Ram {
     let mut ram = Ram::default();
     for level in 0..4 {
@@ -62,7 +63,7 @@ fn page_fault(result: Result<Mapping, Trap>) -> u32 {
 const OPEN: u64 = PRESENT | WRITE | USER;
 const LEAF: u64 = OPEN | 0x1_2345_6000;
 
-/// One entry as a person would describe it.
+/// One entry, as words describe it.
 #[derive(Clone, Copy, Debug)]
 struct Plain {
     present: bool,
@@ -119,7 +120,7 @@ prop_compose! {
     }
 }
 
-/// What the manual says: the error code, or (writable, user, exec) with D taken as set.
+/// The manual's rule: the error code, or (writable, user, exec) with D taken as set.
 fn model(levels: &[Plain], ask: Ask) -> Result<(bool, bool, bool), u32> {
     let is_user = ask.user == User::User;
     let error = |p: bool, rsvd: bool| {
@@ -177,7 +178,7 @@ proptest! {
             for _ in 0..2 {
                 let got = walk(&sys, &mut cache, &mut ram, VA, ask.access, ask.user);
                 let want = model(&levels[..depth], ask);
-                // A on every table entry that leads further; on the leaf only if it is used.
+                // A is set on every table entry that leads further; on the leaf only if it is used.
                 for level in 0..depth {
                     let look = Ask { access: Access::Read, user: User::Supervisor, ..ask };
                     if model(&levels[..=level], look).is_err() {
@@ -324,7 +325,7 @@ fn non_canonical_is_gp() {
     for va in [1 << 47, 0xffff_7fff_ffff_ffff, VA ^ 1 << 63] {
         let mut cache = WalkCache::default();
         let sys = system();
-        // The cache's tag has no room for the upper bits: it must not answer for them.
+        // The cache's tag does not contain the upper bits, so the cache must not answer for them.
         walk(&sys, &mut cache, &mut ram, VA, Access::Read, User::User).unwrap();
         let got = walk(&sys, &mut cache, &mut ram, va, Access::Read, User::User);
         assert_eq!(got, Err(Exception::GP0.into()), "{va:#x}");
@@ -353,8 +354,8 @@ fn the_cache_reads_one_entry_and_forgets_when_told() {
     assert_eq!(lookups(&mut cache, &mut ram), 4);
 }
 
-/// A PDE whose rights were widened needs no INVLPG: the walk that would fault looks again. One
-/// whose rights were narrowed holds at the latest after the flush.
+/// A PDE whose rights were widened needs no INVLPG: the walk that would fault reads it again. One
+/// whose rights were narrowed is effective at the latest after the flush.
 #[test]
 fn a_fault_is_never_due_to_the_cache() {
     let sys = system();
@@ -384,7 +385,7 @@ fn setting_bits_in_a_code_page_is_reported_once() {
     assert_eq!(ram.code_written.len(), 1, "nothing was set the second time");
 }
 
-/// An update of an entry that has changed since it was loaded is refused, and the entry stays.
+/// An update of an entry that has changed since it was loaded is refused; the entry stays.
 #[test]
 fn a_stale_update_is_a_race() {
     let sys = system();
@@ -408,15 +409,15 @@ fn a_stale_update_is_a_race() {
     assert_eq!(entry(&mut ram, 3), other);
 }
 
-/// Another processor takes the write permission away and gives it back, all the time, as a kernel
-/// does around copy-on-write: an entry without W never gains D.
+/// Another processor clears and sets the write permission all the time, as a kernel does for
+/// copy-on-write. An entry without W must never gain D.
 #[test]
 fn d_is_never_set_on_an_entry_without_w() {
     let sys = system();
     let mut ram = tables([OPEN, OPEN, OPEN, LEAF]);
     let at = offset(VA, 12);
     let stop = AtomicBool::new(false);
-    // `HostPage` may not cross threads; the atomic behind it may.
+    // `HostPage` must not cross threads; the atomic behind it may.
     let page = ram.add(gfn(TABLES[3]));
     let word: &AtomicU64 = page.word(at);
     let bad = std::thread::scope(|scope| {
@@ -453,8 +454,8 @@ fn d_is_never_set_on_an_entry_without_w() {
     assert_eq!(bad, 0);
 }
 
-/// 2 MiB to 2 GiB of 4 KiB pages, walked at random with a warm cache: one entry a walk, and what it
-/// costs (`cargo test --release walk_cost -- --nocapture`).
+/// 2 MiB to 2 GiB of 4 KiB pages, walked at random with a warm cache: checks that a walk reads one
+/// entry, and prints its cost (`cargo test --release walk_cost -- --nocapture`).
 #[test]
 fn walk_cost() {
     let sys = system();
@@ -510,7 +511,7 @@ fn a_leaf_is_global_if_its_bit_and_cr4_say_so() {
         (GLOBAL, 0, false),
         (GLOBAL, CR4_PGE, true),
     ] {
-        // G in the levels above means nothing.
+        // G in the levels above has no effect.
         let upper = PRESENT | WRITE | (1 << 8);
         let mut ram = tables([upper, upper, upper, PRESENT | bit | 0x55_5000]);
         let mut sys = system();

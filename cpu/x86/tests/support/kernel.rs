@@ -1,4 +1,4 @@
-//! The least of a kernel: segments, a TSS, and an IDT to put handlers into.
+//! A minimal kernel: segments, a TSS, and an IDT to put handlers into.
 
 use super::{CODE, DATA, Machine, STACK, assemble};
 use iced_x86::code_asm::*;
@@ -70,7 +70,7 @@ pub fn enter_user(a: &mut CodeAssembler) {
     a.iretq().unwrap();
 }
 
-/// Enables the APIC, in x2APIC mode, by code of its own; all registers are as before.
+/// Enables the APIC, in x2APIC mode, by guest code. All registers are as before.
 pub fn start_apic(m: &mut Machine) {
     write_msrs(m, &[(0x1b, 0xfee0_0c00), (0x80f, 0x1ff)]);
 }
@@ -81,7 +81,7 @@ pub fn start_timer(m: &mut Machine, nanoseconds: u32) {
     write_msrs(m, &[(0x832, 0x40), (0x83e, 0xb), (0x838, nanoseconds)]);
 }
 
-/// Writes MSRs at CPL 0 with interrupts off, by code behind the user's.
+/// Writes MSRs at CPL 0 with interrupts off, by code behind that of the user.
 fn write_msrs(m: &mut Machine, msrs: &[(u32, u32)]) {
     let at = USER + 0x1000;
     let code = assemble(at, |a| {

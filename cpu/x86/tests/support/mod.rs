@@ -1,4 +1,4 @@
-//! A processor on flat memory: what the tests and benches of this crate run guests in.
+//! A processor on flat memory, in which the tests and benches of this crate run guests.
 //!
 //! ```text
 //! physical and linear (identity, user pages, 4 KiB leaves or what a test asks for):
@@ -25,7 +25,7 @@ pub const CODE: u64 = 0x40_0000;
 pub const DATA: u64 = 0x80_0000;
 pub const STACK: u64 = DATA + 0x8000;
 
-/// Frames of a block.
+/// Frames of a 2 MiB block.
 const BLOCK: u64 = 512;
 
 /// Flat guest memory, in huge pages where the host has them.
@@ -35,7 +35,7 @@ pub struct Flat {
     pub tracked: Vec<bool>,
     /// Write-tracked pages of each block.
     watched_in: Vec<u16>,
-    /// Blocks that pages are handed out of as [`Span::Block`], while nothing in them is
+    /// Blocks whose pages are given as [`Span::Block`], as long as no page in them is
     /// write-tracked.
     pub whole: Vec<bool>,
     /// Calls of [`Bus::page`].
@@ -186,7 +186,7 @@ impl Machine {
         }
     }
 
-    /// Maps the memory to itself anew by leaves of this size, and hands it out by blocks.
+    /// Maps the memory to itself again, with leaves of this size, and gives it out by blocks.
     pub fn by_blocks(&mut self, leaf: Leaf) {
         let bytes = self.memory.frames() * 4096;
         identity(&mut self.memory, bytes, leaf);
@@ -210,7 +210,7 @@ impl Machine {
         self.cpu.run_exclusive(&mut self.memory, self.slots.vcpu(0))
     }
 
-    /// Goes on over waits until another exit.
+    /// Continues after each wait, until another exit.
     pub fn run_through(&mut self, fuel: u64) -> Exit {
         loop {
             match self.run(fuel) {

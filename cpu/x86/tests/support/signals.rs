@@ -1,4 +1,4 @@
-//! User-mode programs on the machine's own processor, up to the fault that ends them.
+//! User-mode programs on the host's own processor, up to the fault that ends them.
 //!
 //! ```text
 //! SHARED   of stub and signal handler: registers in and out, steps, the stub's code
@@ -14,7 +14,7 @@ use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 const SHARED: u64 = 0x50_0000;
-/// Of the stub's two halves in the shared page.
+/// Places of the stub's two halves in the shared page.
 const ENTRY: u64 = SHARED + 0x800;
 const RECOVER: u64 = SHARED + 0xc00;
 const STEPS_MAX: usize = 32;
@@ -56,7 +56,7 @@ fn shared() -> *mut Shared {
     SHARED as *mut Shared
 }
 
-/// Maps fresh memory with all rights at `at`; `None` where something else is.
+/// Maps fresh memory with all rights at `at`; `None` if something is mapped there.
 pub fn map(at: u64, bytes: usize) -> Option<()> {
     let rights = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
@@ -77,7 +77,7 @@ pub fn read(at: u64, len: usize) -> Vec<u8> {
     unsafe { std::slice::from_raw_parts(at as *const u8, len).to_vec() }
 }
 
-/// Puts the stub and the handlers in place. Once a process.
+/// Puts the stub and the handlers in place. Call it once in a process.
 pub fn install() -> Option<()> {
     map(SHARED, 4096)?;
     write(ENTRY, &assemble(ENTRY, enter));
@@ -179,7 +179,7 @@ const CONTEXT: [c_int; 16] = [
 
 extern "C" fn handle(signal: c_int, _info: *mut siginfo_t, context: *mut c_void) {
     if !RUNNING.load(Ordering::SeqCst) {
-        // A fault of the test itself: executed again, it ends the process.
+        // A fault of the test itself: it is executed again and ends the process.
         // SAFETY: the default action.
         unsafe { libc::signal(signal, libc::SIG_DFL) };
         return;
