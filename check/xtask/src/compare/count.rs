@@ -3,7 +3,7 @@
 //! `lacuna run --seed` is one thread under a virtual clock, so the number of host instructions it
 //! executes repeats to about ten in a hundred million. Each probe runs a guest twice, with little
 //! and with much work: the difference in instructions over the difference in work is the cost of a
-//! unit, and whatever start and end of the program cost cancels.
+//! unit, and the cost of the program's start and end cancels.
 
 use std::path::Path;
 use std::process::Command;
@@ -40,12 +40,12 @@ pub enum Unit {
     SwapIn,
 }
 
-/// What is counted. All with one vCPU and swap in memory.
+/// What is counted. All with one vCPU.
 pub const PROBES: &[Probe] = &[
     Probe {
         name: "fault.first_touch",
         unit: Unit::Step,
-        arguments: &["touch"],
+        arguments: &["touch", "--swap", "mem"],
         amounts: [
             &["--memory", "64M", "--resident", "64M"],
             &["--memory", "192M", "--resident", "192M"],
@@ -60,6 +60,8 @@ pub const PROBES: &[Probe] = &[
             "64M",
             "--resident",
             "32M",
+            "--swap",
+            "file",
             "--apf",
             "off",
         ],
@@ -74,6 +76,8 @@ pub const PROBES: &[Probe] = &[
             "64M",
             "--resident",
             "32M",
+            "--swap",
+            "file",
             "--apf",
             "on",
         ],
@@ -82,13 +86,29 @@ pub const PROBES: &[Probe] = &[
     Probe {
         name: "access.random_read",
         unit: Unit::Step,
-        arguments: &["reads", "--memory", "64M", "--resident", "64M"],
+        arguments: &[
+            "reads",
+            "--memory",
+            "64M",
+            "--resident",
+            "64M",
+            "--swap",
+            "mem",
+        ],
         amounts: [&["--append", "reads=2000"], &["--append", "reads=102000"]],
     },
     Probe {
         name: "instruction.mem256k",
         unit: Unit::Step,
-        arguments: &["cpubench", "--memory", "64M", "--resident", "64M"],
+        arguments: &[
+            "cpubench",
+            "--memory",
+            "64M",
+            "--resident",
+            "64M",
+            "--swap",
+            "mem",
+        ],
         amounts: [
             &["--append", "test=mem256k iters=1000"],
             &["--append", "test=mem256k iters=101000"],
@@ -97,7 +117,15 @@ pub const PROBES: &[Probe] = &[
     Probe {
         name: "instruction.alu",
         unit: Unit::Step,
-        arguments: &["cpubench", "--memory", "64M", "--resident", "64M"],
+        arguments: &[
+            "cpubench",
+            "--memory",
+            "64M",
+            "--resident",
+            "64M",
+            "--swap",
+            "mem",
+        ],
         amounts: [
             &["--append", "test=alu iters=1000"],
             &["--append", "test=alu iters=101000"],
@@ -106,7 +134,15 @@ pub const PROBES: &[Probe] = &[
     Probe {
         name: "instruction.branchy",
         unit: Unit::Step,
-        arguments: &["cpubench", "--memory", "64M", "--resident", "64M"],
+        arguments: &[
+            "cpubench",
+            "--memory",
+            "64M",
+            "--resident",
+            "64M",
+            "--swap",
+            "mem",
+        ],
         amounts: [
             &["--append", "test=branchy iters=10"],
             &["--append", "test=branchy iters=110"],
@@ -198,9 +234,7 @@ fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<R
         .args(probe.arguments)
         .args(amount);
     command
-        .args([
-            "--seed", "1", "--vcpus", "1", "--swap", "mem", "--quiet", "--json",
-        ])
+        .args(["--seed", "1", "--vcpus", "1", "--quiet", "--json"])
         .arg(&told);
     // Without it, zeroing a page is `rep stosb`: callgrind counts each of its 4096 repetitions,
     // and that hides the rest of a fault.
@@ -218,7 +252,8 @@ fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<R
     };
     let printed = String::from_utf8_lossy(&output.stderr);
     if !output.status.success() {
-        return failure(format!("the run failed: {}", tail(&printed, 5)));
+        let printed = own_words(&printed) + &String::from_utf8_lossy(&output.stdout);
+        return failure(format!("the run failed: {}", tail(&printed, 3)));
     }
     let told = std::fs::read_to_string(&told)
         .map_err(|error| Failure(format!("cannot read {}: {error}", told.display())))?;
@@ -230,6 +265,12 @@ fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<R
         units,
         guest_ns,
     })
+}
+
+/// What the program printed under valgrind, whose own lines begin with its process id.
+fn own_words(printed: &str) -> String {
+    let lines = printed.lines().filter(|line| !line.starts_with("=="));
+    lines.map(|line| format!("{line}\n")).collect()
 }
 
 /// The number in callgrind's line `==123== Collected : 456`.
@@ -265,6 +306,7 @@ mod tests {
         let printed = "==7== Events    : Ir\n==7== Collected : 114050525\n==7== \n";
         assert_eq!(collected(printed), Some(114_050_525.0));
         assert_eq!(collected("==7== Command: lacuna\n"), None);
+        assert_eq!(own_words("==7== x\nno memory\n==7== \n"), "no memory\n");
     }
 
     /// As `lacuna run --json` prints it, shortened.

@@ -8,7 +8,7 @@ use super::arguments::{Arguments, Length};
 use super::commit::Commit;
 use super::count::{BAR, Counted};
 use super::pair::{Found, Row};
-use super::stats::{Better, Interval, Verdict};
+use super::stats::{Better, CONFIDENCE, Interval, Verdict};
 
 /// Version of the JSON form. It changes when a field changes its meaning or goes.
 const SCHEMA: u32 = 1;
@@ -136,11 +136,11 @@ fn times(text: &mut String, comparison: &Comparison) {
         _ => None,
     });
     let coverage = coverage.fold(f64::INFINITY, f64::min);
-    if coverage < 0.95 {
+    if coverage < CONFIDENCE {
         let percent = coverage * 100.0;
         let _ = writeln!(
             text,
-            "The intervals cover {percent:.0} % only: 95 % needs six rounds or more."
+            "The intervals cover {percent:.0} %, so nothing is decided: use --rounds 6 or more."
         );
     }
 }

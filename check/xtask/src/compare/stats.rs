@@ -4,7 +4,7 @@
 //! still works where the workspace does not compile.
 
 /// Probability that an interval should cover the true median.
-const CONFIDENCE: f64 = 0.95;
+pub const CONFIDENCE: f64 = 0.95;
 
 /// A median with an interval from order statistics.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -84,7 +84,7 @@ pub enum Verdict {
     Slower,
     /// The new commit is better, by more than the null's noise.
     Faster,
-    /// The interval includes 1, or meets the null's interval.
+    /// The interval includes 1, or meets the null's interval, or comes from too few samples.
     Undecided,
 }
 
@@ -101,6 +101,9 @@ impl Verdict {
 
 /// Judges `ratio`, the new commit over the old, by `null`, the old commit over itself.
 pub fn judge(ratio: Interval, null: Interval, better: Better) -> Verdict {
+    if ratio.coverage < CONFIDENCE {
+        return Verdict::Undecided;
+    }
     let above = ratio.low > null.high.max(1.0);
     let below = ratio.high < null.low.min(1.0);
     match (above, below, better) {
@@ -159,6 +162,14 @@ mod tests {
         assert_eq!(judge(1.01, 1.10, Better::Lower), Verdict::Undecided);
         assert_eq!(judge(0.90, 1.10, Better::Lower), Verdict::Undecided);
         assert_eq!(judge(0.985, 0.99, Better::Lower), Verdict::Undecided);
+    }
+
+    #[test]
+    fn few_samples_decide_nothing() {
+        let of = |value| Interval::of(&[value; 5]).unwrap();
+        assert_eq!(judge(of(2.0), of(1.0), Better::Lower), Verdict::Undecided);
+        let of = |value| Interval::of(&[value; 6]).unwrap();
+        assert_eq!(judge(of(2.0), of(1.0), Better::Lower), Verdict::Slower);
     }
 
     /// A null that lies on one side of 1 does not make the other side a difference.
