@@ -10,7 +10,7 @@
 //! does nothing; its arrival ends the sleep or the guest's run with `EINTR`.
 //!
 //! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
-//! thread and the page are there as long as the vCPU is entered, which the lock of its bell keeps.
+//! thread and the page exist while the vCPU is entered. It leaves under its `VcpuKick`'s lock.
 
 use std::os::raw::c_int;
 use std::ptr::NonNull;
@@ -23,16 +23,16 @@ struct Entered {
     immediate_exit: NonNull<u8>,
 }
 
-// SAFETY: 1. the pointer is used only through `AtomicU8`, under the bell's lock.
+// SAFETY: 1. the pointer is used only through `AtomicU8`, under that lock.
 unsafe impl Send for Entered {}
 
 impl Entered {
     fn kick(&self) {
         // SAFETY: 1. the byte is in the vCPU's shared page, mapped while it is entered. 2. The
-        // kernel reads it, and all others write it under the bell's lock.
+        // kernel reads it, and all others write it under that lock.
         let exit = unsafe { AtomicU8::from_ptr(self.immediate_exit.as_ptr()) };
         exit.store(1, Ordering::SeqCst);
-        // SAFETY: 1. the thread runs: it takes the bell's lock before it can end.
+        // SAFETY: 1. the thread runs: it takes that lock before it can end.
         let sent = unsafe { libc::pthread_kill(self.thread, signal()) };
         debug_assert_eq!(sent, 0, "a valid signal to a thread that lives");
     }
@@ -49,33 +49,33 @@ struct State {
 
 /// One vCPU's.
 #[derive(Default)]
-struct Bell {
+struct VcpuKick {
     state: Mutex<State>,
     left: Condvar,
 }
 
-impl Bell {
+impl VcpuKick {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no panic under this lock")
     }
 }
 
 /// How all vCPUs of a VM are stopped.
-pub struct Bells {
+pub struct VcpuKicks {
     stopping: AtomicBool,
-    vcpus: Box<[Bell]>,
+    vcpus: Box<[VcpuKick]>,
 }
 
 /// While it lives the vCPU may be kicked.
-pub struct Entry<'a>(&'a Bell);
+pub struct Entry<'a>(&'a VcpuKick);
 
-impl Bells {
+impl VcpuKicks {
     /// For `vcpus` vCPUs.
     pub fn new(vcpus: usize) -> Self {
         install_handler();
         Self {
             stopping: AtomicBool::new(false),
-            vcpus: (0..vcpus).map(|_| Bell::default()).collect(),
+            vcpus: (0..vcpus).map(|_| VcpuKick::default()).collect(),
         }
     }
 
@@ -87,8 +87,8 @@ impl Bells {
     /// Gets every vCPU out, for good.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        for bell in &self.vcpus {
-            if let Some(entered) = &bell.state().entered {
+        for vcpu in &self.vcpus {
+            if let Some(entered) = &vcpu.state().entered {
                 entered.kick();
             }
         }
@@ -97,18 +97,18 @@ impl Bells {
     /// Gets every vCPU out once, and returns when each has been outside since the call. Not for a
     /// vCPU's own thread.
     pub fn kick(&self) {
-        let kick = |bell: &Bell| {
-            let state = bell.state();
+        let kick = |vcpu: &VcpuKick| {
+            let state = vcpu.state();
             state.entered.as_ref().inspect(|entered| entered.kick());
             state.entries
         };
         // All of them, before any is waited for.
         let entries: Vec<u64> = self.vcpus.iter().map(kick).collect();
-        for (bell, entry) in self.vcpus.iter().zip(entries) {
-            let mut state = bell.state();
+        for (vcpu, entry) in self.vcpus.iter().zip(entries) {
+            let mut state = vcpu.state();
             state.waiting += 1;
             let inside = |state: &mut State| state.entered.is_some() && state.entries == entry;
-            let left = bell.left.wait_while(state, inside);
+            let left = vcpu.left.wait_while(state, inside);
             left.expect("no panic under this lock").waiting -= 1;
         }
     }
@@ -118,8 +118,8 @@ impl Bells {
     /// # Safety
     /// `immediate_exit` is that field of the vCPU's `struct kvm_run`, valid as long as the result.
     pub unsafe fn enter(&self, index: usize, immediate_exit: NonNull<u8>) -> Entry<'_> {
-        let bell = &self.vcpus[index];
-        let mut state = bell.state();
+        let vcpu = &self.vcpus[index];
+        let mut state = vcpu.state();
         // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all that write it
         // hold the lock.
         unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }.store(0, Ordering::SeqCst);
@@ -129,7 +129,7 @@ impl Bells {
             thread: unsafe { libc::pthread_self() },
             immediate_exit,
         });
-        Entry(bell)
+        Entry(vcpu)
     }
 }
 
@@ -175,12 +175,12 @@ mod tests {
     use std::time::Duration;
 
     /// Plays `KVM_RUN`: sleeps until a signal, or not at all when it is told to exit at once.
-    fn enter(bells: &Bells, shared: &AtomicU8, entered: &AtomicUsize) {
+    fn enter(kicks: &VcpuKicks, shared: &AtomicU8, entered: &AtomicUsize) {
         let immediate_exit = NonNull::new(shared.as_ptr()).unwrap();
         // SAFETY: 1. the byte outlives the entry.
-        let _entry = unsafe { bells.enter(0, immediate_exit) };
+        let _entry = unsafe { kicks.enter(0, immediate_exit) };
         entered.fetch_add(1, Ordering::SeqCst);
-        while shared.load(Ordering::SeqCst) == 0 && !bells.is_stopping() {
+        while shared.load(Ordering::SeqCst) == 0 && !kicks.is_stopping() {
             // Not `thread::sleep`, which goes on after a signal; and not for ever, since here,
             // unlike in KVM, a signal may come between the look and the sleep.
             let brief = Timespec {
@@ -193,31 +193,31 @@ mod tests {
 
     #[test]
     fn a_kick_is_one_exit_and_a_stop_is_for_good() {
-        let (bells, shared, entered) = (Bells::new(2), AtomicU8::new(0), AtomicUsize::new(0));
+        let (kicks, shared, entered) = (VcpuKicks::new(2), AtomicU8::new(0), AtomicUsize::new(0));
         thread::scope(|scope| {
             scope.spawn(|| {
-                while !bells.is_stopping() {
-                    enter(&bells, &shared, &entered);
+                while !kicks.is_stopping() {
+                    enter(&kicks, &shared, &entered);
                 }
             });
             for _ in 0..200 {
                 let before = entered.load(Ordering::SeqCst);
-                bells.kick();
+                kicks.kick();
                 let now = entered.load(Ordering::SeqCst);
                 assert!((before..=before + 3).contains(&now), "{before} {now}");
             }
             while entered.load(Ordering::SeqCst) < 2 {
-                bells.kick();
+                kicks.kick();
             }
             // It is inside, and stays there.
             let before = entered.load(Ordering::SeqCst);
             thread::sleep(Duration::from_millis(50));
             let inside = entered.load(Ordering::SeqCst);
             assert!(inside <= before + 1);
-            bells.kick();
+            kicks.kick();
             thread::sleep(Duration::from_millis(50));
             assert_eq!(entered.load(Ordering::SeqCst), inside + 1);
-            bells.stop();
+            kicks.stop();
         });
     }
 }

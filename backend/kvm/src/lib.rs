@@ -17,7 +17,7 @@
 //! | `vm` | one VM: descriptors, slots, memory, source |
 //! | `dirty` | which pages are written: KVM's bitmap, its rings, Linux's page table |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
-//! | `launch` | from a description of a run to its end |
+//! | `builder` | from a description of a run to its end |
 //!
 //! # Unsafe
 //! An unsafe room: KVM and userfaultfd act on this process's memory by address. Pointers are in
@@ -26,10 +26,10 @@
 //! reason.
 
 mod available;
+mod builder;
 mod dirty;
 mod error;
 mod kick;
-mod launch;
 mod memory;
 mod pages;
 mod ring;
@@ -39,12 +39,12 @@ mod vcpu;
 mod vm;
 
 pub use available::{Unavailable, available};
+pub use builder::{Observed, RunSummary, VmBuilder};
 pub use dirty::{Delivery, DirtyError, Logging};
 pub use error::KvmError;
 pub use lacuna_machine::Apf;
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, SlotId};
 pub use lacuna_sync::Dial;
-pub use launch::{Launch, Observed, Outcome};
 pub use memory::MapError;
 pub use pages::FirstTouch;
 pub use source::{SourceConfig, SourceStats};

@@ -16,7 +16,7 @@
 //! mappings, which the thread keeps alive, and which everybody touches by atomics only.
 
 use crate::dirty::Delivery;
-use crate::kick::Bells;
+use crate::kick::VcpuKicks;
 use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
 use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
@@ -114,7 +114,7 @@ impl Source {
         }
     }
 
-    /// Starts supplying `memory`. When a page cannot be supplied, `bells` end the run.
+    /// Starts supplying `memory`. When a page cannot be supplied, `kicks` end the run.
     ///
     /// # Errors
     /// Of userfaultfd; the text says which step.
@@ -122,7 +122,7 @@ impl Source {
         uffd: Userfaultfd,
         memory: Arc<Memory>,
         config: SourceConfig,
-        bells: Arc<Bells>,
+        kicks: Arc<VcpuKicks>,
     ) -> Result<Self, (&'static str, Errno)> {
         for mapping in [&memory.guest, &memory.store] {
             // SAFETY: 1. both are anonymous mappings of `memory`, which the thread below keeps
@@ -147,7 +147,7 @@ impl Source {
             uffd,
             memory,
             config,
-            bells,
+            kicks,
         };
         let thread = thread::Builder::new()
             .name("page-source".into())
@@ -192,7 +192,7 @@ impl Source {
         failure.expect("no panic under this lock").clone()
     }
 
-    /// Has the thread look at the bells: once they have rung for the end of the run, pages come
+    /// Has the thread look at the kicks: once they have rung for the end of the run, pages come
     /// without latency, so that nobody has to wait for KVM's workers that still wait for them.
     pub fn ring(&self) {
         let rung = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
@@ -255,7 +255,7 @@ struct Worker {
     uffd: Arc<Userfaultfd>,
     memory: Arc<Memory>,
     config: SourceConfig,
-    bells: Arc<Bells>,
+    kicks: Arc<VcpuKicks>,
     shared: Arc<Shared>,
     doorbell: OwnedFd,
     pages: Pages,
@@ -309,7 +309,7 @@ impl Worker {
     }
 
     fn supply_due(&mut self) {
-        let (now, over) = (Instant::now(), self.bells.is_stopping());
+        let (now, over) = (Instant::now(), self.kicks.is_stopping());
         let mut later = Vec::new();
         while let Some(&Reverse(owed)) = self.due.peek() {
             if owed.at > now && !over {
@@ -343,7 +343,7 @@ impl Worker {
                 count(&self.shared.counters.reprieved, 1);
             }
             Need::Fetch => {
-                let over = self.bells.is_stopping();
+                let over = self.kicks.is_stopping();
                 let latency = if over { 0 } else { self.config.latency.ns() };
                 self.due.push(Reverse(Owed {
                     at: now + Duration::from_nanos(latency),
@@ -384,7 +384,7 @@ impl Worker {
             Err(errno) => errno,
         };
         let now = Instant::now();
-        let over = self.bells.is_stopping();
+        let over = self.kicks.is_stopping();
         let (since, limit) = match errno {
             Errno::AGAIN | Errno::BUSY if !over => return Supply::Later,
             Errno::AGAIN | Errno::BUSY => (&mut self.over_since, END_MAX),
@@ -451,7 +451,7 @@ impl Worker {
         failure
             .expect("no panic under this lock")
             .get_or_insert(cause);
-        self.bells.stop();
+        self.kicks.stop();
     }
 }
 
@@ -475,7 +475,7 @@ mod tests {
 
     /// A source whose first pages are in its store; `None`, and a recorded skip, where this
     /// host has none.
-    fn source() -> Option<(Source, Arc<Memory>, Arc<Bells>)> {
+    fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
         let uffd = match Source::open(Delivery::Bitmap) {
             Ok(uffd) => uffd,
             Err((what, errno)) => {
@@ -484,17 +484,17 @@ mod tests {
             }
         };
         let memory = Arc::new(Memory::new(PageCount::new(PAGES)).unwrap());
-        let bells = Arc::new(Bells::new(1));
+        let kicks = Arc::new(VcpuKicks::new(1));
         let config = SourceConfig {
             resident: PageCount::new(Pages::BUDGET_MIN as u64),
             latency: Dial::default(),
             first_touch: FirstTouch::Immediate,
         };
-        let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&bells)).unwrap();
+        let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&kicks)).unwrap();
         for page in 0..PAGES as u32 {
             write(&memory, page, u64::from(page) + 1);
         }
-        Some((source, memory, bells))
+        Some((source, memory, kicks))
     }
 
     fn write(memory: &Memory, page: Page, word: u64) {
@@ -553,7 +553,7 @@ mod tests {
     /// The end of a VM does not wait for a page that cannot come.
     #[test]
     fn a_busy_page_does_not_delay_the_end() {
-        let Some((source, memory, bells)) = source() else {
+        let Some((source, memory, kicks)) = source() else {
             return;
         };
         let Some(ring) = pin(&memory, 0) else { return };
@@ -562,7 +562,7 @@ mod tests {
         while source.stats().faults <= PAGES {
             thread::yield_now();
         }
-        bells.stop();
+        kicks.stop();
         source.ring();
         waits.join().unwrap();
         drop((source, ring));

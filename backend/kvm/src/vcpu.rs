@@ -92,8 +92,8 @@ impl Vcpu {
         let vm = Arc::clone(&self.vm);
         let exit = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
         // SAFETY: 1. the field is in the shared page, which is mapped as long as `self.fd` lives.
-        let _entry = unsafe { vm.bells.enter(self.index, exit) };
-        if vm.bells.is_stopping() {
+        let _entry = unsafe { vm.kicks.enter(self.index, exit) };
+        if vm.kicks.is_stopping() {
             return Ok(Some(Exit::Interrupted));
         }
         let (direction, data) = match self.fd.run() {

@@ -5,7 +5,7 @@
 
 use crate::available::open;
 use crate::dirty::{Delivery, Dirty};
-use crate::kick::Bells;
+use crate::kick::VcpuKicks;
 use crate::memory::Memory;
 use crate::pages::Pages;
 use crate::ring::{self, Ring};
@@ -47,7 +47,7 @@ pub struct Vm {
     pub(crate) memory: Arc<Memory>,
     features: Features,
     vcpus: usize,
-    pub(crate) bells: Arc<Bells>,
+    pub(crate) kicks: Arc<VcpuKicks>,
 }
 
 /// Where hardware without unrestricted guests keeps three pages for itself: in the hole below 4
@@ -86,12 +86,12 @@ impl Vm {
             return Err(KvmError::NoApf);
         }
         let memory = Arc::new(Memory::new(config.memory)?);
-        let bells = Arc::new(Bells::new(config.vcpus));
+        let kicks = Arc::new(VcpuKicks::new(config.vcpus));
         let dirty = Dirty::new(config.delivery, &memory)?;
         let uffd = Source::open(config.delivery);
         let source = uffd
             .and_then(|uffd| {
-                Source::start(uffd, Arc::clone(&memory), config.source, Arc::clone(&bells))
+                Source::start(uffd, Arc::clone(&memory), config.source, Arc::clone(&kicks))
             })
             .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
         let fd = make(&kvm, &memory)?;
@@ -105,7 +105,7 @@ impl Vm {
             memory,
             features,
             vcpus: config.vcpus,
-            bells,
+            kicks,
         }))
     }
 
@@ -208,7 +208,7 @@ fn use_rings(fd: &VmFd, size: RingSize) -> Result<(), KvmError> {
 
 impl Kick for Vm {
     fn kick_all(&self) {
-        self.bells.stop();
+        self.kicks.stop();
         self.source.ring();
     }
 }

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{can_run, launch, pass};
+use common::{builder, can_run, pass};
 use lacuna_guest::status::Status;
-use lacuna_kvm::{Apf, Launch};
+use lacuna_kvm::{Apf, VmBuilder};
 use std::time::Duration;
 
 #[test]
@@ -12,12 +12,12 @@ fn every_token_comes_back_once() {
     if !can_run() {
         return;
     }
-    let launch = Launch {
+    let builder = VmBuilder {
         apf: Apf::On,
-        ..launch(32, 8, 1, "faulters=8 workers=1 accesses=400")
+        ..builder(32, 8, 1, "faulters=8 workers=1 accesses=400")
     };
-    launch.latency.set(Duration::from_millis(1));
-    let (outcome, text) = pass(&launch, "bm");
+    builder.latency.set(Duration::from_millis(1));
+    let (outcome, text) = pass(&builder, "bm");
     let status = Status::parse(&outcome.status.expect("it announced its status page")).unwrap();
     let apf = status.apf;
     println!("{apf:?} {:?}", outcome.stats);
@@ -33,8 +33,8 @@ fn a_guest_is_told_nothing_unless_it_is_offered() {
     if !can_run() {
         return;
     }
-    let launch = launch(16, 4, 1, "faulters=2 workers=1 accesses=400");
-    let (outcome, _) = pass(&launch, "bm");
+    let builder = builder(16, 4, 1, "faulters=2 workers=1 accesses=400");
+    let (outcome, _) = pass(&builder, "bm");
     let status = Status::parse(&outcome.status.expect("it announced its status page")).unwrap();
     assert_eq!((status.apf.not_present, status.apf.wake_all), (0, 0));
 }

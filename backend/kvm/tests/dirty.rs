@@ -3,11 +3,11 @@
 
 mod common;
 
-use common::{can_run, image, launch, within};
+use common::{builder, can_run, image, within};
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
-use lacuna_kvm::{Delivery, DirtyError, KvmError, Launch, Logging, RingSize, SlotId, Vm};
-use lacuna_machine::{Board, Ending, GuestMemory as _, Next, Vcpu, dispatch};
+use lacuna_kvm::{Delivery, DirtyError, KvmError, Logging, RingSize, SlotId, Vm, VmBuilder};
+use lacuna_machine::{Ending, GuestMemory as _, Next, PlatformDevices, Vcpu, dispatch};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,9 +30,9 @@ const LARGE: usize = RingSize::BYTES_MAX;
 
 /// Whether this host's kernel has it; if not, the test is recorded as skipped.
 fn has(delivery: Delivery) -> bool {
-    let mut launch = launch(16, 16, 1, "");
-    launch.delivery = delivery;
-    match launch.run(&image("hello"), |_: &str| (), |_| ()) {
+    let mut builder = builder(16, 16, 1, "");
+    builder.delivery = delivery;
+    match builder.run(&image("hello"), |_: &str| (), |_| ()) {
         Ok(_) => true,
         Err(why @ (KvmError::NoRing | KvmError::Ring { .. } | KvmError::Userfaultfd { .. })) => {
             lacuna_skip::skip(why);
@@ -111,7 +111,7 @@ impl Copy {
 /// A guest that runs.
 struct Running<'a> {
     vm: &'a Vm,
-    board: &'a Board,
+    devices: &'a PlatformDevices,
     /// vCPUs that have not left.
     vcpus: &'a AtomicUsize,
 }
@@ -125,14 +125,14 @@ impl Running<'_> {
     fn status(&self) -> Option<Status> {
         let mut bytes = [0; PAGE_BYTES];
         self.vm
-            .read(self.board.status_page()?.gpa(), &mut bytes)
+            .read(self.devices.status_page()?.gpa(), &mut bytes)
             .unwrap();
         Status::parse(&bytes).ok()
     }
 
     /// Holds its processes still, or lets them go on.
     fn pause(&self, mask: u32) {
-        let page = self.board.status_page().unwrap().gpa();
+        let page = self.devices.status_page().unwrap().gpa();
         let at = page.checked_add(PAUSED_AT as u64).unwrap();
         self.vm.write(at, &mask.to_le_bytes()).unwrap();
     }
@@ -149,12 +149,12 @@ impl Running<'_> {
     /// until somebody is ready to look, they do nothing.
     fn drive(&self, mut vcpu: impl Vcpu) {
         let mut held = false;
-        while self.board.ending().is_none() {
+        while self.devices.ending().is_none() {
             let exit = vcpu.run();
-            if dispatch(&mut vcpu, exit, self.board, self.vm) == Next::Stop {
+            if dispatch(&mut vcpu, exit, self.devices, self.vm) == Next::Stop {
                 break;
             }
-            if vcpu.index() == 0 && !held && self.board.status_page().is_some() {
+            if vcpu.index() == 0 && !held && self.devices.status_page().is_some() {
                 self.pause(Kind::Worker.paused_bit());
                 held = true;
             }
@@ -165,19 +165,19 @@ impl Running<'_> {
 
 /// Runs `name` to success beside `monitor`, which is to go on until the guest has ended.
 fn beside<T: Send + 'static>(
-    launch: &Launch,
+    builder: &VmBuilder,
     name: &'static str,
     monitor: impl FnOnce(&Running<'_>) -> T + Send + 'static,
 ) -> T {
-    let launch = launch.clone();
+    let builder = builder.clone();
     within(HANG_SECONDS, move || {
-        let vm = launch.vm().unwrap();
-        let vcpus = vm.boot(&image(name), &launch.full_command_line()).unwrap();
+        let vm = builder.vm().unwrap();
+        let vcpus = vm.boot(&image(name), &builder.full_command_line()).unwrap();
         let (sink, lines) = mpsc::channel();
-        let board = Board::new(move |line: &str| drop(sink.send(line.to_owned())));
+        let devices = PlatformDevices::new(move |line: &str| drop(sink.send(line.to_owned())));
         let running = Running {
             vm: &vm,
-            board: &board,
+            devices: &devices,
             vcpus: &AtomicUsize::new(vcpus.len()),
         };
         let found = thread::scope(|scope| {
@@ -186,11 +186,11 @@ fn beside<T: Send + 'static>(
             }
             // A monitor that panics must not leave the guest running.
             let found = panic::catch_unwind(AssertUnwindSafe(|| monitor(&running)));
-            board.end(Ending::Stopped, &*vm);
+            devices.end(Ending::Stopped, &*vm);
             found.unwrap_or_else(|why| panic::resume_unwind(why))
         });
         let lines: Vec<String> = lines.try_iter().collect();
-        let ending = board.ending();
+        let ending = devices.ending();
         let lines = lines.join("\n");
         assert!(
             matches!(ending, Some(Ending::Exited(0))),
@@ -201,8 +201,8 @@ fn beside<T: Send + 'static>(
 }
 
 /// How many pages were harvested.
-fn follow(launch: &Launch, name: &'static str, pause: Duration) -> usize {
-    beside(launch, name, move |guest| {
+fn follow(builder: &VmBuilder, name: &'static str, pause: Duration) -> usize {
+    beside(builder, name, move |guest| {
         guest.prepared();
         let mut copy = Copy::begin(guest.vm);
         guest.pause(0);
@@ -222,10 +222,10 @@ fn follow_churn(delivery: Delivery) {
         return;
     }
     for vcpus in [1, 2] {
-        let mut launch = launch(16, 16, vcpus, CHURN);
-        launch.delivery = delivery;
+        let mut builder = builder(16, 16, vcpus, CHURN);
+        builder.delivery = delivery;
         for pause in [5, 30] {
-            let harvested = follow(&launch, "churn", Duration::from_millis(pause));
+            let harvested = follow(&builder, "churn", Duration::from_millis(pause));
             println!("{delivery:?}, {vcpus} vCPUs, every {pause} ms: {harvested} pages");
             assert!(harvested > 1000, "{harvested} pages");
         }
@@ -253,9 +253,9 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
     if !can_run() || !has(delivery) {
         return;
     }
-    let mut launch = launch(32, 32, 1, "transactions=3000000 cold=3000 tick_us=20000");
-    launch.delivery = delivery;
-    beside(&launch, "churn", |guest| {
+    let mut builder = builder(32, 32, 1, "transactions=3000000 cold=3000 tick_us=20000");
+    builder.delivery = delivery;
+    beside(&builder, "churn", |guest| {
         guest.prepared();
         let vm = guest.vm;
         vm.slots()
@@ -298,9 +298,9 @@ fn host_writes_are_told() {
         if !has(delivery) {
             continue;
         }
-        let mut launch = launch(16, 16, 1, "");
-        launch.delivery = delivery;
-        let vm = launch.vm().unwrap();
+        let mut builder = builder(16, 16, 1, "");
+        builder.delivery = delivery;
+        let vm = builder.vm().unwrap();
         let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).unwrap();
         write(0x3000);
         // A page that comes counts as written in the page map.
@@ -322,7 +322,7 @@ fn the_bitmap_is_read_and_cleared_in_two_steps_by_whole_words() {
     if !can_run() {
         return;
     }
-    let vm = launch(16, 16, 1, "").vm().unwrap();
+    let vm = builder(16, 16, 1, "").vm().unwrap();
     let (id, mut words) = (SlotId(0), vec![0; 64]);
     assert_eq!(
         vm.get_dirty(id, &mut words),
@@ -359,13 +359,13 @@ fn what_cannot_be_is_told_in_words() {
     if !can_run() {
         return;
     }
-    let mut launch = launch(16, 8, 1, "");
-    launch.delivery = Delivery::Pagemap;
-    let away = launch.vm().map(drop).unwrap_err();
+    let mut builder = builder(16, 8, 1, "");
+    builder.delivery = Delivery::Pagemap;
+    let away = builder.vm().map(drop).unwrap_err();
     assert!(matches!(away, KvmError::Away), "{away}");
-    launch.delivery = ring(LARGE);
-    if has(launch.delivery) {
-        let vm = launch.vm().unwrap();
+    builder.delivery = ring(LARGE);
+    if has(builder.delivery) {
+        let vm = builder.vm().unwrap();
         let (id, mut words) = (SlotId(0), vec![0; 64]);
         vm.set_logging(id, Logging::On).unwrap();
         assert_eq!(vm.get_dirty(id, &mut words), Err(DirtyError::NoBitmap));

@@ -2,16 +2,16 @@
 
 mod common;
 
-use common::{can_run, launch, within};
+use common::{builder, can_run, within};
 use lacuna_addr::Gpa;
-use lacuna_kvm::Outcome;
+use lacuna_kvm::RunSummary;
 use lacuna_machine::{Ending, Image, Segment};
 use std::sync::{Arc, Mutex};
 
 const AT: u32 = 0x1_0000;
 
 /// Runs `code` on one vCPU.
-fn execute(code: Vec<u8>) -> (Outcome, Vec<String>) {
+fn execute(code: Vec<u8>) -> (RunSummary, Vec<String>) {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&lines);
     let outcome = within(60, move || {
@@ -25,8 +25,8 @@ fn execute(code: Vec<u8>) -> (Outcome, Vec<String>) {
             entry,
         };
         let console = move |line: &str| sink.lock().unwrap().push(line.to_owned());
-        let launch = launch(4, 4, 1, "");
-        launch.run(&image, console, |_| ()).unwrap()
+        let builder = builder(4, 4, 1, "");
+        builder.run(&image, console, |_| ()).unwrap()
     });
     let lines = lines.lock().unwrap().clone();
     (outcome, lines)

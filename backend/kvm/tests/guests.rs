@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::{can_run, image, launch, pass, run, within};
-use lacuna_kvm::{Apf, FirstTouch, KvmError, Launch};
+use common::{builder, can_run, image, pass, run, within};
+use lacuna_kvm::{Apf, FirstTouch, KvmError, VmBuilder};
 use lacuna_machine::{Ending, GuestMemory};
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ fn hello_prints_its_line() {
     if !can_run() {
         return;
     }
-    let (outcome, text) = pass(&launch(32, 32, 1, ""), "hello");
+    let (outcome, text) = pass(&builder(32, 32, 1, ""), "hello");
     assert!(text.to_lowercase().contains("hello"), "{text}");
     assert!(outcome.status.is_some(), "it announced its status page");
     assert_eq!(outcome.stats.evicted, 0, "everything fits");
@@ -24,9 +24,9 @@ fn every_page_is_as_the_guest_left_it_at_4x_overcommit() {
         return;
     }
     for (vcpus, latency) in [(1, Duration::ZERO), (2, Duration::from_micros(200))] {
-        let launch = launch(16, 4, vcpus, "rounds=1");
-        launch.latency.set(latency);
-        let (outcome, _) = pass(&launch, "verify");
+        let builder = builder(16, 4, vcpus, "rounds=1");
+        builder.latency.set(latency);
+        let (outcome, _) = pass(&builder, "verify");
         let stats = outcome.stats;
         assert!(stats.fetched > 1000, "{stats:?}");
         let least = u128::from(stats.fetched) * latency.as_nanos();
@@ -39,12 +39,12 @@ fn every_page_is_as_the_guest_left_it_with_async_faults() {
     if !can_run() {
         return;
     }
-    let launch = Launch {
+    let builder = VmBuilder {
         apf: Apf::On,
-        ..launch(16, 4, 2, "rounds=1 threads=6")
+        ..builder(16, 4, 2, "rounds=1 threads=6")
     };
-    launch.latency.set(Duration::from_millis(1));
-    let (outcome, _) = pass(&launch, "verify");
+    builder.latency.set(Duration::from_millis(1));
+    let (outcome, _) = pass(&builder, "verify");
     assert!(outcome.stats.fetched > 1000, "{:?}", outcome.stats);
 }
 
@@ -54,12 +54,12 @@ fn pages_may_all_be_elsewhere_at_first() {
     if !can_run() {
         return;
     }
-    let launch = Launch {
+    let builder = VmBuilder {
         first_touch: FirstTouch::Delayed,
-        ..launch(16, 16, 1, "")
+        ..builder(16, 16, 1, "")
     };
-    launch.latency.set(Duration::from_millis(1));
-    let (outcome, _) = pass(&launch, "hello");
+    builder.latency.set(Duration::from_millis(1));
+    let (outcome, _) = pass(&builder, "hello");
     let stats = outcome.stats;
     assert_eq!(stats.fetched, stats.first_touches, "{stats:?}");
     assert!(stats.delay_ns >= stats.fetched * 1_000_000, "{stats:?}");
@@ -70,7 +70,7 @@ fn a_triple_fault_ends_the_run() {
     if !can_run() {
         return;
     }
-    let (outcome, text) = run(&launch(16, 16, 1, ""), "triple");
+    let (outcome, text) = run(&builder(16, 16, 1, ""), "triple");
     let ending = format!("{:?}", outcome.ending);
     // Where KVM runs the guest's kernel in its emulator (kvm_pvm), that is what gives up.
     let expected = ["triple fault", "KVM gave up"];
@@ -87,8 +87,8 @@ fn a_kick_ends_an_endless_guest() {
     if !can_run() {
         return;
     }
-    let launch = launch(16, 4, 2, "seconds=3600 workers=1");
-    let latency = launch.latency.clone();
+    let builder = builder(16, 4, 2, "seconds=3600 workers=1");
+    let latency = builder.latency.clone();
     let outcome = within(60, move || {
         let mut far_since = None;
         let watch = |observed: &lacuna_kvm::Observed<'_>| {
@@ -96,11 +96,11 @@ fn a_kick_ends_an_endless_guest() {
                 latency.set(Duration::from_secs(3600));
                 let since = *far_since.get_or_insert(observed.now);
                 if observed.now.since(since) > 2_000_000_000 {
-                    observed.board.end(Ending::Stopped, observed.vm);
+                    observed.devices.end(Ending::Stopped, observed.vm);
                 }
             }
         };
-        launch.run(&image("bm"), |_: &str| (), watch).unwrap()
+        builder.run(&image("bm"), |_: &str| (), watch).unwrap()
     });
     assert!(matches!(outcome.ending, Ending::Stopped));
 }
@@ -110,12 +110,12 @@ fn the_watcher_reads_and_writes_guest_memory() {
     if !can_run() {
         return;
     }
-    let launch = launch(16, 4, 1, "seconds=2");
+    let builder = builder(16, 4, 1, "seconds=2");
     let seen = within(60, move || {
         let mut seen = 0;
         let watch = |observed: &lacuna_kvm::Observed<'_>| {
             let mut magic = [0; 8];
-            let Some(gfn) = observed.board.status_page() else {
+            let Some(gfn) = observed.devices.status_page() else {
                 return;
             };
             observed.vm.read(gfn.gpa(), &mut magic).unwrap();
@@ -127,7 +127,7 @@ fn the_watcher_reads_and_writes_guest_memory() {
             observed.vm.read(at, &mut back).unwrap();
             assert_eq!(back, [seen as u8; 16]);
         };
-        launch.run(&image("bm"), |_: &str| (), watch).unwrap();
+        builder.run(&image("bm"), |_: &str| (), watch).unwrap();
         seen
     });
     assert!(seen > 0);
@@ -138,18 +138,18 @@ fn bad_input_is_told_in_words() {
     if !can_run() {
         return;
     }
-    let fails = |launch: Launch| {
-        let run = launch.run(&image("hello"), |_: &str| (), |_| ());
+    let fails = |builder: VmBuilder| {
+        let run = builder.run(&image("hello"), |_: &str| (), |_| ());
         run.map(drop).unwrap_err()
     };
-    let few = fails(launch(16, 16, 0, ""));
+    let few = fails(builder(16, 16, 0, ""));
     assert!(matches!(few, KvmError::Vcpus { asked: 0, .. }), "{few}");
-    let many = fails(launch(16, 16, 5000, ""));
+    let many = fails(builder(16, 16, 5000, ""));
     assert!(many.to_string().contains("5000 vCPUs: give 1 to"), "{many}");
-    let resident = fails(launch(16, 1, 1, ""));
+    let resident = fails(builder(16, 1, 1, ""));
     assert!(matches!(resident, KvmError::Resident { .. }), "{resident}");
-    let size = fails(launch(0, 16, 1, ""));
+    let size = fails(builder(0, 16, 1, ""));
     assert!(matches!(size, KvmError::Resident { .. }), "{size}");
-    let line = fails(launch(16, 16, 1, &"x".repeat(5000)));
+    let line = fails(builder(16, 16, 1, &"x".repeat(5000)));
     assert!(matches!(line, KvmError::Boot(_)), "{line}");
 }

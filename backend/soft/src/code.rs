@@ -98,7 +98,7 @@ impl CodeMap {
                 full => *full = Stale::All,
             }
             drop(inbox);
-            quiescence.vcpu(index).poke(VcpuSlot::CODE);
+            quiescence.vcpu(index).request(VcpuSlot::CODE);
         }
     }
 
@@ -106,7 +106,7 @@ impl CodeMap {
     pub(crate) fn forget_all(&self, quiescence: &Quiescence) {
         for (index, inbox) in self.inboxes.iter().enumerate() {
             *inbox.lock().expect("no panic under this lock") = Stale::All;
-            quiescence.vcpu(index).poke(VcpuSlot::CODE);
+            quiescence.vcpu(index).request(VcpuSlot::CODE);
         }
     }
 

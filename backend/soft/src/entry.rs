@@ -58,8 +58,8 @@ impl Entry {
         })
     }
 
-    /// Does what others have asked this vCPU for by a poke.
-    pub(crate) fn obey(&mut self) {
+    /// Does what others have requested of this vCPU.
+    pub(crate) fn handle_requests(&mut self) {
         if self.vm.quiescence().vcpu(self.index).take() & VcpuSlot::CODE == 0 {
             return;
         }
@@ -74,7 +74,7 @@ impl Entry {
         self.online(|cpu, bus, slot| cpu.run(bus, slot, fuel))
     }
 
-    /// One instruction with the world to itself.
+    /// One instruction with the machine to itself.
     pub(crate) fn run_alone(&mut self) -> lacuna_x86::Exit {
         let quiescence = self.vm.quiescence();
         self.vm.exclusive.alone(quiescence, self.index, || {

@@ -1,4 +1,4 @@
-//! Stopping the world for a locked access that crosses a cache line.
+//! Stopping all vCPUs for a locked access that crosses a cache line.
 //!
 //! Host atomics are at most 8 bytes, aligned; a split lock has to exclude every other access
 //! instead. The vCPU that needs it raises a flag, kicks the others, and goes on once it is alone; a
@@ -35,7 +35,7 @@ impl Drop for Active<'_> {
 }
 
 impl Exclusive {
-    /// Brings vCPU `index` online, unless another one has the world to itself.
+    /// Brings vCPU `index` online, unless another one has the machine to itself.
     pub(crate) fn online(&self, quiescence: &Quiescence, index: usize) -> lacuna_sync::Epoch {
         loop {
             // Not by announcing itself again and again: the one who waits to be alone must find a
@@ -64,7 +64,7 @@ impl Exclusive {
         let active = Active::raise(&self.active);
         while !quiescence.alone(index) {
             for other in (0..quiescence.len()).filter(|&i| i != index) {
-                quiescence.vcpu(other).poke(VcpuSlot::KICK);
+                quiescence.vcpu(other).request(VcpuSlot::KICK);
             }
             yield_now();
         }

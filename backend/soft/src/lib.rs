@@ -14,7 +14,7 @@
 //! | `exclusive` | the world-stop for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `kind` | whether an error is due to the request, the guest or the host |
-//! | `launch` | from a description of a run to its end |
+//! | `builder` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
 //! | `dirty` | which pages the guest writes |
 //! | `memory` | guest memory for loaders and viewers |
@@ -26,6 +26,7 @@
 #![deny(unsafe_code)]
 
 mod apf;
+mod builder;
 mod bus;
 mod code;
 mod dirty;
@@ -33,7 +34,6 @@ mod entry;
 mod exclusive;
 mod frame_set;
 mod kind;
-mod launch;
 mod layout;
 mod memory;
 mod park;
@@ -42,6 +42,7 @@ mod stall;
 mod vcpu;
 mod vm;
 
+pub use builder::{Observed, RunSummary, Swap, VmBuilder};
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{Background, Dial, Host, HostError, HostStats, HugePages, MmuNotifier};
 pub use lacuna_machine::{Apf, ErrorKind};
@@ -52,8 +53,7 @@ pub use lacuna_mmu::{
 pub use lacuna_mmu::{Faulter, Mmu, MmuError, Outcome as Fault, Shape, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use lacuna_stage2::Walk;
-pub use launch::{Launch, Observed, Outcome, Swap};
-pub use seeded::{Guest, Trace, World, WorldConfig};
+pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 pub use stall::Stalls;
 pub use vcpu::{Step, Vcpu, Wait};
 pub use vm::{SoftError, Vm, VmConfig};

@@ -15,7 +15,7 @@ use crate::Vm;
 use crate::vcpu::{Step, Vcpu, Wait};
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
-use lacuna_machine::{Board, Ending, Exit, Next, VcpuError, dispatch};
+use lacuna_machine::{Ending, Exit, Next, PlatformDevices, VcpuError, dispatch};
 use lacuna_sync::{Clock, Nanos, VirtualClock};
 use std::sync::Arc;
 
@@ -24,8 +24,8 @@ const SLICE_MAX: u64 = 4000;
 /// What a slice costs beside its instructions, so that time goes on for one that retires none.
 const SLICE_NS: u64 = 50;
 
-/// What makes a world.
-pub struct WorldConfig {
+/// What makes a simulator.
+pub struct SimulatorConfig {
     /// Everything follows from it.
     pub seed: u64,
     /// The clock that the VMs and the host were made with.
@@ -35,13 +35,13 @@ pub struct WorldConfig {
 }
 
 /// One VM to run.
-pub struct Guest {
+pub struct SimulatedVm {
     /// The VM.
     pub vm: Arc<Vm>,
     /// Its vCPUs, from [`Vm::boot`].
     pub vcpus: Vec<Vcpu>,
     /// Its devices.
-    pub board: Arc<Board>,
+    pub devices: Arc<PlatformDevices>,
 }
 
 /// What a run leaves behind.
@@ -70,20 +70,20 @@ struct Runner {
     state: State,
 }
 
-/// The single-threaded world.
-pub struct World {
+/// The single-threaded simulator.
+pub struct Simulator {
     rng: Rng,
     clock: Arc<VirtualClock>,
     host: Arc<Host>,
-    guests: Vec<(Arc<Vm>, Arc<Board>)>,
+    guests: Vec<(Arc<Vm>, Arc<PlatformDevices>)>,
     runners: Vec<Runner>,
     trace: Trace,
 }
 
-impl World {
-    /// A world with nobody in it.
-    pub fn new(config: WorldConfig) -> Self {
-        let WorldConfig { seed, clock, host } = config;
+impl Simulator {
+    /// A simulator with nobody in it.
+    pub fn new(config: SimulatorConfig) -> Self {
+        let SimulatorConfig { seed, clock, host } = config;
         let trace = Trace {
             hash: 0xcbf2_9ce4_8422_2325,
             slices: 0,
@@ -101,7 +101,7 @@ impl World {
     }
 
     /// Adds a VM.
-    pub fn add(&mut self, guest: Guest) {
+    pub fn add(&mut self, guest: SimulatedVm) {
         let index = self.guests.len();
         let runner = |vcpu| Runner {
             guest: index,
@@ -109,7 +109,7 @@ impl World {
             state: State::Ready,
         };
         self.runners.extend(guest.vcpus.into_iter().map(runner));
-        self.guests.push((guest.vm, guest.board));
+        self.guests.push((guest.vm, guest.devices));
     }
 
     /// Runs until every guest has an ending. `watch` is called now and then, for live views.
@@ -146,7 +146,7 @@ impl World {
             }
             between();
         }
-        self.guests.iter().for_each(|(_, board)| board.flush());
+        self.guests.iter().for_each(|(_, devices)| devices.flush());
         self.trace.end = self.clock.now();
         self.trace
     }
@@ -193,15 +193,15 @@ impl World {
         if matches!(runner.state, State::Memory(_))
             && let Err(error) = runner.vcpu.reclaim()
         {
-            let (vm, board) = &self.guests[runner.guest];
-            board.end(Ending::Failed(error), &**vm);
+            let (vm, devices) = &self.guests[runner.guest];
+            devices.end(Ending::Failed(error), &**vm);
             return;
         }
         runner.state = State::Ready;
         let step = runner.vcpu.step(fuel);
         self.clock
             .advance(runner.vcpu.retired() - before + SLICE_NS);
-        let (vm, board) = &self.guests[runner.guest];
+        let (vm, devices) = &self.guests[runner.guest];
         match step {
             Step::Ran | Step::Wait(Wait::Busy) => {}
             Step::Wait(Wait::Halt(until)) => runner.state = State::Halted(until),
@@ -215,11 +215,11 @@ impl World {
             // Its ring is emptied between slices: no nap.
             Step::Exit(Exit::DirtyRingFull) => {}
             Step::Exit(exit) => {
-                if dispatch(&mut runner.vcpu, Ok(exit), board, &**vm) == Next::Stop {
+                if dispatch(&mut runner.vcpu, Ok(exit), devices, &**vm) == Next::Stop {
                     runner.state = State::Over;
                 }
             }
-            Step::Failed(error) => board.end(Ending::Failed(error), &**vm),
+            Step::Failed(error) => devices.end(Ending::Failed(error), &**vm),
         }
         self.host.poll(self.clock.now());
         self.note(index, fuel);
@@ -255,8 +255,8 @@ impl World {
                 self.host.poll(self.clock.now());
             }
             None => {
-                for (vm, board) in &self.guests {
-                    board.end(Ending::Failed(VcpuError::Hang), &**vm);
+                for (vm, devices) in &self.guests {
+                    devices.end(Ending::Failed(VcpuError::Hang), &**vm);
                 }
             }
         }

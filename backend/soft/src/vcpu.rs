@@ -1,11 +1,11 @@
 //! One vCPU: a step that never waits, and the thread-mode loop around it that does.
 //!
 //! ```text
-//! step:  obey pokes -> tell the guest of pages that have come -> run the processor (`entry`)
+//! step:  handle requests -> tell the guest of pages that have come -> run the processor (`entry`)
 //!        -> a page is missing: tell the guest, or Wait
 //!        -> Ran | Exit | Wait(for what) | Failed
 //! run:   step; wait for what it says; until Exit           (threads: `lacuna_machine::run`)
-//! World: step; note what it says; step another             (one thread: `seeded`)
+//! Simulator: step; note what it says; step another             (one thread: `seeded`)
 //! ```
 
 use crate::bus::{Blocked, PageFault};
@@ -74,12 +74,12 @@ pub struct Vcpu {
 
 impl Vcpu {
     pub(crate) fn new(vm: Arc<Vm>, index: usize, boot: &Boot) -> Result<Self, SoftError> {
-        let bells = Arc::clone(&vm.bells);
+        let kicks = Arc::clone(&vm.kicks);
         let features = vm.features();
         let id = u32::try_from(index).expect("at most 64 vCPUs");
         let mut vcpu = Self {
             entry: Entry::new(Arc::clone(&vm), index)?,
-            apf: Queue::new(id, Control::new(features), move || bells.wake(index)),
+            apf: Queue::new(id, Control::new(features), move || kicks.wake(index)),
             vm,
             index,
             boot: *boot,
@@ -128,7 +128,7 @@ impl Vcpu {
             self.held_at = self.entry.cpu.retired();
             self.entry.bus.faulter().retired();
         }
-        self.entry.obey();
+        self.entry.handle_requests();
         // Before anything is written: a ring has no room for many pages beyond its soft limit. And
         // before any wait: a page that has come could not be told of, and would not come again.
         if self.is_ring_full() {
@@ -265,7 +265,7 @@ impl Vcpu {
                 // Its own pages, most likely: nobody else need be woken to wake this thread.
                 (Step::Wait(Wait::Halt(until)), Some(due)) => {
                     let until = until.map_or(due, |until| until.min(due));
-                    vm.bells.parker(self.index).park(&*vm.clock, Some(until));
+                    vm.kicks.parker(self.index).park(&*vm.clock, Some(until));
                 }
                 (Step::Wait(Wait::Halt(until)), None) if self.halt_poll(until) => {}
                 (other, _) => return other,
@@ -302,7 +302,7 @@ impl Vcpu {
     fn finish(&mut self, exit: lacuna_x86::Exit) -> Step {
         use lacuna_x86::Exit as X;
         match exit {
-            X::Fuel | X::Poked | X::Stop(Stop::Again) => Step::Ran,
+            X::Fuel | X::Requested | X::Stop(Stop::Again) => Step::Ran,
             X::Halt => self.halt(),
             X::Stop(Stop::Wait | Stop::Lost) => self.blocked(),
             X::Stop(Stop::Mmio(gpa)) => self.unbacked(gpa),
@@ -375,7 +375,7 @@ impl Vcpu {
 
     /// Whether somebody wants its attention: an interrupt, a shoot-down.
     pub(crate) fn is_poked(&self) -> bool {
-        self.vm.quiescence().vcpu(self.index).poked()
+        self.vm.quiescence().vcpu(self.index).has_request()
     }
 
     /// What a vCPU that waits for a frame does about it ([`Wait::Memory`]): takes pages from
@@ -411,7 +411,7 @@ impl lacuna_machine::Vcpu for Vcpu {
                         self.entry.bus.faulter().frames().flush();
                     }
                     self.vm
-                        .bells
+                        .kicks
                         .parker(self.index)
                         .park(&*self.vm.clock, until);
                 }

@@ -56,20 +56,20 @@ pub enum SoftError {
 }
 
 /// What wakes vCPUs: flags for those that run, parkers for those that sleep.
-pub(crate) struct Bells {
+pub(crate) struct VcpuKicks {
     pub(crate) quiescence: Arc<Quiescence>,
     parkers: Box<[Parker]>,
 }
 
-impl Bells {
+impl VcpuKicks {
     pub(crate) fn parker(&self, index: usize) -> &Parker {
         &self.parkers[index]
     }
 }
 
-impl Wake for Bells {
+impl Wake for VcpuKicks {
     fn wake(&self, index: usize) {
-        self.quiescence.vcpu(index).poke(VcpuSlot::KICK);
+        self.quiescence.vcpu(index).request(VcpuSlot::KICK);
         self.parkers[index].wake();
     }
 }
@@ -89,7 +89,7 @@ pub struct Vm {
     pub(crate) layout: Layout,
     pub(crate) host: Arc<Host>,
     pub(crate) mmu: Arc<Mmu>,
-    pub(crate) bells: Arc<Bells>,
+    pub(crate) kicks: Arc<VcpuKicks>,
     pub(crate) apics: Arc<ApicBus>,
     pub(crate) code: CodeMap,
     pub(crate) exclusive: Exclusive,
@@ -116,11 +116,11 @@ impl Vm {
         let quiescence = Arc::new(Quiescence::new(vcpus));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), TABLES_MAX)?;
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
-        let bells = Arc::new(Bells {
+        let kicks = Arc::new(VcpuKicks {
             quiescence,
             parkers,
         });
-        let wake: Arc<dyn Wake> = Arc::clone(&bells) as Arc<dyn Wake>;
+        let wake: Arc<dyn Wake> = Arc::clone(&kicks) as Arc<dyn Wake>;
         let end = layout
             .ranges()
             .iter()
@@ -141,7 +141,7 @@ impl Vm {
             layout,
             host,
             mmu,
-            bells,
+            kicks,
             clock,
         };
         vm.add_memory()?;
@@ -281,7 +281,7 @@ impl Vm {
     }
 
     pub(crate) fn quiescence(&self) -> &Quiescence {
-        &self.bells.quiescence
+        &self.kicks.quiescence
     }
 
     /// After [`Kick::kick_all`], once every vCPU has come back: vCPUs may be run again.
@@ -306,7 +306,7 @@ const THREADS_BESIDE: usize = 4;
 impl Kick for Vm {
     fn kick_all(&self) {
         self.stopping.store(true, Ordering::Release);
-        (0..self.config.vcpus).for_each(|index| self.bells.wake(index));
+        (0..self.config.vcpus).for_each(|index| self.kicks.wake(index));
     }
 }
 

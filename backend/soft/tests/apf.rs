@@ -2,13 +2,13 @@
 
 mod common;
 
-use common::{Lines, boot, image, launch, pass, run};
+use common::{Lines, boot, builder, image, pass, run};
 use lacuna_addr::PageCount;
 use lacuna_host::{Fault, FaultyStore, HostConfig, HugePages, Io};
-use lacuna_machine::{Board, Ending, Next, VcpuError, dispatch};
+use lacuna_machine::{Ending, Next, PlatformDevices, VcpuError, dispatch};
 use lacuna_soft::{
-    Apf, ApfStats, Dial, Guest, Host, Launch, Outcome, Step, Trace, Vcpu, Vm, Wait, World,
-    WorldConfig,
+    Apf, ApfStats, Dial, Host, RunSummary, SimulatedVm, Simulator, SimulatorConfig, Step, Trace,
+    Vcpu, Vm, VmBuilder, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use std::time::Duration;
 /// What a guest asks for: today's delivery (page-ready by interrupt), and the one of 2010.
 const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
 
-fn offered(launch: Launch) -> Launch {
-    Launch {
+fn offered(builder: VmBuilder) -> VmBuilder {
+    VmBuilder {
         apf: Apf::On,
         latency: Dial::new(Duration::from_micros(100)),
-        ..launch
+        ..builder
     }
 }
 
@@ -31,7 +31,7 @@ fn total(stats: &[ApfStats]) -> ApfStats {
     sum
 }
 
-fn assert_told(outcome: &Outcome, text: &str) {
+fn assert_told(outcome: &RunSummary, text: &str) {
     let stats = total(&outcome.apf);
     assert!(stats.taken > 200, "few faults were told: {stats:?}\n{text}");
 }
@@ -40,8 +40,8 @@ fn assert_told(outcome: &Outcome, text: &str) {
 fn verify_loses_nothing() {
     for delivery in DELIVERIES {
         for vcpus in [1, 2, 4] {
-            let launch = offered(launch(32, 8, vcpus, &format!("rounds=2 {delivery}")));
-            let (outcome, text) = pass(&launch, "verify");
+            let builder = offered(builder(32, 8, vcpus, &format!("rounds=2 {delivery}")));
+            let (outcome, text) = pass(&builder, "verify");
             assert_told(&outcome, &text);
         }
     }
@@ -49,49 +49,49 @@ fn verify_loses_nothing() {
 
 #[test]
 fn a_guest_that_does_not_ask_is_told_nothing() {
-    let (outcome, _) = pass(&offered(launch(24, 6, 2, "rounds=1 apf=off")), "verify");
+    let (outcome, _) = pass(&offered(builder(24, 6, 2, "rounds=1 apf=off")), "verify");
     let stats = total(&outcome.apf);
     assert_eq!((stats.taken, stats.halted), (0, 0), "{stats:?}");
 }
 
 #[test]
 fn a_guest_that_is_offered_nothing_is_told_nothing() {
-    let (outcome, _) = pass(&launch(24, 6, 2, "rounds=1 apf=int"), "verify");
+    let (outcome, _) = pass(&builder(24, 6, 2, "rounds=1 apf=int"), "verify");
     assert_eq!(total(&outcome.apf), ApfStats::default());
 }
 
 /// All in one thread; what the host's counters are at the end too.
 fn seeded(seed: u64, name: &str, arguments: &str) -> (Trace, ApfStats) {
-    let launch = Launch {
+    let builder = VmBuilder {
         seed: Some(seed),
-        ..offered(launch(16, 4, 2, arguments))
+        ..offered(builder(16, 4, 2, arguments))
     };
     let clock = Arc::new(VirtualClock::default());
-    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    let mut world = World::new(WorldConfig {
+    let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let mut simulator = Simulator::new(SimulatorConfig {
         seed,
         clock: Arc::clone(&clock),
         host: Arc::clone(&host),
     });
     let time = Arc::clone(&clock) as Arc<dyn Clock>;
-    let (vm, vcpus, board, lines) = boot(&launch, &host, time, name);
-    world.add(Guest {
+    let (vm, vcpus, devices, lines) = boot(&builder, &host, time, name);
+    simulator.add(SimulatedVm {
         vm: Arc::clone(&vm),
         vcpus,
-        board: Arc::clone(&board),
+        devices: Arc::clone(&devices),
     });
     let mut looks = 0u64;
-    let trace = world.run(|| {
+    let trace = simulator.run(|| {
         looks += 1;
         // The knob turns while pages are on their way.
         let latency = [0, 10, 100, 1000][(looks ^ seed) as usize % 4];
-        launch.latency.set(Duration::from_micros(latency));
+        builder.latency.set(Duration::from_micros(latency));
         if looks.is_multiple_of(16) {
             vm.mmu().verify();
             host.verify();
         }
     });
-    let (ending, text) = (board.ending(), lines.text());
+    let (ending, text) = (devices.ending(), lines.text());
     assert!(
         matches!(ending, Some(Ending::Exited(0))),
         "seed {seed}, {name} {arguments}: {ending:?}\n{text}"
@@ -127,8 +127,8 @@ fn hostile_guests_do_no_harm() {
     for delivery in DELIVERIES {
         for case in 0..9 {
             let arguments = format!("case={case} accesses=5000 limit_ms=2000 {delivery}");
-            let launch = offered(launch(16, 4, 2, &arguments));
-            let (outcome, text) = run(&launch, "apfhostile");
+            let builder = offered(builder(16, 4, 2, &arguments));
+            let (outcome, text) = run(&builder, "apfhostile");
             assert!(
                 !matches!(outcome.ending, Ending::Failed(_)),
                 "case {case}: {:?}\n{text}",
@@ -156,20 +156,20 @@ fn an_idle_guest_without_a_tick_misses_nothing() {
 struct Bench {
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,
-    board: Arc<Board>,
+    devices: Arc<PlatformDevices>,
     lines: Lines,
     host: Arc<Host>,
     clock: Arc<VirtualClock>,
 }
 
 impl Bench {
-    fn new(launch: &Launch, host: Arc<Host>, clock: Arc<VirtualClock>, name: &str) -> Self {
+    fn new(builder: &VmBuilder, host: Arc<Host>, clock: Arc<VirtualClock>, name: &str) -> Self {
         let time = Arc::clone(&clock) as Arc<dyn Clock>;
-        let (vm, vcpus, board, lines) = boot(launch, &host, time, name);
+        let (vm, vcpus, devices, lines) = boot(builder, &host, time, name);
         Self {
             vm,
             vcpus,
-            board,
+            devices,
             lines,
             host,
             clock,
@@ -184,7 +184,7 @@ impl Bench {
             Step::Wait(Wait::Page(ticket)) => drop(self.host.wait(&ticket)),
             Step::Wait(Wait::Memory) => drop(vcpu.reclaim()),
             Step::Exit(exit) => {
-                let next = dispatch(vcpu, Ok(exit), &self.board, &*self.vm);
+                let next = dispatch(vcpu, Ok(exit), &self.devices, &*self.vm);
                 assert_eq!(next, Next::Enter, "{}", self.lines.text());
             }
             Step::Failed(error) => return Some(error),
@@ -208,16 +208,16 @@ impl Bench {
 
 #[test]
 fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
-    let launch = Launch {
+    let builder = VmBuilder {
         seed: Some(1),
-        ..offered(launch(16, 4, 2, "apf=int faulters=8 workers=2"))
+        ..offered(builder(16, 4, 2, "apf=int faulters=8 workers=2"))
     };
     let clock = Arc::new(VirtualClock::default());
-    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    let mut bench = Bench::new(&launch, host, clock, "bm");
+    let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let mut bench = Bench::new(&builder, host, clock, "bm");
     let fresh: Vec<_> = bench.vcpus.iter().map(Vcpu::regs).collect();
     bench.run_until(|stats| stats.taken > 100);
-    let command_line = launch.full_command_line();
+    let command_line = builder.full_command_line();
     bench.vm.reload(&image("bm"), &command_line).unwrap();
     for (vcpu, fresh) in bench.vcpus.iter_mut().zip(fresh) {
         vcpu.reset();
@@ -242,14 +242,14 @@ fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
 
 #[test]
 fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
-    let launch = Launch {
+    let builder = VmBuilder {
         seed: Some(1),
-        ..offered(launch(16, 4, 2, "apf=int faulters=8 workers=2"))
+        ..offered(builder(16, 4, 2, "apf=int faulters=8 workers=2"))
     };
     let clock = Arc::new(VirtualClock::default());
     let store = FaultyStore::new(PageCount::new(1 << 14));
     let host = Host::new(HostConfig {
-        budget: launch.resident,
+        budget: builder.resident,
         huge: HugePages::Never,
         swap: Box::new(store.clone()),
         io: Io::Virtual {
@@ -258,7 +258,7 @@ fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
         },
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
     });
-    let mut bench = Bench::new(&launch, host.unwrap(), clock, "bm");
+    let mut bench = Bench::new(&builder, host.unwrap(), clock, "bm");
     bench.run_until(|stats| stats.taken > 100);
     store.set_fault(Some(Fault::Read));
     let error = (0..1_000_000).find_map(|turn| bench.step(turn % 2));

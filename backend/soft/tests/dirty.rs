@@ -4,9 +4,13 @@
 mod common;
 
 use common::shadow::{DETECTIONS, Shadow, ring};
-use common::{boot_with, launch};
-use lacuna_machine::{Apf, Board, Ending, Exit, GuestMemory as _, MemoryError, Vcpu as _};
-use lacuna_soft::{Backup, Delivery, Detection, HugePages, Launch, Logging, SlotFlags, SlotId, Vm};
+use common::{boot_with, builder};
+use lacuna_machine::{
+    Apf, Ending, Exit, GuestMemory as _, MemoryError, PlatformDevices, Vcpu as _,
+};
+use lacuna_soft::{
+    Backup, Delivery, Detection, HugePages, Logging, SlotFlags, SlotId, Vm, VmBuilder,
+};
 use lacuna_sync::HostClock;
 use std::sync::Arc;
 use std::thread::{panicking, scope, sleep};
@@ -15,22 +19,22 @@ use std::time::Duration;
 /// Runs `name` to its end beside a monitor, `between` two harvests of which anything may happen.
 /// How many pages were harvested.
 fn follow(
-    launch: &Launch,
+    builder: &VmBuilder,
     name: &str,
     (detection, delivery): (Detection, Delivery),
     mut between: impl FnMut(&Vm, usize),
 ) -> usize {
     let clock = Arc::new(HostClock::default());
-    let host = launch.host(Arc::clone(&clock) as _).unwrap();
+    let host = builder.host(Arc::clone(&clock) as _).unwrap();
     let background = host.spawn_background().unwrap();
     let before_boot = |vm: &Vm| vm.set_delivery(delivery).unwrap();
-    let (vm, vcpus, board, lines) = boot_with(launch, &host, clock, name, before_boot);
+    let (vm, vcpus, devices, lines) = boot_with(builder, &host, clock, name, before_boot);
     vm.set_detection(detection);
     let mut copy = Shadow::begin(&vm);
     let mut harvested = 0;
     scope(|scope| {
-        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
-        let _end = EndOnPanic(&board, &vm);
+        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &devices, &*vm)));
+        let _end = EndOnPanic(&devices, &vm);
         for round in 0.. {
             if runner.is_finished() {
                 break;
@@ -40,7 +44,7 @@ fn follow(
             between(&vm, round);
         }
     });
-    let ending = board.ending();
+    let ending = devices.ending();
     assert!(
         matches!(ending, Some(Ending::Exited(0))),
         "{ending:?}\n{}",
@@ -54,7 +58,7 @@ fn follow(
 }
 
 /// Without a monitor, vCPUs with full rings would be waited for, for ever.
-struct EndOnPanic<'a>(&'a Board, &'a Vm);
+struct EndOnPanic<'a>(&'a PlatformDevices, &'a Vm);
 
 impl Drop for EndOnPanic<'_> {
     fn drop(&mut self) {
@@ -69,8 +73,8 @@ fn every_detection_with_every_delivery() {
     for vcpus in [1, 2] {
         for detection in DETECTIONS {
             for delivery in [Delivery::Bitmap, ring(Backup::None)] {
-                let launch = launch(8, 6, vcpus, "rounds=2");
-                let harvested = follow(&launch, "verify", (detection, delivery), |_, _| ());
+                let builder = builder(8, 6, vcpus, "rounds=2");
+                let harvested = follow(&builder, "verify", (detection, delivery), |_, _| ());
                 assert!(
                     harvested > 1000,
                     "{detection:?} {delivery:?} {vcpus}: {harvested}"
@@ -85,8 +89,8 @@ fn one_two_and_four_vcpus_change_their_heaps() {
     for vcpus in [1, 2, 4] {
         for detection in DETECTIONS {
             for delivery in [Delivery::Bitmap, ring(Backup::None)] {
-                let launch = launch(16, 16, vcpus, "transactions=1500 cold=5000");
-                let harvested = follow(&launch, "churn", (detection, delivery), |_, _| ());
+                let builder = builder(16, 16, vcpus, "transactions=1500 cold=5000");
+                let harvested = follow(&builder, "churn", (detection, delivery), |_, _| ());
                 assert!(
                     harvested > 1000,
                     "{detection:?} {delivery:?} {vcpus}: {harvested}"
@@ -102,8 +106,8 @@ fn modified_code_and_memory_order_are_as_without_a_log() {
     for (name, arguments) in [("smc", "iters=50"), ("litmus", "iters=300 adds=300")] {
         for delivery in [Delivery::Bitmap, ring(Backup::None)] {
             let switch = |vm: &Vm, round: usize| vm.set_detection(DETECTIONS[round / 3 % 2]);
-            let launch = launch(16, 16, 2, arguments);
-            follow(&launch, name, (Detection::Pml, delivery), switch);
+            let builder = builder(16, 16, 2, arguments);
+            follow(&builder, name, (Detection::Pml, delivery), switch);
         }
     }
 }
@@ -116,10 +120,10 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
             .into_iter()
             .zip([HugePages::Always, HugePages::Always, HugePages::Never])
     {
-        let launch = Launch {
+        let builder = VmBuilder {
             huge,
             apf: Apf::On,
-            ..launch(24, 15, 3, "rounds=1")
+            ..builder(24, 15, 3, "rounds=1")
         };
         let switch = |vm: &Vm, round: usize| {
             vm.set_detection(DETECTIONS[round / 3 % 2]);
@@ -130,17 +134,17 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
                 }
             }
         };
-        follow(&launch, "verify", (Detection::Pml, delivery), switch);
+        follow(&builder, "verify", (Detection::Pml, delivery), switch);
     }
 }
 
 #[test]
 fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
-    let launch = launch(32, 32, 1, "rounds=1");
+    let builder = builder(32, 32, 1, "rounds=1");
     let clock = Arc::new(HostClock::default());
-    let host = launch.host(Arc::clone(&clock) as _).unwrap();
+    let host = builder.host(Arc::clone(&clock) as _).unwrap();
     let before_boot = |vm: &Vm| vm.set_delivery(ring(Backup::None)).unwrap();
-    let (vm, mut vcpus, _board, _) = boot_with(&launch, &host, clock, "verify", before_boot);
+    let (vm, mut vcpus, _board, _) = boot_with(&builder, &host, clock, "verify", before_boot);
     let vcpu = &mut vcpus[0];
     for detection in DETECTIONS {
         vm.set_detection(detection);

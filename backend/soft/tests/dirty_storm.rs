@@ -8,11 +8,11 @@
 mod common;
 
 use common::shadow::{DETECTIONS, Shadow, ring};
-use common::{boot_with, from_env, launch};
+use common::{boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{Apf, Ending};
-use lacuna_soft::{Backup, Delivery, Host, HugePages, Launch, Recovery, SlotFlags, Vm};
+use lacuna_soft::{Backup, Delivery, Host, HugePages, Recovery, SlotFlags, Vm, VmBuilder};
 use lacuna_sync::HostClock;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -120,12 +120,12 @@ impl Monitor<'_> {
 }
 
 /// Runs `guest` to its end under `steps` steps.
-fn storm(launch: &Launch, guest: &str, delivery: Delivery, steps: u64, told: &Sender<String>) {
+fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told: &Sender<String>) {
     let clock = Arc::new(HostClock::default());
-    let host = launch.host(Arc::clone(&clock) as _).unwrap();
+    let host = builder.host(Arc::clone(&clock) as _).unwrap();
     let background = host.spawn_background().unwrap();
     let before = |vm: &Vm| vm.set_delivery(delivery).unwrap();
-    let (vm, vcpus, board, lines) = boot_with(launch, &host, clock, guest, before);
+    let (vm, vcpus, devices, lines) = boot_with(builder, &host, clock, guest, before);
     let mut monitor = Monitor {
         vm: &vm,
         host: &host,
@@ -138,14 +138,14 @@ fn storm(launch: &Launch, guest: &str, delivery: Delivery, steps: u64, told: &Se
         let (took, retired) = (began.elapsed(), vm.retired().iter().sum::<u64>());
         let text = format!(
             "{guest} {} {step} {what}: {took:?}, {retired} instructions",
-            launch.vcpus
+            builder.vcpus
         );
         println!("{text}");
         told.send(text).unwrap();
     };
     let began = Instant::now();
     scope(|scope| {
-        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &board, &*vm)));
+        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &devices, &*vm)));
         for step in 0..steps {
             let began = Instant::now();
             let what = monitor.step();
@@ -166,7 +166,7 @@ fn storm(launch: &Launch, guest: &str, delivery: Delivery, steps: u64, told: &Se
             sleep(Duration::from_millis(2));
         }
     });
-    let ending = board.ending();
+    let ending = devices.ending();
     assert!(
         matches!(ending, Some(Ending::Exited(0))),
         "{ending:?}\n{}",
@@ -204,12 +204,12 @@ fn many_vcpus_end_under_all_switches_at_once() {
         ),
     ];
     for (vcpus, guest, arguments, delivery) in guests {
-        let launch = Launch {
+        let builder = VmBuilder {
             huge: HugePages::Always,
             apf: Apf::On,
-            ..launch(20, 12, vcpus, arguments)
+            ..builder(20, 12, vcpus, arguments)
         };
-        storm(&launch, guest, delivery, steps, &told);
+        storm(&builder, guest, delivery, steps, &told);
     }
     drop(told);
     watchdog.join().unwrap();

@@ -12,13 +12,13 @@
 mod common;
 
 use common::program::{self, CODE, Piece, STACK, assemble, load_idt, tell, write_msr};
-use common::{boot_image, launch};
+use common::{boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_machine::{Exit, GuestMemory as _};
 use lacuna_soft::{
-    Apf, ApfStats, Backup, Delivery, Detection, Host, Launch, Logging, RingSize, Step, Vcpu, Vm,
+    Apf, ApfStats, Backup, Delivery, Detection, Host, Logging, RingSize, Step, Vcpu, Vm, VmBuilder,
     Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
@@ -154,19 +154,19 @@ struct Bench {
 
 impl Bench {
     fn new(halts: Halts, pages: u64, detection: Detection) -> Self {
-        let launch = Launch {
+        let builder = VmBuilder {
             seed: Some(1),
             apf: Apf::On,
-            ..launch(16, 12, 1, "")
+            ..builder(16, 12, 1, "")
         };
         let clock = Arc::new(VirtualClock::default());
         let time = || Arc::clone(&clock) as Arc<dyn Clock>;
-        let host = launch.host(time()).unwrap();
+        let host = builder.host(time()).unwrap();
         let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
         let backup = Backup::None;
         let pieces = guest(halts, pages);
         let (vm, mut vcpus, ..) =
-            boot_image(&launch, &host, time(), &program::image(&pieces), |vm| {
+            boot_image(&builder, &host, time(), &program::image(&pieces), |vm| {
                 vm.set_delivery(Delivery::Ring { size, backup }).unwrap();
             });
         vm.set_detection(detection);

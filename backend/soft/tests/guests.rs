@@ -2,19 +2,19 @@
 
 mod common;
 
-use common::{Lines, boot, boot_image, image, launch, pass, program, run};
+use common::{Lines, boot, boot_image, builder, image, pass, program, run};
 use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::Status;
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
-use lacuna_machine::{Board, Ending, GuestMemory, Kick, Next, VcpuError, dispatch};
-use lacuna_soft::{Guest, Launch, Step, Vcpu, Vm, Wait, World, WorldConfig};
+use lacuna_machine::{Ending, GuestMemory, Kick, Next, PlatformDevices, VcpuError, dispatch};
+use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Step, Vcpu, Vm, VmBuilder, Wait};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 
 #[test]
 fn hello_prints_its_line() {
-    let (outcome, text) = pass(&launch(32, 32, 1, ""), "hello");
+    let (outcome, text) = pass(&builder(32, 32, 1, ""), "hello");
     assert!(text.to_lowercase().contains("hello"), "{text}");
     assert!(outcome.retired[0] > 1000);
     assert!(
@@ -25,10 +25,10 @@ fn hello_prints_its_line() {
 
 #[test]
 fn workloads_end_well() {
-    pass(&launch(64, 64, 2, "seconds=1"), "bm");
-    pass(&launch(32, 8, 2, "rounds=1"), "membound");
-    pass(&launch(32, 32, 2, ""), "touch");
-    pass(&launch(32, 8, 2, "order=random"), "touch");
+    pass(&builder(64, 64, 2, "seconds=1"), "bm");
+    pass(&builder(32, 8, 2, "rounds=1"), "membound");
+    pass(&builder(32, 32, 2, ""), "touch");
+    pass(&builder(32, 8, 2, "order=random"), "touch");
 }
 
 struct NoKick;
@@ -38,11 +38,11 @@ impl Kick for NoKick {
 }
 
 /// Runs one vCPU of several until it halts.
-fn run_to_halt(vcpu: &mut Vcpu, board: &Board) {
+fn run_to_halt(vcpu: &mut Vcpu, devices: &PlatformDevices) {
     for _ in 0..100_000 {
         match vcpu.step(10_000) {
             Step::Ran => {}
-            Step::Exit(exit) => assert_eq!(dispatch(vcpu, Ok(exit), board, &NoKick), Next::Enter),
+            Step::Exit(exit) => assert_eq!(dispatch(vcpu, Ok(exit), devices, &NoKick), Next::Enter),
             Step::Wait(Wait::Halt(_)) => return,
             _ => panic!("the vCPU stopped"),
         }
@@ -53,18 +53,18 @@ fn run_to_halt(vcpu: &mut Vcpu, board: &Board) {
 /// The first vCPU starts all threads before the second vCPU has executed an instruction.
 #[test]
 fn a_thread_is_shown_on_its_vcpu_before_that_vcpu_has_started() {
-    let launch = launch(32, 32, 2, "faulters=2 workers=0 accesses=10");
+    let builder = builder(32, 32, 2, "faulters=2 workers=0 accesses=10");
     let clock: Arc<dyn Clock> = Arc::new(VirtualClock::default());
-    let host = launch.host(Arc::clone(&clock)).unwrap();
-    let (vm, mut vcpus, board, lines) = boot(&launch, &host, clock, "bm");
-    run_to_halt(&mut vcpus[0], &board);
-    assert_eq!(shown_vcpus(&vm, &board), [0, 0, 1], "{}", lines.text());
+    let host = builder.host(Arc::clone(&clock)).unwrap();
+    let (vm, mut vcpus, devices, lines) = boot(&builder, &host, clock, "bm");
+    run_to_halt(&mut vcpus[0], &devices);
+    assert_eq!(shown_vcpus(&vm, &devices), [0, 0, 1], "{}", lines.text());
 }
 
 /// The vCPU of each thread on the status page.
-fn shown_vcpus(vm: &Vm, board: &Board) -> Vec<u32> {
+fn shown_vcpus(vm: &Vm, devices: &PlatformDevices) -> Vec<u32> {
     let mut page = vec![0; 4096];
-    let at = board.status_page().expect("the guest has announced it");
+    let at = devices.status_page().expect("the guest has announced it");
     vm.read(at.gpa(), &mut page).unwrap();
     let threads = Status::parse(&page).unwrap().threads;
     threads.iter().map(|thread| thread.cpu).collect()
@@ -84,67 +84,67 @@ fn system_instructions_may_have_their_operand_in_a_device() {
         a.mov(al, 0)?;
         a.out(0xf4, al)
     });
-    let launch = launch(32, 32, 1, "");
+    let builder = builder(32, 32, 1, "");
     let clock: Arc<dyn Clock> = Arc::new(VirtualClock::default());
-    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let host = builder.host(Arc::clone(&clock)).unwrap();
     let pieces = [piece];
     let image = program::image(&pieces);
-    let (_vm, mut vcpus, board, _) = boot_image(&launch, &host, clock, &image, |_| ());
-    while board.ending().is_none() {
+    let (_vm, mut vcpus, devices, _) = boot_image(&builder, &host, clock, &image, |_| ());
+    while devices.ending().is_none() {
         match vcpus[0].step(1000) {
             Step::Ran => {}
             Step::Exit(exit) => {
-                let _ = dispatch(&mut vcpus[0], Ok(exit), &board, &NoKick);
+                let _ = dispatch(&mut vcpus[0], Ok(exit), &devices, &NoKick);
             }
             _ => panic!("the vCPU stopped"),
         }
     }
-    let ending = board.ending();
+    let ending = devices.ending();
     assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
 }
 
 #[test]
 fn memory_order_and_split_locks() {
-    pass(&launch(32, 32, 2, "iters=3000 adds=3000"), "litmus");
+    pass(&builder(32, 32, 2, "iters=3000 adds=3000"), "litmus");
 }
 
 #[test]
 fn modified_code_is_seen() {
-    pass(&launch(32, 32, 2, "iters=300"), "smc");
+    pass(&builder(32, 32, 2, "iters=300"), "smc");
 }
 
 /// Beside it a guest that wants every frame, in the smallest budget that two vCPUs may have.
 #[test]
 fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
     let clock = Arc::new(VirtualClock::default());
-    let launch = Launch {
+    let builder = VmBuilder {
         seed: Some(1),
-        ..launch(16, 1, 1, "iters=20 rounds=1")
+        ..builder(16, 1, 1, "iters=20 rounds=1")
     };
-    let launch = Launch {
+    let builder = VmBuilder {
         resident: Host::minimum_budget(2),
-        ..launch
+        ..builder
     };
-    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    let config = WorldConfig {
+    let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let config = SimulatorConfig {
         seed: 1,
         clock: Arc::clone(&clock),
         host: Arc::clone(&host),
     };
-    let mut world = World::new(config);
-    let boards = ["maxpage", "verify"].map(|name| {
+    let mut simulator = Simulator::new(config);
+    let devices = ["maxpage", "verify"].map(|name| {
         let shared = Arc::clone(&clock) as Arc<dyn Clock>;
-        let (vm, vcpus, board, lines) = boot(&launch, &host, shared, name);
-        world.add(Guest {
+        let (vm, vcpus, devices, lines) = boot(&builder, &host, shared, name);
+        simulator.add(SimulatedVm {
             vm,
             vcpus,
-            board: Arc::clone(&board),
+            devices: Arc::clone(&devices),
         });
-        (board, lines)
+        (devices, lines)
     });
-    world.run(|| ());
-    for (board, lines) in boards {
-        let ending = board.ending();
+    simulator.run(|| ());
+    for (devices, lines) in devices {
+        let ending = devices.ending();
         assert!(
             matches!(ending, Some(Ending::Exited(0))),
             "{ending:?}\n{}",
@@ -158,7 +158,7 @@ fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
 fn random_bytes_in_user_mode_do_no_harm() {
     for seed in 0..4 {
         pass(
-            &launch(32, 32, 2, &format!("level=3 seed={} count=50", seed * 1000)),
+            &builder(32, 32, 2, &format!("level=3 seed={} count=50", seed * 1000)),
             "random",
         );
     }
@@ -169,58 +169,58 @@ fn random_bytes_in_user_mode_do_no_harm() {
 fn random_bytes_in_kernel_mode_end_somehow() {
     for seed in 0..24 {
         let command_line = format!("level=0 seed={seed}");
-        let launch = Launch {
+        let builder = VmBuilder {
             seed: Some(seed),
-            ..launch(16, 16, 1, &command_line)
+            ..builder(16, 16, 1, &command_line)
         };
-        bounded(&launch, "random");
+        bounded(&builder, "random");
     }
 }
 
 /// Runs for at most some virtual seconds: a guest that loops for ever is stopped, as a person
 /// would.
-fn bounded(launch: &Launch, name: &str) -> Option<Ending> {
+fn bounded(builder: &VmBuilder, name: &str) -> Option<Ending> {
     let clock = Arc::new(VirtualClock::default());
-    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
     let shared = Arc::clone(&clock) as Arc<dyn Clock>;
-    let (vm, vcpus, board, _) = boot(launch, &host, shared, name);
-    let seed = launch.seed.expect("a seeded launch");
-    let config = WorldConfig {
+    let (vm, vcpus, devices, _) = boot(builder, &host, shared, name);
+    let seed = builder.seed.expect("a seeded builder");
+    let config = SimulatorConfig {
         seed,
         clock: Arc::clone(&clock),
         host,
     };
-    let mut world = World::new(config);
-    let (stop_vm, stop_board) = (Arc::clone(&vm), Arc::clone(&board));
-    world.add(Guest {
+    let mut simulator = Simulator::new(config);
+    let (stop_vm, stop_board) = (Arc::clone(&vm), Arc::clone(&devices));
+    simulator.add(SimulatedVm {
         vm,
         vcpus,
-        board: Arc::clone(&board),
+        devices: Arc::clone(&devices),
     });
-    world.run(|| {
+    simulator.run(|| {
         if clock.now().0 > 300_000_000 {
             stop_board.end(Ending::Stopped, &*stop_vm);
         }
     });
-    board.ending()
+    devices.ending()
 }
 
 #[test]
 fn nonsense_in_every_msr() {
-    pass(&launch(32, 32, 1, "count=20000"), "msr");
+    pass(&builder(32, 32, 1, "count=20000"), "msr");
     for seed in 0..4 {
         let command_line = format!("wild=1 seed={seed}");
-        let launch = Launch {
+        let builder = VmBuilder {
             seed: Some(seed),
-            ..launch(16, 16, 1, &command_line)
+            ..builder(16, 16, 1, &command_line)
         };
-        bounded(&launch, "msr");
+        bounded(&builder, "msr");
     }
 }
 
 #[test]
 fn a_triple_fault_says_where() {
-    let (outcome, _) = run(&launch(32, 32, 1, ""), "triple");
+    let (outcome, _) = run(&builder(32, 32, 1, ""), "triple");
     let Ending::Shutdown(text) = outcome.ending else {
         panic!("{:?}", outcome.ending)
     };
@@ -242,11 +242,11 @@ fn faulty(budget_mib: u64) -> (Arc<Host>, FaultyStore, Arc<dyn Clock>) {
 
 fn run_faulty(fault: Fault) -> (Ending, Lines) {
     let (host, store, clock) = faulty(8);
-    let launch = launch(32, 8, 2, "rounds=3");
-    let (vm, vcpus, board, lines) = boot(&launch, &host, clock, "verify");
+    let builder = builder(32, 8, 2, "rounds=3");
+    let (vm, vcpus, devices, lines) = boot(&builder, &host, clock, "verify");
     store.set_fault(Some(fault));
-    drop(lacuna_machine::run(vcpus, &board, &*vm));
-    (board.ending().expect("it ended"), lines)
+    drop(lacuna_machine::run(vcpus, &devices, &*vm));
+    (devices.ending().expect("it ended"), lines)
 }
 
 #[test]
@@ -277,10 +277,10 @@ fn a_full_disk_ends_the_run_with_nothing_lost() {
         clock: Arc::clone(&clock),
     });
     let host = host.unwrap();
-    let launch = launch(32, 8, 2, "rounds=3");
-    let (vm, vcpus, board, lines) = boot(&launch, &host, clock, "verify");
-    drop(lacuna_machine::run(vcpus, &board, &*vm));
-    let ending = board.ending();
+    let builder = builder(32, 8, 2, "rounds=3");
+    let (vm, vcpus, devices, lines) = boot(&builder, &host, clock, "verify");
+    drop(lacuna_machine::run(vcpus, &devices, &*vm));
+    let ending = devices.ending();
     let Some(Ending::Failed(VcpuError::NoMemory { cause, .. })) = &ending else {
         panic!("{ending:?}\n{}", lines.text())
     };
@@ -292,11 +292,11 @@ fn a_full_disk_ends_the_run_with_nothing_lost() {
 #[test]
 fn memory_that_does_not_compress_fills_the_compressed_device() {
     let swap = lacuna_soft::Swap::Memory;
-    let launch = Launch {
+    let builder = VmBuilder {
         swap,
-        ..launch(64, 16, 2, "rounds=1 pattern=random")
+        ..builder(64, 16, 2, "rounds=1 pattern=random")
     };
-    let (outcome, _) = run(&launch, "verify");
+    let (outcome, _) = run(&builder, "verify");
     let Ending::Failed(error) = outcome.ending else {
         panic!("{:?}", outcome.ending)
     };
@@ -310,31 +310,31 @@ fn memory_that_does_not_compress_fills_the_compressed_device() {
 
 #[test]
 fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
-    let refused = |launch: Launch| {
-        let done = launch.run(&image("hello"), |_: &str| (), |_| ());
+    let refused = |builder: VmBuilder| {
+        let done = builder.run(&image("hello"), |_: &str| (), |_| ());
         done.map(|outcome| outcome.ending).unwrap_err().to_string()
     };
-    let mut small = launch(32, 1, 4, "");
+    let mut small = builder(32, 1, 4, "");
     small.resident = PageCount::new(16);
     let text = refused(small);
     assert!(text.contains("16") && text.contains("at least"), "{text}");
-    let text = refused(launch(1, 64, 1, ""));
+    let text = refused(builder(1, 64, 1, ""));
     assert!(text.contains("give it at least --memory"), "{text}");
-    let mut nowhere = launch(32, 8, 1, "");
+    let mut nowhere = builder(32, 8, 1, "");
     nowhere.swap = lacuna_soft::Swap::File("/nonexistent/folder".into());
     let text = refused(nowhere);
     assert!(text.contains("/nonexistent/folder"), "{text}");
-    assert_eq!(refused(launch(32, 32, 0, "")), "0 vCPUs: give 1 to 64");
+    assert_eq!(refused(builder(32, 32, 0, "")), "0 vCPUs: give 1 to 64");
 }
 
 #[test]
 fn guest_memory_is_huge_where_the_policy_hears_advice() {
     for (huge, pays) in [(HugePages::Never, false), (HugePages::Madvise, true)] {
-        let launch = Launch {
+        let builder = VmBuilder {
             huge,
-            ..launch(32, 32, 1, "")
+            ..builder(32, 32, 1, "")
         };
-        let (outcome, text) = run(&launch, "touch");
+        let (outcome, text) = run(&builder, "touch");
         assert!(matches!(outcome.ending, Ending::Exited(0)), "{text}");
         assert_eq!(outcome.host.huge_faults > 0, pays, "{:?}", outcome.host);
     }

@@ -3,21 +3,23 @@
 
 mod common;
 
-use common::{boot, launch, pass};
+use common::{boot, builder, pass};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::Ending;
-use lacuna_soft::{Dial, Guest, HostStats, HugePages, Launch, Swap, Trace, Vm, World, WorldConfig};
+use lacuna_soft::{
+    Dial, HostStats, HugePages, SimulatedVm, Simulator, SimulatorConfig, Swap, Trace, Vm, VmBuilder,
+};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
 
 const ARGUMENTS: &str = "rounds=2";
 
-fn four_times(vcpus: usize) -> Launch {
-    launch(48, 12, vcpus, ARGUMENTS)
+fn four_times(vcpus: usize) -> VmBuilder {
+    builder(48, 12, vcpus, ARGUMENTS)
 }
 
-fn assert_swapped(outcome: &lacuna_soft::Outcome) {
+fn assert_swapped(outcome: &lacuna_soft::RunSummary) {
     let host = &outcome.host;
     assert!(
         host.swapped_in > 1000 && host.swapped_out > 1000,
@@ -35,11 +37,11 @@ fn verify_on_a_file() {
 #[test]
 fn verify_in_compressed_memory() {
     for vcpus in [1, 2, 4] {
-        let launch = Launch {
+        let builder = VmBuilder {
             swap: Swap::Memory,
             ..four_times(vcpus)
         };
-        assert_swapped(&pass(&launch, "verify").0);
+        assert_swapped(&pass(&builder, "verify").0);
     }
 }
 
@@ -47,31 +49,32 @@ fn verify_in_compressed_memory() {
 fn verify_with_added_latency() {
     for vcpus in [1, 2, 4] {
         let latency = Duration::from_micros(200);
-        let launch = Launch {
+        let builder = VmBuilder {
             latency: Dial::new(latency),
-            ..launch(24, 6, vcpus, ARGUMENTS)
+            ..builder(24, 6, vcpus, ARGUMENTS)
         };
-        assert_swapped(&pass(&launch, "verify").0);
+        assert_swapped(&pass(&builder, "verify").0);
     }
 }
 
 #[test]
 fn incompressible_pages_on_a_file() {
-    assert_swapped(&pass(&launch(32, 8, 2, "rounds=2 pattern=random"), "verify").0);
+    assert_swapped(&pass(&builder(32, 8, 2, "rounds=2 pattern=random"), "verify").0);
 }
 
 #[test]
 fn two_vms_in_one_budget() {
-    let launch = launch(32, 16, 2, ARGUMENTS);
+    let builder = builder(32, 16, 2, ARGUMENTS);
     let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-    let host = launch.host(Arc::clone(&clock)).unwrap();
+    let host = builder.host(Arc::clone(&clock)).unwrap();
     let background = host.spawn_background().unwrap();
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                let (vm, vcpus, board, lines) = boot(&launch, &host, Arc::clone(&clock), "verify");
-                drop(lacuna_machine::run(vcpus, &board, &*vm));
-                let ending = board.ending();
+                let (vm, vcpus, devices, lines) =
+                    boot(&builder, &host, Arc::clone(&clock), "verify");
+                drop(lacuna_machine::run(vcpus, &devices, &*vm));
+                let ending = devices.ending();
                 let text = lines.text();
                 assert!(
                     matches!(ending, Some(Ending::Exited(0))),
@@ -86,8 +89,8 @@ fn two_vms_in_one_budget() {
 }
 
 fn seeded(seed: u64, vms: usize) -> Trace {
-    let launch = launch(16, 4 * vms as u64, 2, ARGUMENTS);
-    let (trace, stats) = seeded_in(seed, vms, launch, "verify");
+    let builder = builder(16, 4 * vms as u64, 2, ARGUMENTS);
+    let (trace, stats) = seeded_in(seed, vms, builder, "verify");
     assert!(stats.swapped_in > 200, "{stats:?}");
     trace
 }
@@ -104,14 +107,14 @@ fn disturb(vm: &Vm, looks: u32) {
 }
 
 /// Verifies everything every now and then.
-fn seeded_in(seed: u64, vms: usize, launch: Launch, image: &str) -> (Trace, HostStats) {
-    let launch = Launch {
+fn seeded_in(seed: u64, vms: usize, builder: VmBuilder, image: &str) -> (Trace, HostStats) {
+    let builder = VmBuilder {
         seed: Some(seed),
-        ..launch
+        ..builder
     };
     let clock = Arc::new(VirtualClock::default());
-    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
-    let mut world = World::new(WorldConfig {
+    let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();
+    let mut simulator = Simulator::new(SimulatorConfig {
         seed,
         clock: Arc::clone(&clock),
         host: Arc::clone(&host),
@@ -119,12 +122,12 @@ fn seeded_in(seed: u64, vms: usize, launch: Launch, image: &str) -> (Trace, Host
     let mut guests = Vec::new();
     for _ in 0..vms {
         let clock = Arc::clone(&clock) as Arc<dyn Clock>;
-        let (vm, vcpus, board, lines) = boot(&launch, &host, clock, image);
-        guests.push((Arc::clone(&vm), Arc::clone(&board), lines));
-        world.add(Guest { vm, vcpus, board });
+        let (vm, vcpus, devices, lines) = boot(&builder, &host, clock, image);
+        guests.push((Arc::clone(&vm), Arc::clone(&devices), lines));
+        simulator.add(SimulatedVm { vm, vcpus, devices });
     }
     let mut looks = 0u32;
-    let trace = world.run(|| {
+    let trace = simulator.run(|| {
         looks += 1;
         if looks.is_multiple_of(8) {
             guests.iter().for_each(|(vm, ..)| vm.mmu().verify());
@@ -132,8 +135,8 @@ fn seeded_in(seed: u64, vms: usize, launch: Launch, image: &str) -> (Trace, Host
             guests.iter().for_each(|(vm, ..)| disturb(vm, looks));
         }
     });
-    for (vm, board, lines) in &guests {
-        let (ending, text) = (board.ending(), lines.text());
+    for (vm, devices, lines) in &guests {
+        let (ending, text) = (devices.ending(), lines.text());
         assert!(
             matches!(ending, Some(Ending::Exited(0))),
             "seed {seed}: {ending:?}\n{text}"
@@ -158,13 +161,13 @@ fn two_seeded_vms_in_one_budget() {
 #[test]
 fn a_seeded_vm_whose_huge_pages_come_and_go() {
     for vcpus in [1, 2, 4] {
-        let launch = || Launch {
+        let builder = || VmBuilder {
             huge: HugePages::Always,
-            ..launch(32, 20, vcpus, "huge=1 accesses=60000 writes=30")
+            ..builder(32, 20, vcpus, "huge=1 accesses=60000 writes=30")
         };
-        let (trace, stats) = seeded_in(5, 1, launch(), "zipf");
+        let (trace, stats) = seeded_in(5, 1, builder(), "zipf");
         assert!(stats.huge_faults > 0 && stats.splits > 0, "{stats:?}");
         assert!(stats.swapped_in > 200, "{stats:?}");
-        assert_eq!(trace, seeded_in(5, 1, launch(), "zipf").0);
+        assert_eq!(trace, seeded_in(5, 1, builder(), "zipf").0);
     }
 }

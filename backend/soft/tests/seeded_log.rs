@@ -1,18 +1,18 @@
-//! Dirty logging in seeded worlds: a monitor harvests, switches, replaces and compares between two
+//! Dirty logging in the simulator: a monitor harvests, switches, replaces and compares between two
 //! slices of the guest, everything drawn from one seed.
 //!
-//! `LACUNA_ROUNDS=1000 LACUNA_SEED=7` for a long look: so many worlds, from that seed on.
+//! `LACUNA_ROUNDS=1000 LACUNA_SEED=7` for a long look: so many simulators, from that seed on.
 
 mod common;
 
 use common::shadow::{DETECTIONS, Name, Shadow, has_bitmaps, named, pages_of, ring};
-use common::{Lines, boot_with, from_env, launch};
+use common::{Lines, boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
-use lacuna_machine::{Board, Ending, GuestMemory as _};
+use lacuna_machine::{Ending, GuestMemory as _, PlatformDevices};
 use lacuna_soft::{
-    Apf, Backup, Delivery, Dial, Guest, Host, HugePages, Launch, Recovery, SlotFlags, SlotId, Swap,
-    Trace, Vm, World, WorldConfig,
+    Apf, Backup, Delivery, Dial, Host, HugePages, Recovery, SimulatedVm, Simulator,
+    SimulatorConfig, SlotFlags, SlotId, Swap, Trace, Vm, VmBuilder,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -196,12 +196,12 @@ impl Monitor {
     }
 }
 
-/// A world: everything but the choice of the moment.
+/// A simulator: everything but the choice of the moment.
 #[derive(Debug)]
 struct Plan {
     seed: u64,
     guest: &'static str,
-    launch: Launch,
+    builder: VmBuilder,
     delivery: Delivery,
 }
 
@@ -223,7 +223,7 @@ impl Plan {
         };
         let ways = ["", "apf=int", "apf=pf"];
         let way = rng.usize(..ways.len());
-        let launch = Launch {
+        let builder = VmBuilder {
             seed: Some(seed),
             huge: [HugePages::Never, HugePages::Always][rng.usize(..2)],
             apf: [Apf::Off, Apf::On, Apf::On][way],
@@ -232,7 +232,7 @@ impl Plan {
                 0 => Swap::Memory,
                 _ => Swap::File(std::env::temp_dir()),
             },
-            ..launch(
+            ..builder(
                 memory,
                 resident,
                 vcpus,
@@ -242,19 +242,19 @@ impl Plan {
         Self {
             seed,
             guest,
-            launch,
+            builder,
             delivery,
         }
     }
 
     fn run(&self) -> (Trace, Done) {
-        let Self { seed, launch, .. } = self;
+        let Self { seed, builder, .. } = self;
         let clock = Arc::new(VirtualClock::default());
         let time = || Arc::clone(&clock) as Arc<dyn Clock>;
-        let host = launch.host(time()).unwrap();
+        let host = builder.host(time()).unwrap();
         let before = |vm: &Vm| vm.set_delivery(self.delivery).unwrap();
-        let (vm, vcpus, board, lines) = boot_with(launch, &host, time(), self.guest, before);
-        let mut world = World::new(WorldConfig {
+        let (vm, vcpus, devices, lines) = boot_with(builder, &host, time(), self.guest, before);
+        let mut simulator = Simulator::new(SimulatorConfig {
             seed: *seed,
             clock: Arc::clone(&clock),
             host: Arc::clone(&host),
@@ -268,20 +268,20 @@ impl Plan {
             is_limited: false,
             done: Done::default(),
         };
-        world.add(Guest {
+        simulator.add(SimulatedVm {
             vm,
             vcpus,
-            board: Arc::clone(&board),
+            devices: Arc::clone(&devices),
         });
-        let trace = world.run_beside(|| monitor.act());
-        self.assert_success(&board, &lines);
+        let trace = simulator.run_beside(|| monitor.act());
+        self.assert_success(&devices, &lines);
         monitor.end();
         monitor.verify();
         (trace, monitor.done)
     }
 
-    fn assert_success(&self, board: &Board, lines: &Lines) {
-        let (ending, text) = (board.ending(), lines.text());
+    fn assert_success(&self, devices: &PlatformDevices, lines: &Lines) {
+        let (ending, text) = (devices.ending(), lines.text());
         assert!(
             matches!(ending, Some(Ending::Exited(0))),
             "{self:?}: {ending:?}\n{text}"
@@ -302,7 +302,7 @@ fn a_copy_by_harvests_is_the_guests_memory() {
         ended += done.ended;
     }
     println!("{harvests} harvests of {pages} pages, {ended} logs ended");
-    // One world alone, replayed, may have less.
+    // One simulator alone, replayed, may have less.
     assert!(rounds < 3 || harvests > 100 && pages > 1000 && ended > 5);
 }
 

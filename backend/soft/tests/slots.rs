@@ -4,14 +4,14 @@
 mod common;
 
 use common::program::{self, CODE, Piece, STACK, assemble};
-use common::{MIB, boot_image, launch};
+use common::{MIB, boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::{Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, GuestMemory as _, VcpuError};
 use lacuna_soft::{
-    Host, HugePages, Launch, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step,
-    Vcpu, Vm, VmConfig, Wait,
+    Host, HugePages, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu,
+    Vm, VmBuilder, VmConfig, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -60,14 +60,14 @@ struct Bench {
 
 impl Bench {
     fn new(vcpus: usize, huge: HugePages, pieces: &[Piece]) -> Self {
-        let launch = Launch {
+        let builder = VmBuilder {
             seed: Some(1),
             huge,
-            ..launch(16, 32, vcpus, "")
+            ..builder(16, 32, vcpus, "")
         };
         let clock = Arc::new(VirtualClock::default()) as Arc<dyn Clock>;
-        let host = launch.host(Arc::clone(&clock)).unwrap();
-        let (vm, vcpus, ..) = boot_image(&launch, &host, clock, &program::image(pieces), |_| ());
+        let host = builder.host(Arc::clone(&clock)).unwrap();
+        let (vm, vcpus, ..) = boot_image(&builder, &host, clock, &program::image(pieces), |_| ());
         Self { vm, vcpus, host }
     }
 
@@ -260,12 +260,12 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
         assert!(bench.read(LATER) > 10_000, "{huge:?}");
         bench.host.remove_region(backing).unwrap();
 
-        let launch = launch(16, 32, 1, "");
+        let builder = builder(16, 32, 1, "");
         let clock = Arc::new(VirtualClock::default()) as Arc<dyn Clock>;
         let config = VmConfig {
-            memory: launch.memory,
+            memory: builder.memory,
             vcpus: 1,
-            apf: launch.apf,
+            apf: builder.apf,
         };
         let heir = Vm::new(Arc::clone(&bench.host), clock, config).unwrap();
         let ones = vec![1; 16 << 20];

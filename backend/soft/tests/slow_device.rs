@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{Lines, MIB, image, launch, run};
+use common::{Lines, MIB, builder, image, run};
 use lacuna_machine::Ending;
-use lacuna_soft::{Apf, Dial, HostStats, Launch, Swap};
+use lacuna_soft::{Apf, Dial, HostStats, Swap, VmBuilder};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,21 +17,21 @@ fn the_end_of_a_run_does_not_wait_for_pages() {
     let dial = Dial::default();
     for apf in [Apf::Off, Apf::On] {
         dial.set(Duration::ZERO);
-        let launch = Launch {
+        let builder = VmBuilder {
             latency: dial.clone(),
             apf,
-            ..launch(24, 6, 2, "rounds=1000")
+            ..builder(24, 6, 2, "rounds=1000")
         };
         let lines = Lines::default();
         let mut looks = 0;
-        let outcome = launch.run(&image("verify"), lines.sink(), |now| {
+        let outcome = builder.run(&image("verify"), lines.sink(), |now| {
             looks += 1;
             if now.vm.host().stats().swapped_in > 1000 {
                 dial.set(Duration::from_secs(3600));
             }
             // Enough for all vCPUs to run into pages that do not come.
             if looks > 20 && dial.ns() > 0 {
-                now.board.end(Ending::Stopped, now.vm);
+                now.devices.end(Ending::Stopped, now.vm);
             }
         });
         let outcome = outcome.unwrap();
@@ -94,10 +94,10 @@ fn call(program: &str, options: &[&str], paths: &[&Path]) -> Result<(), String> 
     }
 }
 
-fn on(volume: &Volume) -> Launch {
-    Launch {
+fn on(volume: &Volume) -> VmBuilder {
+    VmBuilder {
         swap: Swap::File(volume.mount()),
-        ..launch(48, 12, 2, "rounds=3")
+        ..builder(48, 12, 2, "rounds=3")
     }
 }
 
@@ -153,8 +153,8 @@ fn a_full_file_system_is_used_again_when_it_has_room() {
     file.set_len(all - 12 * MIB).unwrap();
     file.sync_all().unwrap();
     drop(file);
-    let launch = on(&volume);
-    let (outcome, text) = run(&launch, "verify");
+    let builder = on(&volume);
+    let (outcome, text) = run(&builder, "verify");
     let Ending::Failed(error) = outcome.ending else {
         panic!("{:?}\n{text}", outcome.ending);
     };

@@ -13,12 +13,14 @@ mod common;
 
 use common::program::{self, CODE, Piece, assemble, tell, words};
 use common::shadow::{DETECTIONS, Shadow, has_bitmaps, named, pages_of, ring};
-use common::{boot_image, launch};
+use common::{boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{Exit, GuestMemory as _};
-use lacuna_soft::{Backup, Delivery, Detection, HugePages, Launch, SlotId, Step, Vcpu, Vm, Wait};
+use lacuna_soft::{
+    Backup, Delivery, Detection, HugePages, SlotId, Step, Vcpu, Vm, VmBuilder, Wait,
+};
 use lacuna_sync::{Clock, VirtualClock};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -124,16 +126,16 @@ fn written(vm: &Vm) -> BTreeSet<u64> {
 }
 
 fn walk(huge: HugePages, detection: Detection, delivery: Delivery) {
-    let launch = Launch {
+    let builder = VmBuilder {
         seed: Some(1),
         huge,
-        ..launch(16, 32, 1, "")
+        ..builder(16, 32, 1, "")
     };
     let clock = Arc::new(VirtualClock::default());
     let time = || Arc::clone(&clock) as Arc<dyn Clock>;
-    let host = launch.host(time()).unwrap();
+    let host = builder.host(time()).unwrap();
     let pieces = guest();
-    let (vm, mut vcpus, ..) = boot_image(&launch, &host, time(), &program::image(&pieces), |vm| {
+    let (vm, mut vcpus, ..) = boot_image(&builder, &host, time(), &program::image(&pieces), |vm| {
         vm.set_delivery(delivery).unwrap();
     });
     vm.set_detection(detection);

@@ -25,5 +25,5 @@ pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use dial::Dial;
 pub use footprint::Blocks;
 pub use padded::CachePadded;
-pub use quiescence::{Epoch, Pass, Quiescence, VcpuSlot};
+pub use quiescence::{Epoch, KickAll, Quiescence, VcpuSlot};
 pub use stripes::{Snapshot, StripeGuard, Stripes};

@@ -9,8 +9,8 @@
 //! unmap the leaves                       online():  seen = wanted; fence; wanted still the same?
 //! e = request_for(blocks):                          flush the TLB if last flushed before seen,
 //!    fence; who has noted a block?                  then flushed(): the footprint is empty
-//!    their wanted = e; fence;            poked:     online() again
-//!    poke those with seen < e            walk:      note(block), then read the tables
+//!    their wanted = e; fence;            requested: online() again
+//!    request those with seen < e            walk:      note(block), then read the tables
 //! until passed(e):                       offline(): seen = OFFLINE
 //!    every wanted < e or seen >= e
 //! reuse the frames
@@ -21,8 +21,8 @@
 //! waits for it, or the vCPU, coming online, sees what is wanted and flushes before its first
 //! access. A vCPU that is offline keeps its TLB, so it is addressed too; only nobody waits for it.
 //!
-//! A vCPU that has noted none of the blocks is left alone: not poked, not waited for, not flushed.
-//! Who only has to know that each vCPU has left guest code once asks for a [`Pass`]: the online
+//! A vCPU that has noted none of the blocks gets no request, is not waited for and not flushed.
+//! Who only has to know that each vCPU has left guest code once asks for a [`KickAll`]: the online
 //! exchange again, but no TLB loses anything.
 //!
 //! Footprints start as *everything*, so a vCPU that keeps none is always addressed: keeping one
@@ -37,9 +37,9 @@ pub struct Epoch(u64);
 
 const OFFLINE: u64 = u64::MAX;
 
-/// The stays of those vCPUs that were online when they were asked to leave: [`Quiescence::pass`].
+/// The stays of the vCPUs that were online at the time of a [`Quiescence::kick_all`].
 #[must_use = "it has to be waited for"]
-pub struct Pass(Box<[Option<u64>]>);
+pub struct KickAll(Box<[Option<u64>]>);
 
 /// One vCPU's side, alone on its cache lines, and on the pairs in which they are fetched.
 #[repr(align(128))]
@@ -50,7 +50,7 @@ pub struct VcpuSlot {
     wanted: AtomicU64,
     /// How often it went offline.
     stays: AtomicU64,
-    poke: AtomicU32,
+    requests: AtomicU32,
     footprint: Footprint,
 }
 
@@ -67,7 +67,7 @@ impl Quiescence {
             seen: AtomicU64::new(OFFLINE),
             wanted: AtomicU64::new(0),
             stays: AtomicU64::new(0),
-            poke: AtomicU32::new(0),
+            requests: AtomicU32::new(0),
             footprint: Footprint::everything(),
         };
         Self {
@@ -118,7 +118,7 @@ impl Quiescence {
         if epoch != 0 {
             fence(Ordering::SeqCst);
             for vcpu in self.vcpus.iter().filter(|vcpu| !vcpu.passed(epoch)) {
-                vcpu.poke(VcpuSlot::FLUSH);
+                vcpu.request(VcpuSlot::FLUSH);
             }
         }
         Epoch(epoch)
@@ -126,27 +126,27 @@ impl Quiescence {
 
     /// Whether every vCPU that `epoch` addressed has flushed, or has been offline, since.
     ///
-    /// One that only a later epoch addressed is waited for too: it has been poked as well.
+    /// One that only a later epoch addressed is waited for too: it has a request as well.
     pub fn passed(&self, epoch: Epoch) -> bool {
         self.vcpus.iter().all(|vcpu| vcpu.passed(epoch.0))
     }
 
     /// Makes every vCPU that is online go offline once. Does not wait.
-    pub fn pass(&self) -> Pass {
+    pub fn kick_all(&self) -> KickAll {
         // Against the fence in `online`: who is not seen online sees what was stored before this.
         fence(Ordering::SeqCst);
         let stay = |vcpu: &VcpuSlot| {
             (vcpu.seen.load(Ordering::SeqCst) != OFFLINE).then(|| {
                 let stay = vcpu.stays.load(Ordering::SeqCst);
-                vcpu.poke(VcpuSlot::KICK);
+                vcpu.request(VcpuSlot::KICK);
                 stay
             })
         };
-        Pass(self.vcpus.iter().map(stay).collect())
+        KickAll(self.vcpus.iter().map(stay).collect())
     }
 
     /// Whether every vCPU has been offline since.
-    pub fn has_passed(&self, pass: &Pass) -> bool {
+    pub fn all_left(&self, kick: &KickAll) -> bool {
         let over = |(vcpu, stay): (&VcpuSlot, &Option<u64>)| {
             // Acquire: what it did before it went offline is seen. It may have gone while its stay
             // was being read.
@@ -155,7 +155,7 @@ impl Quiescence {
                     || vcpu.seen.load(Ordering::Acquire) == OFFLINE
             })
         };
-        self.vcpus.iter().zip(&pass.0).all(over)
+        self.vcpus.iter().zip(&kick.0).all(over)
     }
 
     /// Whether every vCPU but `index` is offline: nobody else executes guest code.
@@ -206,19 +206,19 @@ impl VcpuSlot {
     pub const CODE: u32 = 4;
 
     /// Makes the vCPU leave its block loop at the next block boundary.
-    pub fn poke(&self, why: u32) {
-        self.poke.fetch_or(why, Ordering::SeqCst);
+    pub fn request(&self, why: u32) {
+        self.requests.fetch_or(why, Ordering::SeqCst);
     }
 
     /// The flag word that the block loop tests: nonzero means leave.
     #[inline]
-    pub fn poked(&self) -> bool {
-        self.poke.load(Ordering::Relaxed) != 0
+    pub fn has_request(&self) -> bool {
+        self.requests.load(Ordering::Relaxed) != 0
     }
 
     /// Takes the reasons, clearing them.
     pub fn take(&self) -> u32 {
-        self.poke.swap(0, Ordering::SeqCst)
+        self.requests.swap(0, Ordering::SeqCst)
     }
 
     /// The vCPU is about to walk to a frame of `block` (gfn >> 9) and may keep what it finds. For

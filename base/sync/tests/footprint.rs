@@ -16,15 +16,15 @@ fn noted(blocks: &[u64]) -> Quiescence {
 
 fn is_addressed(quiescence: &Quiescence, blocks: &Blocks) -> bool {
     let epoch = quiescence.request_for(blocks);
-    let poked = quiescence.vcpu(0).take() & VcpuSlot::FLUSH != 0;
+    let requested = quiescence.vcpu(0).take() & VcpuSlot::FLUSH != 0;
     assert_eq!(
-        poked,
+        requested,
         !quiescence.passed(epoch),
-        "poked and not waited for, or the reverse"
+        "requested and not waited for, or the reverse"
     );
     quiescence.online(0);
     assert!(quiescence.passed(epoch), "it has flushed");
-    poked
+    requested
 }
 
 #[test]
@@ -62,8 +62,8 @@ fn nobody_else_is_disturbed() {
         quiescence.vcpu(index).note(index as u64);
     }
     let epoch = quiescence.request_for(&Blocks::one(1));
-    let poked = [0, 1, 2].map(|index| quiescence.vcpu(index).poked());
-    assert_eq!(poked, [false, true, false]);
+    let requested = [0, 1, 2].map(|index| quiescence.vcpu(index).has_request());
+    assert_eq!(requested, [false, true, false]);
     assert!(!quiescence.passed(epoch));
     assert_eq!(quiescence.online(0), Epoch::default(), "nothing to flush");
     assert_eq!(quiescence.online(1), epoch);

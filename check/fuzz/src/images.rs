@@ -4,8 +4,8 @@ use crate::run::Run;
 use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
-use lacuna_machine::{Board, Exit, Image, Kick, Vcpu as _};
-use lacuna_soft::{Apf, Dial, Host, HugePages, Launch, Step, Swap, Vcpu, Vm, VmConfig, Wait};
+use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _};
+use lacuna_soft::{Apf, Dial, Host, HugePages, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait};
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ const MEMORY: u64 = 8 << 8;
 pub fn run(run: &mut Run<'_>) {
     let mut rng = Rng::with_seed(run.seed);
     let clock = Arc::new(VirtualClock::default());
-    let launch = Launch {
+    let builder = VmBuilder {
         memory: PageCount::new(MEMORY),
         resident: PageCount::new(1024),
         vcpus: 1,
@@ -33,7 +33,7 @@ pub fn run(run: &mut Run<'_>) {
         seed: Some(run.seed),
         command_line: String::new(),
     };
-    let host = launch.host(Arc::clone(&clock) as Arc<dyn Clock>);
+    let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>);
     let host = host.expect("a host");
     for _ in 0..IMAGES {
         let image = values::pick(&mut rng, &lacuna_guest::images().iter().collect::<Vec<_>>());
@@ -185,7 +185,7 @@ fn refused(error: &dyn std::error::Error, run: &mut Run<'_>) {
 /// Until it ends, or its slices are used up.
 fn drive(vcpu: &mut Vcpu, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) {
     run.tally.note("images", "started");
-    let board = Board::new(|_: &str| ());
+    let devices = PlatformDevices::new(|_: &str| ());
     for _ in 0..SLICES {
         let before = vcpu.retired();
         let step = vcpu.step(SLICE);
@@ -202,12 +202,12 @@ fn drive(vcpu: &mut Vcpu, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) 
             Step::Exit(exit) => {
                 run.note_exit(&exit);
                 match exit {
-                    Exit::IoOut { port, width, value } => board.write(port, width, value, &Deaf),
-                    Exit::IoIn { port, width } => vcpu.complete_read(board.read(port, width)),
+                    Exit::IoOut { port, width, value } => devices.write(port, width, value, &Deaf),
+                    Exit::IoIn { port, width } => vcpu.complete_read(devices.read(port, width)),
                     Exit::MmioRead { width, .. } => vcpu.complete_read(width.ones()),
                     _ => {}
                 }
-                if board.ending().is_some() {
+                if devices.ending().is_some() {
                     return run.tally.note("images", "exited");
                 }
             }

@@ -101,7 +101,7 @@ impl World {
         let owner = self.vms.len();
         let clock = Arc::clone(&self.clock) as Arc<dyn Clock>;
         let (subject, vcpus) = Subject::new(&self.plan, owner, &self.host, clock, &mut self.rng);
-        let latency = self.plan.launch.latency.clone();
+        let latency = self.plan.builder.latency.clone();
         let monitor = Monitor::new(&self.host, &subject, latency, self.rng.fork());
         self.runners.extend(vcpus.into_iter().map(|vcpu| Runner {
             vm: owner,

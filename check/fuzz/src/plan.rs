@@ -6,7 +6,7 @@ use crate::place::{EXTRAS, PER_CPU};
 use crate::runtime::Manners;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Backup, Delivery, Dial, Host, HugePages, Launch, RingSize, Swap};
+use lacuna_soft::{Apf, Backup, Delivery, Dial, Host, HugePages, RingSize, Swap, VmBuilder};
 use lacuna_sync::Clock;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub enum Mode {
 #[derive(Debug)]
 pub struct Plan {
     /// The host and what its VMs have in common.
-    pub launch: Launch,
+    pub builder: VmBuilder,
     /// Number of VMs that share the host.
     pub vms: usize,
     /// Where dirty pages are recorded: bitmap or dirty rings.
@@ -51,12 +51,12 @@ impl Plan {
     /// that are added later, and ballast.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Arc<Host> {
         let extras = EXTRAS * 3 * BLOCK;
-        let all = self.vms as u64 * (self.launch.memory.get() + extras + BALLAST) + BALLAST;
-        let launch = Launch {
+        let all = self.vms as u64 * (self.builder.memory.get() + extras + BALLAST) + BALLAST;
+        let builder = VmBuilder {
             memory: PageCount::new(all),
-            ..self.launch.clone()
+            ..self.builder.clone()
         };
-        launch.host(clock).expect("a host")
+        builder.host(clock).expect("a host")
     }
 
     /// Draws a plan for VMs with `vcpus` vCPUs each.
@@ -95,7 +95,7 @@ impl Plan {
             ring(Backup::None),
             ring(Backup::Bitmap),
         ][pick];
-        let launch = Launch {
+        let builder = VmBuilder {
             memory: PageCount::new(memory),
             resident: PageCount::new(budget),
             vcpus,
@@ -116,7 +116,7 @@ impl Plan {
             command_line: String::new(),
         };
         Self {
-            launch,
+            builder,
             vms,
             delivery,
             manners: Manners {

@@ -13,7 +13,7 @@ use crate::runtime::{self, Piece};
 use crate::tally::Tally;
 use fastrand::Rng;
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{Board, GuestMemory as _, Image, Kick, MemoryError, Segment};
+use lacuna_machine::{GuestMemory as _, Image, Kick, MemoryError, PlatformDevices, Segment};
 use lacuna_soft::{Host, MmuNotifier, SlotFlags, SlotId, SlotSpec, Vcpu, Vm, VmConfig};
 use lacuna_sync::Clock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -113,7 +113,7 @@ pub struct Subject {
     pub extras: Vec<Extra>,
     /// Where its main memory's backing is.
     pub main: SlotSpec,
-    board: Board,
+    devices: PlatformDevices,
     console: Arc<AtomicU64>,
     pieces: Vec<Piece>,
     labels: Mutex<Labels>,
@@ -128,20 +128,20 @@ impl Subject {
         clock: Arc<dyn Clock>,
         rng: &mut Rng,
     ) -> (Self, Vec<Vcpu>) {
-        let launch = &plan.launch;
+        let builder = &plan.builder;
         let config = VmConfig {
-            memory: launch.memory,
-            vcpus: launch.vcpus,
-            apf: launch.apf,
+            memory: builder.memory,
+            vcpus: builder.vcpus,
+            apf: builder.apf,
         };
         let vm = Vm::new(Arc::clone(host), clock, config).expect("a VM");
         vm.set_delivery(plan.delivery).expect("before its vCPUs");
         let console = Arc::new(AtomicU64::new(0));
         let heard = Arc::clone(&console);
-        let board = Board::new(move |line: &str| {
+        let devices = PlatformDevices::new(move |line: &str| {
             heard.fetch_add(line.len() as u64, Ordering::Relaxed);
         });
-        let memory = launch.memory.bytes();
+        let memory = builder.memory.bytes();
         let slots = vm.mmu().slots();
         let backing = slots.get(SlotId(0)).expect("its main memory").hvas;
         let mut subject = Self {
@@ -155,9 +155,9 @@ impl Subject {
                 bytes: memory,
                 flags: SlotFlags::empty(),
             },
-            board,
+            devices,
             console,
-            pieces: runtime::pieces(memory, launch.vcpus as u64, plan.manners),
+            pieces: runtime::pieces(memory, builder.vcpus as u64, plan.manners),
             labels: Mutex::default(),
             vm,
         };
@@ -309,12 +309,12 @@ impl Subject {
 
     /// A port write. The exit port is like any other.
     pub fn write_port(&self, port: u16, width: lacuna_machine::Width, value: u32) {
-        self.board.write(port, width, value, &Deaf);
+        self.devices.write(port, width, value, &Deaf);
     }
 
     /// A port read.
     pub fn read_port(&self, port: u16, width: lacuna_machine::Width) -> u64 {
-        self.board.read(port, width)
+        self.devices.read(port, width)
     }
 
     /// Panics if a page beside a slot's backing has changed.

@@ -87,7 +87,7 @@ impl Guest {
         rng: &mut Rng,
     ) -> Self {
         let (subject, vcpus) = Subject::new(plan, owner, host, clock, rng);
-        let latency = plan.launch.latency.clone();
+        let latency = plan.builder.latency.clone();
         let monitor = Monitor::new(host, &subject, latency, rng.fork());
         let runner = |vcpu| Runner {
             vcpu,

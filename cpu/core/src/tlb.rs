@@ -18,9 +18,9 @@
 //! one `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
 //!
 //! An entry is a copy of a [`HostPage`], and lives no longer: until the vCPU's next quiescent
-//! point. Who takes pages back pokes the vCPU (`VcpuSlot::FLUSH`), and the vCPU's owner flushes its
-//! TLBs before it enters the processor again. That is part of the contract of the `unsafe trait
-//! Bus`.
+//! point. The remover of a page sends the vCPU a request (`VcpuSlot::FLUSH`), and the vCPU's owner
+//! flushes its TLBs before it enters the processor again. That is part of the contract of the
+//! `unsafe trait Bus`.
 
 use crate::{HostPage, Span, Word};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT, PAGE_SIZE};

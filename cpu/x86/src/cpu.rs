@@ -3,7 +3,7 @@
 //! ```text
 //! slice: the timer ticks; an event that events.rs still holds is delivered first
 //!        +------------------------------ turn -----------------------------------+
-//! run -> | poked? -> interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
+//! run -> | asked? -> interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
 //!        |    ^                               or, for one instruction, step        |
 //!        |    +--- branch: link, go on        system op: system.rs                 |
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
@@ -105,7 +105,7 @@ impl Cpu {
     }
 
     /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
-    /// basic block in which `fuel` instructions are done. The poke word is read between basic
+    /// basic block in which `fuel` instructions are done. The request word is read between basic
     /// blocks.
     pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
         let end = self.retired.saturating_add(fuel);
@@ -144,14 +144,14 @@ impl Cpu {
         self.core.apic.tick(self.core.clock.now());
         // One check is enough: an instruction that leaves an event pending also ends the run.
         if self.pending != Pending::Nothing
-            && !slot.poked()
+            && !slot.has_request()
             && let Some(exit) = self.settle(bus)
         {
             return Some(exit);
         }
         while self.core.budget > 0 {
-            if slot.poked() {
-                return Some(Exit::Poked);
+            if slot.has_request() {
+                return Some(Exit::Requested);
             }
             if let Some(exit) = self.turn(bus, slot) {
                 return Some(exit);

@@ -3,7 +3,7 @@
 //! `pc` indexes the code cache's op arena. Straight-line ops advance it. A branch reads its
 //! [`Links`], charges the budget for the basic block it ends, and continues at the linked basic
 //! block. The loop is left
-//! - at a basic block's end: out of budget, poked, or the exit not linked in this epoch;
+//! - at a basic block's end: out of budget, a request, or the exit not linked in this epoch;
 //! - at an op that was blocked, or that only the run loop can execute.
 //!
 //! It is one function, longer than the usual 70 lines, because the compiler must see every arm to
@@ -83,7 +83,7 @@ pub(crate) fn dispatch<B: Bus>(
             let links = &ops[pc.wrapping_add(1) as usize];
             let budget = core.budget - links.block_instructions();
             let next = links.target(taken) as u16;
-            if next == 0 || links.epoch() != code.epoch || budget <= 0 || slot.poked() {
+            if next == 0 || links.epoch() != code.epoch || budget <= 0 || slot.has_request() {
                 return leave_at(core, budget, Leave::Branch(pc, taken));
             }
             core.budget = budget;
@@ -97,7 +97,7 @@ pub(crate) fn dispatch<B: Bus>(
             let budget = core.budget - links.block_instructions();
             core.rip = target;
             match code.jumps.find(target, core.user, code.epoch) {
-                Some(next) if budget > 0 && !slot.poked() => {
+                Some(next) if budget > 0 && !slot.has_request() => {
                     core.budget = budget;
                     pc = next;
                 }

@@ -10,8 +10,8 @@ use lacuna_cpu::Stop;
 pub enum Exit {
     /// The instructions asked for have been executed.
     Fuel,
-    /// The poke word was not zero: take its bits, act on them, enter again.
-    Poked,
+    /// A vCPU request is pending: take its bits, act on them, enter again.
+    Requested,
     /// Halted (HLT with interrupts on): enter again when an interrupt may have come.
     Halt,
     /// The bus could not give a page; the instruction will be executed again from its start.

@@ -9,7 +9,7 @@
 //! ```
 //! The pass goes backwards through a finished basic block. Flags are dead from an operation that
 //! overwrites all six up to the last op before it that reads them or may leave the basic block.
-//! Interrupts and pokes are taken only at the end of a basic block, where all flags are live. A
+//! Interrupts and requests are taken only at the end of a basic block, where all flags are live. A
 //! single-stepped basic block has one instruction.
 
 use crate::arith::shift;

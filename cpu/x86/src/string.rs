@@ -3,7 +3,7 @@
 //! Every iteration leaves the registers as the architecture specifies, so a fault keeps the
 //! iterations that are done. Forward copies and fills go page by page. One execution does a bounded
 //! piece of a long REP and then asks for another ([`Why::Again`]), so that the run loop can check
-//! for interrupts and pokes in between. It charges the budget for the iterations.
+//! for interrupts and requests in between. It charges the budget for the iterations.
 
 use crate::arith::mask;
 use crate::flags::DF;

@@ -367,8 +367,8 @@ fn a_poke_is_seen_inside_an_endless_loop_and_a_long_string() {
         let mut m = Machine::with(SIZE, program);
         m.set_regs(|r| r.gpr[6] = DATA);
         assert_eq!(m.run(1000), Exit::Fuel);
-        m.slots.vcpu(0).poke(2);
-        assert_eq!(m.run(1000), Exit::Poked);
+        m.slots.vcpu(0).request(2);
+        assert_eq!(m.run(1000), Exit::Requested);
     }
 }
 

@@ -30,7 +30,7 @@ fn survive(code: &[u8], regs: [u64; 16], cpl: u8, absent: &[usize]) {
             }
             Exit::Exclusive => drop(m.run_exclusive()),
             Exit::Fuel | Exit::IoOut { .. } | Exit::MmioWrite { .. } => {}
-            Exit::Stop(Stop::Wait | Stop::Again) | Exit::Poked => {
+            Exit::Stop(Stop::Wait | Stop::Again) | Exit::Requested => {
                 if m.cpu.interruptible() {
                     m.cpu.inject_page_fault(regs[0]);
                 }

@@ -74,8 +74,8 @@ fn it_waits_for_every_page_that_delivery_needs() {
         take_away(&mut m, missing);
         assert_eq!(m.run(100), Exit::Stop(Stop::Wait), "{missing:#x}");
         assert!(!m.cpu.interruptible());
-        m.slots.vcpu(0).poke(2);
-        assert_eq!(m.run(100), Exit::Poked);
+        m.slots.vcpu(0).request(2);
+        assert_eq!(m.run(100), Exit::Requested);
         assert!(!m.cpu.interruptible());
         assert_eq!((m.cpu.regs(), m.cpu.system().cr2), (before, 0));
         assert_eq!(m.slots.vcpu(0).take(), 2);
@@ -201,8 +201,8 @@ fn a_stop_says_whether_an_event_was_being_delivered() {
     take_away(&mut m, KERNEL_STACK - 8);
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
     assert!(!m.cpu.interruptible());
-    m.slots.vcpu(0).poke(2);
-    assert_eq!(m.run(100), Exit::Poked);
+    m.slots.vcpu(0).request(2);
+    assert_eq!(m.run(100), Exit::Requested);
     assert!(!m.cpu.interruptible());
     m.slots.vcpu(0).take();
     // The fault comes up again by itself, or not at all if its cause is gone.

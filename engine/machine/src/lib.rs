@@ -4,7 +4,7 @@
 //! * [`GuestMemory`]: bytes of the guest, for whoever loads or inspects it.
 //! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry
 //!   state.
-//! * [`Board`]: the few devices that a guest sees (serial line, exit port, status-page port).
+//! * [`PlatformDevices`]: what a guest sees (serial line, exit port, status-page port).
 //! * [`run`]: one thread per vCPU until the guest ends.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
@@ -13,8 +13,8 @@
 #![forbid(unsafe_code)]
 
 mod apf;
-mod board;
 mod boot;
+mod devices;
 mod exit;
 mod image;
 mod kind;
@@ -22,8 +22,8 @@ mod memory;
 mod run;
 
 pub use apf::Apf;
-pub use board::{Board, Console, Ending, port};
 pub use boot::{Boot, BootError, Layout};
+pub use devices::{Console, Ending, PlatformDevices, port};
 pub use exit::{Exit, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
 pub use kind::ErrorKind;

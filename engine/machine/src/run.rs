@@ -1,6 +1,6 @@
 //! The run loop: one thread per vCPU until the guest ends.
 
-use crate::{Board, Ending, Exit, Vcpu, VcpuError};
+use crate::{Ending, Exit, PlatformDevices, Vcpu, VcpuError};
 use std::thread;
 use std::time::Duration;
 
@@ -27,21 +27,21 @@ pub enum Next {
 pub fn dispatch(
     vcpu: &mut impl Vcpu,
     exit: Result<Exit, VcpuError>,
-    board: &Board,
+    devices: &PlatformDevices,
     kick: &impl Kick,
 ) -> Next {
     match exit {
-        Ok(Exit::IoOut { port, width, value }) => board.write(port, width, value, kick),
-        Ok(Exit::IoIn { port, width }) => vcpu.complete_read(board.read(port, width)),
+        Ok(Exit::IoOut { port, width, value }) => devices.write(port, width, value, kick),
+        Ok(Exit::IoIn { port, width }) => vcpu.complete_read(devices.read(port, width)),
         Ok(Exit::MmioRead { width, .. }) => vcpu.complete_read(width.ones()),
         Ok(Exit::MmioWrite { .. } | Exit::Interrupted) => {}
         // Some other thread harvests, and needs a processor for it. The vCPU comes back until it
         // has room again.
         Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
-        Ok(Exit::Shutdown(text)) => board.end(Ending::Shutdown(text), kick),
-        Err(error) => board.end(Ending::Failed(error), kick),
+        Ok(Exit::Shutdown(text)) => devices.end(Ending::Shutdown(text), kick),
+        Err(error) => devices.end(Ending::Failed(error), kick),
     }
-    if board.ending().is_some() {
+    if devices.ending().is_some() {
         Next::Stop
     } else {
         Next::Enter
@@ -50,29 +50,30 @@ pub fn dispatch(
 
 /// A vCPU that panics must not leave the others running for ever.
 struct EndOnPanic<'a, K: Kick> {
-    board: &'a Board,
+    devices: &'a PlatformDevices,
     kick: &'a K,
 }
 
 impl<K: Kick> Drop for EndOnPanic<'_, K> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.board.end(Ending::Stopped, self.kick);
+            self.devices.end(Ending::Stopped, self.kick);
         }
     }
 }
 
-/// Runs every vCPU on a thread of its own until the board has an ending; gives back the vCPUs that
-/// had one. A thread that cannot be started ends the run: the guest would wait for its vCPU.
-pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
+/// Runs every vCPU on a thread of its own until the run has an ending; gives back the vCPUs
+/// whose threads started. A thread that cannot be started ends the run: the guest would wait for
+/// its vCPU.
+pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) -> Vec<V> {
     thread::scope(|scope| {
         let start = |mut vcpu: V| {
             let index = vcpu.index();
             let body = move || {
-                let _guard = EndOnPanic { board, kick };
-                while board.ending().is_none() {
+                let _guard = EndOnPanic { devices, kick };
+                while devices.ending().is_none() {
                     let exit = vcpu.run();
-                    if dispatch(&mut vcpu, exit, board, kick) == Next::Stop {
+                    if dispatch(&mut vcpu, exit, devices, kick) == Next::Stop {
                         break;
                     }
                 }
@@ -88,7 +89,7 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
                 ),
             };
             spawned
-                .map_err(|error| board.end(Ending::Failed(refused(error)), kick))
+                .map_err(|error| devices.end(Ending::Failed(refused(error)), kick))
                 .ok()
         };
         let threads: Vec<_> = vcpus.into_iter().filter_map(start).collect();
@@ -97,7 +98,7 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, board: &Board, kick: &impl Kick) -> Vec<V> {
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };
         let vcpus = threads.into_iter().map(join).collect();
-        board.flush();
+        devices.flush();
         vcpus
     })
 }

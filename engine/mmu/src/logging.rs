@@ -217,8 +217,8 @@ impl Mmu {
 
     /// Every vCPU that runs guest code leaves it, and flushes its log on the way.
     pub(crate) fn kick(&self) {
-        let pass = self.quiescence.pass();
-        while !self.quiescence.has_passed(&pass) {
+        let kick = self.quiescence.kick_all();
+        while !self.quiescence.all_left(&kick) {
             yield_now();
         }
     }

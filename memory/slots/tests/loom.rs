@@ -99,7 +99,7 @@ impl<'w> Vcpu<'w> {
     /// Between two blocks.
     fn boundary(&mut self) {
         let slot = self.world.quiescence.vcpu(0);
-        if slot.poked() {
+        if slot.has_request() {
             slot.take();
             let epoch = self.world.quiescence.online(0);
             self.tlb &= self.flushed_at >= epoch;

@@ -1,4 +1,4 @@
-//! Flushes know their blocks: who is poked and waited for, and who is left alone.
+//! Flushes know their blocks: which vCPUs get a request and are waited for.
 #![cfg(not(loom))]
 
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
@@ -34,8 +34,8 @@ fn noted(blocks: [u64; 2]) -> Quiescence {
 }
 
 /// Who is addressed, with the block that each has noted.
-fn poked(quiescence: &Quiescence) -> [bool; 2] {
-    [0, 1].map(|index| quiescence.vcpu(index).poked())
+fn requested(quiescence: &Quiescence) -> [bool; 2] {
+    [0, 1].map(|index| quiescence.vcpu(index).has_request())
 }
 
 fn settle(quiescence: &Quiescence, waiting: Waiting<'_>) {
@@ -51,7 +51,7 @@ fn a_page_that_goes_disturbs_those_who_noted_its_block() {
     let quiescence = noted([0, 1]);
     let gone = stage2.fault_cursor(gfn(5)).unmap_page(gfn(5));
     let waiting = gone.expect("mapped").1.start(&quiescence);
-    assert_eq!(poked(&quiescence), [true, false]);
+    assert_eq!(requested(&quiescence), [true, false]);
     settle(&quiescence, waiting);
 }
 
@@ -66,7 +66,7 @@ fn a_batch_disturbs_those_who_noted_any_of_it() {
         flush.join(stage2.cursor(range).protect([range], |_| {}));
     }
     let waiting = flush.start(&quiescence);
-    assert_eq!(poked(&quiescence), [true, false]);
+    assert_eq!(requested(&quiescence), [true, false]);
     settle(&quiescence, waiting);
 }
 
@@ -79,7 +79,7 @@ fn an_upper_table_that_goes_disturbs_all_who_may_walk_through_it() {
     let gigabyte = range(0, 1 << 18);
     let flush = stage2.cursor(gigabyte).unmap(gigabyte, |_| {});
     let waiting = flush.start(&quiescence);
-    assert_eq!(poked(&quiescence), [true, false]);
+    assert_eq!(requested(&quiescence), [true, false]);
     assert_eq!(
         stage2.arena().usage().limbo,
         2,
@@ -102,7 +102,7 @@ fn a_collapsed_table_waits_and_nobody_waits_for_it() {
     assert_eq!((collapsed.gfn, collapsed.leaf.level), (gfn(0), Level::L2M));
     assert_eq!(Some(collapsed.at), stage2.find(gfn(77)));
     flush.retire(&quiescence);
-    assert_eq!(poked(&quiescence), [true, false]);
+    assert_eq!(requested(&quiescence), [true, false]);
     assert_eq!(stage2.arena().usage().limbo, 1, "a walk may be inside");
     assert_eq!(stage2.reap(&quiescence), 0);
     quiescence.online(0);

@@ -71,8 +71,8 @@ impl World {
     /// What a copy has, if the page was marked.
     fn harvest(&self, by: By) -> Option<u64> {
         if by == By::Log {
-            let pass = self.quiescence.pass();
-            while !self.quiescence.has_passed(&pass) {
+            let kick = self.quiescence.kick_all();
+            while !self.quiescence.all_left(&kick) {
                 thread::yield_now();
             }
         }

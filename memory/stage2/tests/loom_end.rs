@@ -12,7 +12,7 @@
 //! does not.
 //!
 //! The model with faults fails when the pass is left out, or not waited for, or comes before the
-//! slot says that it is off; without the fence in `Quiescence::pass`; and when a vCPU repairs
+//! slot says that it is off; without the fence in `Quiescence::kick_all`; and when a vCPU repairs
 //! whatever the slot says. That with the log fails when the large leaf gets W and not D with it.
 #![cfg(loom)]
 
@@ -74,8 +74,8 @@ impl World {
 
     fn end(&self) {
         self.logs.store(false, Ordering::Release);
-        let pass = self.quiescence.pass();
-        while !self.quiescence.has_passed(&pass) {
+        let kick = self.quiescence.kick_all();
+        while !self.quiescence.all_left(&kick) {
             yield_now();
         }
         let mut cursor = self.stage2.fault_cursor(gfn(0));

@@ -140,7 +140,7 @@ impl Vcpu<'_> {
             let page = random.below(BLOCKS) * 512 + random.below(8) * 73;
             let level = Level::ALL[random.below(2) as usize];
             self.access(page, access, level);
-            if self.slot().poked() {
+            if self.slot().has_request() {
                 self.slot().take();
                 self.online();
             }

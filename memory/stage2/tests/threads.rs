@@ -194,7 +194,7 @@ impl Vcpu<'_> {
                 Access::Read
             };
             self.access((seed >> 33) % PAGES, access);
-            if self.slot().poked() {
+            if self.slot().has_request() {
                 self.slot().take();
                 self.online();
             }

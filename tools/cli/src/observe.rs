@@ -4,7 +4,7 @@ use crate::snapshot::{Apf, Faults, GuestApf, Huge, Snapshot, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::GuestMemory;
-use lacuna_soft::{ApfStats, HostStats, HugePages, Launch, Observed, Outcome};
+use lacuna_soft::{ApfStats, HostStats, HugePages, Observed, RunSummary, VmBuilder};
 use std::time::Duration;
 
 /// Looks at a run now and then.
@@ -14,12 +14,12 @@ pub struct Observer {
 
 impl Observer {
     /// Before the run.
-    pub fn new(launch: &Launch) -> Self {
+    pub fn new(builder: &VmBuilder) -> Self {
         let last = Snapshot {
-            memory_bytes: launch.memory.bytes(),
-            budget_bytes: launch.resident.bytes(),
-            huge: (launch.huge != HugePages::Never).then(Huge::default),
-            apf: (launch.apf == lacuna_soft::Apf::On).then(Apf::default),
+            memory_bytes: builder.memory.bytes(),
+            budget_bytes: builder.resident.bytes(),
+            huge: (builder.huge != HugePages::Never).then(Huge::default),
+            apf: (builder.apf == lacuna_soft::Apf::On).then(Apf::default),
             ..Snapshot::default()
         };
         Self { last }
@@ -38,7 +38,7 @@ impl Observer {
     }
 
     /// The run at its end.
-    pub fn last(&self, outcome: &Outcome) -> Snapshot {
+    pub fn last(&self, outcome: &RunSummary) -> Snapshot {
         let mut last = Self {
             last: self.last.clone(),
         };
@@ -132,7 +132,7 @@ fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
 /// it.
 fn read_status(now: &Observed<'_>) -> Option<Status> {
     let mut page = vec![0; PAGE_BYTES];
-    let gpa = now.board.status_page()?.gpa();
+    let gpa = now.devices.status_page()?.gpa();
     now.vm
         .peek(gpa, &mut page)
         .then(|| Status::parse(&page).ok())

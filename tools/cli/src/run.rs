@@ -10,7 +10,7 @@ use crate::signals::{Signal, Signals};
 use crate::snapshot::{RunOptions, RunReport, Snapshot};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, Dial, Launch, Observed, Outcome, Swap};
+use lacuna_soft::{Apf, Dial, Observed, RunSummary, Swap, VmBuilder};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 
@@ -34,21 +34,28 @@ pub fn run(args: &RunArgs) -> Exit {
         Ok(image) => image,
         Err(error) => return refuse(Exit::Usage, &format!("{}: {error}", args.image)),
     };
-    let launch = launch(args);
-    let mut observer = Observer::new(&launch);
+    let builder = builder(args);
+    let mut observer = Observer::new(&builder);
     let mut screen = Screen::new(args);
     let console = screen.console();
-    let done = launch.run(&image, console, |now: &Observed<'_>| {
+    let done = builder.run(&image, console, |now: &Observed<'_>| {
         screen.show(observer.look(now));
         if signals.caught().is_some() {
-            now.board.end(Ending::Stopped, now.vm);
+            now.devices.end(Ending::Stopped, now.vm);
         }
     });
     screen.finish();
     match done {
         Ok(outcome) => {
             let (exit, text) = verdict(&outcome.ending, signals.caught());
-            finish(args, &launch, observer.last(&outcome), &outcome, exit, text)
+            finish(
+                args,
+                &builder,
+                observer.last(&outcome),
+                &outcome,
+                exit,
+                text,
+            )
         }
         Err(error) => refuse(error.kind().into(), &error.to_string()),
     }
@@ -116,13 +123,13 @@ impl Screen {
 
 fn finish(
     args: &RunArgs,
-    launch: &Launch,
+    builder: &VmBuilder,
     last: Snapshot,
-    outcome: &Outcome,
+    outcome: &RunSummary,
     exit: Exit,
     text: String,
 ) -> Exit {
-    let mut report = RunReport::new(options(args, launch), last);
+    let mut report = RunReport::new(options(args, builder), last);
     report.exit_code = exit.code();
     report.trace_hash = outcome.trace.map(|trace| format!("{:016x}", trace.hash));
     let mut words = summary(&report.last);
@@ -164,8 +171,8 @@ fn refuse(exit: Exit, text: &str) -> Exit {
     exit
 }
 
-fn launch(args: &RunArgs) -> Launch {
-    Launch {
+fn builder(args: &RunArgs) -> VmBuilder {
+    VmBuilder {
         memory: PageCount::from_bytes(args.memory.0),
         resident: PageCount::from_bytes(args.resident.0),
         vcpus: args.vcpus as usize,
@@ -184,17 +191,17 @@ fn launch(args: &RunArgs) -> Launch {
     }
 }
 
-fn options(args: &RunArgs, launch: &Launch) -> RunOptions {
+fn options(args: &RunArgs, builder: &VmBuilder) -> RunOptions {
     RunOptions {
         image: args.image.clone(),
-        memory_bytes: launch.memory.bytes(),
-        resident_bytes: launch.resident.bytes(),
+        memory_bytes: builder.memory.bytes(),
+        resident_bytes: builder.resident.bytes(),
         vcpus: args.vcpus,
         swap: args.swap.to_string(),
         apf: args.apf == args::Apf::On,
         thp: args.thp.to_string(),
         seed: args.seed,
-        append: launch.full_command_line(),
+        append: builder.full_command_line(),
     }
 }
 

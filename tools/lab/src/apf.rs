@@ -32,7 +32,7 @@ use crate::experiment::{LabError, Options, vcpus};
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
+use lacuna_soft::{Apf, Dial, HugePages, Swap, VmBuilder};
 use slices::Pace;
 use std::time::Duration;
 
@@ -86,9 +86,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm"];
 
 /// `bm` with a worker and a faulter for each vCPU, until it is ended.
-fn bm(swap: Swap) -> Launch {
+fn bm(swap: Swap) -> VmBuilder {
     let vcpus = vcpus();
-    Launch {
+    VmBuilder {
         memory: PageCount::from_bytes(MEMORY_MIB << 20),
         resident: PageCount::from_bytes(RESIDENT_MIB << 20),
         vcpus,

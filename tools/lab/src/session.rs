@@ -8,8 +8,8 @@ use crate::experiment::LabError;
 use crate::interrupt;
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
-use lacuna_machine::{Board, Ending, GuestMemory, Image};
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Stalls, Swap, Vm};
+use lacuna_machine::{Ending, GuestMemory, Image, PlatformDevices};
+use lacuna_soft::{Apf, Dial, HugePages, Stalls, Swap, Vm, VmBuilder};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -44,17 +44,17 @@ impl Count {
 /// A running guest, seen from outside: any backend's.
 pub struct Guest<'a> {
     memory: &'a dyn GuestMemory,
-    board: &'a Board,
+    devices: &'a PlatformDevices,
     page: Gpa,
 }
 
 impl<'a> Guest<'a> {
-    /// The guest of `board`, once it has announced its status page.
-    pub fn attach(memory: &'a dyn GuestMemory, board: &'a Board) -> Option<Self> {
-        let page = board.status_page()?.gpa();
+    /// The guest of `devices`, once it has announced its status page.
+    pub fn attach(memory: &'a dyn GuestMemory, devices: &'a PlatformDevices) -> Option<Self> {
+        let page = devices.status_page()?.gpa();
         Some(Self {
             memory,
-            board,
+            devices,
             page,
         })
     }
@@ -92,7 +92,7 @@ impl<'a> Guest<'a> {
     pub fn run_for(&self, time: Duration) -> Result<(), LabError> {
         interrupt::check()?;
         std::thread::sleep(time);
-        match self.board.ending() {
+        match self.devices.ending() {
             None => Ok(()),
             Some(ending) => Err(LabError::Guest(format!(
                 "the guest ended while it was measured: {ending:?}"
@@ -192,9 +192,9 @@ pub fn image(name: &str) -> Result<Image<'static>, LabError> {
 
 /// A VM with so many MiB, for which there is a frame each, and what a host keeps free besides:
 /// nothing is ever reclaimed.
-pub fn resident(mib: u64, vcpus: usize) -> Launch {
+pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
     let memory = PageCount::from_bytes(mib << 20);
-    Launch {
+    VmBuilder {
         memory,
         resident: PageCount::new(memory.get() + memory.get() / 8 + 16384),
         vcpus,
@@ -207,27 +207,27 @@ pub fn resident(mib: u64, vcpus: usize) -> Launch {
     }
 }
 
-/// Starts a VM of `launch` with the guest `name`, carries out `experiment` while it runs, and ends
+/// Starts a VM of `builder` with the guest `name`, carries out `experiment` while it runs, and ends
 /// it. The latency dial is at zero until the experiment turns it.
 ///
 /// # Errors
-/// Those of the experiment and of the launch; and a guest that ends before the experiment does.
+/// Those of the experiment and of the builder; and a guest that ends before the experiment does.
 pub fn on_soft<T>(
-    launch: &Launch,
+    builder: &VmBuilder,
     name: &str,
     experiment: impl FnOnce(&Session<'_>) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
     let words = LastWords::default();
-    launch.latency.set(Duration::ZERO);
+    builder.latency.set(Duration::ZERO);
     let (mut experiment, mut result) = (Some(experiment), None);
-    let outcome = launch.run(&image(name)?, words.console(), |now| {
-        let Some(guest) = Guest::attach(now.vm, now.board) else {
+    let outcome = builder.run(&image(name)?, words.console(), |now| {
+        let Some(guest) = Guest::attach(now.vm, now.devices) else {
             return;
         };
         if let Some(experiment) = experiment.take() {
             let vm = Some(now.vm);
             result = Some(experiment(&Session { guest, vm }));
-            now.board.end(Ending::Stopped, now.vm);
+            now.devices.end(Ending::Stopped, now.vm);
         }
     })?;
     words.settle(result, &outcome.ending)
@@ -239,8 +239,8 @@ mod tests {
 
     const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
 
-    fn small(words: &str) -> Launch {
-        Launch {
+    fn small(words: &str) -> VmBuilder {
+        VmBuilder {
             memory: PageCount::from_bytes(32 << 20),
             resident: PageCount::from_bytes(8 << 20),
             vcpus: 2,

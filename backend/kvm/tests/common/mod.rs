@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, Launch, Outcome, available};
+use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, RunSummary, VmBuilder, available};
 use lacuna_machine::{Ending, Image};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -40,8 +40,8 @@ pub fn image(name: &str) -> Image<'static> {
 }
 
 /// `memory` and `resident` in MiB, no latency, no asynchronous page faults.
-pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> Launch {
-    Launch {
+pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> VmBuilder {
+    VmBuilder {
         memory: PageCount::from_bytes(memory << 20),
         resident: PageCount::from_bytes(resident << 20),
         vcpus,
@@ -54,25 +54,25 @@ pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> L
 }
 
 /// Runs `name` to its end, however it ends.
-pub fn run(launch: &Launch, name: &'static str) -> (Outcome, String) {
+pub fn run(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&lines);
-    let launch = launch.clone();
+    let builder = builder.clone();
     let outcome = within(120, move || {
         let console = move |line: &str| sink.lock().unwrap().push(line.to_owned());
-        launch.run(&image(name), console, |_| ()).unwrap()
+        builder.run(&image(name), console, |_| ()).unwrap()
     });
     let text = lines.lock().unwrap().join("\n");
     (outcome, text)
 }
 
 /// Runs to success.
-pub fn pass(launch: &Launch, name: &'static str) -> (Outcome, String) {
-    let (outcome, text) = run(launch, name);
+pub fn pass(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
+    let (outcome, text) = run(builder, name);
     let ending = &outcome.ending;
     assert!(
         matches!(ending, Ending::Exited(0)),
-        "{launch:?}: {ending:?} {:?}\n{text}",
+        "{builder:?}: {ending:?} {:?}\n{text}",
         outcome.stats
     );
     (outcome, text)

@@ -5,8 +5,8 @@ pub mod program;
 pub mod shadow;
 
 use lacuna_addr::PageCount;
-use lacuna_machine::{Board, Ending, Image};
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Outcome, Swap, Vcpu, Vm, VmConfig};
+use lacuna_machine::{Ending, Image, PlatformDevices};
+use lacuna_soft::{Apf, Dial, HugePages, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig};
 use std::sync::{Arc, Mutex};
 
 pub const MIB: u64 = 1 << 20;
@@ -38,8 +38,8 @@ pub fn image(name: &str) -> Image<'static> {
 }
 
 /// `memory` and `resident` in MiB, swap on a file in the temporary folder.
-pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> Launch {
-    Launch {
+pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> VmBuilder {
+    VmBuilder {
         memory: PageCount::from_bytes(memory * MIB),
         resident: PageCount::from_bytes(resident * MIB),
         vcpus,
@@ -52,61 +52,61 @@ pub fn launch(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> L
     }
 }
 
-pub fn run(launch: &Launch, name: &str) -> (Outcome, String) {
+pub fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let lines = Lines::default();
-    let outcome = launch.run(&image(name), lines.sink(), |_| ()).unwrap();
+    let outcome = builder.run(&image(name), lines.sink(), |_| ()).unwrap();
     (outcome, lines.text())
 }
 
 /// Runs to success.
-pub fn pass(launch: &Launch, name: &str) -> (Outcome, String) {
-    let (outcome, text) = run(launch, name);
+pub fn pass(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
+    let (outcome, text) = run(builder, name);
     let ending = &outcome.ending;
     assert!(
         matches!(ending, Ending::Exited(0)),
-        "{launch:?}: {ending:?}\n{text}"
+        "{builder:?}: {ending:?}\n{text}"
     );
     (outcome, text)
 }
 
 /// A VM in `host`, booted with `name`; for tests that share or break a host.
 pub fn boot(
-    launch: &Launch,
+    builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,
     clock: Arc<dyn lacuna_sync::Clock>,
     name: &str,
-) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
-    boot_with(launch, host, clock, name, |_| ())
+) -> (Arc<Vm>, Vec<Vcpu>, Arc<PlatformDevices>, Lines) {
+    boot_with(builder, host, clock, name, |_| ())
 }
 
 /// [`boot`], with something to be done before the vCPUs are there.
 pub fn boot_with(
-    launch: &Launch,
+    builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,
     clock: Arc<dyn lacuna_sync::Clock>,
     name: &str,
     before_vcpus: impl FnOnce(&Vm),
-) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
-    boot_image(launch, host, clock, &image(name), before_vcpus)
+) -> (Arc<Vm>, Vec<Vcpu>, Arc<PlatformDevices>, Lines) {
+    boot_image(builder, host, clock, &image(name), before_vcpus)
 }
 
 /// [`boot_with`], with an image of the test's own.
 pub fn boot_image(
-    launch: &Launch,
+    builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,
     clock: Arc<dyn lacuna_sync::Clock>,
     image: &Image<'_>,
     before_vcpus: impl FnOnce(&Vm),
-) -> (Arc<Vm>, Vec<Vcpu>, Arc<Board>, Lines) {
+) -> (Arc<Vm>, Vec<Vcpu>, Arc<PlatformDevices>, Lines) {
     let config = VmConfig {
-        memory: launch.memory,
-        vcpus: launch.vcpus,
-        apf: launch.apf,
+        memory: builder.memory,
+        vcpus: builder.vcpus,
+        apf: builder.apf,
     };
     let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
     before_vcpus(&vm);
-    let vcpus = vm.boot(image, &launch.full_command_line()).unwrap();
+    let vcpus = vm.boot(image, &builder.full_command_line()).unwrap();
     let lines = Lines::default();
-    let board = Arc::new(Board::new(lines.sink()));
-    (vm, vcpus, board, lines)
+    let devices = Arc::new(PlatformDevices::new(lines.sink()));
+    (vm, vcpus, devices, lines)
 }

@@ -83,7 +83,7 @@ impl Vcpu {
     }
 
     fn boundary(&mut self) {
-        if self.slot().poked() {
+        if self.slot().has_request() {
             self.slot().take();
             self.online();
         }
@@ -189,7 +189,7 @@ fn shoot_downs_of_two_blocks_do_not_cover_for_each_other() {
 
 #[test]
 fn a_noted_vcpu_lets_the_remover_go_on() {
-    // Only the poke can end the wait: the vCPU stays online until it has flushed, or was not asked.
+    // Only the request can end the wait: the vCPU stays online until it has flushed.
     run(
         |vcpu| {
             vcpu.access(0);

@@ -124,7 +124,7 @@ impl<'w> Vcpu<'w> {
     /// Between two blocks.
     fn boundary(&mut self) {
         let slot: &VcpuSlot = self.world.quiescence.vcpu(self.index);
-        if slot.poked() {
+        if slot.has_request() {
             slot.take();
             self.online();
         }
@@ -242,7 +242,7 @@ fn no_access_goes_through_a_stale_tlb_after_the_shoot_down() {
 
 #[test]
 fn a_poked_vcpu_lets_the_remover_go_on() {
-    // The vCPU never goes offline by itself: only the poke can end the wait.
+    // The vCPU never goes offline by itself: only the request can end the wait.
     loom::model(|| {
         let world = World::new(1);
         world.mapped.store(true, Ordering::Release);
@@ -304,7 +304,7 @@ fn a_request_that_nobody_waits_for_disturbs_no_remover() {
 
 #[test]
 fn a_pass_keeps_no_tlb_from_its_flush() {
-    a_remover_beside(|quiescence| drop(quiescence.pass()));
+    a_remover_beside(|quiescence| drop(quiescence.kick_all()));
 }
 
 #[test]
@@ -327,8 +327,8 @@ fn after_a_pass_nobody_does_what_was_forbidden_before() {
             })
         };
         world.mapped.store(false, Ordering::Relaxed);
-        let pass = world.quiescence.pass();
-        while !world.quiescence.has_passed(&pass) {
+        let kick = world.quiescence.kick_all();
+        while !world.quiescence.all_left(&kick) {
             yield_now();
         }
         world.reuse();

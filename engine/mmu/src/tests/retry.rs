@@ -80,10 +80,10 @@ fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
     // It is online and passes no quiescent point: a call that waited for it would not return.
     let steps = mmu.invalidate_as(Shape::PerLevel, range(0, 512));
     assert_eq!(steps.leaves, 1);
-    assert!(!vcpu.poked());
+    assert!(!vcpu.has_request());
     std::thread::scope(|scope| {
         let other = scope.spawn(|| mmu.invalidate(&[range(512, 512)]));
-        while !vcpu.poked() {
+        while !vcpu.has_request() {
             std::thread::yield_now();
         }
         assert!(!other.is_finished());

@@ -95,15 +95,15 @@ impl World {
         let _gone = Gone(self, index);
         let mut last = None;
         while !self.done.load(Ordering::Relaxed) {
-            // Before it comes online: a poke after that stays.
-            let poked = quiescence.vcpu(index).take() != 0;
+            // Before it comes online: a request after that stays.
+            let requested = quiescence.vcpu(index).take() != 0;
             let wanted = quiescence.online(index);
-            if poked || last != Some(wanted) {
+            if requested || last != Some(wanted) {
                 tlb.clear();
                 quiescence.vcpu(index).flushed();
                 last = Some(wanted);
             }
-            while !quiescence.vcpu(index).poked() && !self.done.load(Ordering::Relaxed) {
+            while !quiescence.vcpu(index).has_request() && !self.done.load(Ordering::Relaxed) {
                 // Two of the four blocks are more this vCPU's than the other's.
                 let own = (index as u64 * 2 + rng.below(2)) % 4 * 512 + rng.below(512);
                 let page = [own, rng.below(PAGES)][usize::from(rng.below(8) == 0)];

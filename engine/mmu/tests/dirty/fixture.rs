@@ -170,7 +170,7 @@ impl Vcpu {
 
     /// Whether somebody wants it to leave.
     pub fn is_poked(&self, fixture: &Fixture) -> bool {
-        fixture.quiescence.vcpu(self.index).poked()
+        fixture.quiescence.vcpu(self.index).has_request()
     }
 
     pub fn enter(&mut self, fixture: &Fixture) {

@@ -15,7 +15,7 @@ use crate::session::{Session, on_soft};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, Status};
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Stalls, Swap};
+use lacuna_soft::{Apf, Dial, HugePages, Stalls, Swap, VmBuilder};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -45,7 +45,7 @@ const fn work(options: &Options) -> u64 {
 
 /// `apf.memory_alone_time_ratio`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let launch = Launch {
+    let builder = VmBuilder {
         memory: PageCount::from_bytes(MEMORY_MIB << 20),
         resident: PageCount::from_bytes(RESIDENT_MIB << 20),
         vcpus: 1,
@@ -57,9 +57,9 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         command_line: format!("work={} rounds={ROUNDS}", work(options)),
     };
     let runs = if options.quick { 2 } else { 12 };
-    let found = on_soft(&launch, "membound", |session| {
+    let found = on_soft(&builder, "membound", |session| {
         let mut rounds = Rounds::start(session)?;
-        calibrate(&mut rounds, &launch.latency)?;
+        calibrate(&mut rounds, &builder.latency)?;
         let mut stalls = vec![Vec::new(); ARMS.len()];
         let runs = measures(ARMS.len(), runs, |arm| {
             let round = rounds.next(ARMS[arm].1)?;
@@ -68,7 +68,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         })?;
         Ok(Found { runs, stalls })
     })?;
-    tell(&found, &launch, work(options), report);
+    tell(&found, &builder, work(options), report);
     Ok(())
 }
 
@@ -89,10 +89,10 @@ impl Found {
     }
 }
 
-fn tell(found: &Found, launch: &Launch, work: u64, report: &mut Report) {
+fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
     let [time, stalled] = &found.runs[OFF];
     let share = stalled.iter().sum::<f64>() / time.iter().sum::<f64>();
-    let us = launch.latency.ns() / 1000;
+    let us = builder.latency.ns() / 1000;
     if (share - SHARE).abs() > TOLERANCE {
         let percent = 100.0 * share;
         report.skip(ID, format!("it waited {percent:.0} % of its time, not 30"));

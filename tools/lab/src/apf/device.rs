@@ -92,13 +92,13 @@ fn pace(device: &Device, options: &Options) -> Pace {
 /// The four results of `device`.
 pub fn measure(device: &Device, options: &Options, report: &mut Report) -> Result<(), LabError> {
     let pace = pace(device, options);
-    let launch = bm(match device.medium {
+    let builder = bm(match device.medium {
         Medium::File => Swap::File(options.swap_dir.clone()),
         Medium::Memory => Swap::Memory,
     });
-    let runs = on_soft(&launch, "bm", |session| {
+    let runs = on_soft(&builder, "bm", |session| {
         session.guest.prepared()?;
-        launch.latency.set(device.latency);
+        builder.latency.set(device.latency);
         take_turns(session, &ARMS, pace)
     })?;
     report.detail(runs.table(device.about));

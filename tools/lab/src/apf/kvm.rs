@@ -23,7 +23,7 @@ use crate::session::{Guest, LastWords, Session, image};
 use crate::stats::Summary;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, Launch};
+use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, VmBuilder};
 use lacuna_machine::Ending;
 use serde_json::json;
 use std::time::Duration;
@@ -144,7 +144,7 @@ struct Shares {
 }
 
 fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
-    let launch = Launch {
+    let builder = VmBuilder {
         memory: PageCount::from_bytes(MEMORY_MIB << 20),
         resident: PageCount::from_bytes(RESIDENT_MIB << 20),
         vcpus: 1,
@@ -154,10 +154,10 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
         delivery: Delivery::Bitmap,
         command_line: words(),
     };
-    on_kvm(&launch, |session| {
+    on_kvm(&builder, |session| {
         session.guest.prepared()?;
         let run = |(ms, _, _)| {
-            launch.latency.set(Duration::from_millis(ms));
+            builder.latency.set(Duration::from_millis(ms));
             take_turns(session, &[Arm::Alone, arm], pace(options, apf))
         };
         let runs = LATENCIES.into_iter().map(run).collect::<Result<_, _>>()?;
@@ -168,20 +168,20 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
     })
 }
 
-/// Starts a VM of `launch` with `bm`, carries out `experiment` while it runs, and ends it.
+/// Starts a VM of `builder` with `bm`, carries out `experiment` while it runs, and ends it.
 fn on_kvm<T>(
-    launch: &Launch,
+    builder: &VmBuilder,
     experiment: impl FnOnce(&Session<'_>) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
     let words = LastWords::default();
     let (mut experiment, mut result) = (Some(experiment), None);
-    let outcome = launch.run(&image("bm")?, words.console(), |now| {
-        let Some(guest) = Guest::attach(now.vm, now.board) else {
+    let outcome = builder.run(&image("bm")?, words.console(), |now| {
+        let Some(guest) = Guest::attach(now.vm, now.devices) else {
             return;
         };
         if let Some(experiment) = experiment.take() {
             result = Some(experiment(&Session { guest, vm: None }));
-            now.board.end(Ending::Stopped, now.vm);
+            now.devices.end(Ending::Stopped, now.vm);
         }
     })?;
     words.settle(result, &outcome.ending)

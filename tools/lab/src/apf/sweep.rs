@@ -70,13 +70,13 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let launch = bm(Swap::Memory);
-    let points = on_soft(&launch, "bm", |session| {
+    let builder = bm(Swap::Memory);
+    let points = on_soft(&builder, "bm", |session| {
         session.guest.prepared()?;
         latencies(options)
             .map(|us| {
                 progress.step(format!("break-even: {us} us a page"))?;
-                point(session, &launch.latency, us, options)
+                point(session, &builder.latency, us, options)
             })
             .collect::<Result<Vec<_>, _>>()
     })?;

@@ -8,7 +8,7 @@ use crate::session::resident;
 use crate::stats::{Summary, paired, rounds};
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::Launch;
+use lacuna_soft::VmBuilder;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -126,7 +126,7 @@ fn arguments(test: &Test, iterations: u64) -> [String; 2] {
 }
 
 fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {
-    let launch = Launch {
+    let builder = VmBuilder {
         command_line: arguments(test, iterations).join(" "),
         // This is about instructions, not about memory.
         ..resident(u64::from(MEMORY_MIB), 1)
@@ -142,7 +142,7 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         }
     };
     let image = Image::parse(guest.elf).map_err(|e| LabError::Guest(e.to_string()))?;
-    let outcome = launch.run(&image, console, |_| ())?;
+    let outcome = builder.run(&image, console, |_| ())?;
     if !matches!(outcome.ending, Ending::Exited(0)) {
         return Err(LabError::Guest(format!(
             "cpubench ended with {:?}",

@@ -11,8 +11,8 @@ use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
 use lacuna_soft::{
-    Apf, Dial, Host, HugePages, Launch, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm,
-    VmConfig,
+    Apf, Dial, Host, HugePages, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm,
+    VmBuilder, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -58,7 +58,7 @@ impl Fixture {
         let boot = AREA / PAGE_SIZE as u64;
         // Room for the magazines and for what a VM has beside its share.
         let frames = PageCount::new(vcpus as u64 * pages + boot + 4096);
-        let launch = Launch {
+        let builder = VmBuilder {
             memory: frames,
             resident: frames,
             vcpus,
@@ -69,7 +69,7 @@ impl Fixture {
             seed: None,
             command_line: String::new(),
         };
-        let host = launch.host(Arc::clone(&clock))?;
+        let host = builder.host(Arc::clone(&clock))?;
         let config = VmConfig {
             memory: PageCount::new(boot),
             vcpus,

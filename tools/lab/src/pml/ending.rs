@@ -21,7 +21,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, on_soft, resident};
 use crate::stats::{Summary, measures};
 use lacuna_addr::Level;
-use lacuna_soft::{HugeLeaves, HugePages, Initially, Launch, Logging, Recovery, Vm};
+use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
 pub const STEPS: u64 = 1;
@@ -85,12 +85,12 @@ pub fn measure(
 ) -> Result<(), LabError> {
     progress.step("ending logging")?;
     let size = Size::of(options);
-    let launch = Launch {
+    let builder = VmBuilder {
         huge: HugePages::Always,
         command_line: "huge=1 tick_us=20000 seconds=1000000".into(),
         ..resident(size.mib, vcpus_beside_one())
     };
-    let runs = on_soft(&launch, "gaps", |session| {
+    let runs = on_soft(&builder, "gaps", |session| {
         session.guest.prepared()?;
         session.guest.run_for(size.window)?;
         measures(ARMS.len(), size.rounds, |arm| {

@@ -5,8 +5,8 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Access, Gfn, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Delivery, Detection, Dial, Fault, Faulter, Host, HugePages, Launch, Logging, Mmu,
-    MmuNotifier, Room, SlotFlags, SlotId, SlotSpec, Swap, Walk,
+    Apf, Delivery, Detection, Dial, Fault, Faulter, Host, HugePages, Logging, Mmu, MmuNotifier,
+    Room, SlotFlags, SlotId, SlotSpec, Swap, VmBuilder, Walk,
 };
 use lacuna_sync::{Clock, HostClock, Quiescence};
 use std::hint::spin_loop;
@@ -192,7 +192,7 @@ impl Fixture {
 }
 
 fn host(pages: u64) -> Result<Arc<Host>, LabError> {
-    let launch = Launch {
+    let builder = VmBuilder {
         memory: PageCount::new(pages),
         resident: PageCount::new(pages + SPARE),
         vcpus: 1,
@@ -204,7 +204,7 @@ fn host(pages: u64) -> Result<Arc<Host>, LabError> {
         command_line: String::new(),
     };
     let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-    Ok(launch.host(clock)?)
+    Ok(builder.host(clock)?)
 }
 
 /// The thread that writes.
@@ -242,7 +242,7 @@ impl Writer<'_> {
 
     /// Between two quiescent points.
     fn online(&mut self) -> Wanted {
-        while !self.quiescence.vcpu(0).poked() {
+        while !self.quiescence.vcpu(0).has_request() {
             let Some(place) = self.order.next() else {
                 match self.orders.try_recv() {
                     Ok(order) => self.order = order,

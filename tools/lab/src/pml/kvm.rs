@@ -28,7 +28,7 @@ use crate::session::{Guest, LastWords, image};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_kvm::{
-    Apf, Delivery, Dial, DirtyError, FirstTouch, KvmError, Launch, Logging, RingSize, SlotId, Vm,
+    Apf, Delivery, Dial, DirtyError, FirstTouch, KvmError, Logging, RingSize, SlotId, Vm, VmBuilder,
 };
 use lacuna_machine::Ending;
 use rustix::io::Errno;
@@ -174,7 +174,7 @@ impl Runs {
 }
 
 fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
-    let launch = Launch {
+    let builder = VmBuilder {
         memory: PageCount::from_bytes(pace.mib << 20),
         resident: PageCount::from_bytes(pace.mib << 20),
         vcpus: VCPUS,
@@ -189,12 +189,12 @@ fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
     };
     let words = LastWords::default();
     let mut result = None;
-    let outcome = launch.run(&image("churn")?, words.console(), |now| {
-        let Some(guest) = Guest::attach(now.vm, now.board).filter(|_| result.is_none()) else {
+    let outcome = builder.run(&image("churn")?, words.console(), |now| {
+        let Some(guest) = Guest::attach(now.vm, now.devices).filter(|_| result.is_none()) else {
             return;
         };
         result = Some(Monitor::new(guest, now.vm).take_turns(pace));
-        now.board.end(Ending::Stopped, now.vm);
+        now.devices.end(Ending::Stopped, now.vm);
     })?;
     words.settle(result, &outcome.ending)
 }

@@ -17,7 +17,7 @@ use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
 use crate::session::resident;
 use crate::stats::Summary;
-use lacuna_soft::{Backup, Delivery, Detection, Launch, RingSize};
+use lacuna_soft::{Backup, Delivery, Detection, RingSize, VmBuilder};
 use std::time::Duration;
 
 /// Steps of the progress that it makes.
@@ -122,7 +122,7 @@ impl Pace {
 fn setup(pace: Pace, delivery: Delivery) -> Setup {
     let hot = pace.mib / 32;
     Setup {
-        launch: Launch {
+        builder: VmBuilder {
             command_line: format!("hot={hot}M writes=100 frees=0 seconds=1000000"),
             ..resident(pace.mib, vcpus())
         },

@@ -13,13 +13,13 @@ use super::turns::{Done, Last, Player, TURN, reap, round, shifts, turns_of, with
 use crate::experiment::LabError;
 use lacuna_guest::status::DIAL_AT;
 use lacuna_machine::GuestMemory;
-use lacuna_soft::{Delivery, Detection, DirtyStats, Launch, Logging, SlotId, Vm};
+use lacuna_soft::{Delivery, Detection, DirtyStats, Logging, SlotId, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
 /// VMs to be measured.
 pub struct Setup {
     /// Their memory, vCPUs and guest parameters.
-    pub launch: Launch,
+    pub builder: VmBuilder,
     /// Where marks go.
     pub delivery: Delivery,
     /// From one harvest to the next, of a VM's own time.
@@ -134,7 +134,7 @@ impl<'a> Churn<'a> {
 
     // Only while nothing logs: a VM with rings alone takes no writes of the host's then.
     fn turn_dial(&self, to: u32) -> Result<(), LabError> {
-        let page = self.player.board().status_page();
+        let page = self.player.devices().status_page();
         let page = page.expect("the guest was attached by it").gpa();
         let at = page
             .checked_add(DIAL_AT as u64)
@@ -215,13 +215,13 @@ fn harvest(vm: &Vm, slots: &mut [(SlotId, Vec<u64>)]) -> Result<u64, LabError> {
 /// Starts `count` of them, carries out `experiment` when they are prepared, and ends them.
 ///
 /// # Errors
-/// Those of the experiment and of the launch; and a guest that ends before the experiment does.
+/// Those of the experiment and of the builder; and a guest that ends before the experiment does.
 pub fn with_churns<T>(
     setup: &Setup,
     count: usize,
     experiment: impl FnOnce(&mut [Churn<'_>]) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
-    with_players(&setup.launch, setup.delivery, count, |players| {
+    with_players(&setup.builder, setup.delivery, count, |players| {
         let mut churns: Vec<_> = players.into_iter().map(Churn::new).collect();
         experiment(&mut churns)
     })
@@ -283,10 +283,10 @@ mod tests {
     const PML: Watch = Watch::Dirty(Detection::Pml);
 
     fn small(delivery: Delivery) -> Setup {
-        let mut launch = resident(48, 2);
-        launch.command_line = "hot=4M writes=100 seconds=1000000".into();
+        let mut builder = resident(48, 2);
+        builder.command_line = "hot=4M writes=100 seconds=1000000".into();
         Setup {
-            launch,
+            builder,
             delivery,
             period: Duration::from_millis(200),
         }

@@ -212,14 +212,14 @@ impl Rig {
     fn new(pages: u64, walks: Walks, delivery: Delivery) -> Result<Self, LabError> {
         let end = (AREA + pages * STRIDE).next_multiple_of(BLOCK);
         let memory = PageCount::from_bytes(end);
-        let launch = resident(end >> 20, 1);
+        let builder = resident(end >> 20, 1);
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let config = VmConfig {
             memory,
             vcpus: 1,
             apf: Apf::Off,
         };
-        let vm = Vm::new(launch.host(Arc::clone(&clock))?, clock, config)?;
+        let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
         vm.set_delivery(delivery)?;
         let (code, tables) = (program(pages, walks), tables(end));
         let segment = |at: u64, bytes| Segment {

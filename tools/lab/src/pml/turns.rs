@@ -16,8 +16,8 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
 use crate::stats::Summary;
-use lacuna_machine::{Board, Ending, Exit, VcpuError, dispatch};
-use lacuna_soft::{Delivery, Launch, Step, Vcpu, Vm, VmConfig, Wait};
+use lacuna_machine::{Ending, Exit, PlatformDevices, VcpuError, dispatch};
+use lacuna_soft::{Delivery, Step, Vcpu, Vm, VmBuilder, VmConfig, Wait};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -76,9 +76,9 @@ impl Player<'_> {
         &self.machine.vm
     }
 
-    /// Its board.
-    pub fn board(&self) -> &Board {
-        &self.machine.board
+    /// Its devices.
+    pub fn devices(&self) -> &PlatformDevices {
+        &self.machine.devices
     }
 
     /// How often one of its vCPUs found its ring full, and how many pages those reaped.
@@ -99,7 +99,7 @@ impl Player<'_> {
         let result = during(&self.machine.vm);
         self.machine.gate.close();
         result?;
-        if let Some(ending) = self.machine.board.ending() {
+        if let Some(ending) = self.machine.devices.ending() {
             let text = format!("the guest ended while it was measured: {ending:?}");
             return Err(LabError::Guest(text));
         }
@@ -214,7 +214,7 @@ impl Drop for Turn<'_> {
 
 struct Machine {
     vm: Arc<Vm>,
-    board: Board,
+    devices: PlatformDevices,
     words: LastWords,
     gate: Gate,
     rings_full: AtomicU64,
@@ -222,19 +222,19 @@ struct Machine {
 }
 
 impl Machine {
-    fn new(launch: &Launch, delivery: Delivery) -> Result<(Self, Vec<Vcpu>), LabError> {
+    fn new(builder: &VmBuilder, delivery: Delivery) -> Result<(Self, Vec<Vcpu>), LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let config = VmConfig {
-            memory: launch.memory,
-            vcpus: launch.vcpus,
-            apf: launch.apf,
+            memory: builder.memory,
+            vcpus: builder.vcpus,
+            apf: builder.apf,
         };
-        let vm = Vm::new(launch.host(Arc::clone(&clock))?, clock, config)?;
+        let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
         vm.set_delivery(delivery)?;
-        let vcpus = vm.boot(&image("churn")?, &launch.full_command_line())?;
+        let vcpus = vm.boot(&image("churn")?, &builder.full_command_line())?;
         let words = LastWords::default();
         let machine = Self {
-            board: Board::new(words.console()),
+            devices: PlatformDevices::new(words.console()),
             vm,
             words,
             gate: Gate::default(),
@@ -248,7 +248,7 @@ impl Machine {
     fn drive(&self, mut vcpu: Vcpu) {
         let _end = End(self);
         let mut turn = Some(self.gate.enter());
-        while self.board.ending().is_none() {
+        while self.devices.ending().is_none() {
             self.gate.pass(&mut turn);
             match vcpu.step(FUEL) {
                 Step::Ran => {}
@@ -267,8 +267,8 @@ impl Machine {
             self.rings_full.fetch_add(1, Ordering::Relaxed);
             self.reaped.fetch_add(reap(&self.vm), Ordering::Relaxed);
         } else {
-            // Whether to go on, the loop asks the board itself.
-            let _ = dispatch(vcpu, exit, &self.board, &*self.vm);
+            // Whether to go on, the loop asks the devices itself.
+            let _ = dispatch(vcpu, exit, &self.devices, &*self.vm);
         }
     }
 
@@ -276,10 +276,10 @@ impl Machine {
     fn attach(&self) -> Result<Player<'_>, LabError> {
         let deadline = Instant::now() + LIMIT;
         let guest = loop {
-            if let Some(guest) = Guest::attach(&*self.vm, &self.board) {
+            if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
                 break guest;
             }
-            if self.board.ending().is_some() || Instant::now() > deadline {
+            if self.devices.ending().is_some() || Instant::now() > deadline {
                 return Err(LabError::Guest("the guest did not begin".into()));
             }
             thread::sleep(Duration::from_millis(1));
@@ -301,7 +301,7 @@ struct End<'a>(&'a Machine);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
-        self.0.board.end(Ending::Stopped, &*self.0.vm);
+        self.0.devices.end(Ending::Stopped, &*self.0.vm);
         self.0.gate.open();
     }
 }
@@ -310,16 +310,16 @@ impl Drop for End<'_> {
 /// prepared and stand still, and ends them.
 ///
 /// # Errors
-/// Those of the experiment and of the launch; and a guest that ends before the experiment does.
+/// Those of the experiment and of the builder; and a guest that ends before the experiment does.
 pub fn with_players<T>(
-    launch: &Launch,
+    builder: &VmBuilder,
     delivery: Delivery,
     count: usize,
     experiment: impl FnOnce(Vec<Player<'_>>) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
     let (mut machines, mut vcpus) = (Vec::new(), Vec::new());
     for _ in 0..count {
-        let (machine, its) = Machine::new(launch, delivery)?;
+        let (machine, its) = Machine::new(builder, delivery)?;
         machines.push(machine);
         vcpus.push(its);
     }
@@ -336,7 +336,7 @@ pub fn with_players<T>(
     });
     let mut result = Some(result);
     for machine in &machines {
-        let ending = machine.board.ending().unwrap_or(Ending::Stopped);
+        let ending = machine.devices.ending().unwrap_or(Ending::Stopped);
         if !matches!(ending, Ending::Stopped) {
             return machine.words.settle(result.take(), &ending);
         }
@@ -472,9 +472,9 @@ mod tests {
     /// Between two turns a VM does nothing, and its time does not pass.
     #[test]
     fn who_has_no_turn_stands_still() {
-        let mut launch = resident(48, 2);
-        launch.command_line = "hot=4M seconds=1000000".into();
-        let done = with_players(&launch, Delivery::Bitmap, 2, |mut players| {
+        let mut builder = resident(48, 2);
+        builder.command_line = "hot=4M seconds=1000000".into();
+        let done = with_players(&builder, Delivery::Bitmap, 2, |mut players| {
             // However long it takes here until something is done.
             let until_some = |player: &mut Player<'_>| {
                 let mut all = Done::default();
@@ -499,9 +499,9 @@ mod tests {
     /// The guest's own end is an error, not an end of the experiment without one.
     #[test]
     fn a_guest_that_ends_is_told_of() {
-        let mut launch = resident(48, 1);
-        launch.command_line = "hot=4M transactions=1".into();
-        let ended = with_players(&launch, Delivery::Bitmap, 1, |mut players| {
+        let mut builder = resident(48, 1);
+        builder.command_line = "hot=4M transactions=1".into();
+        let ended = with_players(&builder, Delivery::Bitmap, 1, |mut players| {
             loop {
                 players[0].run_for(TURN)?;
             }

@@ -4,8 +4,8 @@
 use crate::experiment::LabError;
 use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Dial, Fault, Faulter, Host, HugePages, Launch, Mmu, MmuNotifier, SlotFlags, SlotId,
-    SlotSpec, Swap,
+    Apf, Dial, Fault, Faulter, Host, HugePages, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
+    Swap, VmBuilder,
 };
 use lacuna_sync::{Clock, HostClock, Quiescence};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl Fixture {
     /// `slots` slots, of which the one in the middle is under test, with `blocks` times 2 MiB; the
     /// others have 2 MiB each.
     pub fn new(slots: u64, blocks: u64, huge: HugePages) -> Result<Self, LabError> {
-        let launch = Launch {
+        let builder = VmBuilder {
             memory: PageCount::new(blocks * BLOCK),
             // Room for what reclaim wants free before it makes huge pages, and for magazines.
             resident: PageCount::new((blocks + 32) * BLOCK),
@@ -45,7 +45,7 @@ impl Fixture {
             command_line: String::new(),
         };
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = launch.host(clock)?;
+        let host = builder.host(clock)?;
         let quiescence = Arc::new(Quiescence::new(1));
         let mmu = Mmu::new(Arc::clone(&host), quiescence, TABLES)?;
         let mut fixture = Self {

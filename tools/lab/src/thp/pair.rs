@@ -4,8 +4,8 @@
 use crate::experiment::LabError;
 use crate::session::{Count, Guest, LastWords, image};
 use lacuna_guest::status::Kind;
-use lacuna_machine::{Board, Ending};
-use lacuna_soft::{Background, Host, HostStats, Launch, Vcpu, Vm, VmConfig};
+use lacuna_machine::{Ending, PlatformDevices};
+use lacuna_soft::{Background, Host, HostStats, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::thread;
@@ -47,10 +47,10 @@ impl<'a> Side<'a> {
     fn prepare(machine: &'a Machine) -> Result<Self, LabError> {
         let deadline = Instant::now() + LIMIT;
         let guest = loop {
-            if let Some(guest) = Guest::attach(&*machine.vm, &machine.board) {
+            if let Some(guest) = Guest::attach(&*machine.vm, &machine.devices) {
                 break guest;
             }
-            if machine.board.ending().is_some() || Instant::now() > deadline {
+            if machine.devices.ending().is_some() || Instant::now() > deadline {
                 return Err(LabError::Guest("the guest did not begin".into()));
             }
             thread::sleep(Duration::from_millis(1));
@@ -109,24 +109,24 @@ impl<'a> Side<'a> {
 
 struct Machine {
     vm: Arc<Vm>,
-    board: Board,
+    devices: PlatformDevices,
     words: LastWords,
 }
 
 impl Machine {
-    fn new(launch: &Launch, name: &str) -> Result<(Self, Vec<Vcpu>), LabError> {
+    fn new(builder: &VmBuilder, name: &str) -> Result<(Self, Vec<Vcpu>), LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = launch.host(Arc::clone(&clock))?;
+        let host = builder.host(Arc::clone(&clock))?;
         let config = VmConfig {
-            memory: launch.memory,
-            vcpus: launch.vcpus,
-            apf: launch.apf,
+            memory: builder.memory,
+            vcpus: builder.vcpus,
+            apf: builder.apf,
         };
         let vm = Vm::new(host, clock, config)?;
-        let vcpus = vm.boot(&image(name)?, &launch.full_command_line())?;
+        let vcpus = vm.boot(&image(name)?, &builder.full_command_line())?;
         let words = LastWords::default();
-        let board = Board::new(words.console());
-        Ok((Self { vm, board, words }, vcpus))
+        let devices = PlatformDevices::new(words.console());
+        Ok((Self { vm, devices, words }, vcpus))
     }
 }
 
@@ -136,7 +136,7 @@ struct End<'a>(&'a [Machine]);
 impl Drop for End<'_> {
     fn drop(&mut self) {
         for machine in self.0 {
-            machine.board.end(Ending::Stopped, &*machine.vm);
+            machine.devices.end(Ending::Stopped, &*machine.vm);
         }
     }
 }
@@ -147,11 +147,11 @@ impl Drop for End<'_> {
 /// # Errors
 /// Those of the experiment and of the launches; and a guest that ends before the experiment does.
 pub fn side_by_side<T>(
-    launches: &[Launch],
+    launches: &[VmBuilder],
     name: &str,
     experiment: impl FnOnce(&mut [Side<'_>]) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
-    let made = launches.iter().map(|launch| Machine::new(launch, name));
+    let made = launches.iter().map(|builder| Machine::new(builder, name));
     let (machines, vcpus): (Vec<_>, Vec<_>) = made
         .collect::<Result<Vec<_>, LabError>>()?
         .into_iter()
@@ -160,7 +160,7 @@ pub fn side_by_side<T>(
         let _end = End(&machines);
         let start = |(machine, vcpus): (_, Vec<Vcpu>)| {
             let machine: &Machine = machine;
-            scope.spawn(move || drop(lacuna_machine::run(vcpus, &machine.board, &*machine.vm)));
+            scope.spawn(move || drop(lacuna_machine::run(vcpus, &machine.devices, &*machine.vm)));
             Side::prepare(machine)
         };
         let sides = machines.iter().zip(vcpus).map(start);
@@ -168,7 +168,7 @@ pub fn side_by_side<T>(
         experiment(&mut sides)
     });
     // Of a guest that has ended by itself, its last words are the reason.
-    let ending = |machine: &Machine| machine.board.ending().unwrap_or(Ending::Stopped);
+    let ending = |machine: &Machine| machine.devices.ending().unwrap_or(Ending::Stopped);
     let stopped = |machine: &Machine| matches!(ending(machine), Ending::Stopped);
     let failed = machines.iter().find(|machine| !stopped(machine));
     let told = failed.unwrap_or(&machines[0]);
@@ -181,8 +181,8 @@ mod tests {
     use lacuna_addr::PageCount;
     use lacuna_soft::{Apf, Dial, HugePages, Swap};
 
-    fn launch(huge: HugePages, words: &str) -> Launch {
-        Launch {
+    fn builder(huge: HugePages, words: &str) -> VmBuilder {
+        VmBuilder {
             memory: PageCount::from_bytes(32 << 20),
             resident: PageCount::from_bytes(64 << 20),
             vcpus: 1,
@@ -203,7 +203,7 @@ mod tests {
     #[test]
     fn who_has_no_turn_does_nothing() {
         let launches = [HugePages::Never, HugePages::Always]
-            .map(|huge| launch(huge, "huge=1 seconds=1000000"));
+            .map(|huge| builder(huge, "huge=1 seconds=1000000"));
         let done = side_by_side(&launches, "zipf", |sides| {
             let resting = sides[1].guest.count()?.faulters;
             let took = sides[0].take(TURN)?;
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_refuses_says_why() {
-        let launches = [launch(HugePages::Never, "processes=0")];
+        let launches = [builder(HugePages::Never, "processes=0")];
         let error = side_by_side(&launches, "zipf", |_| Ok(())).unwrap_err();
         assert!(error.to_string().contains("cannot be"), "{error}");
     }

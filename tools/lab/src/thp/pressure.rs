@@ -7,7 +7,7 @@ use crate::report::short;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Dial, HugePages, Launch, Swap};
+use lacuna_soft::{Apf, Dial, HugePages, Swap, VmBuilder};
 use std::time::Duration;
 
 /// Memory the guest believes it has, in MiB.
@@ -69,7 +69,7 @@ pub fn measure(
 ) -> Result<(), LabError> {
     for place in &PLACES {
         progress.step(format!("memory pressure, {}", place.about))?;
-        let launch = |huge| Launch {
+        let builder = |huge| VmBuilder {
             memory: PageCount::from_bytes(MEMORY_MIB << 20),
             resident: PageCount::from_bytes(RESIDENT_MIB << 20),
             vcpus: vcpus(),
@@ -80,7 +80,7 @@ pub fn measure(
             seed: None,
             command_line: format!("huge=1 skew={SKEW} seconds=1000000 {}", place.words),
         };
-        let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(launch);
+        let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
         let found = side_by_side(&launches, "zipf", |sides| take_turns(options, place, sides))?;
         if Summary::of(&found[SMALL][2]).median == 0.0 {
             return Err(LabError::Guest("memory was not scarce: no swap-ins".into()));

@@ -5,14 +5,14 @@ use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::session::resident;
 use crate::stats::{Summary, paired, rounds};
-use lacuna_soft::{HugePages, Launch};
+use lacuna_soft::{HugePages, VmBuilder};
 use std::time::Duration;
 
 /// `thp.random_read_ratio`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mib = if options.quick { 256 } else { 1024 };
-    let launch = |huge| {
-        Launch {
+    let builder = |huge| {
+        VmBuilder {
             huge,
             command_line: format!("huge=1 bytes={mib}M seconds=1000000"),
             // Room for the kernel and its tables beside what is read.
@@ -23,7 +23,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         settle: Duration::from_millis(40),
         slice: Duration::from_millis(100),
     };
-    let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(launch);
+    let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
     let rates = side_by_side(&launches, "reads", |sides| {
         let repeats = if options.quick { 2 } else { 15 };
         rounds(3, repeats, |arm| Ok(sides[arm].take(turn)?.rate))

@@ -6,7 +6,7 @@ use crate::native::thread_cpu_ns;
 use crate::session::resident;
 use lacuna_addr::{Gfn, Gpa, HvaRange, PAGE_SIZE};
 use lacuna_machine::{Exit, Image, Kick as _, Segment, Vcpu as _};
-use lacuna_soft::{HugePages, Launch, Shape, Vcpu, Vm, VmConfig};
+use lacuna_soft::{HugePages, Shape, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,16 +43,16 @@ pub struct Toucher(Vcpu);
 impl Scene {
     /// A guest in which the worker goes through its piece `passes` times in each of its runs.
     pub fn new(huge: HugePages, passes: u32) -> Result<(Self, Worker, Toucher), LabError> {
-        let launch = Launch {
+        let builder = VmBuilder {
             huge,
             ..resident(MEMORY_MIB, 2)
         };
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = launch.host(Arc::clone(&clock))?;
+        let host = builder.host(Arc::clone(&clock))?;
         let config = VmConfig {
-            memory: launch.memory,
-            vcpus: launch.vcpus,
-            apf: launch.apf,
+            memory: builder.memory,
+            vcpus: builder.vcpus,
+            apf: builder.apf,
         };
         let vm = Vm::new(host, clock, config)?;
         let code = program(passes);

@@ -1,13 +1,13 @@
 //! From a description of a run to its end: what `lacuna run`, the lab and the tests have in common.
 
-use crate::{Guest, SoftError, Stalls, Trace, Vm, VmConfig, World, WorldConfig};
+use crate::{SimulatedVm, Simulator, SimulatorConfig, SoftError, Stalls, Trace, Vm, VmConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
     Dial, FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, MemoryStore,
     SwapStore,
 };
-use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image, Layout};
+use lacuna_machine::{Apf, Console, Ending, GuestMemory, Image, Layout, PlatformDevices};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub enum Swap {
 
 /// A run.
 #[derive(Clone, Debug)]
-pub struct Launch {
+pub struct VmBuilder {
     /// The memory that the guest believes it has.
     pub memory: PageCount,
     /// The frames it gets.
@@ -51,13 +51,13 @@ pub struct Observed<'a> {
     /// The VM.
     pub vm: &'a Vm,
     /// Its devices.
-    pub board: &'a Board,
+    pub devices: &'a PlatformDevices,
     /// The guest's time.
     pub now: Nanos,
 }
 
 /// How a run went.
-pub struct Outcome {
+pub struct RunSummary {
     /// Why it ended.
     pub ending: Ending,
     /// The host's counters at the end, the VM still there.
@@ -81,7 +81,7 @@ const WATCH: Duration = Duration::from_millis(100);
 /// A swap transfer's virtual time without added latency: about the plain file's here.
 const VIRTUAL_IO_NS: u64 = 50_000;
 
-impl Launch {
+impl VmBuilder {
     /// The memory manager of this run, for several VMs to share if wanted.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Result<Arc<Host>, HostError> {
         let io = match self.seed {
@@ -126,7 +126,7 @@ impl Launch {
         image: &Image<'_>,
         console: impl Console + 'static,
         watch: impl FnMut(&Observed<'_>),
-    ) -> Result<Outcome, SoftError> {
+    ) -> Result<RunSummary, SoftError> {
         self.check()?;
         match self.seed {
             None => self.run_threads(image, console, watch),
@@ -162,25 +162,25 @@ impl Launch {
         image: &Image<'_>,
         console: impl Console + 'static,
         mut watch: impl FnMut(&Observed<'_>),
-    ) -> Result<Outcome, SoftError> {
+    ) -> Result<RunSummary, SoftError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = self.host(Arc::clone(&clock))?;
         let vm = Vm::new(Arc::clone(&host), Arc::clone(&clock), self.config())?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
-        let board = Board::new(console);
+        let devices = PlatformDevices::new(console);
         let background = host.spawn_background()?;
         let watcher = thread::current();
         thread::scope(|scope| {
             let named = thread::Builder::new().name("lacuna-run".into());
             let spawned = named.spawn_scoped(scope, || {
-                drop(lacuna_machine::run(vcpus, &board, &*vm));
+                drop(lacuna_machine::run(vcpus, &devices, &*vm));
                 watcher.unpark();
             });
             let runner = spawned.map_err(|error| HostError::Thread(error.to_string()))?;
-            while !runner.is_finished() && board.ending().is_none() {
+            while !runner.is_finished() && devices.ending().is_none() {
                 watch(&Observed {
                     vm: &vm,
-                    board: &board,
+                    devices: &devices,
                     now: clock.now(),
                 });
                 thread::park_timeout(WATCH);
@@ -191,7 +191,7 @@ impl Launch {
         let end = clock.now();
         // The status page may be in swap.
         host.end_latency();
-        Ok(Outcome::of(&vm, &board, end, None))
+        Ok(RunSummary::of(&vm, &devices, end, None))
     }
 
     fn run_seeded(
@@ -200,7 +200,7 @@ impl Launch {
         image: &Image<'_>,
         console: impl Console + 'static,
         mut watch: impl FnMut(&Observed<'_>),
-    ) -> Result<Outcome, SoftError> {
+    ) -> Result<RunSummary, SoftError> {
         let clock = Arc::new(VirtualClock::default());
         let host = self.host(Arc::clone(&clock) as Arc<dyn Clock>)?;
         let vm = Vm::new(
@@ -209,37 +209,37 @@ impl Launch {
             self.config(),
         )?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
-        let board = Arc::new(Board::new(console));
-        let mut world = World::new(WorldConfig {
+        let devices = Arc::new(PlatformDevices::new(console));
+        let mut simulator = Simulator::new(SimulatorConfig {
             seed,
             clock: Arc::clone(&clock),
             host,
         });
-        world.add(Guest {
+        simulator.add(SimulatedVm {
             vm: Arc::clone(&vm),
             vcpus,
-            board: Arc::clone(&board),
+            devices: Arc::clone(&devices),
         });
-        let trace = world.run(|| {
+        let trace = simulator.run(|| {
             watch(&Observed {
                 vm: &vm,
-                board: &board,
+                devices: &devices,
                 now: clock.now(),
             })
         });
-        Ok(Outcome::of(&vm, &board, clock.now(), Some(trace)))
+        Ok(RunSummary::of(&vm, &devices, clock.now(), Some(trace)))
     }
 }
 
-impl Outcome {
-    fn of(vm: &Vm, board: &Board, end: Nanos, trace: Option<Trace>) -> Self {
+impl RunSummary {
+    fn of(vm: &Vm, devices: &PlatformDevices, end: Nanos, trace: Option<Trace>) -> Self {
         Self {
-            ending: board.ending().unwrap_or(Ending::Stopped),
+            ending: devices.ending().unwrap_or(Ending::Stopped),
             host: vm.host().stats(),
             stalls: vm.stalls(),
             apf: vm.apf_stats(),
             retired: vm.retired(),
-            status: status_page(vm, board),
+            status: status_page(vm, devices),
             end,
             trace,
         }
@@ -247,8 +247,8 @@ impl Outcome {
 }
 
 /// A copy of the status page, from swap if need be.
-fn status_page(vm: &Vm, board: &Board) -> Option<Vec<u8>> {
+fn status_page(vm: &Vm, devices: &PlatformDevices) -> Option<Vec<u8>> {
     let mut page = vec![0; PAGE_SIZE];
-    vm.read(board.status_page()?.gpa(), &mut page).ok()?;
+    vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
     Some(page)
 }

@@ -105,13 +105,13 @@ impl std::io::Write for Lines {
 const NO_STATUS: u64 = u64::MAX;
 
 /// The guest's devices, shared by its vCPU threads.
-pub struct Board {
+pub struct PlatformDevices {
     serial: Mutex<Serial<NoInterrupt, vm_superio::serial::NoEvents, Lines>>,
     status: AtomicU64,
     ending: Mutex<Option<Ending>>,
 }
 
-impl Board {
+impl PlatformDevices {
     /// Devices that print to `console`.
     pub fn new(console: impl Console + 'static) -> Self {
         let lines = Lines {

@@ -1,10 +1,10 @@
-//! From a description of a run to its end: the counterpart of `lacuna_soft::Launch`.
+//! From a description of a run to its end: the counterpart of `lacuna_soft::VmBuilder`.
 
 use crate::pages::FirstTouch;
 use crate::source::{SourceConfig, SourceStats};
 use crate::{Delivery, KvmError, Vm, VmConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_machine::{Apf, Board, Console, Ending, GuestMemory, Image};
+use lacuna_machine::{Apf, Console, Ending, GuestMemory, Image, PlatformDevices};
 use lacuna_sync::{Clock, Dial, HostClock, Nanos};
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// A run.
 #[derive(Clone, Debug)]
-pub struct Launch {
+pub struct VmBuilder {
     /// The memory that the guest believes it has.
     pub memory: PageCount,
     /// How much of it may be in place at a time, at least 2 MiB.
@@ -37,13 +37,13 @@ pub struct Observed<'a> {
     /// The VM.
     pub vm: &'a Vm,
     /// Its devices.
-    pub board: &'a Board,
+    pub devices: &'a PlatformDevices,
     /// Time since the run began.
     pub now: Nanos,
 }
 
 /// How a run went.
-pub struct Outcome {
+pub struct RunSummary {
     /// Why it ended.
     pub ending: Ending,
     /// What the page source did.
@@ -60,7 +60,7 @@ const WATCH: Duration = Duration::from_millis(100);
 /// in its instruction emulator and does not let guest programs make system calls of the usual kind.
 const PVM: &str = "/sys/module/kvm_pvm";
 
-impl Launch {
+impl VmBuilder {
     /// The guest kernel's whole command line.
     pub fn full_command_line(&self) -> String {
         let host = if Path::new(PVM).exists() {
@@ -82,31 +82,31 @@ impl Launch {
         image: &Image<'_>,
         console: impl Console + 'static,
         mut watch: impl FnMut(&Observed<'_>),
-    ) -> Result<Outcome, KvmError> {
+    ) -> Result<RunSummary, KvmError> {
         let vm = self.vm()?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
-        let board = Board::new(console);
+        let devices = PlatformDevices::new(console);
         let clock = HostClock::default();
         let watcher = thread::current();
         thread::scope(|scope| {
             let runner = scope.spawn(|| {
-                drop(lacuna_machine::run(vcpus, &board, &*vm));
+                drop(lacuna_machine::run(vcpus, &devices, &*vm));
                 watcher.unpark();
             });
-            while !runner.is_finished() && board.ending().is_none() {
+            while !runner.is_finished() && devices.ending().is_none() {
                 watch(&Observed {
                     vm: &vm,
-                    board: &board,
+                    devices: &devices,
                     now: clock.now(),
                 });
                 thread::park_timeout(WATCH);
             }
         });
         let end = clock.now();
-        Ok(Outcome {
-            ending: board.ending().unwrap_or(Ending::Stopped),
+        Ok(RunSummary {
+            ending: devices.ending().unwrap_or(Ending::Stopped),
             stats: vm.source_stats(),
-            status: status_page(&vm, &board),
+            status: status_page(&vm, &devices),
             end,
         })
     }
@@ -131,8 +131,8 @@ impl Launch {
 }
 
 /// A copy of the status page, from afar if need be.
-fn status_page(vm: &Vm, board: &Board) -> Option<Vec<u8>> {
+fn status_page(vm: &Vm, devices: &PlatformDevices) -> Option<Vec<u8>> {
     let mut page = vec![0; PAGE_SIZE];
-    vm.read(board.status_page()?.gpa(), &mut page).ok()?;
+    vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
     Some(page)
 }
