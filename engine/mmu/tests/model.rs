@@ -348,7 +348,7 @@ fn pages_only_read_are_dropped_without_a_second_write() {
     assert!(after.swapped_in > before.swapped_in + PAGES);
     assert_eq!(
         after.swapped_out, before.swapped_out,
-        "clean pages keep their swap slots"
+        "clean pages keep their swap entries"
     );
 }
 

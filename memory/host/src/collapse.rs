@@ -11,7 +11,7 @@
 //! back meanwhile spoils it, and everything is put back. In both, no page can leave its frame in
 //! between, because all their descriptors are isolated.
 //!
-//! Slots go: a whole block has no copy in swap, and pages that had one count as dirty.
+//! Entries go: a whole block has no copy in swap, and pages that had one count as dirty.
 
 use crate::desc::{Desc, Dirt, FrameState};
 use crate::head::{BLOCK, BlockNo, HeadState};
@@ -232,7 +232,7 @@ impl Core {
         let span = pages.region.span(pages.first).expect("gathered from it");
         let parts = self.frames.parts(span, block);
         for (state, desc) in pages.states.iter().zip(parts.frames) {
-            if state.slot().is_some() {
+            if state.entry().is_some() {
                 desc.mark_dirty();
             }
         }
@@ -248,7 +248,7 @@ impl Core {
         parts.desc.publish();
         self.stats.note_whole();
         Counters::add(&self.stats.collapses, 1);
-        self.free_slots(&pages.states);
+        self.free_entries(&pages.states);
         let range = pages.first.block_range();
         pages.region.notifier.invalidate(&[range]);
     }
@@ -278,7 +278,7 @@ impl Core {
                 continue;
             };
             self.frames.pool.frame(frame).read(0, &mut to.0);
-            if state.slot().is_some() || self.frames.desc(frame).dirt() == Dirt::Dirty {
+            if state.entry().is_some() || self.frames.desc(frame).dirt() == Dirt::Dirty {
                 parts.frames[i].mark_dirty();
             }
         }
@@ -302,15 +302,15 @@ impl Core {
         Counters::add(&self.stats.collapses, 1);
         let moved = pages.frames().count();
         pages.region.add_resident((BLOCK - moved) as i64);
-        self.free_slots(&pages.states);
+        self.free_entries(&pages.states);
         self.frames
             .give(pages.frames().map(|frame| frame.index() as u32));
         self.settled.bump();
         Collapse::Made
     }
 
-    fn free_slots(&self, states: &[PageState]) {
-        let slots = states.iter().filter_map(|state| state.slot());
-        slots.for_each(|slot| self.free_slot(slot));
+    fn free_entries(&self, states: &[PageState]) {
+        let entries = states.iter().filter_map(|state| state.entry());
+        entries.for_each(|entry| self.free_entry(entry));
     }
 }

@@ -49,7 +49,7 @@ pub struct Desc {
     /// The page that the frame belongs to, while Used or Isolated.
     owner: AtomicU64,
     state: AtomicU8,
-    /// The content may differ from the swap slot's, or from zeros when there is none. Set before a
+    /// The content may differ from the swap entry's, or from zeros when there is none. Set before a
     /// write access may go on and whenever a leaf with D is removed; cleared only by the eviction
     /// that writes it out. A stale fault may set it on a frame that has since moved to another
     /// page, which costs a needless write and nothing else.

@@ -106,7 +106,7 @@ pub enum SwapError {
     /// No space is left.
     #[error("{0}")]
     Full(String),
-    /// The device ends here: neither this slot nor any after it can be used. What lies before can.
+    /// The device ends here: neither this entry nor any after it can be used. What lies before can.
     #[error("{0}")]
     Ends(String),
     /// The device failed.

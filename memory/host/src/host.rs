@@ -12,7 +12,7 @@ use crate::region::{MmuNotifier, Regions};
 use crate::residency::PageNo;
 use crate::settled::Settled;
 use crate::stats::Counters;
-use crate::swap::{Reads, Slot, SlotMap, SwapStore};
+use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::trial::Trials;
 use crate::writeback::Failure;
@@ -68,7 +68,7 @@ pub(crate) struct Core {
     pub huge: HugePages,
     pub store: Box<dyn SwapStore>,
     pub device: String,
-    pub slots: Mutex<SlotMap>,
+    pub entries: Mutex<SwapMap>,
     /// Reads in flight by page.
     pub tickets: Mutex<BTreeMap<PageNo, Ticket>>,
     pub lost: Mutex<BTreeMap<PageNo, Arc<str>>>,
@@ -135,7 +135,7 @@ impl Host {
             regions: Regions::default(),
             huge,
             device: store.describe(),
-            slots: Mutex::new(SlotMap::new(store.capacity().get())),
+            entries: Mutex::new(SwapMap::new(store.capacity().get())),
             store,
             tickets: Mutex::default(),
             lost: Mutex::default(),
@@ -349,11 +349,11 @@ impl Core {
         held
     }
 
-    /// Gives a slot back. Its content must not be needed, and no write to it may be in flight.
-    pub fn free_slot(&self, slot: Slot) {
-        // The device first: once the slot is free, somebody may write to it.
-        self.store.discard(slot);
-        lock(&self.slots).free(slot);
+    /// Gives an entry back. Its content must not be needed, and no write to it may be in flight.
+    pub fn free_entry(&self, entry: SwapEntry) {
+        // The device first: once the entry is free, somebody may write to it.
+        self.store.discard(entry);
+        lock(&self.entries).free(entry);
     }
 
     pub fn lost_page(&self, page: PageNo) -> LostPage {

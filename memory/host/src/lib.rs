@@ -18,7 +18,7 @@
 //! * **Nothing waits under a lock.** [`Host::resolve`] never sleeps and does no I/O; what waits
 //!   ([`Host::wait`], [`Host::reclaim_direct`]) is called with no lock held, and so are listeners.
 //! * **D is the truth about writes.** A page not marked dirty is dropped without a write and keeps
-//!   its swap slot; a page is marked before a write access may go on, or when a leaf with D is
+//!   its swap entry; a page is marked before a write access may go on, or when a leaf with D is
 //!   removed.
 //! * **Forward progress.** What an instruction has faulted on is held until it retires; a budget of
 //!   [`Host::minimum_budget`] suffices; no region is squeezed below its floor for another.
@@ -76,5 +76,5 @@ pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::{Frame, Resolution};
 pub use stats::HostStats;
-pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, Slot, SwapStore};
+pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, SwapEntry, SwapStore};
 pub use ticket::Ticket;

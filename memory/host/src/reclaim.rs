@@ -263,7 +263,7 @@ impl Core {
             if desc.take_dirty() == Dirt::Clean {
                 match victim.word().advance(PageState::dropped) {
                     Ok(before) => {
-                        let swapped = i64::from(before.slot().is_some());
+                        let swapped = i64::from(before.entry().is_some());
                         self.away.fetch_add(swapped, Ordering::Relaxed);
                         Counters::add(&self.stats.clean_dropped, 1);
                         out.freed.push(victim);
@@ -283,8 +283,8 @@ impl Core {
             match victim.word().advance(PageState::zero_dropped) {
                 Ok(before) => {
                     Counters::add(&self.stats.zero_dropped, 1);
-                    if let Some(slot) = before.slot() {
-                        self.free_slot(slot);
+                    if let Some(entry) = before.entry() {
+                        self.free_entry(entry);
                     }
                     out.freed.push(victim);
                 }

@@ -154,8 +154,8 @@ impl Core {
             debug_assert_eq!(self.frames.desc(frame).state(), FrameState::Isolated);
             frames.push(frame);
         }
-        if let Some(slot) = state.slot() {
-            self.free_slot(slot);
+        if let Some(entry) = state.entry() {
+            self.free_entry(entry);
         }
         if let PageState::Swapped { .. } = state {
             self.away.fetch_sub(1, Ordering::Relaxed);

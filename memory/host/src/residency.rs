@@ -4,13 +4,13 @@
 //!                 fault (zero-filled frame)                  read error
 //!       Empty ----------------------------.        .------------------------> Lost
 //!         ^                               v        |
-//!         | clean without slot,        Resident <--+---------- Reading
+//!         | clean without entry,       Resident <--+---------- Reading
 //!         | or all zeros              |  ^    ^     read done     ^
 //!         |                   evict   |  |    |                   | fault (frame allocated)
 //!         |                           v  |    | fault             |
 //!         +------------------------ Evicting  |                   |
 //!         | (unmapped everywhere)     |  |    |                   |
-//!         |               dirty:      |  | clean with slot        |
+//!         |               dirty:      |  | clean with entry       |
 //!         |               write out   v  '--------------------> Swapped
 //!         |                        Writeback ---------------------^
 //!         |                               \    written
@@ -25,18 +25,18 @@
 //! tells the rest (see `head`): from Resident, Evicting or Empty by a collapse, to Resident by a
 //! split. `Empty` too asks the head: a block that was touched as a whole has only Empty words.
 //!
-//! The word: bits 0..3 state, 3..32 frame, 32..64 slot + 1 (0 for none).
+//! The word: bits 0..3 state, 3..32 frame, 32..64 entry + 1 (0 for none).
 
 use crate::head::BLOCK;
-use crate::swap::Slot;
+use crate::swap::SwapEntry;
 use lacuna_addr::{Hva, HvaRange, PAGE_SHIFT, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
 /// Bits of a frame number in a page word.
 pub const FRAME_BITS: u32 = 29;
 const STATE_BITS: u32 = 3;
-const SLOT_SHIFT: u32 = 32;
-const _: () = assert!(STATE_BITS + FRAME_BITS == SLOT_SHIFT);
+const ENTRY_SHIFT: u32 = 32;
+const _: () = assert!(STATE_BITS + FRAME_BITS == ENTRY_SHIFT);
 
 /// A page of the manager's numbering: an [`Hva`] divided by 4 KiB. Never zero for a real page.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -90,17 +90,23 @@ impl PageNo {
 pub enum PageState {
     /// Nowhere: it reads as zeros.
     Empty,
-    /// In `frame`; `slot`, if any, held the same bytes when the frame was last clean.
-    Resident { frame: Pfn, slot: Option<Slot> },
+    /// In `frame`; `entry`, if any, held the same bytes when the frame was last clean.
+    Resident {
+        frame: Pfn,
+        entry: Option<SwapEntry>,
+    },
     /// In `frame`, being unmapped.
-    Evicting { frame: Pfn, slot: Option<Slot> },
-    /// In `frame`, unmapped, being written to `slot`.
-    Writeback { frame: Pfn, slot: Slot },
-    /// In `slot` alone.
-    Swapped { slot: Slot },
-    /// In `slot`, being read into `frame`; a ticket exists.
-    Reading { frame: Pfn, slot: Slot },
-    /// Its slot could not be read.
+    Evicting {
+        frame: Pfn,
+        entry: Option<SwapEntry>,
+    },
+    /// In `frame`, unmapped, being written to `entry`.
+    Writeback { frame: Pfn, entry: SwapEntry },
+    /// In `entry` alone.
+    Swapped { entry: SwapEntry },
+    /// In `entry`, being read into `frame`; a ticket exists.
+    Reading { frame: Pfn, entry: SwapEntry },
+    /// Its entry could not be read.
     Lost,
     /// Its region was removed.
     Gone,
@@ -116,20 +122,20 @@ const MERGED: u64 = 1;
 impl PageState {
     #[inline]
     const fn encode(self) -> u64 {
-        const fn pack(tag: u64, frame: u64, slot: Option<Slot>) -> u64 {
-            let slot = match slot {
-                Some(slot) => slot.get() as u64 + 1,
+        const fn pack(tag: u64, frame: u64, entry: Option<SwapEntry>) -> u64 {
+            let entry = match entry {
+                Some(entry) => entry.get() as u64 + 1,
                 None => 0,
             };
-            tag | frame << STATE_BITS | slot << SLOT_SHIFT
+            tag | frame << STATE_BITS | entry << ENTRY_SHIFT
         }
         match self {
             Empty => pack(0, 0, None),
-            Resident { frame, slot } => pack(1, frame.get(), slot),
-            Evicting { frame, slot } => pack(2, frame.get(), slot),
-            Writeback { frame, slot } => pack(3, frame.get(), Some(slot)),
-            Swapped { slot } => pack(4, 0, Some(slot)),
-            Reading { frame, slot } => pack(5, frame.get(), Some(slot)),
+            Resident { frame, entry } => pack(1, frame.get(), entry),
+            Evicting { frame, entry } => pack(2, frame.get(), entry),
+            Writeback { frame, entry } => pack(3, frame.get(), Some(entry)),
+            Swapped { entry } => pack(4, 0, Some(entry)),
+            Reading { frame, entry } => pack(5, frame.get(), Some(entry)),
             Lost => pack(6, 0, None),
             Gone => pack(7, 0, None),
             Merged => pack(7, MERGED, None),
@@ -139,18 +145,18 @@ impl PageState {
     #[inline]
     const fn decode(word: u64) -> Self {
         let frame = Pfn::new((word as u32) >> STATE_BITS);
-        let number = (word >> SLOT_SHIFT) as u32;
-        let slot = if number == 0 {
+        let number = (word >> ENTRY_SHIFT) as u32;
+        let entry = if number == 0 {
             None
         } else {
-            Some(Slot::new(number - 1))
+            Some(SwapEntry::new(number - 1))
         };
-        match (word & ((1 << STATE_BITS) - 1), slot) {
-            (1, slot) => Resident { frame, slot },
-            (2, slot) => Evicting { frame, slot },
-            (3, Some(slot)) => Writeback { frame, slot },
-            (4, Some(slot)) => Swapped { slot },
-            (5, Some(slot)) => Reading { frame, slot },
+        match (word & ((1 << STATE_BITS) - 1), entry) {
+            (1, entry) => Resident { frame, entry },
+            (2, entry) => Evicting { frame, entry },
+            (3, Some(entry)) => Writeback { frame, entry },
+            (4, Some(entry)) => Swapped { entry },
+            (5, Some(entry)) => Reading { frame, entry },
             (6, _) => Lost,
             (7, _) if frame.get() == MERGED => Merged,
             (7, _) => Gone,
@@ -169,11 +175,11 @@ impl PageState {
         }
     }
 
-    /// The slot that the word names.
-    pub const fn slot(self) -> Option<Slot> {
+    /// The entry that the word names.
+    pub const fn entry(self) -> Option<SwapEntry> {
         match self {
-            Resident { slot, .. } | Evicting { slot, .. } => slot,
-            Writeback { slot, .. } | Swapped { slot } | Reading { slot, .. } => Some(slot),
+            Resident { entry, .. } | Evicting { entry, .. } => entry,
+            Writeback { entry, .. } | Swapped { entry } | Reading { entry, .. } => Some(entry),
             Empty | Lost | Gone | Merged => None,
         }
     }
@@ -181,7 +187,7 @@ impl PageState {
     /// A reclaimer that isolated the frame begins to take it.
     pub const fn evicted(self) -> Option<Self> {
         match self {
-            Resident { frame, slot } => Some(Evicting { frame, slot }),
+            Resident { frame, entry } => Some(Evicting { frame, entry }),
             _ => None,
         }
     }
@@ -189,22 +195,22 @@ impl PageState {
     /// A fault takes the frame back, or the reclaimer changes its mind.
     pub const fn rescued(self) -> Option<Self> {
         match self {
-            Evicting { frame, slot } => Some(Resident { frame, slot }),
-            Writeback { frame, slot } => Some(Resident {
+            Evicting { frame, entry } => Some(Resident { frame, entry }),
+            Writeback { frame, entry } => Some(Resident {
                 frame,
-                slot: Some(slot),
+                entry: Some(entry),
             }),
             _ => None,
         }
     }
 
-    /// The unmapped page is clean: its slot, or zeros, are as good.
+    /// The unmapped page is clean: its entry, or zeros, are as good.
     pub const fn dropped(self) -> Option<Self> {
         match self {
             Evicting {
-                slot: Some(slot), ..
-            } => Some(Swapped { slot }),
-            Evicting { slot: None, .. } => Some(Empty),
+                entry: Some(entry), ..
+            } => Some(Swapped { entry }),
+            Evicting { entry: None, .. } => Some(Empty),
             _ => None,
         }
     }
@@ -217,10 +223,10 @@ impl PageState {
         }
     }
 
-    /// The unmapped page is going to `to`. Its old slot is the caller's to free.
-    pub const fn write_started(self, to: Slot) -> Option<Self> {
+    /// The unmapped page is going to `to`. Its old entry is the caller's to free.
+    pub const fn write_started(self, to: SwapEntry) -> Option<Self> {
         match self {
-            Evicting { frame, .. } => Some(Writeback { frame, slot: to }),
+            Evicting { frame, .. } => Some(Writeback { frame, entry: to }),
             _ => None,
         }
     }
@@ -228,16 +234,16 @@ impl PageState {
     /// The write is done.
     pub const fn written(self) -> Option<Self> {
         match self {
-            Writeback { slot, .. } => Some(Swapped { slot }),
+            Writeback { entry, .. } => Some(Swapped { entry }),
             _ => None,
         }
     }
 
-    /// The slot holds nothing of use: the write failed, or the device needs the space.
-    pub const fn without_slot(self) -> Option<Self> {
+    /// The entry holds nothing of use: the write failed, or the device needs the space.
+    pub const fn without_entry(self) -> Option<Self> {
         match self {
             Writeback { frame, .. } | Resident { frame, .. } => {
-                Some(Resident { frame, slot: None })
+                Some(Resident { frame, entry: None })
             }
             _ => None,
         }
@@ -246,17 +252,17 @@ impl PageState {
     /// A fault gives the swapped page a frame to be read into.
     pub const fn read_started(self, into: Pfn) -> Option<Self> {
         match self {
-            Swapped { slot } => Some(Reading { frame: into, slot }),
+            Swapped { entry } => Some(Reading { frame: into, entry }),
             _ => None,
         }
     }
 
-    /// The read is done; the slot stays valid as long as the page stays clean.
+    /// The read is done; the entry stays valid as long as the page stays clean.
     pub const fn read_done(self) -> Option<Self> {
         match self {
-            Reading { frame, slot } => Some(Resident {
+            Reading { frame, entry } => Some(Resident {
                 frame,
-                slot: Some(slot),
+                entry: Some(entry),
             }),
             _ => None,
         }
@@ -281,7 +287,7 @@ impl PageState {
     /// The page's block was whole and is split: the page has `frame` to itself.
     pub const fn split_off(self, frame: Pfn) -> Option<Self> {
         match self {
-            Empty | Merged => Some(Resident { frame, slot: None }),
+            Empty | Merged => Some(Resident { frame, entry: None }),
             _ => None,
         }
     }
@@ -343,20 +349,23 @@ mod tests {
 
     #[test]
     fn every_state_survives_its_word() {
-        let (frame, slot) = (Pfn::new((1 << FRAME_BITS) - 1), Slot::new(u32::MAX - 1));
-        let some = Some(slot);
+        let (frame, entry) = (
+            Pfn::new((1 << FRAME_BITS) - 1),
+            SwapEntry::new(u32::MAX - 1),
+        );
+        let some = Some(entry);
         for state in [
             Empty,
-            Resident { frame, slot: None },
-            Resident { frame, slot: some },
-            Evicting { frame, slot: None },
+            Resident { frame, entry: None },
+            Resident { frame, entry: some },
+            Evicting { frame, entry: None },
             Evicting {
                 frame: Pfn::new(0),
-                slot: Some(Slot::new(0)),
+                entry: Some(SwapEntry::new(0)),
             },
-            Writeback { frame, slot },
-            Swapped { slot },
-            Reading { frame, slot },
+            Writeback { frame, entry },
+            Swapped { entry },
+            Reading { frame, entry },
             Lost,
             Gone,
             Merged,
@@ -368,10 +377,10 @@ mod tests {
 
     #[test]
     fn a_page_in_transit_cannot_be_removed() {
-        let (frame, slot) = (Pfn::new(1), Slot::new(2));
-        assert_eq!(Reading { frame, slot }.removed(), None);
-        assert_eq!(Writeback { frame, slot }.removed(), None);
-        assert_eq!(Evicting { frame, slot: None }.removed(), None);
-        assert_eq!(Resident { frame, slot: None }.removed(), Some(Gone));
+        let (frame, entry) = (Pfn::new(1), SwapEntry::new(2));
+        assert_eq!(Reading { frame, entry }.removed(), None);
+        assert_eq!(Writeback { frame, entry }.removed(), None);
+        assert_eq!(Evicting { frame, entry: None }.removed(), None);
+        assert_eq!(Resident { frame, entry: None }.removed(), Some(Gone));
     }
 }

@@ -231,7 +231,7 @@ impl Core {
         let word = cache.region().word(page)?;
         // Release order: whoever sees the word sees the zeros.
         if word
-            .change(PageState::Empty, PageState::Resident { frame, slot: None })
+            .change(PageState::Empty, PageState::Resident { frame, entry: None })
             .is_err()
         {
             cache.untake(frame);
@@ -270,12 +270,12 @@ impl Core {
         state: PageState,
         cache: &mut FrameCache,
     ) -> Option<Resolution> {
-        let slot = state.slot()?;
+        let entry = state.entry()?;
         let Some(frame) = cache.take() else {
             return Some(Resolution::NoMemory);
         };
         self.frames.desc(frame).prepare(page, Dirt::Clean);
-        let ticket = Ticket::new(page, cache.region().clone(), frame, slot);
+        let ticket = Ticket::new(page, cache.region().clone(), frame, entry);
         {
             // The lock makes word and ticket one: whoever sees Reading finds the ticket under it.
             let mut tickets = lock(&self.tickets);

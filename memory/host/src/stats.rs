@@ -66,10 +66,10 @@ pub struct HostStats {
     /// Pages being written out, and pages that were asked for and are not back yet, whether their
     /// read has begun or not. At 0, no thread of the swap device works on the host.
     pub in_flight: u64,
-    /// Slots of the swap device in use, those of clean resident pages included.
-    pub slots: u64,
+    /// Entries of the swap device in use, those of clean resident pages included.
+    pub swap_entries: u64,
     /// Pages that the host's page cache may hold for the swap device: none for one that goes past
-    /// it, at most the slots in use for another.
+    /// it, at most the entries in use for another.
     pub page_cache: u64,
     /// Faults that took a frame of zeros.
     pub faults_zero_fill: u64,
@@ -169,7 +169,7 @@ impl Core {
             zeroing_ns,
         ] = faults;
         let frames = &self.frames;
-        let slots = lock(&self.slots).used() as u64;
+        let entries = lock(&self.entries).used() as u64;
         let elsewhere = (frames.free_now() + frames.in_store()) as u64 + cached;
         HostStats {
             budget: frames.len() as u64,
@@ -177,8 +177,8 @@ impl Core {
             in_use_peak: (frames.len() - frames.free_min()) as u64,
             store: frames.in_store() as u64,
             in_flight: self.in_flight() as u64,
-            slots,
-            page_cache: if self.store.is_cached() { slots } else { 0 },
+            swap_entries: entries,
+            page_cache: if self.store.is_cached() { entries } else { 0 },
             faults_zero_fill: zero_fill,
             faults_resident: resident,
             faults_rescued: rescued,

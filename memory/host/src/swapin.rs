@@ -58,14 +58,14 @@ impl Core {
         // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread
         // alone has claimed the ticket.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
-        self.store.read(ticket.slot(), page)
+        self.store.read(ticket.entry(), page)
     }
 
-    /// Whether what was read is what was last written to the slot.
+    /// Whether what was read is what was last written to the entry.
     fn check(&self, ticket: &Ticket) -> Result<(), SwapError> {
         // SAFETY: as in `read`, until the page word changes; the device is done with the frame.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
-        let written = lock(&self.slots).checksum(ticket.slot());
+        let written = lock(&self.entries).checksum(ticket.entry());
         if page.checksum() == written {
             Ok(())
         } else {
@@ -101,7 +101,7 @@ impl Core {
         } else {
             ticket.region().add_resident(-1);
             self.frames.give([ticket.frame().index() as u32]);
-            self.free_slot(ticket.slot());
+            self.free_entry(ticket.entry());
         }
         ticket.complete(result);
         self.settled.bump();
@@ -117,9 +117,9 @@ impl Core {
 
     fn lost_in(&self, ticket: &Ticket, error: &SwapError) -> LostPage {
         let reason: Arc<str> = format!(
-            "cannot read it back: {}, slot {}: {error}",
+            "cannot read it back: {}, swap entry {}: {error}",
             self.device,
-            ticket.slot().get()
+            ticket.entry().get()
         )
         .into();
         self.note_lost(ticket.number(), reason.clone());

@@ -10,7 +10,7 @@
 use crate::error::LostPage;
 use crate::region::Region;
 use crate::residency::PageNo;
-use crate::swap::Slot;
+use crate::swap::SwapEntry;
 use lacuna_addr::{Hva, Pfn};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -30,7 +30,7 @@ struct Inner {
     page: PageNo,
     region: Arc<Region>,
     frame: Pfn,
-    slot: Slot,
+    entry: SwapEntry,
     state: AtomicU32,
     done: Mutex<Outcome>,
     wake: Condvar,
@@ -43,12 +43,12 @@ struct Outcome {
 }
 
 impl Ticket {
-    pub(crate) fn new(page: PageNo, region: Arc<Region>, frame: Pfn, slot: Slot) -> Self {
+    pub(crate) fn new(page: PageNo, region: Arc<Region>, frame: Pfn, entry: SwapEntry) -> Self {
         Self(Arc::new(Inner {
             page,
             region,
             frame,
-            slot,
+            entry,
             state: AtomicU32::new(IDLE),
             done: Mutex::default(),
             wake: Condvar::new(),
@@ -99,8 +99,8 @@ impl Ticket {
         self.0.frame
     }
 
-    pub(crate) fn slot(&self) -> Slot {
-        self.0.slot
+    pub(crate) fn entry(&self) -> SwapEntry {
+        self.0.entry
     }
 
     /// Takes the duty to read; true for one caller only.

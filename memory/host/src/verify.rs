@@ -7,7 +7,7 @@ use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, lock};
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
-use crate::swap::Slot;
+use crate::swap::SwapEntry;
 use lacuna_addr::Pfn;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ impl Host {
     /// * every frame is in exactly one place: free map, magazine, page, whole block, swap store;
     /// * a page's word and its frame's descriptor name each other, and so do a head and a block;
     /// * the words of a block are what its head allows;
-    /// * every slot in use belongs to exactly one page or one write in flight;
+    /// * every entry in use belongs to exactly one page or one write in flight;
     /// * reads in flight and tickets are the same set; the counts are right.
     ///
     /// Only while no other thread uses the host. Operations in flight are allowed.
@@ -32,7 +32,7 @@ struct Found {
     /// Frames that a page has to itself.
     frames: BTreeSet<usize>,
     blocks: BTreeSet<usize>,
-    slots: BTreeSet<Slot>,
+    entries: BTreeSet<SwapEntry>,
     reading: usize,
     away: i64,
 }
@@ -131,15 +131,15 @@ impl Core {
         assert_eq!(found.reading, tickets, "tickets against pages being read");
         let away = self.away.load(Ordering::Relaxed);
         assert_eq!(found.away, away, "pages counted as in swap alone");
-        // Slots of writes that were overtaken by a rescue are freed when the write completes.
-        let used = lock(&self.slots).used();
-        let slots = found.slots.len();
+        // Entries of writes that were overtaken by a rescue are freed when the write completes.
+        let used = lock(&self.entries).used();
+        let entries = found.entries.len();
         let writing = self.writing.load(Ordering::Relaxed);
-        assert!(slots <= used, "a page's slot is not counted");
+        assert!(entries <= used, "a page's entry is not counted");
         assert!(
-            used == slots || writing > 0,
-            "{} slots leaked",
-            used - slots
+            used == entries || writing > 0,
+            "{} entries leaked",
+            used - entries
         );
         found
     }
@@ -179,10 +179,10 @@ impl Core {
             assert_eq!(desc.owner(), page, "{frame:?} belongs to another page");
             verify_frame_state(state, desc.state());
         }
-        if let Some(slot) = state.slot() {
-            assert!(found.slots.insert(slot), "{slot:?} has two pages");
-            let used = lock(&self.slots).is_used(slot);
-            assert!(used, "{slot:?} of {page:?} is free");
+        if let Some(entry) = state.entry() {
+            assert!(found.entries.insert(entry), "{entry:?} has two pages");
+            let used = lock(&self.entries).is_used(entry);
+            assert!(used, "{entry:?} of {page:?} is free");
         }
         found.away += i64::from(matches!(state, PageState::Swapped { .. }));
         if matches!(state, PageState::Reading { .. }) {

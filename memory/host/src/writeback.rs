@@ -1,9 +1,9 @@
-//! Write-out: a cluster of dirty pages on their way to neighbouring slots.
+//! Write-out: a cluster of dirty pages is written to neighbouring swap entries.
 //!
-//! The bytes that are written are a private copy, taken while the page was unmapped everywhere: a
-//! guest that takes its page back and writes to it changes the frame, never what reaches the slot.
-//! So after the write the slot holds what the page was when it was last clean, and the page's dirty
-//! mark says whether that still counts.
+//! The bytes that are written are a private copy, taken while the page was unmapped everywhere. A
+//! guest that takes its page back and writes to it changes the frame, not the copy. So after the
+//! write the swap entry holds the page as it was when it was last clean. If the page was written
+//! since, its dirty mark says so, and the entry is stale.
 
 use crate::desc::FrameState;
 use crate::error::{HostError, SwapError, WriteFailed};
@@ -14,7 +14,7 @@ use crate::reclaim::Victim;
 use crate::region::Region;
 use crate::residency::PageState;
 use crate::stats::Counters;
-use crate::swap::{Room, Run, Slot};
+use crate::swap::{Room, Run, SwapEntry};
 use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -28,10 +28,10 @@ pub(crate) struct Failure {
     pub count: usize,
 }
 
-/// A write in flight. Its frames stay isolated and its slots taken until it completes.
+/// A write in flight. Its frames stay isolated and its entries taken until it completes.
 pub(crate) struct WriteBatch {
-    first: Slot,
-    /// In slot order; `None` where the page was taken back before the write began.
+    first: SwapEntry,
+    /// In entry order; `None` where the page was taken back before the write began.
     victims: Vec<Option<Victim>>,
     /// Where the copies of all of a reclaim batch's pages are, and where those of this write begin.
     pages: Arc<Vec<Page>>,
@@ -50,7 +50,7 @@ impl WriteBatch {
 const SPARE: usize = 2;
 
 impl Core {
-    /// Gives the dirty `victims`, whose bytes are `pages`, slots in a row. What does not fit is
+    /// Gives the dirty `victims`, whose bytes are `pages`, entries in a row. What does not fit is
     /// returned to its owners; then the error says so.
     pub fn prepare_write(
         &self,
@@ -61,21 +61,21 @@ impl Core {
         let mut from = 0;
         let mut batches = Vec::new();
         while !victims.is_empty() {
-            let Some(run) = self.take_slots(victims.len().min(CLUSTER) as u32) else {
+            let Some(run) = self.take_entries(victims.len().min(CLUSTER) as u32) else {
                 victims.drain(..).for_each(|victim| self.keep_dirty(victim));
-                let full = self.swap_full(lock(&self.slots).why_full());
+                let full = self.swap_full(lock(&self.entries).why_full());
                 return (batches, Err(full));
             };
-            // Before any page's word names the slot.
+            // Before any page's word names the entry.
             let copies = &pages[from..from + run.count as usize];
             let checksums: Vec<u32> = copies.iter().map(Page::checksum).collect();
-            lock(&self.slots).seal(run.first, &checksums);
+            lock(&self.entries).seal(run.first, &checksums);
             let rest = victims.split_off(run.count as usize);
-            let slots = (0..run.count).map(|i| run.first.plus(i));
+            let entries = (0..run.count).map(|i| run.first.plus(i));
             let started = victims
                 .into_iter()
-                .zip(slots)
-                .map(|(v, slot)| self.send_to(v, slot));
+                .zip(entries)
+                .map(|(v, entry)| self.send_to(v, entry));
             let victims_now: Vec<_> = started.collect();
             let written = victims_now.iter().flatten().count();
             self.writing.fetch_add(written, Ordering::Relaxed);
@@ -108,18 +108,18 @@ impl Core {
         }
     }
 
-    /// Slots in a row; those of resident pages give way if there are no others.
-    fn take_slots(&self, count: u32) -> Option<Run> {
-        let run = lock(&self.slots).take(count);
-        if run.is_none() && self.shed_slots() > 0 {
-            return lock(&self.slots).take(count);
+    /// Entries in a row; those of resident pages give way if there are no others.
+    fn take_entries(&self, count: u32) -> Option<Run> {
+        let run = lock(&self.entries).take(count);
+        if run.is_none() && self.shed_entries() > 0 {
+            return lock(&self.entries).take(count);
         }
         run
     }
 
-    /// Takes the slots of some resident pages, which have to be written again when they leave; how
-    /// many it got. The device needs the room for pages that have nowhere else to be.
-    fn shed_slots(&self) -> usize {
+    /// Frees the swap entries of some resident pages, because the device needs the room for pages
+    /// that have no frame. The pages count as dirty from now on. Returns how many entries it freed.
+    fn shed_entries(&self) -> usize {
         let mut shed = 0;
         for index in 0..self.frames.len() {
             let frame = Pfn::new(index as u32);
@@ -130,14 +130,14 @@ impl Core {
             let Some(page) = desc.isolate() else { continue };
             let region = self.regions.find(page);
             let word = region.as_ref().and_then(|region| region.word(page));
-            if let Some(word) = word.filter(|word| word.load().slot().is_some()) {
+            if let Some(word) = word.filter(|word| word.load().entry().is_some()) {
                 desc.mark_dirty();
-                if let Some(slot) = word
-                    .advance(PageState::without_slot)
+                if let Some(entry) = word
+                    .advance(PageState::without_entry)
                     .ok()
-                    .and_then(|s| s.slot())
+                    .and_then(|s| s.entry())
                 {
-                    self.free_slot(slot);
+                    self.free_entry(entry);
                     shed += 1;
                 }
             }
@@ -150,11 +150,11 @@ impl Core {
     }
 
     /// Moves one page to Writeback; `None` if its owner was quicker.
-    fn send_to(&self, victim: Victim, slot: Slot) -> Option<Victim> {
-        match victim.word().advance(|state| state.write_started(slot)) {
+    fn send_to(&self, victim: Victim, entry: SwapEntry) -> Option<Victim> {
+        match victim.word().advance(|state| state.write_started(entry)) {
             Ok(before) => {
-                if let Some(old) = before.slot() {
-                    self.free_slot(old);
+                if let Some(old) = before.entry() {
+                    self.free_entry(old);
                 }
                 Some(victim)
             }
@@ -182,20 +182,20 @@ impl Core {
         let mut freed = Vec::with_capacity(batch.victims.len());
         let mut finished = 0;
         for (i, victim) in batch.victims.into_iter().enumerate() {
-            let slot = batch.first.plus(i as u32);
+            let entry = batch.first.plus(i as u32);
             let Some(victim) = victim else {
-                self.free_slot(slot);
+                self.free_entry(entry);
                 continue;
             };
             finished += 1;
             if i >= done {
-                self.unwrite(victim, slot);
+                self.unwrite(victim, entry);
                 continue;
             }
             Counters::add(&self.stats.swapped_out, 1);
             match victim.word().advance(PageState::written) {
                 Ok(_) => freed.push(victim),
-                // Taken back. The slot stays: it is right for as long as nobody writes to the page.
+                // A fault took the page back. The entry stays valid until the page is written.
                 Err(_) => self.keep(victim),
             }
         }
@@ -206,20 +206,20 @@ impl Core {
         self.settled.bump();
     }
 
-    /// The slot holds nothing: the page goes on as if it had never been chosen.
-    fn unwrite(&self, victim: Victim, slot: Slot) {
+    /// The entry holds nothing: the page goes on as if it had never been chosen.
+    fn unwrite(&self, victim: Victim, entry: SwapEntry) {
         self.frames.desc(victim.frame).mark_dirty();
-        let moved = victim.word().advance(PageState::without_slot);
+        let moved = victim.word().advance(PageState::without_entry);
         debug_assert!(moved.is_ok(), "only its reclaimer moves an isolated page");
-        self.free_slot(slot);
+        self.free_entry(entry);
         self.keep(victim);
     }
 
-    fn note_write(&self, first: Slot, result: &Result<(), WriteFailed>) {
+    fn note_write(&self, first: SwapEntry, result: &Result<(), WriteFailed>) {
         let Err(failed) = result else {
             Counters::add(&self.stats.write_clusters, 1);
             *lock(&self.failure) = None;
-            lock(&self.slots).has_room_at(first);
+            lock(&self.entries).has_room_at(first);
             return;
         };
         Counters::add(&self.stats.write_failures, 1);
@@ -233,14 +233,14 @@ impl Core {
             SwapError::Full(reason) => reason,
             SwapError::Ends(reason) => {
                 let end = first.plus(failed.done as u32);
-                if lock(&self.slots).ends_at(end, reason) == Room::Left {
+                if lock(&self.entries).ends_at(end, reason) == Room::Left {
                     return self.note_reason(self.swap_full(reason));
                 }
                 reason
             }
         };
         let error = self.swap_full(reason);
-        if self.shed_slots() > 0 {
+        if self.shed_entries() > 0 {
             // Pages that have another home made room.
             self.note_reason(error);
         } else {

@@ -6,7 +6,7 @@ use common::FakeMmu;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, Page, Reads, Resolution,
-    Slot, SwapError, SwapStore, WriteFailed,
+    SwapEntry, SwapError, SwapStore, WriteFailed,
 };
 use lacuna_sync::HostClock;
 use std::collections::BTreeMap;
@@ -71,7 +71,10 @@ impl Guest {
                 }
                 Err(HostError::Lost(page)) => {
                     let text = page.to_string();
-                    assert!(text.contains("slot ") && text.ends_with(DAMAGED), "{text}");
+                    assert!(
+                        text.contains("swap entry ") && text.ends_with(DAMAGED),
+                        "{text}"
+                    );
                     lost += 1;
                 }
                 Err(error) => panic!("{error}"),
@@ -106,14 +109,14 @@ fn start(guest: &Guest, hva: Hva) {
 const THREADS: Io = Io::Threads { readers: 2 };
 const RING: Io = Io::Ring { readers: 2 };
 
-fn flip(pages: &mut BTreeMap<Slot, Page>) {
+fn flip(pages: &mut BTreeMap<SwapEntry, Page>) {
     for page in pages.values_mut().step_by(7) {
         page.0[1234] ^= 4;
     }
 }
 
-/// Pages come back from each other's slots.
-fn shuffle(pages: &mut BTreeMap<Slot, Page>) {
+/// Pages come back from each other's entries.
+fn shuffle(pages: &mut BTreeMap<SwapEntry, Page>) {
     let last = pages.values().last().cloned().unwrap();
     let mut before = last;
     for page in pages.values_mut() {
@@ -149,8 +152,8 @@ fn an_older_content_of_the_slot_is_found() {
     store.tamper(|pages| old = pages.clone());
     (2..6).for_each(|round| guest.write_all(round));
     store.tamper(|pages| {
-        for (slot, page) in pages {
-            if let Some(old) = old.get(slot) {
+        for (entry, page) in pages {
+            if let Some(old) = old.get(entry) {
                 *page = old.clone();
             }
         }
@@ -170,20 +173,20 @@ impl SwapStore for Immediate {
         self.0.capacity()
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
-        self.0.read(slot, page)
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
+        self.0.read(entry, page)
     }
 
     fn reads(&self) -> Reads<'_> {
         Reads::Immediate
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         self.0.write(first, pages)
     }
 
-    fn discard(&self, slot: Slot) {
-        self.0.discard(slot);
+    fn discard(&self, entry: SwapEntry) {
+        self.0.discard(entry);
     }
 }
 
@@ -219,8 +222,8 @@ impl SwapStore for Open {
         SLOTS
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
-        let read = self.0.read_exact_at(&mut page.0, slot.offset());
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
+        let read = self.0.read_exact_at(&mut page.0, entry.offset());
         read.map_err(|error| SwapError::Io(error.to_string()))
     }
 
@@ -228,7 +231,7 @@ impl SwapStore for Open {
         Reads::File(self.0.as_fd())
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         let written = self.0.write_all_at(Page::bytes(pages), first.offset());
         written.map_err(|error| WriteFailed {
             done: 0,
@@ -236,7 +239,7 @@ impl SwapStore for Open {
         })
     }
 
-    fn discard(&self, _slot: Slot) {}
+    fn discard(&self, _entry: SwapEntry) {}
 }
 
 #[test]
@@ -244,9 +247,9 @@ fn a_file_that_another_program_wrote_to() {
     for bring in [wait, start] {
         let file = Arc::new(tempfile::tempfile().unwrap());
         let guest = Guest::new(Box::new(Open(file.clone())), RING);
-        let slots = file.metadata().unwrap().len() / PAGE_SIZE as u64;
-        for slot in (0..slots).step_by(5) {
-            file.write_all_at(b"mine", slot * PAGE_SIZE as u64 + 99)
+        let entries = file.metadata().unwrap().len() / PAGE_SIZE as u64;
+        for entry in (0..entries).step_by(5) {
+            file.write_all_at(b"mine", entry * PAGE_SIZE as u64 + 99)
                 .unwrap();
         }
         assert!(guest.read_all(bring) > 10);

@@ -59,7 +59,7 @@ fn a_busy_vm_does_not_starve_a_quiet_one() {
 }
 
 /// A page only read is dropped without a write, and what was swapped in and not written keeps its
-/// slot.
+/// entry.
 #[test]
 fn clean_and_zero_pages_are_never_written() {
     let (host, clock) = virtual_host(256, store());

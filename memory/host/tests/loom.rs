@@ -14,7 +14,7 @@ mod residency;
 #[path = "../src/io/watch.rs"]
 mod watch;
 mod swap {
-    pub use lacuna_host::Slot;
+    pub use lacuna_host::SwapEntry;
 }
 
 use desc::{Desc, Dirt, FrameState};
@@ -23,7 +23,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use loom::thread;
 use residency::{PageNo, PageState, PageWord};
-use swap::Slot;
+use swap::SwapEntry;
 
 const PAGE: PageNo = PageNo::new(77);
 
@@ -31,9 +31,9 @@ const PAGE: PageNo = PageNo::new(77);
 struct World {
     word: PageWord,
     descs: [Desc; 2],
-    /// The first frame's content, and the slot's.
+    /// The first frame's content, and the entry's.
     frame: AtomicU64,
-    slot: AtomicU64,
+    entry: AtomicU64,
     /// How often a frame was given back to the free list.
     freed: AtomicU64,
 }
@@ -48,28 +48,28 @@ impl World {
         descs
             .iter()
             .for_each(|desc| desc.set_state(FrameState::Cached));
-        let (content, slot) = (AtomicU64::new(1), AtomicU64::new(0));
+        let (content, entry) = (AtomicU64::new(1), AtomicU64::new(0));
         Self {
             word: PageWord::new(),
             descs,
             frame: content,
-            slot,
+            entry,
             freed: AtomicU64::new(0),
         }
     }
 
     /// The page is resident in frame 0.
-    fn resident(dirt: Dirt, slot: Option<Slot>) -> Arc<Self> {
+    fn resident(dirt: Dirt, entry: Option<SwapEntry>) -> Arc<Self> {
         let world = Self::new();
         world.descs[0].prepare(PAGE, dirt);
         let state = PageState::Resident {
             frame: frame(0),
-            slot,
+            entry,
         };
         world.word.change(PageState::Empty, state).unwrap();
         world.descs[0].publish();
-        if slot.is_some() {
-            world.slot.store(1, Ordering::Relaxed);
+        if entry.is_some() {
+            world.entry.store(1, Ordering::Relaxed);
         }
         Arc::new(world)
     }
@@ -117,7 +117,7 @@ impl World {
             return;
         }
         let copy = self.frame.load(Ordering::Relaxed);
-        let to = Slot::new(9);
+        let to = SwapEntry::new(9);
         if self.word.advance(|state| state.write_started(to)).is_err() {
             desc.mark_dirty();
             desc.publish();
@@ -126,12 +126,12 @@ impl World {
         if works == Device::Fails {
             desc.mark_dirty();
             self.word
-                .advance(PageState::without_slot)
+                .advance(PageState::without_entry)
                 .expect("nobody else moves it");
             desc.publish();
             return;
         }
-        self.slot.store(copy, Ordering::Relaxed);
+        self.entry.store(copy, Ordering::Relaxed);
         match self.word.advance(PageState::written) {
             Ok(_) => self.free(),
             Err(_) => desc.publish(),
@@ -152,9 +152,9 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
 }
 
 /// A fault takes the page back, or the page leaves: never both, and never a lost dirty mark.
-fn fault_against_eviction(dirt: Dirt, slot: Option<Slot>, device: Device) {
+fn fault_against_eviction(dirt: Dirt, entry: Option<SwapEntry>, device: Device) {
     model(move || {
-        let world = World::resident(dirt, slot);
+        let world = World::resident(dirt, entry);
         let reclaimer = {
             let world = world.clone();
             thread::spawn(move || world.reclaim(device))
@@ -172,15 +172,15 @@ fn fault_against_eviction(dirt: Dirt, slot: Option<Slot>, device: Device) {
                 Dirt::Dirty,
                 "the write is not forgotten"
             );
-        } else if let PageState::Resident { slot, .. } = world.word.load() {
+        } else if let PageState::Resident { entry, .. } = world.word.load() {
             world.is_at_rest_in_frame();
-            assert_eq!((world.descs[0].take_dirty(), slot), (Dirt::Dirty, None));
+            assert_eq!((world.descs[0].take_dirty(), entry), (Dirt::Dirty, None));
         } else {
             assert_eq!(world.freed.load(Ordering::Relaxed), 1);
             assert_eq!(
-                world.slot.load(Ordering::Relaxed),
+                world.entry.load(Ordering::Relaxed),
                 1,
-                "the slot has what the page had"
+                "the entry has what the page had"
             );
         }
     });
@@ -188,7 +188,7 @@ fn fault_against_eviction(dirt: Dirt, slot: Option<Slot>, device: Device) {
 
 #[test]
 fn a_clean_page_is_dropped_or_taken_back() {
-    fault_against_eviction(Dirt::Clean, Some(Slot::new(5)), Device::Works);
+    fault_against_eviction(Dirt::Clean, Some(SwapEntry::new(5)), Device::Works);
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn a_page_whose_write_fails_stays_dirty() {
 #[test]
 fn two_reclaimers_never_have_one_page() {
     model(|| {
-        let world = World::resident(Dirt::Clean, Some(Slot::new(5)));
+        let world = World::resident(Dirt::Clean, Some(SwapEntry::new(5)));
         let reclaimers = [(); 2].map(|()| {
             let world = world.clone();
             thread::spawn(move || world.reclaim(Device::Works))
@@ -232,7 +232,7 @@ fn two_first_touches_share_one_frame() {
             desc.prepare(PAGE, Dirt::Dirty);
             let resident = PageState::Resident {
                 frame: frame(index),
-                slot: None,
+                entry: None,
             };
             match world.word.change(PageState::Empty, resident) {
                 Ok(()) => {

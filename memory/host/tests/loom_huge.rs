@@ -15,7 +15,7 @@ mod head;
 #[path = "../src/residency.rs"]
 mod residency;
 mod swap {
-    pub use lacuna_host::Slot;
+    pub use lacuna_host::SwapEntry;
 }
 
 use block::{BlockDesc, BlockState, Marked, Parts};
@@ -221,7 +221,7 @@ fn a_first_touch_of_a_page_against_one_of_its_block() {
             let block = block.clone();
             thread::spawn(move || block.first_touch().is_ok())
         };
-        let slot = None;
+        let entry = None;
         let small = block
             .head
             .change(HeadState::Untouched, HeadState::Small)
@@ -229,7 +229,7 @@ fn a_first_touch_of_a_page_against_one_of_its_block() {
         let frame = frame(7);
         let filled = block.head.load() == HeadState::Small
             && block.words[1]
-                .change(PageState::Empty, PageState::Resident { frame, slot })
+                .change(PageState::Empty, PageState::Resident { frame, entry })
                 .is_ok();
         let huge = huge.join().unwrap();
         assert!(huge != small && small == filled);
@@ -245,8 +245,8 @@ impl Block {
             .change(HeadState::Untouched, HeadState::Small)
             .unwrap();
         for (i, word) in block.words.iter().enumerate() {
-            let (frame, slot) = (frame(i as u32), None);
-            word.change(PageState::Empty, PageState::Resident { frame, slot })
+            let (frame, entry) = (frame(i as u32), None);
+            word.change(PageState::Empty, PageState::Resident { frame, entry })
                 .unwrap();
             block.elsewhere[i].store(10, Ordering::Relaxed);
         }
@@ -265,7 +265,7 @@ impl Block {
         self.desc.prepare(FIRST, Dirt::Clean);
         let from = [0, 1].map(|i| PageState::Evicting {
             frame: frame(i),
-            slot: None,
+            entry: None,
         });
         let merged = {
             let _turn = self.merging.lock().unwrap();
@@ -316,8 +316,8 @@ fn a_write_while_its_block_is_collapsed() {
             assert_eq!(block.head.load(), HeadState::Small);
             assert_eq!(wrote, Some(At::Frame(frame(1))));
             for (i, word) in block.words.iter().enumerate() {
-                let (frame, slot) = (frame(i as u32), None);
-                assert_eq!(word.load(), PageState::Resident { frame, slot });
+                let (frame, entry) = (frame(i as u32), None);
+                assert_eq!(word.load(), PageState::Resident { frame, entry });
             }
         }
     });
@@ -335,7 +335,7 @@ fn a_write_while_its_block_is_made_whole_in_place() {
             thread::spawn(move || {
                 let from = [0, 1].map(|i| PageState::Resident {
                     frame: WHOLE.frame(i),
-                    slot: None,
+                    entry: None,
                 });
                 for (i, desc) in block.frames.iter().enumerate() {
                     assert_eq!(desc.isolate(), Some(FIRST.plus(i)));

@@ -267,7 +267,7 @@ impl World {
         }
         self.vms.clear();
         assert_eq!(self.host.stats().resident, 0);
-        assert_eq!(self.host.stats().slots, 0);
+        assert_eq!(self.host.stats().swap_entries, 0);
         self.host.verify();
     }
 

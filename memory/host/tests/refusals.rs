@@ -189,7 +189,7 @@ fn every_slot_taken() {
     let mut vm = Vm::new(&host, &clock, 600);
     assert_eq!(
         fill(&mut vm),
-        "swap device full: faulty device: every slot is in use; \
+        "swap device full: faulty device: every swap entry is in use; \
          give it more space, or the guest a larger budget"
     );
     nothing_lost(&mut vm);
@@ -245,7 +245,7 @@ fn a_page_that_cannot_be_read_back_is_lost_and_says_so() {
     (0..600).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
     store.set_fault(Some(Fault::Read));
     let page = vm.hva(0);
-    let begin = format!("page {page} is lost: cannot read it back: faulty device, slot ");
+    let begin = format!("page {page} is lost: cannot read it back: faulty device, swap entry ");
     let first = vm.fault(0, Access::Read).unwrap_err().to_string();
     assert!(first.starts_with(&begin), "{first}");
     assert!(

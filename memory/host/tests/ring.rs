@@ -8,7 +8,7 @@ use common::FakeMmu;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HugePages, Io, Latency,
-    Page, Reads, Resolution, Slot, SwapError, SwapStore, Ticket, WriteFailed,
+    Page, Reads, Resolution, SwapEntry, SwapError, SwapStore, Ticket, WriteFailed,
 };
 use lacuna_sync::HostClock;
 use std::fs::File;
@@ -178,8 +178,8 @@ impl SwapStore for Cut {
         PageCount::new(4096)
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
-        let read = self.0.read_exact_at(&mut page.0, slot.offset());
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
+        let read = self.0.read_exact_at(&mut page.0, entry.offset());
         read.map_err(|error| SwapError::Io(error.to_string()))
     }
 
@@ -187,7 +187,7 @@ impl SwapStore for Cut {
         Reads::File(self.0.as_fd())
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         let written = self.0.write_all_at(Page::bytes(pages), first.offset());
         written.map_err(|error| WriteFailed {
             done: 0,
@@ -195,7 +195,7 @@ impl SwapStore for Cut {
         })
     }
 
-    fn discard(&self, _slot: Slot) {}
+    fn discard(&self, _entry: SwapEntry) {}
 }
 
 /// A read that brings part of a page, or nothing, is reported as the device itself reports it.

@@ -167,7 +167,7 @@ fn a_wait_for_a_frame_ends_when_it_is_told_to() {
     });
 }
 
-/// All slots are in use, which the background has found out, and all free frames are for reads
+/// All entries are in use, which the background has found out, and all free frames are for reads
 /// that a stalled device holds up: once they have come, their pages can be given up again.
 #[test]
 fn reads_are_waited_for_though_swap_is_full() {

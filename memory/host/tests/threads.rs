@@ -303,7 +303,10 @@ impl World {
         self.host.remove_region(self.range).unwrap();
         self.host.verify();
         let stats = self.host.stats();
-        assert_eq!((stats.resident, stats.slots, stats.huge_pages), (0, 0, 0));
+        assert_eq!(
+            (stats.resident, stats.swap_entries, stats.huge_pages),
+            (0, 0, 0)
+        );
     }
 }
 

@@ -202,8 +202,8 @@ impl Real {
         }
     }
 
-    /// Ends the threads. What is in flight is delivered first: a completion owns frames and slots.
-    /// What only waits for its time is delivered now.
+    /// Ends the threads. What is in flight is delivered first, because a completion owns frames and
+    /// swap entries. What only waits for its time is delivered now.
     pub fn shut_down(&mut self) {
         self.rings.clear();
         self.readers.shut_down();

@@ -100,21 +100,21 @@ impl Ring {
         })
     }
 
-    /// Submits a claimed read of the ticket's slot in `file`. Gives the ticket back when too many
+    /// Submits a claimed read of the ticket's entry in `file`. Gives the ticket back when too many
     /// are in flight.
     pub fn read(&self, file: BorrowedFd<'_>, ticket: Ticket, due: Nanos) -> Result<(), Ticket> {
         let shared = &*self.shared;
-        let (frame, slot) = (ticket.frame(), ticket.slot());
+        let (frame, entry) = (ticket.frame(), ticket.entry());
         let number = lock(&shared.flights).board(ticket, due)?;
         shared.pending.fetch_add(1, Ordering::Relaxed);
         let frame = shared.onward.core.frames.pool.frame(frame).as_non_null();
-        let entry = opcode::Read::new(
+        let sqe = opcode::Read::new(
             types::Fd(file.as_raw_fd()),
             frame.as_ptr(),
             PAGE_SIZE as u32,
         );
-        let entry = entry.offset(slot.offset()).build();
-        shared.submit(&entry.user_data(u64::from(number)));
+        let sqe = sqe.offset(entry.offset()).build();
+        shared.submit(&sqe.user_data(u64::from(number)));
         if !shared.onward.watch.is_polled() {
             self.wake();
         }
@@ -182,13 +182,13 @@ impl Drop for Ring {
 }
 
 impl Shared {
-    fn submit(&self, entry: &squeue::Entry) {
+    fn submit(&self, sqe: &squeue::Entry) {
         let turn = lock(&self.submission);
         // SAFETY: `turn` makes this the only view of the submission queue.
         let mut queue = unsafe { self.ring.submission_shared() };
         // SAFETY: the file is the store's and the frame the pool's: both outlive the flight (module
         // header).
-        let pushed = unsafe { queue.push(entry) };
+        let pushed = unsafe { queue.push(sqe) };
         debug_assert!(pushed.is_ok(), "as many places as flights");
         drop(queue);
         drop(turn);
@@ -213,9 +213,7 @@ impl Shared {
     fn reap(&self, turn: MutexGuard<'_, ()>) -> usize {
         // SAFETY: `turn` makes this the only view of the completion queue.
         let queue = unsafe { self.ring.completion_shared() };
-        let arrived: Vec<(u64, i32)> = queue
-            .map(|entry| (entry.user_data(), entry.result()))
-            .collect();
+        let arrived: Vec<(u64, i32)> = queue.map(|cqe| (cqe.user_data(), cqe.result())).collect();
         drop(turn);
         let mut reads = 0;
         for (number, result) in arrived {

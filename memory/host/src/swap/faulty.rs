@@ -1,7 +1,7 @@
 //! A device that fails, stalls or damages pages when told to: for tests of whatever must survive
 //! it.
 
-use super::{Slot, SwapStore};
+use super::{SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::pool::Page;
 use lacuna_addr::PageCount;
@@ -21,7 +21,7 @@ pub enum Fault {
     Stall,
     /// Writes fail with an I/O error after this many pages.
     WriteAfter(usize),
-    /// The device is full from this slot on.
+    /// The device is full from this entry on.
     EndsAt(u32),
 }
 
@@ -35,7 +35,7 @@ struct Shared {
 }
 
 struct Inner {
-    pages: BTreeMap<Slot, Page>,
+    pages: BTreeMap<SwapEntry, Page>,
     capacity: PageCount,
     fault: Option<Fault>,
     /// Operations that wait for the end of a stall.
@@ -43,7 +43,7 @@ struct Inner {
 }
 
 impl FaultyStore {
-    /// A device of `capacity` slots that works until told otherwise.
+    /// A device of `capacity` entries that works until told otherwise.
     pub fn new(capacity: PageCount) -> Self {
         let inner = Inner {
             pages: BTreeMap::new(),
@@ -69,11 +69,11 @@ impl FaultyStore {
     }
 
     /// Lets `damage` change what is stored, behind the host's back.
-    pub fn tamper(&self, damage: impl FnOnce(&mut BTreeMap<Slot, Page>)) {
+    pub fn tamper(&self, damage: impl FnOnce(&mut BTreeMap<SwapEntry, Page>)) {
         damage(&mut self.lock().pages);
     }
 
-    /// How many slots hold something.
+    /// How many entries hold something.
     pub fn stored(&self) -> usize {
         self.lock().pages.len()
     }
@@ -106,30 +106,30 @@ impl SwapStore for FaultyStore {
         self.lock().capacity
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
         let (inner, fault) = self.begin(Fault::OneRead);
         if let Some(Fault::Read | Fault::OneRead) = fault {
             return Err(SwapError::Io("Input/output error (os error 5)".into()));
         }
-        let missing = || SwapError::Io(format!("{slot:?} was never written"));
-        *page = inner.pages.get(&slot).ok_or_else(missing)?.clone();
+        let missing = || SwapError::Io(format!("{entry:?} was never written"));
+        *page = inner.pages.get(&entry).ok_or_else(missing)?.clone();
         Ok(())
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         let (mut inner, fault) = self.begin(Fault::OneWrite);
         for (done, page) in pages.iter().enumerate() {
-            let slot = first.plus(done as u32);
+            let entry = first.plus(done as u32);
             let error = match fault {
                 Some(Fault::OneWrite) => SwapError::Io("Input/output error (os error 5)".into()),
                 Some(Fault::WriteAfter(count)) if done >= count => {
                     SwapError::Io("Input/output error (os error 5)".into())
                 }
-                Some(Fault::EndsAt(end)) if slot.get() >= end => {
+                Some(Fault::EndsAt(end)) if entry.get() >= end => {
                     SwapError::Ends("No space left on device (os error 28)".into())
                 }
                 _ => {
-                    inner.pages.insert(slot, page.clone());
+                    inner.pages.insert(entry, page.clone());
                     continue;
                 }
             };
@@ -138,7 +138,7 @@ impl SwapStore for FaultyStore {
         Ok(())
     }
 
-    fn discard(&self, slot: Slot) {
-        self.lock().pages.remove(&slot);
+    fn discard(&self, entry: SwapEntry) {
+        self.lock().pages.remove(&entry);
     }
 }

@@ -1,6 +1,6 @@
 //! Swap on a file that has no name.
 
-use super::{Reads, Slot, SwapStore};
+use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{HostError, SwapError, WriteFailed};
 use crate::pool::Page;
 use lacuna_addr::{PAGE_SIZE, PageCount};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A file in a directory, unlinked from its first moment: after a crash nothing is left of it. It
-/// grows as slots are used. Opened with O_DIRECT where the file system allows it; elsewhere every
+/// grows as entries are used. Opened with O_DIRECT where the file system allows it; elsewhere every
 /// operation is followed by `posix_fadvise(DONTNEED)`, so that the host's page cache does not
 /// become a second, uncounted budget.
 pub struct FileStore {
@@ -79,11 +79,11 @@ impl FileStore {
         }
     }
 
-    fn forget(&self, slot: Slot, pages: usize) {
+    fn forget(&self, entry: SwapEntry, pages: usize) {
         if self.caching == Caching::Buffered {
             let len = NonZeroU64::new((pages * PAGE_SIZE) as u64);
             // Advice: a file system that does not take it costs memory, not correctness.
-            let _ = fadvise(&self.file, slot.offset(), len, Advice::DontNeed);
+            let _ = fadvise(&self.file, entry.offset(), len, Advice::DontNeed);
         }
     }
 }
@@ -120,17 +120,21 @@ impl SwapStore for FileStore {
         !self.is_direct()
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
         let mut done = 0;
         while done < PAGE_SIZE {
-            match pread(&self.file, &mut page.0[done..], slot.offset() + done as u64) {
-                Ok(0) => return Err(SwapError::Io("the file ends before the slot".into())),
+            match pread(
+                &self.file,
+                &mut page.0[done..],
+                entry.offset() + done as u64,
+            ) {
+                Ok(0) => return Err(SwapError::Io("the file ends before the swap entry".into())),
                 Ok(count) => done += count,
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(SwapError::Io(error.to_string())),
             }
         }
-        self.forget(slot, 1);
+        self.forget(entry, 1);
         Ok(())
     }
 
@@ -141,7 +145,7 @@ impl SwapStore for FileStore {
         }
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         let bytes = Page::bytes(pages);
         self.reserve(first.offset() + bytes.len() as u64);
         let mut done = 0;
@@ -162,13 +166,13 @@ impl SwapStore for FileStore {
         Ok(())
     }
 
-    /// The space stays the file's: punching holes costs more than reusing the slot.
-    fn discard(&self, _slot: Slot) {}
+    /// The space stays the file's: punching holes costs more than reusing the entry.
+    fn discard(&self, _entry: SwapEntry) {}
 }
 
 fn classify(error: Errno) -> SwapError {
     match error {
-        // Slots written before have their blocks; what is new does not get any.
+        // Entries written before have their blocks; what is new does not get any.
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG => SwapError::Ends(error.to_string()),
         other => SwapError::Io(other.to_string()),
     }

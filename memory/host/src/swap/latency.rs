@@ -1,6 +1,6 @@
 //! A device made slow on purpose.
 
-use super::{Reads, Slot, SwapStore};
+use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
@@ -39,20 +39,20 @@ impl<S: SwapStore> SwapStore for Latency<S> {
         self.inner.attach(frames);
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
-        self.inner.read(slot, page)
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
+        self.inner.read(entry, page)
     }
 
     fn reads(&self) -> Reads<'_> {
         self.inner.reads()
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         self.inner.write(first, pages)
     }
 
-    fn discard(&self, slot: Slot) {
-        self.inner.discard(slot);
+    fn discard(&self, entry: SwapEntry) {
+        self.inner.discard(entry);
     }
 
     fn is_cached(&self) -> bool {

@@ -5,11 +5,11 @@
 //! frame of class 4096: | a page that lz4 does not halve, as it is |
 //! ```
 //! Everything stored is charged to the budget, because the frames come out of it; only 8 bytes a
-//! slot and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only
+//! entry and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only
 //! this device may take, so that one more page can be compressed when no other frame is free. The
 //! device never takes the last part of the budget: pages must have somewhere to be used.
 
-use super::{Reads, Slot, SwapStore};
+use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
@@ -52,7 +52,7 @@ pub struct MemoryStore {
 
 #[derive(Default)]
 struct Inner {
-    /// By slot number.
+    /// By entry number.
     places: Vec<Option<Place>>,
     /// Every frame taken, with its used places.
     slabs: BTreeMap<u32, u64>,
@@ -92,9 +92,9 @@ impl MemoryStore {
         self.frames.as_ref().ok_or_else(missing)
     }
 
-    fn store(&self, slot: Slot, bytes: &[u8]) -> Result<(), SwapError> {
+    fn store(&self, entry: SwapEntry, bytes: &[u8]) -> Result<(), SwapError> {
         let frames = self.frames()?;
-        let place = self.lock().take(frames, slot, bytes.len())?;
+        let place = self.lock().take(frames, entry, bytes.len())?;
         // Outside the lock: nobody else has this place, and the frame stays while it is used.
         frames
             .frame(Pfn::new(place.frame))
@@ -104,7 +104,12 @@ impl MemoryStore {
 }
 
 impl Inner {
-    fn take(&mut self, frames: &StoreFrames, slot: Slot, len: usize) -> Result<Place, SwapError> {
+    fn take(
+        &mut self,
+        frames: &StoreFrames,
+        entry: SwapEntry,
+        len: usize,
+    ) -> Result<Place, SwapError> {
         let class = CLASSES
             .iter()
             .position(|&size| usize::from(size) >= len)
@@ -126,7 +131,7 @@ impl Inner {
             class: class as u8,
             index: index as u8,
         };
-        let number = slot.get() as usize;
+        let number = entry.get() as usize;
         if number >= self.places.len() {
             self.places.resize(number + 1, None);
         }
@@ -185,14 +190,14 @@ impl SwapStore for MemoryStore {
         self.frames = Some(frames);
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
         let place = self
             .lock()
             .places
-            .get(slot.get() as usize)
+            .get(entry.get() as usize)
             .copied()
             .flatten();
-        let place = place.ok_or_else(|| SwapError::Io("the slot is empty".into()))?;
+        let place = place.ok_or_else(|| SwapError::Io("the swap entry is empty".into()))?;
         let frame = self.frames()?.frame(Pfn::new(place.frame));
         if usize::from(place.class) == RAW {
             frame.read(0, &mut page.0);
@@ -212,7 +217,7 @@ impl SwapStore for MemoryStore {
         Reads::Immediate
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         let mut table = CompressTable::default();
         let mut out = [0; get_maximum_output_size(PAGE_SIZE)];
         for (done, page) in pages.iter().enumerate() {
@@ -226,11 +231,11 @@ impl SwapStore for MemoryStore {
         Ok(())
     }
 
-    fn discard(&self, slot: Slot) {
+    fn discard(&self, entry: SwapEntry) {
         let mut inner = self.lock();
         let place = inner
             .places
-            .get_mut(slot.get() as usize)
+            .get_mut(entry.get() as usize)
             .and_then(Option::take);
         if let (Some(place), Some(frames)) = (place, &self.frames) {
             inner.free(frames, place);

@@ -1,19 +1,19 @@
 //! Swap devices: where pages go when the budget is needed for others.
 //!
-//! A device is synchronous and knows slots and bytes only. Which thread runs it, when its
-//! completion is delivered, and which slots are in use is decided above it (`io`, `slots`).
+//! A device is synchronous and knows entries and bytes only. Which thread runs it, when its
+//! completion is delivered, and which entries are in use is decided above it (`io`, `map`).
 
 mod faulty;
 mod file;
 mod latency;
+mod map;
 mod memory;
-mod slots;
 
 pub use faulty::{Fault, FaultyStore};
 pub use file::FileStore;
 pub use latency::Latency;
+pub(crate) use map::{Room, Run, SwapMap};
 pub use memory::MemoryStore;
-pub(crate) use slots::{Room, Run, SlotMap};
 
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
@@ -23,9 +23,9 @@ use std::os::fd::BorrowedFd;
 
 /// A place for one page on a swap device.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
-pub struct Slot(u32);
+pub struct SwapEntry(u32);
 
-impl Slot {
+impl SwapEntry {
     /// Place number `index`; `u32::MAX` is not a place.
     pub const fn new(index: u32) -> Self {
         assert!(index != u32::MAX);
@@ -48,24 +48,24 @@ impl Slot {
     }
 }
 
-/// How the slots of a swap device are read.
+/// How the entries of a swap device are read.
 #[derive(Clone, Copy, Debug)]
 pub enum Reads<'a> {
     /// [`SwapStore::read`] waits for something.
     Blocking,
     /// [`SwapStore::read`] does not wait: handing it to another thread would cost more.
     Immediate,
-    /// As `Blocking`; or, without the device's help, from this file: a slot is the page at
-    /// [`Slot::offset`], and reading it leaves nothing in the page cache.
+    /// As `Blocking`; or, without the device's help, from this file: an entry is the page at
+    /// [`SwapEntry::offset`], and reading it leaves nothing in the page cache.
     File(BorrowedFd<'a>),
 }
 
-/// A swap device. Called by several threads at once; never twice at once for one slot.
+/// A swap device. Called by several threads at once; never twice at once for one entry.
 pub trait SwapStore: Send + Sync {
     /// Its name in error messages, such as `swap file in /tmp`.
     fn describe(&self) -> String;
 
-    /// How many slots it has. It may be full earlier and say so.
+    /// How many entries it has. It may be full earlier and say so.
     fn capacity(&self) -> PageCount;
 
     /// Called once, before anything else: frames of the budget, for a device that keeps pages in
@@ -74,19 +74,19 @@ pub trait SwapStore: Send + Sync {
         drop(frames);
     }
 
-    /// Reads `slot`, which was written before, over the whole of `page`.
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError>;
+    /// Reads `entry`, which was written before, over the whole of `page`.
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError>;
 
-    /// How its slots are read; always the same.
+    /// How its entries are read; always the same.
     fn reads(&self) -> Reads<'_> {
         Reads::Blocking
     }
 
-    /// Writes `pages` to `first` and the slots after it.
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed>;
+    /// Writes `pages` to `first` and the entries after it.
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed>;
 
-    /// The content of `slot` is needed no more.
-    fn discard(&self, slot: Slot);
+    /// The content of `entry` is needed no more.
+    fn discard(&self, entry: SwapEntry);
 
     /// Whether the host's page cache may hold what is stored: memory outside the budget.
     fn is_cached(&self) -> bool {
@@ -112,20 +112,20 @@ impl<S: SwapStore + ?Sized> SwapStore for Box<S> {
         (**self).attach(frames);
     }
 
-    fn read(&self, slot: Slot, page: &mut Page) -> Result<(), SwapError> {
-        (**self).read(slot, page)
+    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
+        (**self).read(entry, page)
     }
 
     fn reads(&self) -> Reads<'_> {
         (**self).reads()
     }
 
-    fn write(&self, first: Slot, pages: &[Page]) -> Result<(), WriteFailed> {
+    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
         (**self).write(first, pages)
     }
 
-    fn discard(&self, slot: Slot) {
-        (**self).discard(slot);
+    fn discard(&self, entry: SwapEntry) {
+        (**self).discard(entry);
     }
 
     fn is_cached(&self) -> bool {

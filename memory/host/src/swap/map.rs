@@ -1,22 +1,22 @@
-//! Which slots of the swap device are in use, how far the device goes, and the checksum of what was
-//! written to each.
+//! Which entries of the swap device are in use, how far the device goes, and the checksum of what
+//! was written to each.
 //!
 //! ```text
-//! slots   0 ................ limit ................. capacity
+//! entries 0 ................ limit ................. capacity
 //!         offered first      | the device had no room here when it was last asked: offered, so
 //!                            | that it is asked again, when nothing below is free
 //! ```
-//! The checksums are here and not on the device. So what was written to another slot, or to this
+//! The checksums are here and not on the device. So what was written to another entry, or to this
 //! one before, does not pass for what was written here last, unless it is the same. They cost 4
-//! bytes for each slot up to the last that was ever used: a thousandth of what is swapped out,
+//! bytes for each entry up to the last that was ever used: a thousandth of what is swapped out,
 //! outside the budget.
 
-use super::Slot;
+use super::SwapEntry;
 
 /// A bitmap that grows as far as it is used, searched next-fit: a batch that leaves together lies
 /// together on the device.
-pub(crate) struct SlotMap {
-    /// One bit a slot; set = used. Slots past the end are free.
+pub(crate) struct SwapMap {
+    /// One bit an entry; set = used. Entries past the end are free.
     words: Vec<u64>,
     /// One a bit of `words`.
     checksums: Vec<u32>,
@@ -29,10 +29,10 @@ pub(crate) struct SlotMap {
     ended: String,
 }
 
-/// `count` free slots in a row, now taken.
+/// `count` free entries in a row, now taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Run {
-    pub first: Slot,
+    pub first: SwapEntry,
     pub count: u32,
 }
 
@@ -44,8 +44,8 @@ pub(crate) enum Room {
     None,
 }
 
-impl SlotMap {
-    /// `capacity` slots, clipped to what a page word can name.
+impl SwapMap {
+    /// `capacity` entries, clipped to what a page word can name.
     pub fn new(capacity: u64) -> Self {
         let capacity = u32::try_from(capacity)
             .unwrap_or(u32::MAX)
@@ -66,8 +66,8 @@ impl SlotMap {
         self.used
     }
 
-    /// Takes up to `want` slots in a row: as many as the best place near the last one offers,
-    /// halving the wish until one fits. `None` when every slot is taken.
+    /// Takes up to `want` entries in a row: as many as the best place near the last one offers,
+    /// halving the wish until one fits. `None` when every entry is taken.
     pub fn take(&mut self, want: u32) -> Option<Run> {
         let halves = || std::iter::successors(Some(want), |n| Some(n / 2)).take_while(|&n| n > 0);
         let below = halves().find_map(|count| {
@@ -82,37 +82,37 @@ impl SlotMap {
             })
         };
         let (first, count) = below.or_else(beyond)?;
-        (first..first + count).for_each(|slot| self.set(slot));
+        (first..first + count).for_each(|entry| self.set(entry));
         self.hint = first + count;
         Some(Run {
-            first: Slot::new(first),
+            first: SwapEntry::new(first),
             count,
         })
     }
 
     /// Gives one back.
-    pub fn free(&mut self, slot: Slot) {
-        let (word, bit) = (slot.get() as usize / 64, slot.get() % 64);
-        assert!(self.words[word] >> bit & 1 == 1, "{slot:?} freed twice");
+    pub fn free(&mut self, entry: SwapEntry) {
+        let (word, bit) = (entry.get() as usize / 64, entry.get() % 64);
+        assert!(self.words[word] >> bit & 1 == 1, "{entry:?} freed twice");
         self.words[word] &= !(1 << bit);
         self.used -= 1;
     }
 
-    /// What is going to be written to `first` and the slots after it, all in use.
-    pub fn seal(&mut self, first: Slot, checksums: &[u32]) {
+    /// What is going to be written to `first` and the entries after it, all in use.
+    pub fn seal(&mut self, first: SwapEntry, checksums: &[u32]) {
         let first = first.get() as usize;
         self.checksums[first..first + checksums.len()].copy_from_slice(checksums);
     }
 
-    /// The checksum of what was last written to `slot`, which is in use.
-    pub fn checksum(&self, slot: Slot) -> u32 {
-        self.checksums[slot.get() as usize]
+    /// The checksum of what was last written to `entry`, which is in use.
+    pub fn checksum(&self, entry: SwapEntry) -> u32 {
+        self.checksums[entry.get() as usize]
     }
 
-    /// The device has no room for `slot`: from there on it is asked only when nothing is free
+    /// The device has no room for `entry`: from there on it is asked only when nothing is free
     /// below. Whether something is.
-    pub fn ends_at(&mut self, slot: Slot, reason: &str) -> Room {
-        self.limit = self.limit.min(slot.get());
+    pub fn ends_at(&mut self, entry: SwapEntry, reason: &str) -> Room {
+        self.limit = self.limit.min(entry.get());
         self.ended = reason.into();
         match self.find(0, self.limit, 1) {
             Some(_) => Room::Left,
@@ -120,43 +120,43 @@ impl SlotMap {
         }
     }
 
-    /// The device had room for `slot`: if it had none there before, it has some again.
-    pub fn has_room_at(&mut self, slot: Slot) {
-        if slot.get() >= self.limit {
+    /// The device had room for `entry`: if it had none there before, it has some again.
+    pub fn has_room_at(&mut self, entry: SwapEntry) {
+        if entry.get() >= self.limit {
             self.limit = self.capacity;
         }
     }
 
-    /// Why [`SlotMap::take`] found nothing.
+    /// Why [`SwapMap::take`] found nothing.
     pub fn why_full(&self) -> &str {
         if self.limit < self.capacity {
             &self.ended
         } else {
-            "every slot is in use"
+            "every swap entry is in use"
         }
     }
 
-    /// Whether `slot` is in use.
-    pub fn is_used(&self, slot: Slot) -> bool {
-        self.is_set(slot.get())
+    /// Whether `entry` is in use.
+    pub fn is_used(&self, entry: SwapEntry) -> bool {
+        self.is_set(entry.get())
     }
 
-    fn is_set(&self, slot: u32) -> bool {
-        let word = self.words.get(slot as usize / 64);
-        word.is_some_and(|word| word >> (slot % 64) & 1 == 1)
+    fn is_set(&self, entry: u32) -> bool {
+        let word = self.words.get(entry as usize / 64);
+        word.is_some_and(|word| word >> (entry % 64) & 1 == 1)
     }
 
-    fn set(&mut self, slot: u32) {
-        let word = slot as usize / 64;
+    fn set(&mut self, entry: u32) {
+        let word = entry as usize / 64;
         if word >= self.words.len() {
             self.words.resize(word + 1, 0);
             self.checksums.resize((word + 1) * 64, 0);
         }
-        self.words[word] |= 1 << (slot % 64);
+        self.words[word] |= 1 << (entry % 64);
         self.used += 1;
     }
 
-    /// The first of `count` free slots in a row inside `from..to`.
+    /// The first of `count` free entries in a row inside `from..to`.
     fn find(&self, from: u32, to: u32, count: u32) -> Option<u32> {
         let mut start = from;
         while to.checked_sub(start).is_some_and(|room| room >= count) {
@@ -164,7 +164,10 @@ impl SlotMap {
                 start += 64;
                 continue;
             }
-            match (start..start + count).rev().find(|&slot| self.is_set(slot)) {
+            match (start..start + count)
+                .rev()
+                .find(|&entry| self.is_set(entry))
+            {
                 Some(taken) => start = taken + 1,
                 None => return Some(start),
             }
@@ -179,27 +182,27 @@ mod tests {
 
     #[test]
     fn runs_shrink_to_what_is_free() {
-        let mut map = SlotMap::new(8);
+        let mut map = SwapMap::new(8);
         assert_eq!(
             map.take(6),
             Some(Run {
-                first: Slot::new(0),
+                first: SwapEntry::new(0),
                 count: 6
             })
         );
-        map.free(Slot::new(2));
-        map.free(Slot::new(3));
+        map.free(SwapEntry::new(2));
+        map.free(SwapEntry::new(3));
         assert_eq!(
             map.take(4),
             Some(Run {
-                first: Slot::new(6),
+                first: SwapEntry::new(6),
                 count: 2
             })
         );
         assert_eq!(
             map.take(4),
             Some(Run {
-                first: Slot::new(2),
+                first: SwapEntry::new(2),
                 count: 2
             })
         );
@@ -209,23 +212,23 @@ mod tests {
 
     #[test]
     fn a_device_that_ran_out_is_asked_again_when_nothing_else_is_left() {
-        let mut map = SlotMap::new(1000);
+        let mut map = SwapMap::new(1000);
         let run = map.take(32).unwrap();
-        assert_eq!(map.ends_at(Slot::new(16), "no space"), Room::None);
+        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), Room::None);
         (0..32).for_each(|i| map.free(run.first.plus(i)));
-        assert_eq!(map.ends_at(Slot::new(16), "no space"), Room::Left);
+        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), Room::Left);
         assert_eq!(map.take(32).unwrap().count, 16);
         let beyond = map.take(32).unwrap();
         assert_eq!((beyond.first.get(), beyond.count), (16, 32));
         (0..32).for_each(|i| map.free(beyond.first.plus(i)));
-        assert_eq!(map.ends_at(Slot::new(16), "no space"), Room::None);
-        map.has_room_at(Slot::new(0));
-        map.free(Slot::new(3));
+        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), Room::None);
+        map.has_room_at(SwapEntry::new(0));
+        map.free(SwapEntry::new(3));
         assert_eq!(map.take(8).unwrap().first.get(), 3, "below first");
         let beyond = map.take(8).unwrap();
         assert_eq!(beyond.first.get(), 16);
         map.has_room_at(beyond.first);
-        map.free(Slot::new(3));
+        map.free(SwapEntry::new(3));
         assert_eq!(map.take(8).unwrap().first.get(), 24, "it has grown back");
     }
 }
