@@ -20,7 +20,7 @@ use crate::kick::VcpuKicks;
 use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
 use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
-use lacuna_sync::Dial;
+use lacuna_sync::LatencySetting;
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
@@ -38,7 +38,7 @@ pub struct SourceConfig {
     /// How much may be in memory, at least 2 MiB.
     pub resident: PageCount,
     /// How long a page that is away takes to come.
-    pub latency: Dial,
+    pub latency: LatencySetting,
     /// And one that was never touched.
     pub first_touch: FirstTouch,
 }
@@ -487,7 +487,7 @@ mod tests {
         let kicks = Arc::new(VcpuKicks::new(1));
         let config = SourceConfig {
             resident: PageCount::new(Pages::BUDGET_MIN as u64),
-            latency: Dial::default(),
+            latency: LatencySetting::default(),
             first_touch: FirstTouch::Immediate,
         };
         let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&kicks)).unwrap();

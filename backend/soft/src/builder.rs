@@ -4,8 +4,8 @@ use crate::{SimulatedVm, Simulator, SimulatorConfig, SoftError, Stalls, Trace, V
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
-    Dial, FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, MemoryStore,
-    SwapStore,
+    FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting,
+    MemoryStore, SwapStore,
 };
 use lacuna_machine::{Apf, Console, Ending, GuestMemory, Image, Layout, PlatformDevices};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
@@ -37,7 +37,7 @@ pub struct VmBuilder {
     /// Where the rest goes.
     pub swap: Swap,
     /// Added to every swap transfer.
-    pub latency: Dial,
+    pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
     /// One thread, virtual time, bit-exact; `None` for threads and real time.

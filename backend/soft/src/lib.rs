@@ -44,7 +44,9 @@ mod vm;
 
 pub use builder::{Observed, RunSummary, Swap, VmBuilder};
 pub use lacuna_apf::Stats as ApfStats;
-pub use lacuna_host::{Background, Dial, Host, HostError, HostStats, HugePages, MmuNotifier};
+pub use lacuna_host::{
+    Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuNotifier,
+};
 pub use lacuna_machine::{Apf, ErrorKind};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,

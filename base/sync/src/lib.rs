@@ -4,7 +4,7 @@
 //!   that every lock-free protocol can be model-checked as it is written.
 //! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses
 //!   [`VirtualClock`].
-//! * [`Dial`]: a latency that a run's user turns while it runs.
+//! * [`LatencySetting`]: a latency that can be changed while a device works.
 //! * [`Quiescence`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
 //!   protocol).
 //! * [`CachePadded`]: cache lines of one's own.
@@ -14,16 +14,16 @@
 #![forbid(unsafe_code)]
 
 mod clock;
-mod dial;
 mod footprint;
+mod latency_setting;
 mod padded;
 mod quiescence;
 pub mod shim;
 mod stripes;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
-pub use dial::Dial;
 pub use footprint::Blocks;
+pub use latency_setting::LatencySetting;
 pub use padded::CachePadded;
 pub use quiescence::{Epoch, KickAll, Quiescence, VcpuSlot};
 pub use stripes::{Snapshot, StripeGuard, Stripes};

@@ -11,7 +11,9 @@ use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::MmuNotifier as _;
 use lacuna_machine::GuestMemory as _;
-use lacuna_soft::{Apf, Delivery, Detection, Dial, Host, Recovery, Shape, SlotFlags, SlotId, Vm};
+use lacuna_soft::{
+    Apf, Delivery, Detection, Host, LatencySetting, Recovery, Shape, SlotFlags, SlotId, Vm,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,7 +28,7 @@ pub struct Monitor {
     /// While the slots log.
     pub shadow: Option<Shadow>,
     host: Arc<Host>,
-    latency: Dial,
+    latency: LatencySetting,
     ballast: HvaRange,
     is_limited: bool,
     /// Of the last operation.
@@ -67,7 +69,7 @@ const OPERATIONS: &[Operation] = &[
 
 impl Monitor {
     /// Of a VM in `host`, whose latency is `latency`.
-    pub fn new(host: &Arc<Host>, subject: &Subject, latency: Dial, rng: Rng) -> Self {
+    pub fn new(host: &Arc<Host>, subject: &Subject, latency: LatencySetting, rng: Rng) -> Self {
         let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
         let region = host.add_region(PageCount::new(BALLAST), notifier);
         Self {

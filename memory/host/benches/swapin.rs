@@ -12,7 +12,7 @@ use lacuna_host::{
     FileStore, Frame, FrameCache, Host, HostConfig, HugePages, Io, Latency, MemoryStore,
     MmuNotifier, Resolution, SwapStore,
 };
-use lacuna_sync::{Clock, Dial, HostClock};
+use lacuna_sync::{Clock, HostClock, LatencySetting};
 use rustix::time::{ClockId, clock_gettime};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -262,7 +262,7 @@ fn main() {
     let alone = alone(Duration::from_secs(1));
     println!("a piece of computing: {:.1} us", alone * 1e6);
     let file = || FileStore::create(Path::new(&dir), PageCount::new(2 * PAGES)).expect("a file");
-    let slow = || Latency::new(file(), Dial::new(Duration::from_millis(1)));
+    let slow = || Latency::new(file(), LatencySetting::new(Duration::from_millis(1)));
     type Store<'a> = Box<dyn Fn() -> Box<dyn SwapStore> + 'a>;
     let media: [(&str, Writes, Store<'_>); 4] = [
         ("file, reads", Writes::None, Box::new(|| Box::new(file()))),

@@ -71,7 +71,7 @@ pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
 pub use host::{Host, HostConfig, HugePages, Polling};
 pub use io::{Io, fine_sleeps};
-pub use lacuna_sync::Dial;
+pub use lacuna_sync::LatencySetting;
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::{Frame, Resolution};

@@ -5,7 +5,7 @@ mod common;
 use common::{Use, Vm, huge_host, ring_host, virtual_host};
 use lacuna_addr::{Access, HvaRange, Level, PageCount};
 use lacuna_host::{
-    Collapse, Dial, Fault, FaultyStore, FileStore, Host, HostError, HugePages, Latency,
+    Collapse, Fault, FaultyStore, FileStore, Host, HostError, HugePages, Latency, LatencySetting,
     MemoryStore, Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::{Clock, VirtualClock};
@@ -312,7 +312,7 @@ proptest! {
     fn pages_keep_their_contents_in_compressed_memory(
         ops in prop::collection::vec(op(SMALL), 1..120)
     ) {
-        let latency = Dial::new(Duration::from_micros(50));
+        let latency = LatencySetting::new(Duration::from_micros(50));
         let store = Latency::new(MemoryStore::new(), latency);
         run(World::new(Box::new(store), None), &ops);
     }

@@ -7,8 +7,8 @@ mod common;
 use common::FakeMmu;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HugePages, Io, Latency,
-    Page, Reads, Resolution, SwapEntry, SwapError, SwapStore, Ticket, WriteFailed,
+    Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HugePages, Io, Latency,
+    LatencySetting, Page, Reads, Resolution, SwapEntry, SwapError, SwapStore, Ticket, WriteFailed,
 };
 use lacuna_sync::HostClock;
 use std::fs::File;
@@ -114,7 +114,7 @@ fn more_reads_than_the_ring_takes_all_arrive() {
 fn a_host_that_goes_lets_everything_arrive_first() {
     for latency in [Duration::ZERO, Duration::from_millis(2)] {
         let dir = tempfile::tempdir().unwrap();
-        let slow = Latency::new(file(&dir), Dial::new(latency));
+        let slow = Latency::new(file(&dir), LatencySetting::new(latency));
         let mut guest = Guest::swapped_out(Box::new(slow));
         let arrived = Arc::new(AtomicUsize::new(0));
         let tickets = guest.start_all();

@@ -5,8 +5,8 @@ mod common;
 use common::FakeMmu;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Dial, Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HostError, HugePages, Io,
-    Latency, Resolution, SwapStore, Ticket,
+    Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HostError, HugePages, Io, Latency,
+    LatencySetting, Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::HostClock;
 use std::sync::Arc;
@@ -202,7 +202,7 @@ fn reads_are_waited_for_though_swap_is_full() {
 
 /// A page that nobody reads will never come.
 #[test]
-fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
+fn a_ticket_that_nobody_starts_is_not_waited_for() {
     let world = World::new(Box::new(FaultyStore::new(PageCount::new(400))));
     let (room, held) = world.hold_room();
     let swapped = world.fill_until_full();
@@ -219,8 +219,8 @@ fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
 
 /// The latency is longer than a thread waits for nothing.
 #[test]
-fn a_device_slower_than_every_timeout_is_waited_for() {
-    let slow = Latency::new(faulty(), Dial::new(A_WHILE));
+fn a_device_slower_than_anybodys_patience_is_waited_for() {
+    let slow = Latency::new(faulty(), LatencySetting::new(A_WHILE));
     let world = World::new(Box::new(slow));
     let budget = Host::minimum_budget(WRITERS as usize).get();
     // One round of write-outs: the memory and a few pages more.
@@ -324,11 +324,11 @@ fn swap_grows_back_after_the_guest_has_failed() {
 
 /// A world with pages in swap that nothing would bring within an hour.
 fn slow_world(swap: impl SwapStore + 'static) -> World {
-    let dial = Dial::new(Duration::ZERO);
-    let world = World::new(Box::new(Latency::new(swap, dial.clone())));
+    let latency = LatencySetting::new(Duration::ZERO);
+    let world = World::new(Box::new(Latency::new(swap, latency.clone())));
     world.fill_all(|| ()).unwrap();
     world.make_room();
-    dial.set(Duration::from_secs(3600));
+    latency.set(Duration::from_secs(3600));
     world
 }
 

@@ -6,8 +6,8 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    Dial, FileStore, Frame, Host, HostConfig, HostError, HugePages, Io, Latency, MemoryStore,
-    MmuNotifier, Resolution, SwapStore,
+    FileStore, Frame, Host, HostConfig, HostError, HugePages, Io, Latency, LatencySetting,
+    MemoryStore, MmuNotifier, Resolution, SwapStore,
 };
 use lacuna_sync::{Clock, HostClock};
 use std::collections::HashMap;
@@ -392,7 +392,7 @@ fn file(dir: &tempfile::TempDir) -> FileStore {
 }
 
 fn slow<S: SwapStore>(store: S) -> Latency<S> {
-    Latency::new(store, Dial::new(Duration::from_micros(300)))
+    Latency::new(store, LatencySetting::new(Duration::from_micros(300)))
 }
 
 #[test]

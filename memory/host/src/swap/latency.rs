@@ -1,31 +1,31 @@
-//! A device made slow on purpose.
+//! A device with an added latency.
 
 use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
 use lacuna_addr::PageCount;
-use lacuna_sync::Dial;
+use lacuna_sync::LatencySetting;
 
-/// Adds a latency to every operation of another device: an absolute deadline from submission, any
-/// number of operations in parallel. It only states the time; the executor keeps it, without a
-/// thread waiting for each.
+/// Adds a latency to every operation of another device. The latency counts from submission, so any
+/// number of operations wait in parallel. This type only states the latency; the executor delays
+/// the completions, and no thread waits for a single operation.
 pub struct Latency<S> {
     inner: S,
-    dial: Dial,
+    latency: LatencySetting,
 }
 
 impl<S: SwapStore> Latency<S> {
-    /// `inner`, as far away as `dial` says.
-    pub const fn new(inner: S, dial: Dial) -> Self {
-        Self { inner, dial }
+    /// `inner` with `latency` added to each operation.
+    pub const fn new(inner: S, latency: LatencySetting) -> Self {
+        Self { inner, latency }
     }
 }
 
 impl<S: SwapStore> SwapStore for Latency<S> {
     fn describe(&self) -> String {
         let inner = self.inner.describe();
-        match self.dial.ns() / 1000 {
+        match self.latency.ns() / 1000 {
             0 => inner,
             us => format!("{inner} with {us} us latency"),
         }
@@ -60,6 +60,6 @@ impl<S: SwapStore> SwapStore for Latency<S> {
     }
 
     fn latency_ns(&self) -> u64 {
-        self.inner.latency_ns().saturating_add(self.dial.ns())
+        self.inner.latency_ns().saturating_add(self.latency.ns())
     }
 }

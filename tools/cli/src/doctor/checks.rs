@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, KvmError, SourceConfig, Vm, VmConfig};
+use lacuna_kvm::{Apf, Delivery, FirstTouch, KvmError, LatencySetting, SourceConfig, Vm, VmConfig};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -198,7 +198,7 @@ pub(super) fn kvm() -> Check {
         apf: Apf::On,
         source: SourceConfig {
             resident: PageCount::from_bytes(4 << 20),
-            latency: Dial::default(),
+            latency: LatencySetting::default(),
             first_touch: FirstTouch::Immediate,
         },
         delivery: Delivery::Bitmap,

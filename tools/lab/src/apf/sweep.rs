@@ -23,7 +23,7 @@ use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, on_soft};
 use crate::stats::Summary;
-use lacuna_soft::{Dial, Swap};
+use lacuna_soft::{LatencySetting, Swap};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -87,12 +87,12 @@ pub fn measure(
 
 fn point(
     session: &Session<'_>,
-    dial: &Dial,
+    setting: &LatencySetting,
     us: u64,
     options: &Options,
 ) -> Result<Point, LabError> {
     let latency = Duration::from_micros(us);
-    dial.set(latency);
+    setting.set(latency);
     let runs = take_turns(session, &ARMS, pace(options, latency))?;
     let ratio = |arm, who| runs.ratio(Arm::Off, arm, who);
     let nulls = [

@@ -179,7 +179,7 @@ pub fn side_by_side<T>(
 mod tests {
     use super::*;
     use lacuna_addr::PageCount;
-    use lacuna_soft::{Apf, Dial, HugePages, Swap};
+    use lacuna_soft::{Apf, HugePages, LatencySetting, Swap};
 
     fn builder(huge: HugePages, words: &str) -> VmBuilder {
         VmBuilder {
@@ -188,7 +188,7 @@ mod tests {
             vcpus: 1,
             huge,
             swap: Swap::Memory,
-            latency: Dial::default(),
+            latency: LatencySetting::default(),
             apf: Apf::Off,
             seed: None,
             command_line: words.into(),
