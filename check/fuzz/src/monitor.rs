@@ -110,7 +110,7 @@ impl Monitor {
     /// Refused where everything is held, or where the budget is too small for one more thread that
     /// takes frames.
     fn reclaim(&mut self) {
-        let cache = self.host.frame_cache();
+        let cache = self.host.per_cpu_pages();
         let reclaimed = cache.and_then(|mut cache| self.host.reclaim_direct(&mut cache));
         self.refuse(reclaimed);
     }

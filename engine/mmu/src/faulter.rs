@@ -4,7 +4,7 @@
 use crate::dirty::{Count, Counts, Delivery};
 use crate::{Mmu, Rmap};
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_host::{FrameCache, HostError};
+use lacuna_host::{HostError, PerCpuPages};
 use lacuna_slots::{Reader, RingProducer, Room, Slot, dirty_ring};
 use lacuna_stage2::{PmlLog, Translation, Walk};
 use lacuna_sync::shim::Ordering;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// One vCPU's side of the fault path.
 pub struct Faulter {
     pub(crate) reader: Reader<Rmap>,
-    pub(crate) cache: FrameCache,
+    pub(crate) cache: PerCpuPages,
     pub(crate) marker: Marker,
     log: PmlLog,
 }
@@ -69,7 +69,7 @@ impl Mmu {
     /// # Errors
     /// The budget cannot promise one more vCPU its progress.
     pub fn faulter(&self) -> Result<Faulter, HostError> {
-        let cache = self.host.frame_cache()?;
+        let cache = self.host.per_cpu_pages()?;
         let ring = match self.dirty.settled_delivery() {
             Delivery::Bitmap => None,
             Delivery::Ring { size, .. } => {
@@ -134,11 +134,11 @@ impl Mmu {
 impl Faulter {
     /// The instruction that faulted has retired: reclaim may have its pages.
     pub fn retired(&mut self) {
-        self.cache.release_holds();
+        self.cache.unpin_all();
     }
 
     /// Where its frames come from, for [`lacuna_host::Host::reclaim_direct`].
-    pub fn frames(&mut self) -> &mut FrameCache {
+    pub fn frames(&mut self) -> &mut PerCpuPages {
         &mut self.cache
     }
 

@@ -7,7 +7,7 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    FileStore, Frame, FrameCache, Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier,
+    FileStore, Frame, Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier, PerCpuPages,
     Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::HostClock;
@@ -50,11 +50,11 @@ fn page(start: Hva, index: u64) -> Hva {
 }
 
 /// Makes a page resident, whatever that takes.
-fn touch(host: &Host, hva: Hva, access: Access, cache: &mut FrameCache) -> Pfn {
+fn touch(host: &Host, hva: Hva, access: Access, cache: &mut PerCpuPages) -> Pfn {
     loop {
         match host.resolve(hva, access, Level::L4K, cache) {
             Resolution::Ready(Frame { pfn, .. }) => {
-                cache.release_holds();
+                cache.unpin_all();
                 return pfn;
             }
             Resolution::Pending(ticket) => host.wait(&ticket).expect("swap-in"),
@@ -66,7 +66,7 @@ fn touch(host: &Host, hva: Hva, access: Access, cache: &mut FrameCache) -> Pfn {
 
 fn resident_faults(pages: u64, rounds: u64, name: &str) {
     let host = host(pages + 4096, Box::new(MemoryStore::new()));
-    let mut cache = host.frame_cache().expect("a cache");
+    let mut cache = host.per_cpu_pages().expect("a cache");
     let mut fault = f64::MAX;
     let mut again = f64::MAX;
     for _ in 0..rounds {
@@ -101,7 +101,7 @@ fn scaling() {
                         let range = host
                             .add_region(count, Arc::new(Unmapped))
                             .expect("a region");
-                        let mut cache = host.frame_cache().expect("a cache");
+                        let mut cache = host.per_cpu_pages().expect("a cache");
                         for i in 0..PAGES {
                             touch(&host, page(range.start(), i), Access::Write, &mut cache);
                         }
@@ -125,7 +125,7 @@ fn first_touch(huge: HugePages, step: u64) -> (u64, u64) {
     let host = host_with(PAGES + 16384, Box::new(MemoryStore::new()), huge);
     let real = host.pool_huge_bytes().map(|bytes| bytes >> 20);
     println!("pool: {real:?} MiB of it in huge pages");
-    let mut cache = host.frame_cache().expect("a cache");
+    let mut cache = host.per_cpu_pages().expect("a cache");
     let (mut totals, mut faults) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         let count = PageCount::new(PAGES);
@@ -139,7 +139,7 @@ fn first_touch(huge: HugePages, step: u64) -> (u64, u64) {
             let found = host.resolve(hva, Access::Write, Level::L2M, &mut cache);
             let total = start.elapsed().as_nanos() as u64;
             assert!(matches!(found, Resolution::Ready(_)));
-            cache.release_holds();
+            cache.unpin_all();
             let zeroing = host.stats().zeroing_ns;
             totals.push(total);
             faults.push(total - (zeroing - zeroed));
@@ -184,7 +184,7 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
     let range = host
         .add_region(PageCount::new(PAGES), Arc::new(Unmapped))
         .expect("a region");
-    let mut cache = host.frame_cache().expect("a cache");
+    let mut cache = host.per_cpu_pages().expect("a cache");
     let start = Instant::now();
     for i in 0..PAGES {
         let pfn = touch(&host, page(range.start(), i), Access::Write, &mut cache);
@@ -223,7 +223,7 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
                 }
             })
             .collect();
-        cache.release_holds();
+        cache.unpin_all();
         tickets.iter().for_each(|ticket| host.start(ticket));
         tickets
             .iter()

@@ -9,8 +9,8 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    FileStore, Frame, FrameCache, Host, HostConfig, HugePages, Io, Latency, MemoryStore,
-    MmuNotifier, Resolution, SwapStore,
+    FileStore, Frame, Host, HostConfig, HugePages, Io, Latency, MemoryStore, MmuNotifier,
+    PerCpuPages, Resolution, SwapStore,
 };
 use lacuna_sync::{Clock, HostClock, LatencySetting};
 use rustix::time::{ClockId, clock_gettime};
@@ -87,7 +87,7 @@ struct Load {
 struct Vcpu<'a> {
     host: &'a Host,
     range: HvaRange,
-    cache: FrameCache,
+    cache: PerCpuPages,
     rng: fastrand::Rng,
     arrived: Arc<Mutex<Vec<(Hva, Access)>>>,
     flying: usize,
@@ -99,7 +99,7 @@ impl<'a> Vcpu<'a> {
         Self {
             host,
             range,
-            cache: host.frame_cache().expect("a cache"),
+            cache: host.per_cpu_pages().expect("a cache"),
             rng: fastrand::Rng::with_seed(seed),
             arrived: Arc::default(),
             flying: 0,
@@ -134,7 +134,7 @@ impl<'a> Vcpu<'a> {
                 Resolution::Lost(lost) => panic!("{lost}"),
             }
         }
-        self.cache.release_holds();
+        self.cache.unpin_all();
     }
 
     fn random(&mut self, writes: Writes) {

@@ -1,12 +1,12 @@
 //! When to reclaim. The background thread reclaims while few frames are free, up to the high
 //! watermark. A thread whose fault found no free frame reclaims directly, and waits its turn.
 
-use crate::cache::FrameCache;
 use crate::collapse::Collapse;
 use crate::error::HostError;
 use crate::frames::Frames;
 use crate::host::{Core, Host, HugePages, NEVER, lock};
 use crate::patience::{Outlook, Patience};
+use crate::per_cpu_pages::PerCpuPages;
 use crate::reclaim::Mercy;
 use crate::stats::Counters;
 use crate::ticket::Ticket;
@@ -100,7 +100,7 @@ impl Host {
     ///
     /// # Errors
     /// No frame can be freed: the swap device is full or keeps failing, or every page is pinned.
-    pub fn reclaim_direct(&self, cache: &mut FrameCache) -> Result<Progress, HostError> {
+    pub fn reclaim_direct(&self, cache: &mut PerCpuPages) -> Result<Progress, HostError> {
         self.reclaim_direct_until(cache, &NEVER)
     }
 
@@ -108,7 +108,7 @@ impl Host {
     /// set, it returns soon, and `cache` may still be empty.
     pub fn reclaim_direct_until(
         &self,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
         stop: &AtomicBool,
     ) -> Result<Progress, HostError> {
         Counters::add(&self.core.stats.direct_reclaims, 1);
@@ -142,7 +142,7 @@ impl Host {
 
     fn wait_for_frame(
         &self,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
         stop: &AtomicBool,
     ) -> Result<Progress, HostError> {
         let core = &self.core;

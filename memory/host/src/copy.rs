@@ -1,13 +1,13 @@
 //! Bytes in and out of pages for those who are no vCPU: image loading, the status page, tests.
 //!
-//! A hold is a promise that reclaim keeps when it next looks; a copy needs the frame to stay *now*.
-//! So it isolates the frame, as a reclaimer would, for as long as it copies.
+//! Reclaim honours a pin only from its next batch on, but a copy needs the frame to stay from now
+//! on. So a copy isolates the frame while it runs, as a reclaimer does.
 
 use crate::balance::TICK;
-use crate::cache::FrameCache;
 use crate::error::HostError;
 use crate::head::BlockNo;
 use crate::host::{Core, Host};
+use crate::per_cpu_pages::PerCpuPages;
 use crate::pool::FramePtr;
 use crate::region::Place;
 use crate::residency::{PageNo, PageState};
@@ -21,7 +21,7 @@ impl Host {
     /// Copies `bytes` to the pages from `hva` on, swapping in what has to be. Not for vCPU threads:
     /// it waits.
     pub fn copy_in(&self, mut hva: Hva, mut bytes: &[u8]) -> Result<(), HostError> {
-        let mut cache = FrameCache::new(self.core.clone());
+        let mut cache = PerCpuPages::new(self.core.clone());
         while !bytes.is_empty() {
             let (offset, len) = within_page(hva, bytes.len());
             let (now, rest) = bytes.split_at(len);
@@ -35,7 +35,7 @@ impl Host {
     /// Copies from the pages at `hva` on, swapping in what has to be. Empty pages stay empty and
     /// read as zeros.
     pub fn copy_out(&self, mut hva: Hva, mut out: &mut [u8]) -> Result<(), HostError> {
-        let mut cache = FrameCache::new(self.core.clone());
+        let mut cache = PerCpuPages::new(self.core.clone());
         while !out.is_empty() {
             let (offset, len) = within_page(hva, out.len());
             let (now, rest) = out.split_at_mut(len);
@@ -71,7 +71,7 @@ impl Host {
             let page = PageNo::of(hva);
             let read = |frame| {
                 self.core
-                    .pinned(frame, page, |bytes| bytes.read(offset, out))
+                    .while_isolated(frame, page, |bytes| bytes.read(offset, out))
             };
             if frame.and_then(read).is_some() {
                 return Some(());
@@ -85,7 +85,7 @@ impl Host {
         &self,
         hva: Hva,
         access: Access,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
         copy: impl FnOnce(FramePtr<'_>),
     ) -> Result<(), HostError> {
         let mut copy = Some(copy);
@@ -93,14 +93,14 @@ impl Host {
             let seen = self.core.settled.generation();
             match self.resolve(hva, access, Level::L4K, cache) {
                 Resolution::Ready(frame) => {
-                    let pinned = self.core.pinned(frame, PageNo::of(hva), |page| {
+                    let copied = self.core.while_isolated(frame, PageNo::of(hva), |page| {
                         copy.take().into_iter().for_each(|copy| copy(page));
                         if access.is_write() {
                             self.mark_dirty(frame.pfn, Level::L4K);
                         }
                     });
-                    if pinned.is_some() {
-                        cache.release_holds();
+                    if copied.is_some() {
+                        cache.unpin_all();
                         return Ok(());
                     }
                     // Isolated: taken back while its write was in flight, or about to be taken.
@@ -126,7 +126,12 @@ impl Core {
 
     /// Runs `copy` while nobody can take the frame from `page`. `None` if somebody else is about
     /// to, or already has.
-    fn pinned(&self, frame: Frame, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
+    fn while_isolated(
+        &self,
+        frame: Frame,
+        page: PageNo,
+        copy: impl FnOnce(FramePtr<'_>),
+    ) -> Option<()> {
         if frame.level != Level::L4K {
             let desc = self.frames.block(BlockNo::of(frame.pfn));
             let owner = desc.isolate()?;

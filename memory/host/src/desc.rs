@@ -10,7 +10,7 @@
 //! ```
 //! *Isolated* is ownership: one reclaimer (or region removal, or a copy helper) at a time may take
 //! the frame from its page, and a frame whose write-out is in flight stays isolated until it
-//! completes. All other states have one owner too (free list, a vCPU's magazine, the store), so
+//! completes. All other states have one owner too (free map, per-CPU page cache, store), so
 //! `Used -> Isolated` is the only transition that needs a compare-and-swap, and a fault touches no
 //! descriptor with one.
 
@@ -24,7 +24,7 @@ use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
 pub enum FrameState {
     /// The free map; or the frame rests in a whole block (see `block`).
     Free,
-    /// A vCPU's magazine, or a fault that has not published it yet.
+    /// A per-CPU page cache, or a fault that has not published it yet.
     Cached,
     /// A page.
     Used,

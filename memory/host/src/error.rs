@@ -74,8 +74,10 @@ pub enum HostError {
         /// The system's words.
         reason: String,
     },
-    /// Every frame is held by an instruction in progress or in flight.
-    #[error("no frame can be reclaimed: {in_use} of {budget} frames in use, all held or in flight")]
+    /// Every frame is pinned by an instruction in progress or in flight.
+    #[error(
+        "no frame can be reclaimed: {in_use} of {budget} frames in use, all pinned or in flight"
+    )]
     Exhausted {
         /// Frames that hold a page.
         in_use: usize,

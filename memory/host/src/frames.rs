@@ -5,10 +5,10 @@
 //!                 store only   | direct reclaim  | background reclaim | nothing to do
 //!                              |                 | is woken           |
 //! ```
-//! The free map is behind one lock, and nobody takes single frames from it: a vCPU's magazine moves
-//! a batch at a time. A whole block is given only while all of `high` is left besides: huge pages
-//! are made of plenty, never of what somebody may need to make progress. Threads that found nothing
-//! wait in a queue, and what becomes free is owed to them in that order (`turns`).
+//! One lock guards the free map. A per-CPU page cache takes a batch of frames at a time. A 2 MiB
+//! block is given out only if `high` free frames remain: a huge page is never made of frames that a
+//! vCPU may need to make progress. A thread that finds no free frame waits in a queue, and each
+//! frame that becomes free is kept back for the first thread in it (`turns`).
 
 use crate::block::{BlockDesc, BlockState, Marked, Parts};
 use crate::desc::{Desc, FrameState};
@@ -22,10 +22,10 @@ use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Frames that move between a magazine and the free map at once where they are few.
+/// Frames that a per-CPU page cache takes at once while free frames are few.
 pub(crate) const BATCH: usize = 32;
-/// The most where they are plenty. Each move costs some ten cache lines that other vCPUs have just
-/// written, and at times a wait for the lock; a magazine of 1 MiB is nothing beside what is free.
+/// The most that it takes at once while free frames are plenty. Each refill moves about ten cache
+/// lines that other vCPUs have just written, and may wait for the lock.
 const BATCH_MAX: usize = 256;
 
 pub(crate) struct Frames {
@@ -35,8 +35,8 @@ pub(crate) struct Frames {
     blocks: Box<[BlockDesc]>,
     pub low: usize,
     pub high: usize,
-    /// Padded, as is `count`: vCPUs write there whenever they refill a magazine, and read the
-    /// fields above at every fault.
+    /// Padded, as is `count`: a vCPU writes both when it refills its per-CPU page cache, and reads
+    /// the fields above at every fault.
     free: CachePadded<Mutex<Free>>,
     count: CachePadded<Count>,
 }
@@ -162,8 +162,8 @@ impl Frames {
         self.count.store.load(Ordering::Relaxed)
     }
 
-    /// Moves up to a batch of free frames to `out`, fewer when they run short so that no magazine
-    /// hoards the last ones. What is owed to waiting threads stays.
+    /// Moves up to a batch of free frames to `out`. It moves fewer when free frames run short, so
+    /// that no per-CPU page cache hoards the last ones. Frames kept back for waiting threads stay.
     pub fn take_batch(&self, out: &mut Vec<u32>) {
         let free = self.lock();
         let spare = self.spare(&free).saturating_sub(free.turns.len());
@@ -200,13 +200,15 @@ impl Frames {
         self.move_out(free, count, out);
     }
 
-    /// The vCPUs that there are need `frames` to make progress, a batch in each magazine included.
+    /// Sets how many frames all vCPUs together may need to make progress, including a batch in each
+    /// per-CPU page cache.
     pub fn promise(&self, frames: usize) {
         self.count.promised.store(frames, Ordering::Relaxed);
     }
 
-    /// How many of `spare` free frames one magazine may have: few of few, so that none hoards the
-    /// last ones, and more than a batch only of what no vCPU can need.
+    /// How many of `spare` free frames one per-CPU page cache may take: an eighth while they are
+    /// few, so that no cache hoards the last ones, and more than [`BATCH`] only while more frames
+    /// are free than all vCPUs may need.
     fn share(&self, spare: usize) -> usize {
         let of_few = spare.div_ceil(8).min(BATCH);
         let plenty = spare.saturating_sub(self.count.promised.load(Ordering::Relaxed));
@@ -228,7 +230,8 @@ impl Frames {
         for &index in &out[kept..] {
             self.descs[index as usize].set_state(FrameState::Cached);
         }
-        // The magazine hands out from its end: in ascending order, neighbours after each other.
+        // The cache hands out frames from its end. Reversed, it hands out neighbours in ascending
+        // order.
         out[kept..].reverse();
     }
 

@@ -1,12 +1,12 @@
 //! The manager: what it is made of, and regions coming and going.
 
-use crate::cache::{FrameCache, MAX_HOLDS, Shared};
 use crate::collapse::Collapser;
 use crate::desc::Desc;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
 use crate::head::HeadState;
 use crate::io::{Executor, Io};
+use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, Shared};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
 use crate::region::{MmuNotifier, Regions};
 use crate::residency::PageNo;
@@ -26,8 +26,8 @@ use std::thread::Thread;
 /// Frames that must exist besides those of the vCPUs: a cluster on its way out, the store's
 /// reserve.
 const BASE_FRAMES: u64 = 64;
-/// What one more vCPU can keep from everybody else: its holds and a full magazine.
-const FRAMES_PER_VCPU: u64 = (MAX_HOLDS + BATCH) as u64;
+/// What one more vCPU can keep from everybody else: its pinned pages and a full per-CPU page cache.
+const FRAMES_PER_VCPU: u64 = (MAX_PINNED + BATCH) as u64;
 
 /// Where pages are made 512 at a time, in aligned blocks of 2 MiB.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
@@ -169,10 +169,10 @@ impl Host {
 
     /// A vCPU's corner of the manager. [`HostError::BudgetTooSmall`] when the budget cannot promise
     /// one vCPU more its progress.
-    pub fn frame_cache(&self) -> Result<FrameCache, HostError> {
+    pub fn per_cpu_pages(&self) -> Result<PerCpuPages, HostError> {
         let vcpus = lock(&self.core.caches).len() + 1;
         check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
-        Ok(FrameCache::new(self.core.clone()))
+        Ok(PerCpuPages::new(self.core.clone()))
     }
 
     /// Adds `pages` empty pages, whose mappings `notifier` looks after.
@@ -342,11 +342,11 @@ impl Core {
     }
 
     /// Pages that an instruction in progress has faulted on, ascending.
-    pub fn held_pages(&self) -> Vec<PageNo> {
-        let mut held = Vec::new();
-        self.with_caches(|caches| caches.iter().for_each(|cache| cache.gather(&mut held)));
-        held.sort_unstable();
-        held
+    pub fn pinned_pages(&self) -> Vec<PageNo> {
+        let mut pinned = Vec::new();
+        self.with_caches(|caches| caches.iter().for_each(|cache| cache.gather(&mut pinned)));
+        pinned.sort_unstable();
+        pinned
     }
 
     /// Gives an entry back. Its content must not be needed, and no write to it may be in flight.

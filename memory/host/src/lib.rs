@@ -20,8 +20,9 @@
 //! * **D is the truth about writes.** A page not marked dirty is dropped without a write and keeps
 //!   its swap entry; a page is marked before a write access may go on, or when a leaf with D is
 //!   removed.
-//! * **Forward progress.** What an instruction has faulted on is held until it retires; a budget of
-//!   [`Host::minimum_budget`] suffices; no region is squeezed below its floor for another.
+//! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
+//!   instruction retires. A budget of [`Host::minimum_budget`] suffices. No region is reclaimed
+//!   below its floor for another.
 //! * **Nothing is silently zero, or wrong.** A page that cannot be read back as it was written (a
 //!   checksum tells) is lost and says why; one that cannot be written out stays where it is.
 //! * **No guest reads another's bytes.** A frame is zeroed or fully overwritten before it changes
@@ -37,7 +38,6 @@
 
 mod balance;
 mod block;
-mod cache;
 mod collapse;
 mod copy;
 mod desc;
@@ -48,6 +48,7 @@ mod head;
 mod host;
 mod io;
 mod patience;
+mod per_cpu_pages;
 mod pool;
 mod reclaim;
 mod region;
@@ -65,13 +66,13 @@ mod verify;
 mod writeback;
 
 pub use balance::{Background, Progress};
-pub use cache::{FrameCache, MAX_HOLDS};
 pub use collapse::Collapse;
 pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
 pub use host::{Host, HostConfig, HugePages, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_sync::LatencySetting;
+pub use per_cpu_pages::{MAX_PINNED, PerCpuPages};
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::{Frame, Resolution};

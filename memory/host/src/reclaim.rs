@@ -71,7 +71,7 @@ pub(crate) struct Batch {
 pub(crate) struct Round {
     pub mercy: Mercy,
     scanned: usize,
-    held: Vec<PageNo>,
+    pinned: Vec<PageNo>,
     regions: RegionList,
     /// Pages that may be taken from each region.
     allowance: Vec<i64>,
@@ -90,7 +90,7 @@ impl Round {
         Self {
             mercy,
             scanned: 0,
-            held: core.held_pages(),
+            pinned: core.pinned_pages(),
             regions,
             allowance,
             aged: Vec::new(),
@@ -183,7 +183,7 @@ impl Core {
             looks += frames.len();
             for index in frames {
                 let frame = Pfn::new(index as u32);
-                let Some(page) = self.try_isolate(frame, &round.held) else {
+                let Some(page) = self.try_isolate(frame, &round.pinned) else {
                     continue;
                 };
                 match round.take_from(page) {
@@ -201,13 +201,13 @@ impl Core {
         picked
     }
 
-    fn try_isolate(&self, frame: Pfn, held: &[PageNo]) -> Option<PageNo> {
+    fn try_isolate(&self, frame: Pfn, pinned: &[PageNo]) -> Option<PageNo> {
         let desc = self.frames.desc(frame);
         if desc.state() != FrameState::Used || desc.take_recent() {
             return None;
         }
         let page = desc.isolate()?;
-        if held.binary_search(&page).is_ok() {
+        if pinned.binary_search(&page).is_ok() {
             desc.publish();
             return None;
         }

@@ -5,7 +5,7 @@
 //! with a block of 512. Pages at its end that do not fill a block are always small. The set of
 //! regions is an immutable snapshot swapped whole: a vCPU keeps the regions that it used last.
 //!
-//! A number is never given twice, because a memory slot, a ticket or a held page may still name a
+//! A number is never given twice, because a memory slot, a ticket or a pinned page may still name a
 //! page of a removed region, and must not reach another VM's. There are 2^52 of them: regions of
 //! 4 GiB, ten a second, last for thirteen years.
 //!
@@ -57,9 +57,8 @@ pub(crate) struct Region {
     /// Whose it is: see [`Regions::owns`].
     home: Arc<()>,
     removed: AtomicBool,
-    /// Pages that have a frame. Magazines report late, so that it may be a batch too low.
-    /// Padded: each vCPU that refills its magazine adds to it, and every fault reads the fields
-    /// beside it.
+    /// Pages that have a frame. A per-CPU page cache reports when it is refilled, so the value may
+    /// be a batch too low. Padded, because every fault reads the fields beside it.
     resident: CachePadded<AtomicI64>,
 }
 

@@ -1,11 +1,11 @@
 //! From an address to a frame: the fault path. It never sleeps and does no I/O.
 
 use crate::block::Marked;
-use crate::cache::{FaultCounters, FrameCache};
 use crate::desc::Dirt;
 use crate::error::LostPage;
 use crate::head::{BlockNo, Head, HeadState};
 use crate::host::{Core, Host, HugePages, lock};
+use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, Hva, Level, Pfn};
@@ -37,8 +37,8 @@ pub enum Resolution {
 }
 
 impl Host {
-    /// Finds or makes the frame of the page at `hva`. The page is *held* in `cache` from here on:
-    /// see [`FrameCache::release_holds`].
+    /// Finds or makes the frame of the page at `hva`. The page is *pinned* in `cache` from here on:
+    /// see [`PerCpuPages::unpin_all`].
     ///
     /// [`Access::Write`] marks the page dirty before it is ready. The caller may map the frame
     /// writable only then; one that maps a page read-only first and lets it be written later
@@ -56,7 +56,7 @@ impl Host {
         hva: Hva,
         access: Access,
         most: Level,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
     ) -> Resolution {
         assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
@@ -73,9 +73,9 @@ impl Core {
         page: PageNo,
         access: Access,
         most: Level,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
     ) -> Resolution {
-        cache.shared.hold(page);
+        cache.shared.pin(page);
         if cache.find(page).is_none() {
             return Resolution::Lost(self.lost_page(page));
         }
@@ -139,7 +139,7 @@ impl Core {
         head: HeadState,
         access: Access,
         most: Level,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
     ) -> Option<Resolution> {
         match head {
             HeadState::Untouched => self.fill_block(page, access, most, cache),
@@ -174,7 +174,7 @@ impl Core {
         page: PageNo,
         access: Access,
         most: Level,
-        cache: &FrameCache,
+        cache: &PerCpuPages,
     ) -> Option<Resolution> {
         let region = cache.region();
         let head = region.head(page)?;
@@ -215,11 +215,11 @@ impl Core {
 
     /// First touch: a frame of zeros.
     #[inline]
-    fn fill(&self, page: PageNo, access: Access, cache: &mut FrameCache) -> Option<Resolution> {
+    fn fill(&self, page: PageNo, access: Access, cache: &mut PerCpuPages) -> Option<Resolution> {
         let Some(frame) = cache.take() else {
             return Some(Resolution::NoMemory);
         };
-        // SAFETY: the frame comes from this vCPU's magazine and no page word names it yet.
+        // SAFETY: this thread took the frame from its own `cache`, and no page word names it yet.
         unsafe { self.frames.pool.zero(frame) };
         let dirt = if access.is_write() {
             Dirt::Dirty
@@ -250,7 +250,7 @@ impl Core {
         page: PageNo,
         state: PageState,
         access: Access,
-        cache: &FrameCache,
+        cache: &PerCpuPages,
     ) -> Option<Resolution> {
         let frame = state.frame()?;
         cache
@@ -268,7 +268,7 @@ impl Core {
         &self,
         page: PageNo,
         state: PageState,
-        cache: &mut FrameCache,
+        cache: &mut PerCpuPages,
     ) -> Option<Resolution> {
         let entry = state.entry()?;
         let Some(frame) = cache.take() else {
@@ -295,7 +295,7 @@ impl Core {
 
     /// Somebody else's fault has made a ticket; `None` if the page has arrived since.
     #[cold]
-    fn join_read(&self, page: PageNo, cache: &FrameCache) -> Option<Resolution> {
+    fn join_read(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
         let ticket = lock(&self.tickets).get(&page).cloned()?;
         FaultCounters::bump(&cache.shared.count.shared_ticket);
         Some(Resolution::Pending(ticket))

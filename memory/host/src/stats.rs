@@ -1,7 +1,7 @@
 //! Numbers: what the manager has done and where its frames are.
 
-use crate::cache::FaultCounters;
 use crate::host::{Core, Host, lock};
+use crate::per_cpu_pages::FaultCounters;
 use lacuna_addr::PAGE_SIZE;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -59,7 +59,7 @@ pub struct HostStats {
     pub budget: u64,
     /// Frames that hold a page of a region now, in transit included.
     pub resident: u64,
-    /// The most frames that were ever not on the free list, magazines included.
+    /// The most frames that were ever not on the free list, per-CPU page caches included.
     pub in_use_peak: u64,
     /// Frames that the swap store has: compressed pages, charged to the budget.
     pub store: u64,

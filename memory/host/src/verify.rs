@@ -1,10 +1,10 @@
 //! The manager's books, audited: for tests, between steps, when nobody else is in it.
 
 use crate::block::BlockState;
-use crate::cache::Shared;
 use crate::desc::FrameState;
 use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, lock};
+use crate::per_cpu_pages::Shared;
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::swap::SwapEntry;
@@ -14,7 +14,8 @@ use std::sync::atomic::Ordering;
 
 impl Host {
     /// Walks everything and panics at the first contradiction:
-    /// * every frame is in exactly one place: free map, magazine, page, whole block, swap store;
+    /// * every frame is in exactly one place: free map, per-CPU page cache, page, whole block,
+    ///   swap store;
     /// * a page's word and its frame's descriptor name each other, and so do a head and a block;
     /// * the words of a block are what its head allows;
     /// * every entry in use belongs to exactly one page or one write in flight;
@@ -68,7 +69,7 @@ impl Core {
                 FrameState::Store => {
                     assert!(!in_page, "frame {index} is {state:?}, but a page has it");
                 }
-                // A magazine's, or one being read into.
+                // In a per-CPU page cache, or being read into.
                 FrameState::Cached => {}
             }
             assert!(
@@ -86,13 +87,17 @@ impl Core {
         assert_eq!(free, self.frames.free_now(), "free count");
         let store = self.frames.in_store();
         assert_eq!(of(FrameState::Store), store, "the store's frames");
-        let magazines: usize = self.with_caches(|caches| {
+        let cached_free: usize = self.with_caches(|caches| {
             let cached = caches.iter().map(|cache| &cache.cached);
             cached.map(|n| n.load(Ordering::Relaxed) as usize).sum()
         });
         let cached = of(FrameState::Cached);
-        assert_eq!(cached, magazines + found.reading, "magazines and reads");
-        let total = free + magazines + found.resident() + store;
+        assert_eq!(
+            cached,
+            cached_free + found.reading,
+            "per-CPU page caches and reads"
+        );
+        let total = free + cached_free + found.resident() + store;
         assert_eq!(total, self.frames.len(), "every frame is somewhere");
     }
 

@@ -93,7 +93,7 @@ fn wait(_: &Guest, _: Hva) {}
 
 /// The executor reads it.
 fn start(guest: &Guest, hva: Hva) {
-    let mut cache = guest.host.frame_cache().unwrap();
+    let mut cache = guest.host.per_cpu_pages().unwrap();
     let level = Level::L4K;
     match guest.host.resolve(hva, Access::Read, level, &mut cache) {
         Resolution::Pending(ticket) => {

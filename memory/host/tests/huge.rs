@@ -245,7 +245,7 @@ impl MmuNotifier for Writer {
             return;
         }
         let host = self.host.get().and_then(Weak::upgrade).unwrap();
-        let mut cache = host.frame_cache().unwrap();
+        let mut cache = host.per_cpu_pages().unwrap();
         let page = ranges[0].start().checked_add_pages(9).unwrap();
         let found = host.resolve(page, Access::Write, Level::L2M, &mut cache);
         let Resolution::Ready(Frame { pfn, level }) = found else {
@@ -301,7 +301,7 @@ fn a_late_mark_on_a_block_counts_for_its_pages() {
     let (host, clock) = host(4 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, 10 * BLOCK);
     let frame = vm.fault(0, Access::Read).unwrap();
-    vm.cache.release_holds();
+    vm.cache.unpin_all();
     (0..BLOCK).for_each(|i| {
         let pfn = Pfn::new((frame.pfn.get() + i) as u32);
         host.frame(pfn).write(0, &(i + 1).to_le_bytes());

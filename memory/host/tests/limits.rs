@@ -4,7 +4,7 @@ mod common;
 
 use common::{Use, Vm, virtual_host};
 use lacuna_addr::{Access, Level, PageCount};
-use lacuna_host::{FaultyStore, Host, MAX_HOLDS, Resolution};
+use lacuna_host::{FaultyStore, Host, MAX_PINNED, Resolution};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -18,10 +18,10 @@ fn store() -> Box<FaultyStore> {
 fn the_largest_instruction_completes_at_the_minimum_budget() {
     let (host, clock) = virtual_host(Host::minimum_budget(2).get(), store());
     let mut vm = Vm::new(&host, &clock, 1000);
-    let mut other = host.frame_cache().unwrap();
+    let mut other = host.per_cpu_pages().unwrap();
     (0..1000).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
     let instruction = |vm: &mut Vm| -> Vec<_> {
-        let pages = (0..MAX_HOLDS as u64).map(|i| i * 13);
+        let pages = (0..MAX_PINNED as u64).map(|i| i * 13);
         pages
             .map(|page| vm.fault(page, Access::Read).unwrap())
             .collect()
@@ -38,7 +38,7 @@ fn the_largest_instruction_completes_at_the_minimum_budget() {
         "retried, it finds every page where it was"
     );
     host.verify();
-    vm.cache.release_holds();
+    vm.cache.unpin_all();
     vm.check_all();
 }
 
@@ -150,19 +150,20 @@ fn pages_are_peeked_at_only_where_they_are() {
     assert_eq!(across[8..], 2u64.to_le_bytes());
 }
 
-/// Magazines are larger where frames are plenty, but not at the cost of whoever comes last.
+/// A per-CPU page cache is larger while free frames are plenty, but the last vCPU still gets its
+/// frames.
 #[test]
 fn many_idle_vcpus_leave_what_the_last_one_needs() {
     const VCPUS: usize = 256;
     let (host, clock) = virtual_host(Host::minimum_budget(VCPUS).get(), store());
     let mut vm = Vm::new(&host, &clock, 1000);
-    let mut others: Vec<_> = (1..VCPUS).map(|_| host.frame_cache().unwrap()).collect();
+    let mut others: Vec<_> = (1..VCPUS).map(|_| host.per_cpu_pages().unwrap()).collect();
     for (other, page) in others.iter_mut().zip(0..) {
         std::mem::swap(&mut vm.cache, other);
         vm.touch(page, Use::Write(page + 1)).unwrap();
         std::mem::swap(&mut vm.cache, other);
     }
-    for page in 0..MAX_HOLDS as u64 {
+    for page in 0..MAX_PINNED as u64 {
         vm.fault(500 + page, Access::Write).unwrap();
     }
     host.verify();

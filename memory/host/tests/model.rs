@@ -182,7 +182,7 @@ impl World {
                     }
                     self.tickets.push(ticket);
                 }
-                vm.cache.release_holds();
+                vm.cache.unpin_all();
             }
             Op::Balance => _ = self.host.balance(),
             Op::Time => _ = self.vms[0].step_time() || self.host.poll(self.clock.now()) > 0,
@@ -227,7 +227,7 @@ impl World {
 
     fn touch(&mut self, vm: usize, page: u64, how: Use) {
         if let Err(error) = self.vms[vm].touch(page, how) {
-            self.vms[vm].cache.release_holds();
+            self.vms[vm].cache.unpin_all();
             self.may_fail(&error);
         }
     }

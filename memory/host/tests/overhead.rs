@@ -29,7 +29,7 @@ fn a_guest_of_four_budgets_costs_little_more_than_one() {
     let mut vm = Vm::new(&host, &clock, (4 * budget) >> 12);
     for page in 0..(4 * budget) >> 12 {
         if vm.fault(page, lacuna_addr::Access::Write).is_ok() {
-            vm.cache.release_holds();
+            vm.cache.unpin_all();
         }
     }
     let over = resident() - before - budget as i64;

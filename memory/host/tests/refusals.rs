@@ -37,8 +37,8 @@ fn a_budget_that_is_too_small_names_the_minimum() {
 #[test]
 fn every_vcpu_needs_its_part_of_the_budget() {
     let host = Host::new(config(300)).unwrap();
-    let _two = (host.frame_cache().unwrap(), host.frame_cache().unwrap());
-    let third = host.frame_cache().err().expect("refused").to_string();
+    let _two = (host.per_cpu_pages().unwrap(), host.per_cpu_pages().unwrap());
+    let third = host.per_cpu_pages().err().expect("refused").to_string();
     assert_eq!(
         third,
         "memory budget too small: 300 pages for 3 vCPUs, at least 352 pages (1408 KiB) are needed"
@@ -130,7 +130,7 @@ fn one_host_does_nothing_with_what_is_anothers() {
         let run = std::panic::AssertUnwindSafe(run);
         std::panic::catch_unwind(run).is_err()
     };
-    let (first, mut cache) = (vm.hva(0), other.frame_cache().unwrap());
+    let (first, mut cache) = (vm.hva(0), other.per_cpu_pages().unwrap());
     let mut foreign = || host.resolve(first, Access::Write, Level::L4K, &mut cache);
     assert!(panics(&mut || drop(foreign())), "a cache");
     let Resolution::Pending(ticket) = host.resolve(first, Access::Read, Level::L4K, &mut vm.cache)
@@ -158,7 +158,7 @@ fn nothing_lost(vm: &mut Vm) {
     let mut read = 0;
     for page in 0..vm.range.pages() {
         read += u64::from(vm.touch(page, Use::Read).is_ok());
-        vm.cache.release_holds();
+        vm.cache.unpin_all();
         vm.host.verify();
     }
     assert!(read > 0);
@@ -258,7 +258,7 @@ fn a_page_that_cannot_be_read_back_is_lost_and_says_so() {
         first,
         "for good"
     );
-    vm.cache.release_holds();
+    vm.cache.unpin_all();
     host.verify();
     host.remove_region(vm.range).unwrap();
     host.verify();

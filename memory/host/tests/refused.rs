@@ -35,7 +35,7 @@ fn threads_stand_in_for_a_ring_that_cannot_be() {
     let mmu = Arc::new(FakeMmu::default());
     mmu.belongs_to(&host);
     let range = host.add_region(PageCount::new(600), mmu).unwrap();
-    let mut cache = host.frame_cache().unwrap();
+    let mut cache = host.per_cpu_pages().unwrap();
     let at = |page: u64| range.start().checked_add_pages(page).unwrap();
     for page in 0..600u64 {
         let bytes = (page + 1).to_le_bytes().repeat(PAGE_SIZE / 8);

@@ -7,8 +7,8 @@ mod common;
 use common::FakeMmu;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HugePages, Io, Latency,
-    LatencySetting, Page, Reads, Resolution, SwapEntry, SwapError, SwapStore, Ticket, WriteFailed,
+    Fault, FaultyStore, FileStore, Host, HostConfig, HugePages, Io, Latency, LatencySetting, Page,
+    PerCpuPages, Reads, Resolution, SwapEntry, SwapError, SwapStore, Ticket, WriteFailed,
 };
 use lacuna_sync::HostClock;
 use std::fs::File;
@@ -22,7 +22,7 @@ const PAGES: u64 = 600;
 
 struct Guest {
     host: Arc<Host>,
-    cache: FrameCache,
+    cache: PerCpuPages,
     range: HvaRange,
 }
 
@@ -53,7 +53,7 @@ impl Guest {
             host.copy_in(at(crowd, page), &bytes).unwrap();
         }
         host.remove_region(crowd).unwrap();
-        let cache = host.frame_cache().unwrap();
+        let cache = host.per_cpu_pages().unwrap();
         Self { host, cache, range }
     }
 
@@ -73,7 +73,7 @@ impl Guest {
                 Resolution::Ready(_) => {}
                 other => panic!("{other:?}"),
             }
-            self.cache.release_holds();
+            self.cache.unpin_all();
         }
         assert!(tickets.len() > 256, "more than the ring takes at once");
         tickets

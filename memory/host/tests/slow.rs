@@ -5,8 +5,8 @@ mod common;
 use common::FakeMmu;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, FileStore, FrameCache, Host, HostConfig, HostError, HugePages, Io, Latency,
-    LatencySetting, Resolution, SwapStore, Ticket,
+    Fault, FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, Latency,
+    LatencySetting, PerCpuPages, Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::HostClock;
 use std::sync::Arc;
@@ -80,11 +80,11 @@ impl World {
     }
 
     /// A region whose pages stay where they are, because an instruction holds them.
-    fn hold_room(&self) -> (HvaRange, FrameCache) {
+    fn hold_room(&self) -> (HvaRange, PerCpuPages) {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(&self.host);
         let room = self.host.add_region(PageCount::new(64), mmu).unwrap();
-        let mut holder = self.host.frame_cache().unwrap();
+        let mut holder = self.host.per_cpu_pages().unwrap();
         for page in 0..64 {
             let hva = room.start().checked_add_pages(page).unwrap();
             let found = self
@@ -102,10 +102,10 @@ impl World {
         (0..WRITERS * PAGES).take_while(fits).count() as u64
     }
 
-    fn resolve(&self, page: u64, cache: &mut FrameCache) -> Resolution {
+    fn resolve(&self, page: u64, cache: &mut PerCpuPages) -> Resolution {
         let hva = self.at(page);
         let resolution = self.host.resolve(hva, Access::Read, Level::L4K, cache);
-        cache.release_holds();
+        cache.unpin_all();
         resolution
     }
 
@@ -153,7 +153,7 @@ fn a_wait_for_a_frame_ends_when_it_is_told_to() {
             sleep(Duration::from_millis(1));
         }
         let waits = scope.spawn(|| {
-            let mut cache = world.host.frame_cache().unwrap();
+            let mut cache = world.host.per_cpu_pages().unwrap();
             world.host.reclaim_direct_until(&mut cache, &stop).unwrap()
         });
         // It has a place in the queue, or is about to.
@@ -183,7 +183,7 @@ fn reads_are_waited_for_though_swap_is_full() {
     store.set_fault(Some(Fault::Stall));
     drop(held);
     host.remove_region(room).unwrap();
-    let mut cache = host.frame_cache().unwrap();
+    let mut cache = host.per_cpu_pages().unwrap();
     for page in 0..swapped {
         match world.resolve(page, &mut cache) {
             Resolution::Pending(ticket) => host.start(&ticket),
@@ -208,7 +208,7 @@ fn a_ticket_that_nobody_starts_is_not_waited_for() {
     let swapped = world.fill_until_full();
     drop(held);
     world.host.remove_region(room).unwrap();
-    let mut cache = world.host.frame_cache().unwrap();
+    let mut cache = world.host.per_cpu_pages().unwrap();
     let mut pending = |page| match world.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => Some(ticket),
         _ => None,
@@ -335,7 +335,7 @@ fn slow_world(swap: impl SwapStore + 'static) -> World {
 /// A slow world with reads in flight.
 fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
     let world = slow_world(swap);
-    let mut cache = world.host.frame_cache().unwrap();
+    let mut cache = world.host.per_cpu_pages().unwrap();
     let mut start = |page| match world.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => {
             world.host.start(&ticket);
@@ -359,7 +359,7 @@ fn a_region_that_goes_does_not_wait_for_a_simulated_latency() {
 #[test]
 fn nor_for_a_thread_that_sleeps_it_out() {
     let world = slow_world(faulty());
-    let mut cache = world.host.frame_cache().unwrap();
+    let mut cache = world.host.per_cpu_pages().unwrap();
     let mut pending = |page| match world.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => Some(ticket),
         _ => None,

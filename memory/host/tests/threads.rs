@@ -178,7 +178,7 @@ impl Vcpu {
     }
 
     fn try_run(mut self, accesses: usize) -> Result<(), HostError> {
-        let mut cache = self.host.frame_cache().unwrap();
+        let mut cache = self.host.per_cpu_pages().unwrap();
         let host = self.host.clone();
         let mut polling = None;
         for _ in 0..accesses {
@@ -197,7 +197,7 @@ impl Vcpu {
                 Resolution::NoMemory => _ = self.host.reclaim_direct(&mut cache).unwrap(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
-            cache.release_holds();
+            cache.unpin_all();
             if polling.is_some() {
                 self.host.poll(self.clock.now());
             }

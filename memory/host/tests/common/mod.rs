@@ -4,7 +4,7 @@
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
-    Frame, FrameCache, Host, HostConfig, HostError, HugePages, Io, MmuNotifier, Resolution,
+    Frame, Host, HostConfig, HostError, HugePages, Io, MmuNotifier, PerCpuPages, Resolution,
     SwapStore,
 };
 use lacuna_sync::{Clock, VirtualClock};
@@ -172,7 +172,7 @@ pub enum Use {
 pub struct Vm {
     pub host: Arc<Host>,
     pub mmu: Arc<FakeMmu>,
-    pub cache: FrameCache,
+    pub cache: PerCpuPages,
     pub range: HvaRange,
     clock: Arc<VirtualClock>,
     /// The largest leaf that this VM asks for.
@@ -233,7 +233,7 @@ impl Vm {
         let range = host.add_region(PageCount::new(pages), mmu.clone()).unwrap();
         Self {
             host: host.clone(),
-            cache: host.frame_cache().unwrap(),
+            cache: host.per_cpu_pages().unwrap(),
             mmu,
             range,
             clock: clock.clone(),
@@ -322,7 +322,7 @@ impl Vm {
             }
             Use::Read => self.check(hva, |bytes| frame.read(0, bytes)),
         }
-        self.cache.release_holds();
+        self.cache.unpin_all();
         Ok(())
     }
 

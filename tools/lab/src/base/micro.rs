@@ -56,7 +56,7 @@ impl Fixture {
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let boot = AREA / PAGE_SIZE as u64;
-        // Room for the magazines and for what a VM has beside its share.
+        // Room for the per-CPU page caches and for what a VM has beside its share.
         let frames = PageCount::new(vcpus as u64 * pages + boot + 4096);
         let builder = VmBuilder {
             memory: frames,

@@ -20,7 +20,7 @@ const SLOT: SlotId = SlotId(0);
 /// Where the slot begins.
 const FIRST: Gfn = Gfn::new(1 << 20).expect("4 GiB");
 const TABLES: u32 = 1 << 14;
-/// Frames beyond the slot's pages: magazines, and what reclaim wants free.
+/// Frames beyond the slot's pages: per-CPU page caches, and what reclaim wants free.
 const SPARE: u64 = 1 << 14;
 
 /// A slot of 4 KiB leaves, all of them mapped, that logs.

@@ -1,7 +1,7 @@
-//! A vCPU's own corner of the manager: its magazine of free frames, its holds, its counters.
+//! The per-CPU page cache: free frames, pinned pages and fault counters of one vCPU.
 //!
-//! The resident fault path takes no shared lock, because everything it changes besides the page
-//! word and one descriptor is here. What others read of it is in [`Shared`], written by one thread.
+//! Beside these, a fault on a resident page changes only the page word and one frame descriptor. So
+//! it takes no shared lock. Reclaim and statistics read [`Shared`], which one thread writes.
 
 use crate::frames::BATCH;
 use crate::host::Core;
@@ -12,36 +12,39 @@ use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 
-/// Pages that one instruction may fault on and keep: more than any instruction touches, page walks
-/// of both stages included.
-pub const MAX_HOLDS: usize = 64;
+/// Most pages that one vCPU pins: more than any instruction touches, page walks of both stages
+/// included.
+pub const MAX_PINNED: usize = 64;
 const REGIONS: usize = 4;
 
-/// One vCPU's (or loader's) access to [`crate::Host::resolve`]. Gives its frames back on drop.
-pub struct FrameCache {
+/// The per-CPU page cache of one vCPU, or of another thread that calls [`crate::Host::resolve`].
+/// Dropping it gives its frames back.
+pub struct PerCpuPages {
     pub(crate) core: Arc<Core>,
-    /// Free frames at hand.
-    magazine: Vec<u32>,
-    /// The regions used last, the very last first: one or two for a VM with few slots.
+    /// Free frames that this vCPU may use.
+    free: Vec<u32>,
+    /// The regions used last, latest first. A VM with few slots uses one or two.
     regions: Vec<Arc<Region>>,
     pub(crate) shared: Arc<Shared>,
 }
 
-/// What reclaim and statistics read of a [`FrameCache`]. One writer, so plain loads and stores do.
+/// The part of a [`PerCpuPages`] that reclaim and statistics read. Only its vCPU writes it, so
+/// plain loads and stores suffice.
 #[repr(align(128))]
 pub(crate) struct Shared {
-    /// How many entries of `holds` count.
-    held: AtomicU32,
-    /// Frames in the magazine.
+    /// Number of valid entries in `pinned`.
+    pinned_count: AtomicU32,
+    /// Number of free frames in the cache.
     pub cached: AtomicU32,
     pub count: FaultCounters,
-    /// Frames given to the region used last and not reported to it yet.
+    /// Frames that pages of the region used last have got since it was last told.
     unreported: AtomicI64,
     /// A page of that region.
     reports_to: AtomicU64,
-    /// Hazard pointers: reclaim reads them once a batch and skips these pages. One published too
-    /// late for a batch is seen by the next, so a page is taken from an instruction at most once.
-    holds: [AtomicU64; MAX_HOLDS],
+    /// Pages that the instruction in progress has faulted on, as hazard pointers. Reclaim reads
+    /// them once a batch and skips these pages. A page that is pinned too late for one batch is
+    /// seen by the next. So reclaim takes a page from an instruction at most once.
+    pinned: [AtomicU64; MAX_PINNED],
 }
 
 /// Faults by kind.
@@ -58,13 +61,13 @@ pub(crate) struct FaultCounters {
 }
 
 impl FaultCounters {
-    /// Adds one; only the owner calls it.
+    /// Adds 1. Only the owning thread calls this.
     #[inline]
     pub fn bump(counter: &AtomicU64) {
         Self::add(counter, 1);
     }
 
-    /// Adds `count`; only the owner calls it.
+    /// Adds `count`. Only the owning thread calls this.
     #[inline]
     pub fn add(counter: &AtomicU64, count: u64) {
         counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
@@ -87,40 +90,34 @@ impl FaultCounters {
 impl Shared {
     fn new() -> Self {
         Self {
-            held: AtomicU32::new(0),
+            pinned_count: AtomicU32::new(0),
             cached: AtomicU32::new(0),
             count: FaultCounters::default(),
             unreported: AtomicI64::new(0),
             reports_to: AtomicU64::new(0),
-            holds: [const { AtomicU64::new(0) }; MAX_HOLDS],
+            pinned: [const { AtomicU64::new(0) }; MAX_PINNED],
         }
     }
 
-    /// Adds the held pages to `out`.
+    /// Adds the pinned pages to `out`.
     pub fn gather(&self, out: &mut Vec<PageNo>) {
-        let held = (self.held.load(Ordering::Acquire) as usize).min(MAX_HOLDS);
-        out.extend(
-            self.holds[..held]
-                .iter()
-                .map(|h| PageNo::new(h.load(Ordering::Relaxed))),
-        );
+        let count = (self.pinned_count.load(Ordering::Acquire) as usize).min(MAX_PINNED);
+        let pages = self.pinned[..count].iter();
+        out.extend(pages.map(|page| PageNo::new(page.load(Ordering::Relaxed))));
     }
 
-    /// Adds a page to the holds. An instruction that faults on more than [`MAX_HOLDS`] pages does
-    /// not exist; the oldest hold gives way if one is invented.
+    /// Pins a page. No instruction faults on more than [`MAX_PINNED`] pages; if one did, its oldest
+    /// pin would be overwritten.
     #[inline]
-    pub fn hold(&self, page: PageNo) {
-        let held = self.held.load(Ordering::Relaxed) as usize;
-        let known = self.holds.iter().take(held);
-        if known
-            .into_iter()
-            .any(|hold| hold.load(Ordering::Relaxed) == page.get())
-        {
+    pub fn pin(&self, page: PageNo) {
+        let count = self.pinned_count.load(Ordering::Relaxed) as usize;
+        let mut known = self.pinned.iter().take(count);
+        if known.any(|pinned| pinned.load(Ordering::Relaxed) == page.get()) {
             return;
         }
-        self.holds[held % MAX_HOLDS].store(page.get(), Ordering::Relaxed);
-        self.held
-            .store((held as u32).wrapping_add(1), Ordering::Release);
+        self.pinned[count % MAX_PINNED].store(page.get(), Ordering::Relaxed);
+        self.pinned_count
+            .store((count as u32).wrapping_add(1), Ordering::Release);
     }
 
     #[inline]
@@ -135,7 +132,7 @@ impl Shared {
         self.unreported.load(Ordering::Relaxed)
     }
 
-    /// Pages that `region` has more than it knows, for `verify`.
+    /// Resident pages of `region` that it has not been told of yet, for `verify`.
     pub fn unreported_to(&self, region: &Region) -> i64 {
         let own = region.contains(PageNo::new(self.reports_to.load(Ordering::Relaxed)));
         if own { self.unreported() } else { 0 }
@@ -147,36 +144,36 @@ impl Shared {
     }
 }
 
-impl FrameCache {
+impl PerCpuPages {
     pub(crate) fn new(core: Arc<Core>) -> Self {
         let shared = Arc::new(Shared::new());
         core.register(&shared);
-        let magazine = Vec::with_capacity(2 * BATCH);
+        let free = Vec::with_capacity(2 * BATCH);
         Self {
             core,
-            magazine,
+            free,
             regions: Vec::with_capacity(REGIONS),
             shared,
         }
     }
 
-    /// The instruction has retired: reclaim may have its pages. Also at a reset, and when the
-    /// instruction is given up for an exception.
+    /// Unpins all pages, so that reclaim may take them. The vCPU calls this when the instruction
+    /// has retired, when an exception replaces it, and at a reset.
     #[inline]
-    pub fn release_holds(&mut self) {
-        if self.shared.held.load(Ordering::Relaxed) != 0 {
-            self.shared.held.store(0, Ordering::Release);
+    pub fn unpin_all(&mut self) {
+        if self.shared.pinned_count.load(Ordering::Relaxed) != 0 {
+            self.shared.pinned_count.store(0, Ordering::Release);
         }
     }
 
-    /// Gives the magazine back to the budget: the vCPU is going to be idle for long.
+    /// Gives the free frames back to the budget, because the vCPU is going to be idle for long.
     pub fn flush(&mut self) {
-        self.core.frames.give(self.magazine.drain(..));
+        self.core.frames.give(self.free.drain(..));
         self.shared.cached.store(0, Ordering::Relaxed);
         self.report();
     }
 
-    /// Makes the region of `page` the first of those kept. `None` when no region holds it.
+    /// Finds the region of `page` and puts it first; `None` if no region has the page.
     #[inline]
     pub(crate) fn find(&mut self, page: PageNo) -> Option<()> {
         match self.regions.first() {
@@ -185,42 +182,42 @@ impl FrameCache {
         }
     }
 
-    /// The region that [`FrameCache::find`] found.
+    /// The region that the last [`PerCpuPages::find`] found.
     #[inline]
     pub(crate) fn region(&self) -> &Arc<Region> {
         &self.regions[0]
     }
 
-    /// The next free frame, refilling the magazine when it is empty.
+    /// The next free frame. Refills the cache first if it is empty.
     #[inline]
     pub(crate) fn take(&mut self) -> Option<Pfn> {
-        let index = match self.magazine.pop() {
+        let index = match self.free.pop() {
             Some(index) => index,
             None => self.refill()?,
         };
         self.shared
             .cached
-            .store(self.magazine.len() as u32, Ordering::Relaxed);
+            .store(self.free.len() as u32, Ordering::Relaxed);
         Some(Pfn::new(index))
     }
 
-    /// Takes back a frame that was not published.
+    /// Puts back a frame that no page word has named.
     pub(crate) fn untake(&mut self, pfn: Pfn) {
-        self.magazine.push(pfn.index() as u32);
+        self.free.push(pfn.index() as u32);
         self.shared
             .cached
-            .store(self.magazine.len() as u32, Ordering::Relaxed);
+            .store(self.free.len() as u32, Ordering::Relaxed);
     }
 
-    /// Refills the magazine of a thread that waits for its turn; how many frames are in it.
+    /// Refills the empty cache of a thread in the queue for frames; returns how many frames it has.
     pub(crate) fn refill_in_turn(&mut self, turn: Turn) -> usize {
-        if self.magazine.is_empty() {
-            self.core.frames.take_turn(turn, &mut self.magazine);
+        if self.free.is_empty() {
+            self.core.frames.take_turn(turn, &mut self.free);
             self.shared
                 .cached
-                .store(self.magazine.len() as u32, Ordering::Relaxed);
+                .store(self.free.len() as u32, Ordering::Relaxed);
         }
-        self.magazine.len()
+        self.free.len()
     }
 
     pub(crate) fn report(&self) {
@@ -232,9 +229,9 @@ impl FrameCache {
     #[cold]
     fn refill(&mut self) -> Option<u32> {
         self.report();
-        self.core.frames.take_batch(&mut self.magazine);
+        self.core.frames.take_batch(&mut self.free);
         self.core.wake_background_if_low();
-        self.magazine.pop()
+        self.free.pop()
     }
 
     #[cold]
@@ -253,9 +250,9 @@ impl FrameCache {
     }
 }
 
-impl Drop for FrameCache {
+impl Drop for PerCpuPages {
     fn drop(&mut self) {
-        self.release_holds();
+        self.unpin_all();
         self.flush();
         self.core.unregister(&self.shared);
     }
