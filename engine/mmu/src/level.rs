@@ -75,7 +75,7 @@ impl Mmu {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
         (rmap.most(gfn) == Level::L2M && rmap.block(gfn) == FULL)
-            .then(|| self.host.whole(slot.hva(gfn)))
+            .then(|| self.host.compound_page(slot.hva(gfn)))
             .flatten()
     }
 

@@ -211,9 +211,9 @@ impl Host {
         self.core.frames.pool.frame(pfn)
     }
 
-    /// The first frame of the block of 512 pages around `hva`, if it is whole. It may be split a
-    /// moment later, of which its listener is told by [`MmuNotifier::shatter`].
-    pub fn whole(&self, hva: Hva) -> Option<Pfn> {
+    /// The first frame of the compound page that holds `hva`, if there is one. It may be split a
+    /// moment later; its notifier is told by [`MmuNotifier::shatter`].
+    pub fn compound_page(&self, hva: Hva) -> Option<Pfn> {
         let page = PageNo::of(hva);
         let region = self.core.regions.find(page)?;
         match region.head(page)?.load() {
