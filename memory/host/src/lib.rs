@@ -25,8 +25,7 @@
 //!   below its floor for another.
 //! * **Nothing is silently zero, or wrong.** A page that cannot be read back as it was written (a
 //!   checksum tells) is lost and says why; one that cannot be written out stays where it is.
-//! * **No guest reads another's bytes.** A frame is zeroed or fully overwritten before it changes
-//!   hands.
+//! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
 //! # Unsafe
 //! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool`

@@ -34,7 +34,8 @@ impl Fixture {
     pub fn new(slots: u64, blocks: u64, huge: HugePages) -> Result<Self, LabError> {
         let builder = VmBuilder {
             memory: PageCount::new(blocks * BLOCK),
-            // Room for what reclaim wants free before it makes huge pages, and for the per-CPU page caches.
+            // Room for what reclaim wants free before it makes huge pages, and for the per-CPU page
+            // caches.
             resident: PageCount::new((blocks + 32) * BLOCK),
             vcpus: 1,
             huge,
