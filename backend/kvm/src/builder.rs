@@ -5,7 +5,7 @@ use crate::source::{SourceConfig, SourceStats};
 use crate::{Delivery, KvmError, Vm, VmConfig};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{Apf, Console, Ending, GuestMemory, Image, PlatformDevices};
-use lacuna_sync::{Clock, Dial, HostClock, Nanos};
+use lacuna_sync::{Clock, HostClock, LatencySetting, Nanos};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -21,7 +21,7 @@ pub struct VmBuilder {
     /// Its processors.
     pub vcpus: usize,
     /// How long a page takes to come that was away.
-    pub latency: Dial,
+    pub latency: LatencySetting,
     /// Whether that goes for pages that were never touched, too.
     pub first_touch: FirstTouch,
     /// Whether the guest is offered asynchronous page faults.

@@ -44,7 +44,7 @@ pub use dirty::{Delivery, DirtyError, Logging};
 pub use error::KvmError;
 pub use lacuna_machine::Apf;
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, SlotId};
-pub use lacuna_sync::Dial;
+pub use lacuna_sync::LatencySetting;
 pub use memory::MapError;
 pub use pages::FirstTouch;
 pub use source::{SourceConfig, SourceStats};

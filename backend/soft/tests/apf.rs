@@ -7,8 +7,8 @@ use lacuna_addr::PageCount;
 use lacuna_host::{Fault, FaultyStore, HostConfig, HugePages, Io};
 use lacuna_machine::{Ending, Next, PlatformDevices, VcpuError, dispatch};
 use lacuna_soft::{
-    Apf, ApfStats, Dial, Host, RunSummary, SimulatedVm, Simulator, SimulatorConfig, Step, Trace,
-    Vcpu, Vm, VmBuilder, Wait,
+    Apf, ApfStats, Host, LatencySetting, RunSummary, SimulatedVm, Simulator, SimulatorConfig, Step,
+    Trace, Vcpu, Vm, VmBuilder, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
 fn offered(builder: VmBuilder) -> VmBuilder {
     VmBuilder {
         apf: Apf::On,
-        latency: Dial::new(Duration::from_micros(100)),
+        latency: LatencySetting::new(Duration::from_micros(100)),
         ..builder
     }
 }

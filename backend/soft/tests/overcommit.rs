@@ -7,7 +7,8 @@ use common::{boot, builder, pass};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::Ending;
 use lacuna_soft::{
-    Dial, HostStats, HugePages, SimulatedVm, Simulator, SimulatorConfig, Swap, Trace, Vm, VmBuilder,
+    HostStats, HugePages, LatencySetting, SimulatedVm, Simulator, SimulatorConfig, Swap, Trace, Vm,
+    VmBuilder,
 };
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
@@ -50,7 +51,7 @@ fn verify_with_added_latency() {
     for vcpus in [1, 2, 4] {
         let latency = Duration::from_micros(200);
         let builder = VmBuilder {
-            latency: Dial::new(latency),
+            latency: LatencySetting::new(latency),
             ..builder(24, 6, vcpus, ARGUMENTS)
         };
         assert_swapped(&pass(&builder, "verify").0);

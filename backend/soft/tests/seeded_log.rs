@@ -11,7 +11,7 @@ use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{Ending, GuestMemory as _, PlatformDevices};
 use lacuna_soft::{
-    Apf, Backup, Delivery, Dial, Host, HugePages, Recovery, SimulatedVm, Simulator,
+    Apf, Backup, Delivery, Host, HugePages, LatencySetting, Recovery, SimulatedVm, Simulator,
     SimulatorConfig, SlotFlags, SlotId, Swap, Trace, Vm, VmBuilder,
 };
 use lacuna_sync::{Clock, VirtualClock};
@@ -227,7 +227,7 @@ impl Plan {
             seed: Some(seed),
             huge: [HugePages::Never, HugePages::Always][rng.usize(..2)],
             apf: [Apf::Off, Apf::On, Apf::On][way],
-            latency: Dial::new(Duration::from_micros(rng.u64(..2) * 100)),
+            latency: LatencySetting::new(Duration::from_micros(rng.u64(..2) * 100)),
             swap: match rng.u8(..4) {
                 0 => Swap::Memory,
                 _ => Swap::File(std::env::temp_dir()),

@@ -4,7 +4,7 @@ mod common;
 
 use common::{Lines, MIB, builder, image, run};
 use lacuna_machine::Ending;
-use lacuna_soft::{Apf, Dial, HostStats, Swap, VmBuilder};
+use lacuna_soft::{Apf, HostStats, LatencySetting, Swap, VmBuilder};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// A run is stopped, and is over, while its vCPUs wait for pages that are an hour away.
 #[test]
 fn the_end_of_a_run_does_not_wait_for_pages() {
-    let dial = Dial::default();
+    let dial = LatencySetting::default();
     for apf in [Apf::Off, Apf::On] {
         dial.set(Duration::ZERO);
         let builder = VmBuilder {

@@ -5,7 +5,9 @@ use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _};
-use lacuna_soft::{Apf, Dial, Host, HugePages, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait};
+use lacuna_soft::{
+    Apf, Host, HugePages, LatencySetting, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait,
+};
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 
@@ -28,7 +30,7 @@ pub fn run(run: &mut Run<'_>) {
         vcpus: 1,
         huge: HugePages::Never,
         swap: Swap::Memory,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         apf: Apf::Off,
         seed: Some(run.seed),
         command_line: String::new(),

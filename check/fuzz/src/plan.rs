@@ -6,7 +6,9 @@ use crate::place::{EXTRAS, PER_CPU};
 use crate::runtime::Manners;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Backup, Delivery, Dial, Host, HugePages, RingSize, Swap, VmBuilder};
+use lacuna_soft::{
+    Apf, Backup, Delivery, Host, HugePages, LatencySetting, RingSize, Swap, VmBuilder,
+};
 use lacuna_sync::Clock;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -104,7 +106,7 @@ impl Plan {
                 true => Swap::Memory,
                 false => Swap::File(swap_folder()),
             },
-            latency: Dial::new(Duration::from_micros(rng.u64(..3) * 50)),
+            latency: LatencySetting::new(Duration::from_micros(rng.u64(..3) * 50)),
             apf: match rng.u8(..4) {
                 0 => Apf::Off,
                 _ => Apf::On,

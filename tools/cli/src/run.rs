@@ -10,7 +10,7 @@ use crate::signals::{Signal, Signals};
 use crate::snapshot::{RunOptions, RunReport, Snapshot};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, Dial, Observed, RunSummary, Swap, VmBuilder};
+use lacuna_soft::{Apf, LatencySetting, Observed, RunSummary, Swap, VmBuilder};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 
@@ -181,7 +181,7 @@ fn builder(args: &RunArgs) -> VmBuilder {
             SwapMedium::File { dir } => Swap::File(dir.clone()),
             SwapMedium::Memory => Swap::Memory,
         },
-        latency: Dial::new(args.swap.latency),
+        latency: LatencySetting::new(args.swap.latency),
         apf: match args.apf {
             args::Apf::On => Apf::On,
             args::Apf::Off => Apf::Off,

@@ -32,7 +32,7 @@ use crate::experiment::{LabError, Options, vcpus};
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Dial, HugePages, Swap, VmBuilder};
+use lacuna_soft::{Apf, HugePages, LatencySetting, Swap, VmBuilder};
 use slices::Pace;
 use std::time::Duration;
 
@@ -94,7 +94,7 @@ fn bm(swap: Swap) -> VmBuilder {
         vcpus,
         huge: HugePages::Never,
         swap,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         apf: Apf::On,
         seed: None,
         command_line: bm_words(vcpus),

@@ -9,7 +9,7 @@ use crate::interrupt;
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
 use lacuna_machine::{Ending, GuestMemory, Image, PlatformDevices};
-use lacuna_soft::{Apf, Dial, HugePages, Stalls, Swap, Vm, VmBuilder};
+use lacuna_soft::{Apf, HugePages, LatencySetting, Stalls, Swap, Vm, VmBuilder};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -200,7 +200,7 @@ pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
         vcpus,
         huge: HugePages::Never,
         swap: Swap::Memory,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         apf: Apf::Off,
         seed: None,
         command_line: String::new(),
@@ -247,7 +247,7 @@ mod tests {
             huge: HugePages::Never,
             // Not compressed memory: what bm writes at random compresses worse and worse.
             swap: Swap::File(std::env::temp_dir()),
-            latency: lacuna_soft::Dial::default(),
+            latency: lacuna_soft::LatencySetting::default(),
             apf: Apf::On,
             seed: None,
             command_line: words.into(),

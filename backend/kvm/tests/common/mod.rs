@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, RunSummary, VmBuilder, available};
+use lacuna_kvm::{Apf, Delivery, FirstTouch, LatencySetting, RunSummary, VmBuilder, available};
 use lacuna_machine::{Ending, Image};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -45,7 +45,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         memory: PageCount::from_bytes(memory << 20),
         resident: PageCount::from_bytes(resident << 20),
         vcpus,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery: Delivery::Bitmap,

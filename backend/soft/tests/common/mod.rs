@@ -6,7 +6,9 @@ pub mod shadow;
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image, PlatformDevices};
-use lacuna_soft::{Apf, Dial, HugePages, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig};
+use lacuna_soft::{
+    Apf, HugePages, LatencySetting, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig,
+};
 use std::sync::{Arc, Mutex};
 
 pub const MIB: u64 = 1 << 20;
@@ -45,7 +47,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         vcpus,
         huge: HugePages::Never,
         swap: Swap::File(std::env::temp_dir()),
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         apf: Apf::Off,
         seed: None,
         command_line: command_line.to_owned(),

@@ -15,7 +15,7 @@ use crate::session::{Session, on_soft};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, Status};
-use lacuna_soft::{Apf, Dial, HugePages, Stalls, Swap, VmBuilder};
+use lacuna_soft::{Apf, HugePages, LatencySetting, Stalls, Swap, VmBuilder};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         vcpus: 1,
         huge: HugePages::Never,
         swap: Swap::Memory,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         apf: Apf::On,
         seed: None,
         command_line: format!("work={} rounds={ROUNDS}", work(options)),
@@ -126,7 +126,7 @@ fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
 }
 
 /// Turns `dial` until a round without asynchronous faults waits for [`SHARE`] of its time.
-fn calibrate(rounds: &mut Rounds<'_>, dial: &Dial) -> Result<(), LabError> {
+fn calibrate(rounds: &mut Rounds<'_>, dial: &LatencySetting) -> Result<(), LabError> {
     // The first round touches fresh memory; it should not wait for anything.
     rounds.next(Apf::Off)?;
     dial.set(FIRST_GUESS);

@@ -23,7 +23,7 @@ use crate::session::{Guest, LastWords, Session, image};
 use crate::stats::Summary;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{Apf, Delivery, Dial, FirstTouch, VmBuilder};
+use lacuna_kvm::{Apf, Delivery, FirstTouch, LatencySetting, VmBuilder};
 use lacuna_machine::Ending;
 use serde_json::json;
 use std::time::Duration;
@@ -148,7 +148,7 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
         memory: PageCount::from_bytes(MEMORY_MIB << 20),
         resident: PageCount::from_bytes(RESIDENT_MIB << 20),
         vcpus: 1,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         apf,
         delivery: Delivery::Bitmap,

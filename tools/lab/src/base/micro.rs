@@ -11,7 +11,7 @@ use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
 use lacuna_soft::{
-    Apf, Dial, Host, HugePages, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm,
+    Apf, Host, HugePages, LatencySetting, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm,
     VmBuilder, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock};
@@ -64,7 +64,7 @@ impl Fixture {
             vcpus,
             huge: HugePages::Never,
             swap: Swap::Memory,
-            latency: Dial::default(),
+            latency: LatencySetting::default(),
             apf: Apf::Off,
             seed: None,
             command_line: String::new(),

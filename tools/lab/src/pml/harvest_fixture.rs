@@ -5,8 +5,8 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Access, Gfn, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Delivery, Detection, Dial, Fault, Faulter, Host, HugePages, Logging, Mmu, MmuNotifier,
-    Room, SlotFlags, SlotId, SlotSpec, Swap, VmBuilder, Walk,
+    Apf, Delivery, Detection, Fault, Faulter, Host, HugePages, LatencySetting, Logging, Mmu,
+    MmuNotifier, Room, SlotFlags, SlotId, SlotSpec, Swap, VmBuilder, Walk,
 };
 use lacuna_sync::{Clock, HostClock, Quiescence};
 use std::hint::spin_loop;
@@ -198,7 +198,7 @@ fn host(pages: u64) -> Result<Arc<Host>, LabError> {
         vcpus: 1,
         huge: HugePages::Never,
         swap: Swap::Memory,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         apf: Apf::Off,
         seed: None,
         command_line: String::new(),

@@ -28,7 +28,8 @@ use crate::session::{Guest, LastWords, image};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_kvm::{
-    Apf, Delivery, Dial, DirtyError, FirstTouch, KvmError, Logging, RingSize, SlotId, Vm, VmBuilder,
+    Apf, Delivery, DirtyError, FirstTouch, KvmError, LatencySetting, Logging, RingSize, SlotId, Vm,
+    VmBuilder,
 };
 use lacuna_machine::Ending;
 use rustix::io::Errno;
@@ -178,7 +179,7 @@ fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
         memory: PageCount::from_bytes(pace.mib << 20),
         resident: PageCount::from_bytes(pace.mib << 20),
         vcpus: VCPUS,
-        latency: Dial::default(),
+        latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery,

@@ -4,8 +4,8 @@
 use crate::experiment::LabError;
 use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Dial, Fault, Faulter, Host, HugePages, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
-    Swap, VmBuilder,
+    Apf, Fault, Faulter, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
+    SlotSpec, Swap, VmBuilder,
 };
 use lacuna_sync::{Clock, HostClock, Quiescence};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl Fixture {
             vcpus: 1,
             huge,
             swap: Swap::Memory,
-            latency: Dial::default(),
+            latency: LatencySetting::default(),
             apf: Apf::Off,
             seed: None,
             command_line: String::new(),

@@ -7,7 +7,7 @@ use crate::report::short;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, Dial, HugePages, Swap, VmBuilder};
+use lacuna_soft::{Apf, HugePages, LatencySetting, Swap, VmBuilder};
 use std::time::Duration;
 
 /// Memory the guest believes it has, in MiB.
@@ -75,7 +75,7 @@ pub fn measure(
             vcpus: vcpus(),
             huge,
             swap: Swap::Memory,
-            latency: Dial::default(),
+            latency: LatencySetting::default(),
             apf: Apf::Off,
             seed: None,
             command_line: format!("huge=1 skew={SKEW} seconds=1000000 {}", place.words),
