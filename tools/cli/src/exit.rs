@@ -7,7 +7,7 @@ use lacuna_soft::ErrorKind;
 
 use crate::signals::Signal;
 
-/// What `--help` says of exit codes; the README has the same sentence.
+/// What `--help` says of exit codes; docs/commands.md has the same sentence.
 pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong arguments or image; \
                               3 this host could not do it (memory, disk, a page that swap lost), \
                               or the result could not be written; 130 interrupted by Ctrl-C \

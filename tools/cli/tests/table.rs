@@ -384,10 +384,10 @@ fn every_limit_of_address_space_is_a_refusal_at_worst() {
 }
 
 #[test]
-fn help_and_readme_name_the_same_codes() {
+fn help_and_the_page_of_commands_name_the_same_codes() {
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md");
-    let readme = words(&std::fs::read_to_string(readme).unwrap());
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/commands.md");
+    let page = words(&std::fs::read_to_string(page).unwrap());
     let dir = tempfile::tempdir().unwrap();
     for command in ["", "run", "lab", "doctor"] {
         let line = format!("$LACUNA {command} --help");
@@ -398,5 +398,5 @@ fn help_and_readme_name_the_same_codes() {
             "{line}: {help}"
         );
     }
-    assert!(readme.contains(lacuna_cli::exit::EXIT_CODES), "{readme}");
+    assert!(page.contains(lacuna_cli::exit::EXIT_CODES), "{page}");
 }
