@@ -2,9 +2,9 @@
 
 use crate::finding::Finding;
 
-/// Every crate of ours and what it may import of ours; dev-dependencies are free. A row that may
-/// import less than it could is a promise: `mmu` and `machine` are strangers, the processors know
-/// a bus and no hypervisor, and only `soft` has seen both.
+/// Every crate of the workspace, and which others it may import. Dev-dependencies are not checked.
+/// Some rows allow less than they could: `mmu` and `machine` do not know each other, and the
+/// processors know a bus and no hypervisor. Only `soft` knows both.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-addr", &[]),
     ("lacuna-sync", &[]),

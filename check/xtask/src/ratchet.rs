@@ -1,9 +1,9 @@
 //! The exceptions in length, which may only shrink.
 //!
 //! `check/xtask/ratchet.txt` lists what is longer than it should be, one `path lines` or
-//! `path::function lines` a line, with `#` before a comment that says why. An entry allows exactly
-//! what it says: a longer function is a finding, and so is a shorter one, until its entry shrinks
-//! with it or goes.
+//! `path::function lines` a line; a comment behind `#` says why. An entry allows exactly what it
+//! says. A longer function is a finding. So is a shorter one, until its entry is lowered or
+//! removed.
 
 use std::collections::BTreeMap;
 

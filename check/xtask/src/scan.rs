@@ -1,7 +1,7 @@
 //! A Rust file as tokens: what the rules must know, without a parser.
 //!
-//! Tokens are enough: comments and strings are out of the way, brackets are matched, lines are
-//! known, and the bodies of macros (`proptest!`) look like any other code.
+//! Tokens are enough. They leave out comments, know strings and lines, and match brackets, and the
+//! bodies of macros (`proptest!`) look like any other code.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! The rules one file can break by itself.
+//! The rules that one file can break by itself.
 
 use crate::finding::Finding;
 use crate::imports::Unsafe;
@@ -13,7 +13,7 @@ pub const FILE_LINES: usize = 500;
 /// Longest root of a library, its tests not counted: purpose, neighbours, modules.
 pub const LIB_LINES: usize = 80;
 
-/// Notes to oneself that must not reach the main line; in two parts, or this line were one.
+/// Notes that must not reach the main line. Each is in two parts, so that this line is none.
 const NOTES: [&str; 2] = [concat!("FIX", "ME"), concat!("TO", "DO")];
 /// Macros that stand where code should.
 const PLACEHOLDERS: [&str; 3] = ["todo", "unimplemented", "dbg"];
@@ -84,8 +84,8 @@ pub fn check_code(path: &str, text: &str, scan: &Scan) -> Vec<Finding> {
     findings
 }
 
-/// Whether the `unsafe` at `line` (from one) has its reason on the same line or in the comment
-/// above its statement, which may have begun up to two lines before.
+/// Whether the `unsafe` at `line` (from one) has its reason on the same line, or in the comment
+/// above its statement. The statement may begin up to two lines before.
 fn is_justified(lines: &[&str], line: usize) -> bool {
     let mut code_lines = 0;
     for text in lines[..line].iter().rev() {

@@ -1,4 +1,4 @@
-//! Files and folders: nothing lies around that no crate compiles, and every row has its README.
+//! Files and folders: every file belongs to a crate, and every row has its README.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
