@@ -1,4 +1,4 @@
-//! Asynchronous page faults by the real host side: KVM's.
+//! Asynchronous page faults with KVM as the host.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn every_token_comes_back_once() {
     let apf = status.apf;
     println!("{apf:?} {:?}", outcome.stats);
     assert!(apf.not_present >= 1000, "{apf:?}\n{text}");
-    // The guest ends when its processes have, so nobody waits for a page any more.
+    // The guest ends when its processes have ended, so no thread waits for a page any more.
     assert_eq!(apf.not_present, apf.ready, "{apf:?}");
     assert_eq!(apf.lost, 0, "{apf:?}");
     assert_eq!(apf.wake_all, 1, "one when it is enabled: {apf:?}");

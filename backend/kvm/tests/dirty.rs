@@ -1,5 +1,5 @@
-//! A monitor keeps a copy of a running guest's memory by replaying harvests of what the kernel
-//! noticed; at the end it is the guest's memory.
+//! A monitor keeps a copy of a running guest's memory: it copies the pages that each harvest of the
+//! kernel's dirty log names. At the end the copy must equal the guest's memory.
 
 mod common;
 
@@ -15,20 +15,20 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-/// Each process makes its whole heap dirty many times over, and looks at all of it at the end.
+/// Each process dirties its whole heap many times, and checks all of it at the end.
 const CHURN: &str = "transactions=20000 cold=3000 tick_us=20000";
 
-/// Every one of these guests ends by itself; some kernels take minutes for what others do at once.
+/// Each of these guests ends by itself; some kernels take minutes where others take seconds.
 const HANG_SECONDS: u64 = 900;
 
 fn ring(bytes: usize) -> Delivery {
     Delivery::Ring(RingSize::from_bytes(bytes).unwrap())
 }
 
-/// Where KVM emulates the guest's kernel, each store of that makes an entry.
+/// If KVM emulates the guest's kernel, each of that kernel's stores makes an entry.
 const LARGE: usize = RingSize::BYTES_MAX;
 
-/// Whether this host's kernel has it; if not, the test is recorded as skipped.
+/// Whether this host's kernel supports it; if not, the test is recorded as skipped.
 fn has(delivery: Delivery) -> bool {
     let mut builder = builder(16, 16, 1, "");
     builder.delivery = delivery;
@@ -64,7 +64,7 @@ impl Copy {
         Self(vm.slots().into_iter().map(all).collect())
     }
 
-    /// The pages that were written, before they are copied.
+    /// The pages that were written, without copying them yet.
     fn dirty(&self, vm: &Vm) -> BTreeSet<(SlotId, usize)> {
         let mut dirty = BTreeSet::new();
         if matches!(vm.delivery(), Delivery::Ring(_)) {
@@ -108,16 +108,16 @@ impl Copy {
     }
 }
 
-/// A guest that runs.
+/// A running guest.
 struct Running<'a> {
     vm: &'a Vm,
     devices: &'a PlatformDevices,
-    /// vCPUs that have not left.
+    /// vCPUs that have not ended.
     vcpus: &'a AtomicUsize,
 }
 
 impl Running<'_> {
-    /// Whether no vCPU will ever write again.
+    /// Whether no vCPU will write again.
     fn is_over(&self) -> bool {
         self.vcpus.load(Ordering::Acquire) == 0
     }
@@ -130,14 +130,15 @@ impl Running<'_> {
         Status::parse(&bytes).ok()
     }
 
-    /// Holds its processes still, or lets them go on.
+    /// Pauses the processes of these kinds, or lets them run again.
     fn pause(&self, mask: u32) {
         let page = self.devices.status_page().unwrap().gpa();
         let at = page.checked_add(PAUSED_AT as u64).unwrap();
         self.vm.write(at, &mask.to_le_bytes()).unwrap();
     }
 
-    /// Until its processes are prepared: a kernel that boots writes the same pages over and over.
+    /// Waits until the guest's processes are prepared: while it boots, a kernel writes the same
+    /// pages again and again.
     fn prepared(&self) {
         let is_prepared = |status: Status| status.threads.first().is_some_and(|t| t.counter > 0);
         while !self.is_over() && !self.status().is_some_and(is_prepared) {
@@ -145,8 +146,8 @@ impl Running<'_> {
         }
     }
 
-    /// One vCPU's thread. Workers are held from the moment that there is a word to hold them by:
-    /// until somebody is ready to look, they do nothing.
+    /// Runs one vCPU on this thread. Workers are paused as soon as the status page exists, so they
+    /// do nothing until the monitor is ready.
     fn drive(&self, mut vcpu: impl Vcpu) {
         let mut held = false;
         while self.devices.ending().is_none() {
@@ -163,7 +164,7 @@ impl Running<'_> {
     }
 }
 
-/// Runs `name` to success beside `monitor`, which is to go on until the guest has ended.
+/// Runs `name` to success beside `monitor`, which must go on until the guest has ended.
 fn beside<T: Send + 'static>(
     builder: &VmBuilder,
     name: &'static str,
@@ -184,7 +185,7 @@ fn beside<T: Send + 'static>(
             for vcpu in vcpus {
                 scope.spawn(|| running.drive(vcpu));
             }
-            // A monitor that panics must not leave the guest running.
+            // If the monitor panics, the guest must not be left running.
             let found = panic::catch_unwind(AssertUnwindSafe(|| monitor(&running)));
             devices.end(Ending::Stopped, &*vm);
             found.unwrap_or_else(|why| panic::resume_unwind(why))
@@ -200,7 +201,7 @@ fn beside<T: Send + 'static>(
     })
 }
 
-/// How many pages were harvested.
+/// Returns how many pages were harvested.
 fn follow(builder: &VmBuilder, name: &'static str, pause: Duration) -> usize {
     beside(builder, name, move |guest| {
         guest.prepared();
@@ -267,8 +268,8 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
             thread::sleep(Duration::from_millis(1));
             collected += vm.collect_rings(|_, _| ()).unwrap();
         }
-        // It goes on until it comes back to KVM, and then no more. With room in its ring it would
-        // come to its end.
+        // The vCPU runs until it enters KVM again, and then no further. With room in its ring it
+        // would run to its end.
         let count = || guest.status().unwrap().threads[1].counter;
         let mut full = 0;
         while full != count() {
@@ -281,14 +282,14 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
         }
         vm.collect_rings(|_, _| ()).unwrap();
         assert!(vm.reset_rings().unwrap() >= 960);
-        // It goes on, to its end.
+        // With room in the ring it runs to its end.
         while !guest.is_over() {
             thread::sleep(Duration::from_millis(10));
         }
     });
 }
 
-/// What this process writes is handed out with the guest's writes, and only while a slot logs.
+/// A harvest includes what this process writes, and only while a slot logs.
 #[test]
 fn host_writes_are_told() {
     if !can_run() {
@@ -303,7 +304,7 @@ fn host_writes_are_told() {
         let vm = builder.vm().unwrap();
         let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).unwrap();
         write(0x3000);
-        // A page that comes counts as written in the page map.
+        // The page map counts a page that is brought in as written.
         for (_, gfns) in vm.slots() {
             (0..gfns.pages() as usize).for_each(|at| drop(read(&vm, gfns, at).to_vec()));
         }

@@ -1,4 +1,4 @@
-//! A program of a few instructions that makes each kind of exit.
+//! A program of a few instructions that causes each kind of exit.
 
 mod common;
 
@@ -50,18 +50,18 @@ fn string_ports_device_memory_and_the_exit_port() {
     }
     let code = |text_at| {
         [
-            // The text, by one instruction.
+            // Writes the text with one instruction.
             set(DX, 0x3f8),
             set(SI, text_at),
             set(CX, TEXT.len() as u32),
             vec![0xf3, 0x6e], // rep outsb
-            // The line status, 0x60, four times, by one instruction.
+            // Reads the line status, 0x60, four times with one instruction.
             set(DX, 0x3fd),
             set(DI, AT + 0x1000),
             set(CX, 4),
             vec![0xf3, 0x6c],       // rep insb
             vec![0x8b, 0x47, 0xfc], // mov eax, [rdi - 4]
-            // Where there is no memory, ones: one less.
+            // A read where there is no memory gives all ones, so the sum is one less.
             set(DI, 0xd000_0000),
             vec![0x03, 0x07], // add eax, [rdi]
             vec![0x89, 0x07], // mov [rdi], eax
@@ -77,7 +77,7 @@ fn string_ports_device_memory_and_the_exit_port() {
     assert!(matches!(ending, Ending::Exited(0x6060_605f)), "{ending:?}");
 }
 
-/// The first exit counts, and what was printed before it is not lost.
+/// The first exit counts, and the output before it is not lost.
 #[test]
 fn an_unfinished_line_is_passed_on() {
     if !can_run() {

@@ -48,7 +48,7 @@ fn every_page_is_as_the_guest_left_it_with_async_faults() {
     assert!(outcome.stats.fetched > 1000, "{:?}", outcome.stats);
 }
 
-/// With `Delayed` the boot data come late already: nothing may depend on when.
+/// With `Delayed` even the boot data arrive late: nothing may depend on the time.
 #[test]
 fn pages_may_all_be_elsewhere_at_first() {
     if !can_run() {
@@ -72,7 +72,7 @@ fn a_triple_fault_ends_the_run() {
     }
     let (outcome, text) = run(&builder(16, 16, 1, ""), "triple");
     let ending = format!("{:?}", outcome.ending);
-    // Where KVM runs the guest's kernel in its emulator (kvm_pvm), that is what gives up.
+    // Where KVM runs the guest's kernel in its emulator (kvm_pvm), the emulator gives up instead.
     let expected = ["triple fault", "KVM gave up"];
     assert!(
         expected.iter().any(|what| ending.contains(what)),
@@ -81,7 +81,7 @@ fn a_triple_fault_ends_the_run() {
     assert!(ending.contains("rip 0x"), "it says where: {ending}");
 }
 
-/// Its vCPUs compute, halt, or wait for pages that are an hour away.
+/// The vCPUs compute, halt, or wait for pages that take an hour.
 #[test]
 fn a_kick_ends_an_endless_guest() {
     if !can_run() {
@@ -120,7 +120,7 @@ fn the_watcher_reads_and_writes_guest_memory() {
             };
             observed.vm.read(gfn.gpa(), &mut magic).unwrap();
             seen += usize::from(u64::from_le_bytes(magic) == lacuna_guest::status::MAGIC);
-            // The last bytes of the page are nobody's.
+            // The guest does not use the last bytes of the page.
             let at = gfn.gpa().checked_add(4080).unwrap();
             observed.vm.write(at, &[seen as u8; 16]).unwrap();
             let mut back = [0; 16];

@@ -1,4 +1,4 @@
-//! Asynchronous page faults end to end: our guest kernel on our host, both deliveries.
+//! Asynchronous page faults end to end: Lacuna's guest kernel on the soft backend, both deliveries.
 
 mod common;
 
@@ -14,7 +14,7 @@ use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a guest asks for: today's delivery (page-ready by interrupt), and the one of 2010.
+/// The two deliveries a guest may choose: today's (page-ready by interrupt), and that of 2010.
 const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
 
 fn offered(builder: VmBuilder) -> VmBuilder {
@@ -60,7 +60,7 @@ fn a_guest_that_is_offered_nothing_is_told_nothing() {
     assert_eq!(total(&outcome.apf), ApfStats::default());
 }
 
-/// All in one thread; what the host's counters are at the end too.
+/// Runs all vCPUs on one thread. Also returns the host's counters at the end.
 fn seeded(seed: u64, name: &str, arguments: &str) -> (Trace, ApfStats) {
     let builder = VmBuilder {
         seed: Some(seed),
@@ -83,7 +83,7 @@ fn seeded(seed: u64, name: &str, arguments: &str) -> (Trace, ApfStats) {
     let mut looks = 0u64;
     let trace = simulator.run(|| {
         looks += 1;
-        // The knob turns while pages are on their way.
+        // The latency changes while pages are on their way.
         let latency = [0, 10, 100, 1000][(looks ^ seed) as usize % 4];
         builder.latency.set(Duration::from_micros(latency));
         if looks.is_multiple_of(16) {
@@ -138,8 +138,8 @@ fn hostile_guests_do_no_harm() {
     }
 }
 
-/// No tick ever ends a halt here: each page that comes has to, also when several come together and
-/// the original delivery can tell of one at a time only.
+/// No timer tick ends a halt here, so each page that arrives must end it. That must hold also if
+/// several arrive together, and with the original delivery, which can report only one at a time.
 #[test]
 fn an_idle_guest_without_a_tick_misses_nothing() {
     for delivery in DELIVERIES {
@@ -176,7 +176,7 @@ impl Bench {
         }
     }
 
-    /// One slice of one vCPU; what it waits for, it gets.
+    /// Runs one slice of one vCPU, and completes what it waits for.
     fn step(&mut self, index: usize) -> Option<VcpuError> {
         let vcpu = &mut self.vcpus[index];
         match vcpu.step(1000) {
@@ -223,7 +223,7 @@ fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
         vcpu.reset();
         assert_eq!(vcpu.regs(), fresh);
     }
-    // What was on its way comes, to nobody.
+    // Pages on their way arrive; no vCPU waits for them any more.
     while let Some(at) = bench.host.next_completion() {
         bench.clock.advance_to(at);
         bench.host.poll(at);
@@ -234,7 +234,7 @@ fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
     }
     let after = total(&bench.vm.apf_stats());
     assert_eq!(after.ready, before.ready, "{after:?}");
-    // And the machine, loaded anew, works as before.
+    // The machine, loaded again, works as before.
     bench.run_until(|stats| stats.taken > before.taken + 100);
     bench.host.verify();
     bench.vm.mmu().verify();

@@ -1,5 +1,5 @@
-//! A monitor keeps a copy of a running guest's memory by replaying harvests; at the end it is the
-//! guest's memory.
+//! A monitor keeps a copy of a running guest's memory: it copies the pages that each harvest names.
+//! At the end the copy must equal the guest's memory.
 
 mod common;
 
@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::thread::{panicking, scope, sleep};
 use std::time::Duration;
 
-/// Runs `name` to its end beside a monitor, `between` two harvests of which anything may happen.
-/// How many pages were harvested.
+/// Runs `name` to its end beside a monitor, which calls `between` between two harvests. Returns how
+/// many pages were harvested.
 fn follow(
     builder: &VmBuilder,
     name: &str,
@@ -57,7 +57,8 @@ fn follow(
     harvested
 }
 
-/// Without a monitor, vCPUs with full rings would be waited for, for ever.
+/// Ends the VM if the monitor panics: otherwise the test would wait for vCPUs with full rings for
+/// ever.
 struct EndOnPanic<'a>(&'a PlatformDevices, &'a Vm);
 
 impl Drop for EndOnPanic<'_> {
@@ -100,7 +101,8 @@ fn one_two_and_four_vcpus_change_their_heaps() {
     }
 }
 
-/// Harvests get vCPUs out of guest code and take W from pages with code in them: no guest sees it.
+/// Harvests stop vCPUs in guest code and clear W of pages with code in them. The guest must not
+/// notice.
 #[test]
 fn modified_code_and_memory_order_are_as_without_a_log() {
     for (name, arguments) in [("smc", "iters=50"), ("litmus", "iters=300 adds=300")] {
@@ -128,7 +130,7 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
         let switch = |vm: &Vm, round: usize| {
             vm.set_detection(DETECTIONS[round / 3 % 2]);
             if round % 7 == 3 {
-                // The slot is replaced, and logs on.
+                // Replaces the slot; the new one logs.
                 for id in vm.slots() {
                     vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
                 }

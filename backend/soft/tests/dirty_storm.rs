@@ -1,9 +1,8 @@
-//! Everything at once, on threads: vCPUs write while a monitor harvests, switches how writes are
-//! noticed, ends and begins logs, splits huge pages, replaces slots and takes frames away.
+//! Everything at once, on threads. vCPUs write while a monitor harvests, switches how writes are
+//! detected, ends and begins logs, splits huge pages, replaces slots and evicts pages.
 //!
-//! The monitor's steps are counted. After the last it only harvests, until the guest has ended by
-//! itself; so what is asked is whether it does. `LACUNA_ROUNDS=2000` for more steps, and
-//! `--nocapture` to see them.
+//! The monitor makes a fixed number of steps. After the last one it only harvests, and the guest
+//! must end by itself. `LACUNA_ROUNDS=2000` sets the number of steps, and `--nocapture` shows them.
 
 mod common;
 
@@ -20,10 +19,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{scope, sleep, spawn};
 use std::time::{Duration, Instant};
 
-/// A step that takes longer than this takes for ever: one is milliseconds.
+/// A step that takes longer than this is a hang: a step normally takes milliseconds.
 const HANG: Duration = Duration::from_secs(300);
 
-/// Ends the process, and says in which step, when the steps stop coming.
+/// Ends the process and prints the last step, if no further step comes.
 fn watch(steps: &Receiver<String>) {
     let mut last = "the start".to_owned();
     loop {
@@ -31,7 +30,7 @@ fn watch(steps: &Receiver<String>) {
             Ok(step) => last = step,
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
-                // Not `eprintln`, which a test keeps for itself until it has ended.
+                // The test harness would keep the output of `eprintln` until the test ends.
                 let _ = writeln!(std::io::stderr(), "hangs after {last}");
                 std::process::abort();
             }
@@ -49,7 +48,7 @@ struct Monitor<'a> {
 }
 
 impl Monitor<'_> {
-    /// One thing more; its name.
+    /// Makes one more step. Returns its name.
     fn step(&mut self) -> &'static str {
         match self.rng.u8(..10) {
             0 => {
@@ -85,7 +84,7 @@ impl Monitor<'_> {
         for id in self.vm.slots() {
             self.vm.mmu().end_logging_as(id, recovery).unwrap();
         }
-        // A vCPU that has left for its ring's sake comes back.
+        // A vCPU that has left because its ring was full comes back.
         self.vm.collect_rings(|_, _| ());
         self.vm.reset_rings();
         self.shadow = None;
@@ -119,7 +118,7 @@ impl Monitor<'_> {
     }
 }
 
-/// Runs `guest` to its end under `steps` steps.
+/// Runs `guest` to its end while `steps` steps are made.
 fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told: &Sender<String>) {
     let clock = Arc::new(HostClock::default());
     let host = builder.host(Arc::clone(&clock) as _).unwrap();
@@ -153,7 +152,7 @@ fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told:
             if runner.is_finished() {
                 break;
             }
-            // No more than what the guest gets done in between: it is to end.
+            // The monitor does no more than the guest gets done meanwhile, so that the guest ends.
             sleep(Duration::from_millis(1));
         }
         if monitor.shadow.is_none() && !runner.is_finished() {

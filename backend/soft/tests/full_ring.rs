@@ -1,12 +1,12 @@
-//! A vCPU that has nothing to run leaves for its VMM when its ring of dirty pages is full, and
-//! hears of the pages that came meanwhile once the ring is reset.
+//! A vCPU with nothing to run exits to its VMM when its dirty ring is full. After the ring is reset
+//! it is told of the pages that arrived meanwhile.
 //!
 //! ```text
-//! guest      touches a page that is away: told, and goes on in its handler
+//! guest      touches a page that is swapped out: told, and continues in its handler
 //!            dirties pages until the ring is full; HLT
-//! vCPU       DirtyRingFull, again and again, also when the page has come
-//! VMM        collects and resets
-//! vCPU       tells: the interrupt ends the halt
+//! vCPU       DirtyRingFull, again and again, also when the page has arrived
+//! VMM        reaps and resets the ring
+//! vCPU       tells the guest: the interrupt ends the halt
 //! ```
 
 mod common;
@@ -25,31 +25,31 @@ use lacuna_sync::{Clock, VirtualClock};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Handlers: of #PF, and of the interrupt that says that a page is ready. In one page with the
-/// rest, so that none of it is away.
+/// The handlers of #PF, and of the page-ready interrupt. They are in one page with the other code,
+/// so that none of it is swapped out.
 const FAULTED: u64 = CODE + 0x800;
 const READY: u64 = CODE + 0xc00;
 const READY_VECTOR: u8 = 0x50;
-/// Two words of the host's; behind them how many ready pages the guest has been told of.
+/// The async-fault area: two words that the host writes. The count of page-ready events follows it.
 const AREA: u64 = 0x23_0000;
 const TOLD: u64 = AREA + 0x100;
-/// A page that is away, and what is in it.
+/// A page that is swapped out, and its content.
 const AWAY: u64 = 0x30_0000;
 const CONTENT: u64 = 0x1234_5678_9abc_def0;
-/// Pages to be dirtied.
+/// The pages to be dirtied.
 const HEAP: u64 = 0x40_0000;
 const HEAP_PAGES: u64 = 1024;
 
-/// Where the guest is: values at its port.
+/// Progress of the guest: values that it writes to its port.
 const PREPARED: u8 = 1;
 const DONE: u8 = 2;
 
 /// How the guest comes to wait.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Halts {
-    /// It is told that a page is away, has nothing else to do, and executes HLT.
+    /// It is told that a page is not present, has nothing else to do, and executes HLT.
     Itself,
-    /// It cannot be told: an artificial halt.
+    /// It cannot be told, so the vCPU halts artificially.
     Artificially,
 }
 
@@ -77,7 +77,7 @@ fn wait_until_told(a: &mut CodeAssembler, times: i32) -> Result<(), IcedError> {
     a.zero_bytes()
 }
 
-/// Everything from the first instruction on; `pages` are dirtied before it waits.
+/// The program from its first instruction on. It dirties `pages` pages before it waits.
 fn body(a: &mut CodeAssembler, halts: Halts, pages: u64) -> Result<(), IcedError> {
     const ENABLED: u32 = 1 | 1 << 3;
     const SEND_ALWAYS: u32 = 1 << 1;
@@ -94,7 +94,7 @@ fn body(a: &mut CodeAssembler, halts: Halts, pages: u64) -> Result<(), IcedError
         Halts::Artificially => 0,
     };
     write_msr(a, 0x4b56_4d02, AREA as u32 | ENABLED | always)?;
-    // A wake-all comes first.
+    // Enabling raises a wake-all first.
     wait_until_told(a, 1)?;
     a.mov(r8, AWAY)?;
     tell(a, PREPARED)?;
@@ -117,7 +117,7 @@ fn body(a: &mut CodeAssembler, halts: Halts, pages: u64) -> Result<(), IcedError
     tell(a, DONE)
 }
 
-/// The event is read, and the program goes on at R9.
+/// The handler reads the event, and continues at R9.
 fn faulted(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(rax, AREA)?;
     a.mov(dword_ptr(rax), 0)?;
@@ -144,7 +144,7 @@ fn guest(halts: Halts, pages: u64) -> Vec<Piece> {
     pieces
 }
 
-/// A VM with one vCPU, whose pages come when the test says so.
+/// A VM with one vCPU, whose pages arrive when the test allows it.
 struct Bench {
     vm: Arc<Vm>,
     vcpu: Vcpu,
@@ -188,7 +188,8 @@ impl Bench {
         }
     }
 
-    /// Another VM wants all frames for a moment, and this one has more than its share.
+    /// Evicts pages: another VM takes all frames for a moment, and this one has more than its
+    /// share.
     fn send_away(&self) {
         let at = Gpa::new(AWAY).unwrap();
         self.vm.write(at, &CONTENT.to_le_bytes()).unwrap();
@@ -207,7 +208,8 @@ impl Bench {
         assert!(!self.vm.peek(at, &mut [0]), "{:?}", self.host.stats());
     }
 
-    /// Until the guest says something; what it waits for before, it gets.
+    /// Runs until the guest writes `said` to its port; completes what the vCPU waits for before
+    /// that.
     fn run_until(&mut self, said: u8) {
         for _ in 0..10_000 {
             match self.step() {
@@ -232,7 +234,7 @@ impl Bench {
         self.vcpu.step(1_000_000)
     }
 
-    /// Until the vCPU has to leave, or waits: which of these.
+    /// Runs until the vCPU must exit or wait. Returns which.
     fn run_until_idle(&mut self) -> String {
         for _ in 0..1000 {
             match self.step() {
@@ -268,7 +270,7 @@ fn name(step: &Step) -> String {
 
 const FULL: &str = "DirtyRingFull";
 
-/// How many pages the guest has to dirty for its last store to fill the ring.
+/// The number of pages that the guest must dirty so that its last store fills the ring.
 fn pages_to_fill(detection: Detection) -> u64 {
     let mut bench = Bench::new(Halts::Itself, HEAP_PAGES, detection);
     bench.run_until(PREPARED);
@@ -327,7 +329,7 @@ fn a_halted_vcpu_leaves_with_a_full_ring_and_is_told_after_the_reset() {
     }
 }
 
-/// The log is flushed into the ring on the way to the halt.
+/// The page-modification log is flushed into the ring before the halt.
 #[test]
 fn an_artificial_halt_leaves_with_a_full_ring_and_is_told_after_the_reset() {
     let limit = RingSize::from_bytes(RingSize::BYTES_MIN)

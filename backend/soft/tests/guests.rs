@@ -1,4 +1,4 @@
-//! Guests that test the processor, and guests that try to break out of it.
+//! Guests that test the processor, and guests that try to break out of the VM.
 
 mod common;
 
@@ -70,7 +70,7 @@ fn shown_vcpus(vm: &Vm, devices: &PlatformDevices) -> Vec<u32> {
     threads.iter().map(|thread| thread.cpu).collect()
 }
 
-/// The operands of system instructions where no memory is: a read gives ones, a write is lost.
+/// Operands of system instructions at addresses without memory: a read gives ones, a write is lost.
 #[test]
 fn system_instructions_may_have_their_operand_in_a_device() {
     const HOLE: u64 = 0xd000_0000;
@@ -113,7 +113,7 @@ fn modified_code_is_seen() {
     pass(&builder(32, 32, 2, "iters=300"), "smc");
 }
 
-/// Beside it a guest that wants every frame, in the smallest budget that two vCPUs may have.
+/// A guest that wants all frames runs beside it, in the smallest budget that two vCPUs may have.
 #[test]
 fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
     let clock = Arc::new(VirtualClock::default());
@@ -164,7 +164,7 @@ fn random_bytes_in_user_mode_do_no_harm() {
     }
 }
 
-/// Anything may happen to the guest; the host must neither panic nor hang.
+/// The guest may do anything; the host must neither panic nor hang.
 #[test]
 fn random_bytes_in_kernel_mode_end_somehow() {
     for seed in 0..24 {
@@ -177,8 +177,8 @@ fn random_bytes_in_kernel_mode_end_somehow() {
     }
 }
 
-/// Runs for at most some virtual seconds: a guest that loops for ever is stopped, as a person
-/// would.
+/// Runs for at most some virtual seconds. A guest that loops for ever is stopped, as a user would
+/// stop it.
 fn bounded(builder: &VmBuilder, name: &str) -> Option<Ending> {
     let clock = Arc::new(VirtualClock::default());
     let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();

@@ -1,5 +1,5 @@
-//! A guest in a quarter of its memory loses nothing: every swap device, 1, 2 and 4 vCPUs, two VMs
-//! in one budget, threads and seeds.
+//! A guest with frames for a quarter of its memory loses nothing: every swap device; 1, 2 and 4
+//! vCPUs; two VMs in one budget; threads and seeds.
 
 mod common;
 
@@ -96,7 +96,7 @@ fn seeded(seed: u64, vms: usize) -> Trace {
     trace
 }
 
-/// Forbids huge leaves in some of the memory for a while; what is there is split.
+/// Forbids huge leaves in a part of the memory for a while; existing ones are split.
 fn disturb(vm: &Vm, looks: u32) {
     let pages = vm.config().memory.get() / 4;
     let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
@@ -107,7 +107,7 @@ fn disturb(vm: &Vm, looks: u32) {
     }
 }
 
-/// Verifies everything every now and then.
+/// Verifies all structures every now and then.
 fn seeded_in(seed: u64, vms: usize, builder: VmBuilder, image: &str) -> (Trace, HostStats) {
     let builder = VmBuilder {
         seed: Some(seed),

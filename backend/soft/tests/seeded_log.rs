@@ -1,7 +1,7 @@
-//! Dirty logging in the simulator: a monitor harvests, switches, replaces and compares between two
-//! slices of the guest, everything drawn from one seed.
+//! Dirty logging in the simulator. Between two slices of the guest a monitor harvests, switches,
+//! replaces and compares; everything is drawn from one seed.
 //!
-//! `LACUNA_ROUNDS=1000 LACUNA_SEED=7` for a long look: so many simulators, from that seed on.
+//! `LACUNA_ROUNDS=1000 LACUNA_SEED=7` sets the number of seeds and the first one, for a longer run.
 
 mod common;
 
@@ -18,7 +18,7 @@ use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a monitor has done, and what it has found: a part of the trace.
+/// What a monitor has done and found; a part of the trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Done {
     harvests: u64,
@@ -26,20 +26,20 @@ struct Done {
     switches: u64,
     replaced: u64,
     ended: u64,
-    /// Over every page harvested, in order.
+    /// Hash of every harvested page, in order.
     hash: u64,
 }
 
-/// Draws what happens between two slices.
+/// Draws the operations between two slices.
 struct Monitor {
     rng: Rng,
     vm: Arc<Vm>,
     host: Arc<Host>,
-    /// While the slots log.
+    /// Present while the slots log.
     shadow: Option<Shadow>,
-    /// From rings that are not reset yet.
+    /// Pages from rings that are not reset yet.
     collected: Vec<Name>,
-    /// Whether a part of the memory is without huge leaves.
+    /// Whether huge leaves are forbidden in a part of the memory.
     is_limited: bool,
     done: Done,
 }
@@ -68,12 +68,12 @@ impl Monitor {
         self.done.switches += 1;
     }
 
-    /// Each slot becomes a new one, with the log of the old.
+    /// Replaces each slot by a new one, with the log of the old one.
     fn replace_slots(&mut self) {
         for id in self.vm.slots() {
             self.vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
         }
-        // Their counts start anew.
+        // The new slots' disallow counts begin at 0.
         self.is_limited = false;
         self.done.replaced += 1;
     }
@@ -89,7 +89,7 @@ impl Monitor {
         }
     }
 
-    /// To the first page, which nobody else uses: no write of the guest's hides it.
+    /// Writes to the first page, which only the monitor uses: no write of the guest hides it.
     fn write(&mut self) {
         let (at, value) = (self.rng.u64(..4096), self.rng.u8(1..));
         if self.shadow.is_none() || has_bitmaps(&self.vm) {
@@ -104,7 +104,7 @@ impl Monitor {
         self.shadow = Some(Shadow::drawn(&self.vm, &mut self.rng));
     }
 
-    /// The last harvest makes the copy what the guest has.
+    /// Harvests for the last time, and compares the copy with the guest's memory.
     fn end(&mut self) {
         let Some(mut shadow) = self.shadow.take() else {
             return;
@@ -148,7 +148,8 @@ impl Monitor {
         shadow.replay(&self.vm, dirty);
     }
 
-    /// Collects; the reset may come later, and what was collected may be lost on its way.
+    /// Reaps the rings. The reset may come later, and reaped pages may be lost before they are
+    /// copied.
     fn harvest_rings(&mut self, shadow: &mut Shadow) {
         let collected = &mut self.collected;
         self.vm.collect_rings(|id, at| collected.push((id, at)));
@@ -168,7 +169,7 @@ impl Monitor {
         self.replay(shadow, &collected);
     }
 
-    /// All in one step, or some of it in two; or it is lost on its way.
+    /// Harvests in one step, or a part in two steps; or the harvest is lost before it is copied.
     fn harvest_bitmap(&mut self, shadow: &mut Shadow, id: SlotId) {
         let vm = Arc::clone(&self.vm);
         let pages = pages_of(&vm, id);
@@ -196,7 +197,7 @@ impl Monitor {
     }
 }
 
-/// A simulator: everything but the choice of the moment.
+/// A simulated VM: all settings except the moments of the monitor's operations.
 #[derive(Debug)]
 struct Plan {
     seed: u64,
@@ -209,7 +210,7 @@ impl Plan {
     fn draw(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let vcpus = rng.usize(1..=3);
-        // In MiB.
+        // These sizes are in MiB.
         let (guest, memory, resident, arguments) = match rng.u8(..4) {
             0 => ("verify", 8, 4, "rounds=2"),
             1 => ("verify", 8, 10, "rounds=3"),
@@ -302,7 +303,7 @@ fn a_copy_by_harvests_is_the_guests_memory() {
         ended += done.ended;
     }
     println!("{harvests} harvests of {pages} pages, {ended} logs ended");
-    // One simulator alone, replayed, may have less.
+    // A single seed that is run again may do less.
     assert!(rounds < 3 || harvests > 100 && pages > 1000 && ended > 5);
 }
 

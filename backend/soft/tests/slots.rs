@@ -1,5 +1,5 @@
-//! Slots that come after boot: guest code runs from them, is seen to change in them, and a
-//! read-only one may hold the guest's page tables.
+//! Slots that are added after boot. Guest code runs from them, and changes of that code take
+//! effect. A read-only slot may hold the guest's page tables.
 
 mod common;
 
@@ -16,17 +16,18 @@ use lacuna_soft::{
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 
-/// What the guest calls next, where it stores a byte afterwards (0: nowhere), and which.
+/// Three words: the address that the guest calls next, the address at which it then stores a byte
+/// (0: none), and the byte.
 const TARGET: u64 = 0x23_0000;
 const PATCH: u64 = TARGET + 8;
 const VALUE: u64 = TARGET + 16;
-/// Far beyond the memory that the VM is made with; the boot's identity map reaches it.
+/// Far beyond the memory of the new VM. The boot's identity map includes it.
 const LATER: u64 = 1 << 30;
 /// The offset of the immediate operand in [`function`].
 const OPERAND: u64 = 1;
 const SLOT: SlotId = SlotId(7);
 
-/// Calls, tells what came back, stores, calls.
+/// Calls the target, reports the result, stores the byte, and repeats.
 fn caller(a: &mut CodeAssembler) -> Result<(), IcedError> {
     let mut again = a.create_label();
     a.mov(rsp, STACK)?;
@@ -102,7 +103,7 @@ impl Bench {
         self.write(TARGET, &target.to_le_bytes());
     }
 
-    /// vCPU `index` runs until it tells something: what.
+    /// Runs vCPU `index` until it reports a value, which is returned.
     fn told(&mut self, index: usize) -> u32 {
         for _ in 0..10_000 {
             match self.vcpus[index].step(1_000_000) {
@@ -130,14 +131,14 @@ fn code_runs_from_a_slot_that_came_later_and_changes_there() {
         bench.call(LATER);
         assert_eq!([bench.told(0), bench.told(1)], [1, 1], "{huge:?}");
 
-        // Written by the vCPU that runs it, and by another one.
+        // The function is written by the vCPU that runs it, and by another one.
         bench.write(VALUE, &[2]);
         bench.write(PATCH, &(LATER + OPERAND).to_le_bytes());
         assert_eq!(bench.told(0), 2, "{huge:?}");
         bench.write(PATCH, &[0; 8]);
         assert_eq!(bench.told(1), 2, "{huge:?}");
 
-        // Written by the VMM.
+        // The function is written by the VMM.
         bench.write(LATER + OPERAND, &[3]);
         assert_eq!([bench.told(0), bench.told(1)], [3, 3], "{huge:?}");
     }
@@ -145,7 +146,7 @@ fn code_runs_from_a_slot_that_came_later_and_changes_there() {
 
 #[test]
 fn code_runs_where_its_slot_has_moved_to() {
-    // The last address ends where the identity map does, and lies in the hole for devices.
+    // The last address is at the end of the identity map, and in the hole for devices.
     for to in [2 * LATER, 3 * LATER + (LATER >> 1), 64 * MIB] {
         let mut bench = Bench::new(1, HugePages::Always, &[assemble(CODE, caller)]);
         bench.add_slot(LATER, SlotFlags::empty());
@@ -192,7 +193,7 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
 
-/// The identity map of the first GiB, as firmware has it in its ROM at `at`.
+/// The identity map of the first GiB, as firmware has it in its ROM, at `at`.
 fn tables(at: u64, used: u64) -> Vec<Piece> {
     let page = PAGE_SIZE as u64;
     let link = |to| [to | PRESENT | WRITE | used & ACCESSED];
@@ -205,7 +206,7 @@ fn tables(at: u64, used: u64) -> Vec<Piece> {
     ]
 }
 
-/// Takes the page tables at `at`, increments a word under them, and tells what it is then.
+/// Loads the page tables at `at`, increments a word through them, and reports its value.
 fn under_tables(a: &mut CodeAssembler, at: u64) -> Result<(), IcedError> {
     a.mov(rsp, STACK)?;
     a.mov(rax, at)?;
@@ -216,8 +217,8 @@ fn under_tables(a: &mut CodeAssembler, at: u64) -> Result<(), IcedError> {
     a.out(0x80, al)
 }
 
-/// A and D cannot be set there: what has them needs no write, and what lacks them goes without, as
-/// in KVM's own walker.
+/// A and D cannot be set there. An entry that has them needs no write. An entry that lacks them is
+/// used without them, as in KVM's walker.
 #[test]
 fn page_tables_may_be_in_a_read_only_slot() {
     for (huge, used) in POLICIES
@@ -284,7 +285,7 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
     }
 }
 
-/// Its pages would be taken away without this VM's tables and TLBs hearing of it.
+/// Its pages would be evicted without notice to this VM's tables and TLBs.
 #[test]
 fn memory_of_another_vm_is_refused_as_backing() {
     let bench = Bench::new(1, HugePages::Never, &[assemble(CODE, caller)]);
@@ -313,7 +314,8 @@ fn a_vm_boots_once() {
     let bench = Bench::new(2, HugePages::Never, &pieces);
     let again = || bench.vm.boot(&program::image(&pieces), "").err();
     assert!(matches!(again(), Some(SoftError::Booted)));
-    // Nor when its vCPUs are gone: pending interrupts and logged pages of theirs are not.
+    // After its vCPUs are dropped it is refused too: their pending interrupts and logged pages
+    // remain.
     drop(bench.vcpus);
     assert!(matches!(again(), Some(SoftError::Booted)));
 }

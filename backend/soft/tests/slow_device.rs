@@ -1,4 +1,4 @@
-//! Swap devices that are slow without end, frozen, or full for a while, under whole guests.
+//! Swap devices that are extremely slow, frozen, or full for a while, under whole guests.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-/// A run is stopped, and is over, while its vCPUs wait for pages that are an hour away.
+/// A run is stopped, and ends, while its vCPUs wait for pages that take an hour.
 #[test]
 fn the_end_of_a_run_does_not_wait_for_pages() {
     let dial = LatencySetting::default();
@@ -29,7 +29,7 @@ fn the_end_of_a_run_does_not_wait_for_pages() {
             if now.vm.host().stats().swapped_in > 1000 {
                 dial.set(Duration::from_secs(3600));
             }
-            // Enough for all vCPUs to run into pages that do not come.
+            // By now all vCPUs wait for pages that do not arrive.
             if looks > 20 && dial.ns() > 0 {
                 now.devices.end(Ending::Stopped, now.vm);
             }
@@ -43,13 +43,13 @@ fn the_end_of_a_run_does_not_wait_for_pages() {
     }
 }
 
-/// A small file system of its own, until it is dropped.
+/// A small file system that exists until it is dropped.
 struct Volume {
     dir: tempfile::TempDir,
 }
 
 impl Volume {
-    /// `None`, and a recorded skip, where this is not allowed.
+    /// `None`, and a recorded skip, if mounting is not allowed.
     fn new() -> Option<Self> {
         let volume = Self {
             dir: tempfile::tempdir().unwrap(),
@@ -80,7 +80,7 @@ impl Volume {
 
 impl Drop for Volume {
     fn drop(&mut self) {
-        // Not mounted where it was skipped.
+        // Nothing is mounted if the test was skipped.
         let _ = call("umount", &[], &[&self.mount()]);
     }
 }
@@ -101,12 +101,12 @@ fn on(volume: &Volume) -> VmBuilder {
     }
 }
 
-/// Runs `verify`; `upset` runs beside it, from the moment that `when` says.
+/// Runs `verify`, and `upset` beside it as soon as `when` holds.
 fn beside(volume: &Volume, when: fn(&HostStats) -> bool, upset: impl FnOnce() + Send) {
     let (tell, told) = std::sync::mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(move || {
-            // Not sent: the run was over before.
+            // Nothing is sent if the run ended before that.
             if told.recv().is_ok() {
                 upset();
             }
@@ -141,12 +141,12 @@ fn a_frozen_file_system_stops_the_guest_and_does_not_end_it() {
     });
 }
 
-/// The file system has no room for what the guest wants to put there, and then it has.
+/// The file system has no room for what the guest wants to write; later it has.
 #[test]
 fn a_full_file_system_is_used_again_when_it_has_room() {
     let Some(volume) = Volume::new() else { return };
     let filler = volume.mount().join("filler");
-    // All of it, but for less than the guest needs.
+    // Takes all of it, except less than the guest needs.
     let mut file = std::fs::File::create(&filler).unwrap();
     while file.write_all(&[1; 1 << 16]).is_ok() {}
     let all = file.metadata().unwrap().len();

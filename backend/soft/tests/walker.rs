@@ -1,8 +1,8 @@
-//! What nobody stores: accessed and dirty bits that the guest's own page walker sets in the guest's
-//! page tables. The log has the tables' pages.
+//! Accessed and dirty bits that the guest's page walker sets in the guest's page tables, although
+//! no instruction stores them. The log must have the pages of these tables.
 //!
-//! A walk asks for every table page to write, whether a bit is to be set or not, as processors do
-//! whose stage 2 has A and D bits. So tables that were only looked at may be logged too.
+//! A walk asks for every table page to write, even if no bit must be set, as processors do whose
+//! stage 2 has A and D bits. So tables that were only read may be logged too.
 //!
 //! ```text
 //! PML4 --1--> PDPT --0--> PD --0--> PT --0,1,2--> pages        all A = D = 0 at first
@@ -29,10 +29,10 @@ const PML4: u64 = 0x40_0000;
 const PDPT: u64 = 0x40_1000;
 const PD: u64 = 0x40_2000;
 const PT: u64 = 0x40_3000;
-/// What the table's first three entries map, and the 2 MiB beside it.
+/// The pages that the table's first three entries map, and the 2 MiB beside them.
 const PAGES: u64 = 0x60_0000;
 const BIG: u64 = 0x80_0000;
-/// Where it is mapped.
+/// The address at which they are mapped.
 const VA: u64 = 1 << 39;
 const BIG_VA: u64 = VA + (2 << 20);
 /// The boot's tables for everything below, which the code needs.
@@ -45,7 +45,7 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
 
-/// Each access is to an entry that no TLB has, and is followed by a word to the host.
+/// Each access is to an entry that no TLB has. After it the guest reports to the host.
 fn body(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(rax, PML4)?;
     a.mov(cr3, rax)?;
@@ -68,7 +68,7 @@ fn body(a: &mut CodeAssembler) -> Result<(), IcedError> {
     tell(a, 7)
 }
 
-/// The pages that each access of [`body`] writes. No other page is logged, but tables.
+/// The pages that each access of [`body`] writes. Besides them only tables are logged.
 const WRITTEN: [&[u64]; 7] = [
     &[PML4, PDPT, PD, PT],
     &[PT],
@@ -90,7 +90,7 @@ fn guest() -> Vec<Piece> {
         words(PDPT, &[PD | PRESENT_WRITABLE]),
         words(PD, &[PT | PRESENT_WRITABLE, BIG | PRESENT_WRITABLE | LARGE]),
         words(PT, &[page(0), page(1), page(2)]),
-        // Nothing is a first touch.
+        // No access is a first touch.
         words(PAGES, &[1; 3 * PAGE_SIZE / 8]),
         words(BIG, &[1; 8 * PAGE_SIZE / 8]),
     ]

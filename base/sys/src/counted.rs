@@ -1,27 +1,27 @@
-//! Ioctls whose result is a count: `rustix` has a type for those that return nothing else than
+//! Ioctls whose result is a count. `rustix` has a type only for ioctls that return nothing except
 //! what they write through their argument.
 //!
-//! UNSAFETY: the trait asks for promises about the pointer that the kernel is given, which are
-//! those of whoever makes the value.
+//! UNSAFETY: the trait asks for promises about the pointer that the kernel is given. The caller of
+//! [`Counted::new`] makes them.
 
 use rustix::io;
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode};
 use std::ffi::c_void;
 use std::ptr;
 
-/// The ioctl `OPCODE` on one `T`, which returns how many.
+/// The ioctl `OPCODE` on one `T`. It returns a count.
 pub struct Counted<'a, const OPCODE: Opcode, T>(&'a mut T);
 
 impl<'a, const OPCODE: Opcode, T> Counted<'a, OPCODE, T> {
     /// # Safety
-    /// `OPCODE` takes a pointer to one `T`, or ignores it, and what it does is allowed.
+    /// `OPCODE` takes a pointer to one `T`, or ignores it, and its effects are allowed.
     pub unsafe fn new(argument: &'a mut T) -> Self {
         Self(argument)
     }
 }
 
 // SAFETY: 1. the opcode takes this pointer, by the contract of `new`. 2. It may write there, which
-// `IS_MUTATING` says. 3. The result is an integer that needs no look at the memory.
+// `IS_MUTATING` says. 3. The result is an integer; reading it reads no memory.
 unsafe impl<const OPCODE: Opcode, T> Ioctl for Counted<'_, OPCODE, T> {
     type Output = usize;
 

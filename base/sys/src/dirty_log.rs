@@ -1,8 +1,8 @@
-//! What `kvm-ioctls` lacks of KVM's dirty logging (`Documentation/virt/kvm/api.rst`): clearing a
-//! part of the log, and resetting the rings.
+//! The calls of KVM's dirty logging that `kvm-ioctls` lacks (`Documentation/virt/kvm/api.rst`):
+//! clearing a part of the log, and resetting the rings.
 //!
-//! UNSAFETY: ioctls that read a bitmap by its address. Neither changes memory of this process: they
-//! change which pages the guest may write without KVM's notice.
+//! UNSAFETY: one ioctl reads a bitmap by its address. Neither changes memory of this process: they
+//! change which pages the guest may write without a notice to KVM.
 
 use crate::counted::Counted;
 use rustix::fd::BorrowedFd;
@@ -26,18 +26,18 @@ struct ClearDirtyLog {
 // The size is part of the ioctl's number (linux/kvm.h).
 const _: () = assert!(size_of::<ClearDirtyLog>() == 24);
 
-/// `KVM_CLEAR_DIRTY_LOG`: of `pages` pages of a slot from `first_page` on, clears and arms those
-/// that `mask` names, a bit each. Needs `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+/// `KVM_CLEAR_DIRTY_LOG`: clears and write-protects pages of a slot. `mask` has a bit for each of
+/// `pages` pages, beginning with `first_page`. Needs `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 ///
 /// # Safety
 /// `vm` is the descriptor of a KVM virtual machine.
 ///
 /// # Errors
-/// `NOENT`: the slot does not log; `INVAL`: not whole words, or beyond the slot; `NXIO`: the VM has
-/// rings.
+/// `NOENT`: the slot does not log; `INVAL`: the range is not whole words, or beyond the slot;
+/// `NXIO`: the VM has rings.
 ///
 /// # Panics
-/// When `mask` has not a bit for each page.
+/// If `mask` does not have a bit for each page.
 pub unsafe fn clear_dirty_log(
     vm: BorrowedFd<'_>,
     slot: u32,
@@ -57,8 +57,8 @@ pub unsafe fn clear_dirty_log(
     unsafe { ioctl(vm, Updater::<CLEAR_DIRTY_LOG, _>::new(&mut clear)) }
 }
 
-/// `KVM_RESET_DIRTY_RINGS`: frees the ring entries that were marked as harvested, arms their pages
-/// again and flushes. How many entries; a signal may end it early.
+/// `KVM_RESET_DIRTY_RINGS`: frees the ring entries that were marked as harvested, write-protects
+/// their pages again and flushes. Returns the number of entries; a signal may end it early.
 ///
 /// # Safety
 /// `vm` is the descriptor of a KVM virtual machine.

@@ -1,12 +1,11 @@
-//! Foreign structs and ioctls: what `rustix` and `kvm-ioctls` leave out of Linux's ABI.
+//! Foreign structs and ioctls: the parts of Linux's ABI that `rustix` and `kvm-ioctls` lack.
 //!
-//! * [`Userfaultfd`]: a thread hears of accesses to pages that are not there and supplies them, and
-//!   the kernel notes writes. `rustix` makes the descriptor; its ioctls and events are here.
+//! * [`Userfaultfd`]: a thread receives the faults of missing pages and supplies the pages, and the
+//!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
-//! * [`clear_dirty_log`], [`reset_dirty_rings`]: the calls of KVM's dirty logging that `kvm-ioctls`
-//!   lacks.
+//! * [`clear_dirty_log`], [`reset_dirty_rings`]: two calls of KVM's dirty logging.
 //!
-//! An *unsafe room*: ioctls that change the process's own memory, or are given its addresses.
+//! An *unsafe room*: these ioctls change the process's own memory, or are given its addresses.
 
 mod counted;
 mod dirty_log;

@@ -1,12 +1,13 @@
-//! `PAGEMAP_SCAN` (`linux/fs.h`, since Linux 6.7): which pages of this process were written since
-//! they were last protected, told by its page table and protected again in the same step.
+//! `PAGEMAP_SCAN` (`linux/fs.h`, since Linux 6.7): finds the pages of this process that were
+//! written since they were last protected, by its page table, and protects them again in the same
+//! step.
 //!
-//! It works on ranges of a [`Userfaultfd`](crate::Userfaultfd) that tracks writes: a page whose
-//! entry has userfaultfd's write-protect mark is clean, and the first write to it takes that mark
-//! off, in the kernel, without telling anybody.
+//! It works on ranges of a [`Userfaultfd`](crate::Userfaultfd) that tracks writes. A page whose
+//! entry has userfaultfd's write-protect mark is clean. The first write to it clears that mark, in
+//! the kernel, without an event.
 //!
-//! UNSAFETY: an ioctl that writes an array by its address. What it does to the scanned pages is
-//! invisible to whoever reads or writes them.
+//! UNSAFETY: an ioctl that writes an array by its address. Its effect on the scanned pages is
+//! invisible to threads that read or write them.
 
 use crate::counted::Counted;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
@@ -15,7 +16,7 @@ use rustix::ioctl::{Opcode, ioctl, opcode};
 use std::fs::File;
 
 const SCAN: Opcode = opcode::read_write::<PmScanArg>(b'f', 16);
-/// `PAGE_IS_WRITTEN`: the entry has no write-protect mark. Absent pages count as written, too.
+/// `PAGE_IS_WRITTEN`: the entry has no write-protect mark. Absent pages count as written too.
 const WRITTEN: u64 = 1 << 1;
 /// `PAGE_IS_PRESENT`.
 const PRESENT: u64 = 1 << 3;
@@ -23,7 +24,7 @@ const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 /// `PM_SCAN_WP_MATCHING`.
 const WP_MATCHING: u64 = 1;
-/// `PM_SCAN_CHECK_WPASYNC`: refuse rather than skip what is not tracked.
+/// `PM_SCAN_CHECK_WPASYNC`: refuse ranges that are not tracked instead of skipping them.
 const CHECK_WPASYNC: u64 = 1 << 1;
 /// Ranges in one answer.
 const RANGES: usize = 512;
@@ -57,16 +58,16 @@ struct PageRegion {
 // The first size is part of the ioctl's number; both are the kernel's (linux/fs.h).
 const _: () = assert!(size_of::<PmScanArg>() == 96 && size_of::<PageRegion>() == 24);
 
-/// What becomes of the pages that a scan finds.
+/// What happens to the pages that a scan finds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Written {
-    /// They count as written still.
+    /// They still count as written.
     Keep,
-    /// They are protected, each at the moment it is looked at: from then on they count as clean.
+    /// Each is protected at the moment it is scanned, and counts as clean from then on.
     Protect,
 }
 
-/// The page table of this process, as far as it may be asked.
+/// The page table of this process, as `/proc` gives it.
 #[derive(Debug)]
 pub struct Pagemap(File);
 
@@ -74,15 +75,15 @@ impl Pagemap {
     /// Opens it.
     ///
     /// # Errors
-    /// Of `open(2)`: no `/proc`, or no permission.
+    /// Those of `open(2)`: no `/proc`, or no permission.
     pub fn open() -> io::Result<Self> {
         let file = File::open("/proc/self/pagemap");
         let errno = |e: std::io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
         file.map(Self).map_err(errno)
     }
 
-    /// Tells `each` the written pages of `range`, ascending, neighbours together. Pages that are
-    /// not there, neither in memory nor in swap, count as clean and stay without a mark.
+    /// Calls `each` with the written pages of `range`, ascending, neighbours together. Pages that
+    /// are neither in memory nor in swap count as clean, and get no mark.
     ///
     /// # Errors
     /// `NOTTY`: Linux before 6.7; `PERM`: not a range that tracks writes.
@@ -112,7 +113,7 @@ impl Pagemap {
         };
         while scan.start < scan.end {
             // SAFETY: 1. PAGEMAP_SCAN takes a `struct pm_scan_arg`. 2. It writes at most `vec_len`
-            // regions at `vec`, which `found` has. 3. To protect pages changes no byte of them.
+            // regions at `vec`, which `found` has. 3. Protecting pages changes no byte of them.
             let filled = unsafe { ioctl(&self.0, Counted::<SCAN, _>::new(&mut scan)) }?;
             found[..filled].iter().filter_map(pages).for_each(&mut each);
             scan.start = scan.walk_end;

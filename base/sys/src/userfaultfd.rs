@@ -1,10 +1,11 @@
 //! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory: missing
-//! pages, and writes that the kernel notes by itself.
+//! pages, and writes that the kernel records by itself.
 //!
 //! UNSAFETY: the ioctls fill pages, and `MOVE` also empties them. [`Userfaultfd::register`] is
-//! unsafe and takes the promise that what changes in the range may change at any time; the other
-//! calls act on ranges for which the kernel checks that it was given, all but the source of a move
-//! and the page to copy from, which have the same promise in their own contracts.
+//! unsafe: its caller promises that the bytes of the range may change at any time. The other calls
+//! act on ranges for which the kernel checks that they were registered. Two arguments are not
+//! checked so: the source of a move and the page to copy from. Their own contracts have the same
+//! promise.
 
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,14 +13,14 @@ use rustix::io;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
-/// What the kernel says when it refuses.
+/// The kernel's reason for a refusal.
 pub type Errno = io::Errno;
 
 const UFFD_API: u64 = 0xaa;
 const TYPE: u8 = 0xaa;
 const API: Opcode = opcode::read_write::<Api>(TYPE, 0x3f);
 const REGISTER: Opcode = opcode::read_write::<Register>(TYPE, 0x00);
-/// `_IOR`, although it only reads its argument.
+/// `_IOR`, although the ioctl only reads its argument.
 const WAKE: Opcode = opcode::read::<Range>(TYPE, 0x02);
 const COPY: Opcode = opcode::read_write::<Copy>(TYPE, 0x03);
 const MOVE: Opcode = opcode::read_write::<Move>(TYPE, 0x05);
@@ -92,21 +93,21 @@ const _: () = assert!(size_of::<Copy>() == 40 && size_of::<Move>() == 40);
 
 /// Bytes of a `struct uffd_msg`; its first byte is the event.
 const MESSAGE: usize = 32;
-/// Where a page-fault message has its address, a u64.
+/// The offset of the address in a page-fault message, a u64.
 const ADDRESS_AT: usize = 16;
 
-/// Somebody waits for a page.
+/// A thread waits for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
     /// The page.
     pub page: Hva,
 }
 
-/// A userfaultfd. Closing it lets every waiter go on with zero-filled pages.
+/// A userfaultfd. When it is closed, all waiting threads continue with zero-filled pages.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
-    /// What ranges are registered for.
+    /// Modes with which ranges are registered.
     modes: u64,
 }
 
@@ -121,10 +122,11 @@ impl Userfaultfd {
         Self::with(FEATURE_MOVE, MODE_MISSING)
     }
 
-    /// The same, and for ranges registered with it the kernel notes which pages are written
-    /// (`UFFD_FEATURE_WP_ASYNC`): [`Pagemap`](crate::Pagemap) tells, and protects them again. A
-    /// page that comes or is moved here counts as written. Do not [`shift`](Self::shift) a page
-    /// away between two looks: nobody would be told that it was written before.
+    /// As [`open`](Self::open). For ranges registered with this descriptor the kernel also records
+    /// which pages are written (`UFFD_FEATURE_WP_ASYNC`); [`Pagemap`](crate::Pagemap) reads the
+    /// record and protects the pages again. A page that is copied or moved here counts as written.
+    /// Do not [`shift`](Self::shift) a page away between two scans: the record of earlier writes to
+    /// it would be lost.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -133,7 +135,7 @@ impl Userfaultfd {
     }
 
     fn with(features: u64, modes: u64) -> io::Result<Self> {
-        // SAFETY: 1. it acts on no memory before `register`, whose caller takes the promise.
+        // SAFETY: 1. it acts on no memory before `register`, whose caller makes the promise.
         let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
         let this = Self { fd, modes };
         let mut api = Api {
@@ -146,11 +148,11 @@ impl Userfaultfd {
         Ok(this)
     }
 
-    /// From now on whoever touches a missing page of `range` waits for it here.
+    /// From now on a thread that touches a missing page of `range` waits for it here.
     ///
     /// # Safety
-    /// `range` is private anonymous memory of the caller's, stays mapped while `self` lives, and
-    /// nothing relies on what its bytes are except through atomics: pages come and go.
+    /// `range` is private anonymous memory of the caller's and stays mapped while `self` lives. All
+    /// code accesses its bytes only through atomics, because pages come and go.
     ///
     /// # Errors
     /// `INVAL`: not anonymous memory; `BUSY`: registered with another descriptor.
@@ -160,16 +162,16 @@ impl Userfaultfd {
             mode: self.modes,
             ioctls: 0,
         };
-        // SAFETY: 1. UFFDIO_REGISTER takes a `struct uffdio_register`. 2. What it does to the
-        // range is the caller's promise.
+        // SAFETY: 1. UFFDIO_REGISTER takes a `struct uffdio_register`. 2. Its effect on the range
+        // is what the caller has promised to allow.
         unsafe { self.update::<{ REGISTER }, _>(&mut register) }
     }
 
-    /// Puts a page with `content` at the missing page `to` and wakes who waits for it.
+    /// Puts a page with `content` at the missing page `to`, and wakes the threads that wait for it.
     ///
     /// # Errors
-    /// `EXIST`: there is one; `NOENT`: not a registered page; `AGAIN`: the address space is
-    /// changing, try again; `NOMEM`.
+    /// `EXIST`: the page is not missing; `NOENT`: not a registered page; `AGAIN`: the address space
+    /// is changing, try again; `NOMEM`.
     pub fn copy(&self, content: &[u8; PAGE_SIZE], to: Hva) -> io::Result<()> {
         let mut copy = Copy {
             dst: to.get(),
@@ -183,8 +185,9 @@ impl Userfaultfd {
         unsafe { self.update::<{ COPY }, _>(&mut copy) }
     }
 
-    /// Moves the page at `from` to the missing page `to`, without a copy: nobody sees it in both
-    /// places or half of it. Wakes who waits at `to`. What is touched at `from` next is missing.
+    /// Moves the page at `from` to the missing page `to` without a copy: no thread sees it in both
+    /// places, or half of it. Wakes the threads that wait at `to`. The page at `from` is missing
+    /// then.
     ///
     /// # Safety
     /// `from` lies in a range given to [`register`](Self::register), of this or another descriptor.
@@ -206,7 +209,7 @@ impl Userfaultfd {
         unsafe { self.update::<{ MOVE }, _>(&mut shift) }
     }
 
-    /// Lets whoever waits at `page` try again.
+    /// Lets the threads that wait at `page` try again.
     ///
     /// # Errors
     /// `INVAL`: not an address of this process.
@@ -227,14 +230,14 @@ impl Userfaultfd {
             mode: 0,
         };
         // SAFETY: 1. UFFDIO_WRITEPROTECT takes a `struct uffdio_writeprotect`. 2. It changes no
-        // byte, and takes off only what this descriptor put on.
+        // byte, and clears only marks that this descriptor set.
         unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
     }
 
-    /// The faults that nobody has heard of yet, at most 64 of them, appended to `faults`.
+    /// Appends to `faults` the faults that were not read yet, at most 64.
     ///
     /// # Errors
-    /// Of `read(2)`. That there are none is none.
+    /// Those of `read(2)`. No fault to read is not an error.
     pub fn faults(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
         let read = match io::read(&self.fd, &mut bytes) {
@@ -247,7 +250,7 @@ impl Userfaultfd {
     }
 
     /// # Safety
-    /// `OPCODE` takes a pointer to one `T`, and what it does is allowed.
+    /// `OPCODE` takes a pointer to one `T`, and its effects are allowed.
     unsafe fn update<const OPCODE: Opcode, T>(&self, arg: &mut T) -> io::Result<()> {
         // SAFETY: 1. and 2. by this function's contract.
         unsafe { ioctl(&self.fd, Updater::<OPCODE, T>::new(arg)) }
@@ -274,7 +277,7 @@ fn one(page: Hva) -> Range {
     }
 }
 
-/// The fault in one message; the other events have to be asked for.
+/// The fault in one message. Other events are not enabled.
 fn fault(message: &[u8]) -> Option<Fault> {
     let address = message.get(ADDRESS_AT..ADDRESS_AT + 8)?.try_into().ok()?;
     (message[0] == EVENT_PAGEFAULT).then(|| Fault {

@@ -1,4 +1,5 @@
-//! The kernel does what we think it does: pages are supplied, moved and waited for, writes noted.
+//! The kernel behaves as this crate expects: pages are supplied, moved and waited for, and writes
+//! are recorded.
 
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use lacuna_sys::{Errno, Pagemap, Userfaultfd, Written};
@@ -15,7 +16,7 @@ fn open_tracking() -> Option<Userfaultfd> {
     or_skip(Userfaultfd::open_tracking())
 }
 
-/// Or a recorded skip.
+/// The descriptor; if there is none, the test is recorded as skipped.
 fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Option<Userfaultfd> {
     match uffd {
         Ok(uffd) => Some(uffd),
@@ -27,7 +28,7 @@ fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Option<Userfaultfd> {
     }
 }
 
-/// Four pages that nobody has touched, registered. They stay mapped: threads may be left behind.
+/// Four untouched pages, registered. They stay mapped, because threads may be left behind.
 fn register(uffd: &Userfaultfd) -> impl Fn(u64) -> Hva + use<> {
     let bytes = 4 * PAGE_SIZE;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -36,7 +37,7 @@ fn register(uffd: &Userfaultfd) -> impl Fn(u64) -> Hva + use<> {
     // SAFETY: 1. the advice keeps the content of the mapping just made.
     unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) }.unwrap();
     let start = base.expose_provenance() as u64;
-    // SAFETY: 1. the mapping stays for ever and is touched by atomics only.
+    // SAFETY: 1. the mapping stays for ever and is accessed only by atomics.
     unsafe { uffd.register(HvaRange::new(Hva::new(start), 4).unwrap()) }.unwrap();
     move |index| Hva::new(start + index * PAGE_SIZE as u64)
 }
@@ -80,7 +81,7 @@ fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
         thread::yield_now();
     }
     assert_eq!(faults.len(), 1);
-    // Woken without a page, it asks again.
+    // A thread that is woken without a page faults again.
     uffd.wake(faults[0].page).unwrap();
     faults.clear();
     while faults.is_empty() {
@@ -121,7 +122,7 @@ fn the_kernel_records_which_pages_are_written() {
     assert_eq!(written(Written::Keep), [3]);
     word(page(3)).store(10, Ordering::Relaxed);
     assert_eq!(written(Written::Protect), [3]);
-    // The scans have left no mark where there was no page.
+    // The scans have set no mark where there was no page.
     uffd.copy(&[7; PAGE_SIZE], page(2)).unwrap();
     assert_eq!(written(Written::Protect), [2]);
     uffd.unprotect(range).unwrap();

@@ -1,6 +1,6 @@
-//! A small encoder of x86-64 instructions: what the generator and the runtime of the guest need.
+//! A small encoder of x86-64 instructions for the generator and the guest's runtime.
 //!
-//! It encodes what it is told, sensible or not; nothing checks that the processor accepts it.
+//! It encodes any instruction it is given, and does not check that the processor accepts it.
 
 /// RAX RCX RDX RBX RSP RBP RSI RDI R8 to R15, in encoding order.
 pub type Reg = u8;
@@ -20,7 +20,7 @@ pub const RSI: Reg = 6;
 /// RDI.
 pub const RDI: Reg = 7;
 
-/// What ModRM's second operand is.
+/// The second operand of ModRM.
 #[derive(Clone, Copy, Debug)]
 pub enum Rm {
     /// A register.
@@ -40,7 +40,7 @@ pub enum Rm {
 /// Operand size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Size {
-    /// 8 bits: the opcode itself is the even one.
+    /// 8 bits: the even opcode, without a prefix.
     Byte,
     /// 16 bits: prefix 66.
     Word,
@@ -68,19 +68,19 @@ impl Size {
 /// Code under construction.
 #[derive(Clone, Default, Debug)]
 pub struct Asm {
-    /// What it is so far.
+    /// The bytes so far.
     pub bytes: Vec<u8>,
 }
 
 impl Asm {
-    /// These bytes as they are.
+    /// Appends these bytes unchanged.
     pub fn raw(&mut self, bytes: &[u8]) -> &mut Self {
         self.bytes.extend(bytes);
         self
     }
 
-    /// `opcode reg, rm` with legacy `prefixes`. For [`Size::Byte`] the opcode is used as it is,
-    /// otherwise too: the caller sets its low bit.
+    /// `opcode reg, rm` with legacy `prefixes`. The opcode is used as it is for every size; the
+    /// caller sets its low bit.
     pub fn op(
         &mut self,
         prefixes: &[u8],
@@ -101,7 +101,7 @@ impl Asm {
         };
         let wide = u8::from(size == Size::Quad) << 3;
         let rex = 0x40 | wide | (reg >> 3 & 1) << 2 | (index >> 3 & 1) << 1 | base >> 3 & 1;
-        // SPL and its like need an empty prefix too.
+        // SPL, BPL, SIL and DIL need an empty REX prefix too.
         let low_byte = size == Size::Byte && (reg > 3 || matches!(rm, Rm::Reg(4..)));
         if rex != 0x40 || low_byte {
             self.raw(&[rex]);
@@ -179,10 +179,10 @@ impl Asm {
         Jump(self.bytes.len())
     }
 
-    /// Where `jump` goes: here.
+    /// Sets the target of `jump`: here.
     ///
     /// # Panics
-    /// When that is too far for a short jump.
+    /// If the target is too far for a short jump.
     pub fn land(&mut self, jump: Jump) {
         let distance = i8::try_from(self.bytes.len() - jump.0).expect("a short jump");
         self.bytes[jump.0 - 1] = distance as u8;

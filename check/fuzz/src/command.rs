@@ -9,14 +9,14 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
-/// Command lines of a seed.
+/// Command lines for each seed.
 const LINES: usize = 8;
-/// No line drawn here takes seconds; a busy machine may make it some.
+/// No line drawn here takes seconds on an idle machine; a busy one may make it some.
 const LIMIT: Duration = Duration::from_secs(60);
-/// 0 done, 1 the guest failed, 2 wrong arguments or image, 3 the host could not do it.
+/// 0 success, 1 the guest failed, 2 wrong arguments or image, 3 the host could not do it.
 const DOCUMENTED: [i32; 4] = [0, 1, 2, 3];
 
-/// One seed.
+/// Runs one seed.
 pub fn run(run: &mut Run<'_>) {
     if !run.binary.exists() {
         run.tally.note("command", "skipped: no lacuna to drive");
@@ -69,7 +69,7 @@ fn judge(line: &[String], status: ExitStatus, out: &str, err: &str) {
     );
 }
 
-/// Runs it to its end, or kills it.
+/// Runs the command until it ends, or kills it after the limit.
 fn drive(binary: &Path, line: &[String], folder: &Path) -> (ExitStatus, String, String) {
     let mut child = Command::new(binary)
         .args(line)
@@ -89,7 +89,7 @@ fn drive(binary: &Path, line: &[String], folder: &Path) -> (ExitStatus, String, 
             break status;
         }
         if began.elapsed() > LIMIT {
-            // Failing to kill it changes nothing: it is reported either way.
+            // If the kill fails, the report is the same.
             let _ = child.kill();
             let _ = child.wait();
             panic!("lacuna {line:?} has not ended in {} s", LIMIT.as_secs());
@@ -102,7 +102,7 @@ fn drive(binary: &Path, line: &[String], folder: &Path) -> (ExitStatus, String, 
 
 fn text_of(pipe: &mut impl std::io::Read) -> String {
     let mut bytes = Vec::new();
-    // What could be read before an error is what there is.
+    // Bytes read before an error count.
     let _ = pipe.read_to_end(&mut bytes);
     String::from_utf8_lossy(&bytes).into_owned()
 }
@@ -111,7 +111,7 @@ fn draw(rng: &mut Rng, folder: &Path) -> Vec<String> {
     let mut line: Vec<String> = match rng.u8(..12) {
         0 => strange(rng),
         1 => vec!["doctor".into()],
-        // Never a lab that would begin: it takes minutes.
+        // A valid lab command must not be drawn: the lab takes minutes.
         2 => vec![
             "lab".into(),
             pick(rng, &["--help", "nothing", "--jsn", "-x"]).into(),
@@ -121,12 +121,12 @@ fn draw(rng: &mut Rng, folder: &Path) -> Vec<String> {
     if rng.u8(..6) == 0 {
         let at = rng.usize(..=line.len());
         let more = odd(rng);
-        // A lab without its wrong word would begin.
+        // A lab command without its wrong word would be valid.
         if line.first().is_none_or(|word| word != "lab") {
             line.insert(at, more);
         }
     }
-    // Without a command it is the lab, too.
+    // An empty command line runs the lab too.
     let is_empty = line.iter().all(|word| word == "--");
     if is_empty || line == ["lab"] {
         line = vec!["--version".into()];
@@ -144,7 +144,7 @@ fn strange(rng: &mut Rng) -> Vec<String> {
     }
 }
 
-/// A word that nobody asked for.
+/// A word that no option expects.
 fn odd(rng: &mut Rng) -> String {
     match rng.u8(..8) {
         0 => (0..rng.usize(..20))
@@ -178,7 +178,7 @@ fn odd(rng: &mut Rng) -> String {
     }
 }
 
-/// Small, or impossible: what a machine might really try to get is not drawn.
+/// A small size, or an impossible one: a size that the machine might try to allocate is not drawn.
 fn size(rng: &mut Rng) -> String {
     match rng.u8(..3) {
         0 => pick(

@@ -1,4 +1,4 @@
-//! Mutated images: the loader answers with a clear error, or the guest runs for a while.
+//! Mutated images: the loader must return a clear error, or the guest must run for a while.
 
 use crate::run::Run;
 use crate::values;
@@ -11,16 +11,16 @@ use lacuna_soft::{
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 
-/// Images of a seed.
+/// Images for each seed.
 const IMAGES: u64 = 64;
-/// Slices that a guest gets which was accepted.
+/// Slices for a guest whose image was accepted.
 const SLICES: u64 = 40;
-/// Instructions of a slice.
+/// Instructions in a slice.
 const SLICE: u64 = 2000;
 /// Guest memory, in pages.
 const MEMORY: u64 = 8 << 8;
 
-/// One seed: a host, and images for it.
+/// Runs one seed: a host, and images for it.
 pub fn run(run: &mut Run<'_>) {
     let mut rng = Rng::with_seed(run.seed);
     let clock = Arc::new(VirtualClock::default());
@@ -118,7 +118,7 @@ fn mutate(file: &mut Vec<u8>, rng: &mut Rng) {
     }
 }
 
-/// A field gets another value: an edge, or near what it was.
+/// Changes a field: to an edge value, or to one near its old value.
 fn set(file: &mut [u8], at: usize, size: usize, rng: &mut Rng) {
     let Some(field) = file.get_mut(at..at + size) else {
         return;
@@ -171,7 +171,7 @@ fn try_image(
     vm.mmu().verify();
 }
 
-/// The first words of a refusal are its kind.
+/// Counts a refusal; the first words of its message are its kind.
 fn refused(error: &dyn std::error::Error, run: &mut Run<'_>) {
     let text = error.to_string();
     assert!(text.len() > 8, "an error that says nothing: {text:?}");
@@ -184,7 +184,7 @@ fn refused(error: &dyn std::error::Error, run: &mut Run<'_>) {
     run.tally.note("images refused", kind.join(" "));
 }
 
-/// Until it ends, or its slices are used up.
+/// Runs the guest until it ends or its slices are used up.
 fn drive(vcpu: &mut Vcpu, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) {
     run.tally.note("images", "started");
     let devices = PlatformDevices::new(|_: &str| ());

@@ -1,10 +1,10 @@
 //! Whole machines on one thread, under a virtual clock: everything follows from the seed.
 //!
 //! ```text
-//! loop: wake who can run -> step one of them -> answer its exit -> time goes on
-//!       -> now and then an operation of the host (`monitor`), a reset, another VM
+//! loop: wake the vCPUs that can run -> step one of them -> answer its exit -> advance the time
+//!       -> sometimes an operation of the host (`monitor`), a reset, another VM
 //!       -> verify: stage 2, MMU, host, async faults, leaks into registers
-//!       nobody can run: jump to the next completion or timer; there is none: reset
+//!       no vCPU can run: jump to the next completion or timer; if there is none: reset
 //! ```
 
 use crate::monitor::Monitor;
@@ -19,20 +19,20 @@ use lacuna_soft::{Host, Step, Vcpu, Wait};
 use lacuna_sync::{Clock, Nanos, VirtualClock};
 use std::sync::Arc;
 
-/// Slices of a seed.
+/// Slices for each seed.
 const SLICES: u64 = 600;
 /// Longest step, in instructions.
 const FUEL_MAX: u64 = 6000;
-/// Most steps of a slice.
+/// The most steps of a slice.
 const STEPS_MAX: u8 = 24;
-/// A step's virtual time beside its instructions.
+/// Virtual time of a step, in addition to its instructions.
 const STEP_NS: u64 = 50;
-/// Virtual time that a look at a halted vCPU takes at most.
+/// The most virtual time that one check of a halted vCPU takes.
 const HALT_NS: u64 = 50_000;
-/// Steps in a row in which a vCPU may get nowhere; and looks at one that has halted.
+/// How many steps in a row a vCPU may make no progress; also the number of checks of a halted vCPU.
 const PATIENCE: u32 = 100;
 const HALT_PATIENCE: u32 = 24;
-/// How far a step may go beyond its fuel: to the end of a block of instructions.
+/// How far a step may go beyond its fuel: to the end of a basic block.
 const BLOCK_MAX: u64 = 4096;
 
 enum State {
@@ -60,7 +60,7 @@ struct World {
     hash: u64,
 }
 
-/// One seed; the hash of everything that happened.
+/// Runs one seed. Returns the hash of everything that happened.
 pub fn run(run: &mut Run<'_>) -> u64 {
     let mut world = World::new(run);
     for slice in 0..SLICES {
@@ -112,7 +112,7 @@ impl World {
         self.vms.push((subject, monitor));
     }
 
-    /// One slice, and what comes between it and the next.
+    /// One slice, and the operations between it and the next.
     fn turn(&mut self, run: &mut Run<'_>) {
         let ready = self.wake();
         match ready.is_empty() {
@@ -148,7 +148,7 @@ impl World {
             let awake = match &runner.state {
                 State::Ready => true,
                 State::Memory(until) => *until <= now,
-                // Whether it has been woken shows when it is stepped.
+                // Whether it has been woken is known only when it is stepped.
                 State::Halted => true,
                 State::Page(ticket) => ticket.is_done(),
             };
@@ -159,7 +159,7 @@ impl World {
         ready
     }
 
-    /// A vCPU runs for some steps, across exits.
+    /// Runs a vCPU for some steps, across exits.
     fn slice(&mut self, index: usize, run: &mut Run<'_>) {
         if matches!(self.runners[index].state, State::Memory(_)) {
             let freed = self.runners[index].vcpu.reclaim();
@@ -179,7 +179,7 @@ impl World {
         }
     }
 
-    /// One step; whether the vCPU can go on at once.
+    /// Makes one step. Returns whether the vCPU can continue at once.
     fn step(&mut self, index: usize, run: &mut Run<'_>) -> bool {
         let fuel = self.rng.u64(1..=FUEL_MAX);
         let runner = &mut self.runners[index];
@@ -223,7 +223,7 @@ impl World {
             Wait::Halt(until) => {
                 match (was_halted, until) {
                     (false, _) => run.tally.note("steps", "wait: halt"),
-                    // Nothing has woken it since: time goes on faster.
+                    // No event has woken it yet: the time advances faster.
                     (true, Some(until)) => {
                         let soon = self.clock.now().after(HALT_NS);
                         self.clock.advance_to(until.min(soon));
@@ -260,7 +260,7 @@ impl World {
             Exit::MmioRead { .. } => runner.vcpu.complete_read(self.rng.u64(..)),
             Exit::MmioWrite { .. } | Exit::Interrupted => {}
             Exit::DirtyRingFull => {
-                // Somebody harvests, sooner or later.
+                // A monitor harvests, sooner or later.
                 if self.rng.u8(..8) == 0 {
                     match &mut monitor.shadow {
                         Some(shadow) => drop(shadow.harvest(&subject.vm)),
@@ -273,11 +273,11 @@ impl World {
         }
     }
 
-    /// The runtime anew, and the vCPU from its start.
+    /// Loads the runtime again and restarts the vCPU.
     fn revive(&mut self, index: usize) {
         let (subject, monitor) = &mut self.vms[self.runners[index].vm];
         if subject.reload(&mut self.rng).is_err() {
-            // A slot that logs into rings alone refuses the VMM's writes.
+            // A slot that logs only into rings refuses writes of the VMM.
             monitor.end_log(subject);
             let reloaded = subject.reload(&mut self.rng);
             reloaded.expect("nothing logs");
@@ -292,7 +292,7 @@ impl World {
         runner.stuck = 0;
     }
 
-    /// A vCPU got nowhere: halted for good, or a livelock.
+    /// A vCPU made no progress: it has halted for good, or it is in a livelock.
     fn unstick(&mut self, index: usize, run: &mut Run<'_>) {
         let runner = &self.runners[index];
         let is_halted = matches!(runner.state, State::Halted);
@@ -302,7 +302,7 @@ impl World {
         self.revive(index);
     }
 
-    /// Nobody can run: time jumps to what happens next.
+    /// No vCPU can run: the time jumps to the next event.
     fn idle(&mut self, run: &mut Run<'_>) {
         run.tally.note("steps", "idle");
         let waits = self.runners.iter().filter_map(|runner| match runner.state {
@@ -315,7 +315,7 @@ impl World {
         self.host.poll(self.clock.now());
     }
 
-    /// A VM ends while the others run, and another takes its place.
+    /// Ends a VM while the others run, and puts another one in its place.
     fn replace_vm(&mut self, run: &mut Run<'_>) {
         if self.vms.len() < 2 {
             return;

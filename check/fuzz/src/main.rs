@@ -1,4 +1,4 @@
-//! `lacuna-fuzz KIND`: fuzzes for some time, or runs some seeds; says what was reached.
+//! `lacuna-fuzz KIND`: fuzzes for some time, or runs given seeds, and prints what was reached.
 #![forbid(unsafe_code)]
 
 use clap::Parser;
@@ -83,10 +83,10 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(!campaign.findings.is_empty()))
 }
 
-/// Beside this program, where cargo puts both.
+/// The `lacuna` beside this program, where cargo puts both.
 fn binary(arguments: &Arguments) -> PathBuf {
     if let Some(given) = &arguments.binary {
-        // It is started in another folder.
+        // The path is made absolute, because `lacuna` is started in another folder.
         return std::path::absolute(given).unwrap_or_else(|_| given.clone());
     }
     let this = std::env::current_exe().unwrap_or_default();

@@ -1,7 +1,7 @@
-//! What the host and the VMM do beside a running guest: one drawn operation at a time.
+//! Operations of the host and the VMM beside a running guest, drawn one at a time.
 //!
-//! All of it may happen while vCPUs run, on one thread that is no vCPU's. A refusal is an answer
-//! like any other; what ends a run is a panic, a hang, or an oracle.
+//! Each may happen while vCPUs run, on a thread that is no vCPU's. A refusal is a valid answer. A
+//! panic, a hang, or an oracle ends the run.
 
 use crate::place::*;
 use crate::shadow::{Shadow, has_bitmaps, is_refusal, named, pages_of};
@@ -23,19 +23,19 @@ pub const BALLAST: u64 = 768;
 
 /// The VMM's side of one VM.
 pub struct Monitor {
-    /// Everything drawn.
+    /// The source of everything drawn.
     pub rng: Rng,
-    /// While the slots log.
+    /// Present while the slots log.
     pub shadow: Option<Shadow>,
     host: Arc<Host>,
     latency: LatencySetting,
     ballast: HvaRange,
     is_limited: bool,
-    /// Of the last operation.
+    /// Whether the last operation was refused.
     refused: bool,
 }
 
-/// An operation and how often it is drawn, relatively.
+/// An operation, and how often it is drawn relative to the others.
 type Operation = (&'static str, u32, fn(&mut Monitor, &Subject));
 
 const OPERATIONS: &[Operation] = &[
@@ -68,7 +68,7 @@ const OPERATIONS: &[Operation] = &[
 ];
 
 impl Monitor {
-    /// Of a VM in `host`, whose latency is `latency`.
+    /// The monitor of a VM in `host`, whose latency is `latency`.
     pub fn new(host: &Arc<Host>, subject: &Subject, latency: LatencySetting, rng: Rng) -> Self {
         let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
         let region = host.add_region(PageCount::new(BALLAST), notifier);
@@ -83,7 +83,7 @@ impl Monitor {
         }
     }
 
-    /// One operation; its name, and whether it was refused.
+    /// Carries out one operation. Returns its name, and whether it was refused.
     pub fn act(&mut self, subject: &Subject) -> (&'static str, bool) {
         let all: u32 = OPERATIONS.iter().map(|(_, weight, _)| weight).sum();
         let mut drawn = self.rng.u32(..all);
@@ -107,8 +107,8 @@ impl Monitor {
         let _ = self.host.balance();
     }
 
-    /// Refused where everything is held, or where the budget is too small for one more thread that
-    /// takes frames.
+    /// The host may refuse if everything is pinned, or if the budget is too small for one more
+    /// thread that takes frames.
     fn reclaim(&mut self) {
         let cache = self.host.per_cpu_pages();
         let reclaimed = cache.and_then(|mut cache| self.host.reclaim_direct(&mut cache));
@@ -121,7 +121,7 @@ impl Monitor {
         }
     }
 
-    /// Pages beside all VMs are read or written; what was written is there.
+    /// Reads or writes pages outside all VMs. They must hold what was written.
     fn use_ballast(&mut self) {
         let (first, count) = (self.rng.u64(..BALLAST), self.rng.u64(1..128));
         for index in first..(first + count).min(BALLAST) {
@@ -157,7 +157,7 @@ impl Monitor {
         }
     }
 
-    /// Ends all logs; what is not harvested is lost.
+    /// Ends all logs. Dirty pages that are not harvested are lost.
     pub fn end_log(&mut self, subject: &Subject) {
         self.shadow = None;
         let recovery = match self.rng.u8(..3) {
@@ -168,7 +168,7 @@ impl Monitor {
         for id in vm.slots() {
             vm.mmu().end_logging_as(id, recovery).expect("it is there");
         }
-        // A vCPU that has left for its ring's sake comes back.
+        // A vCPU that has left because its ring was full comes back.
         if vm.mmu().delivery() != Delivery::Bitmap {
             vm.collect_rings(|_, _| ());
             vm.reset_rings();
@@ -181,7 +181,7 @@ impl Monitor {
         }
     }
 
-    /// The vCPUs are stopped: what they have written is in this harvest or an earlier one.
+    /// Compares while the vCPUs are stopped: all they wrote is in this harvest or an earlier one.
     pub fn compare(&mut self, subject: &Subject) {
         if let Some(shadow) = &mut self.shadow {
             shadow.harvest(&subject.vm);
@@ -189,7 +189,8 @@ impl Monitor {
         }
     }
 
-    /// Marks are put back, peeked at, or cleared in a part; what is cleared is copied.
+    /// Puts dirty marks back, reads them, or clears a part of them; pages that are cleared are
+    /// copied.
     fn harvest_some(&mut self, subject: &Subject) {
         let vm = &subject.vm;
         let Some(shadow) = &mut self.shadow else {
@@ -218,7 +219,7 @@ impl Monitor {
         }
     }
 
-    /// A slot besides the main memory that is there.
+    /// A slot other than main memory, if one exists.
     fn present<'s>(&mut self, subject: &'s Subject) -> Option<&'s Extra> {
         let slots = subject.vm.slots();
         let present: Vec<_> = subject
@@ -249,7 +250,7 @@ impl Monitor {
         }
     }
 
-    /// Somewhere: its home, near another slot, above 4 GiB, at the end of the addresses.
+    /// An address: the slot's home, near another slot, above 4 GiB, or at the end of the addresses.
     fn place(&mut self, extra: &Extra) -> u64 {
         let bytes = extra.pages * PAGE;
         match self.rng.u8(..8) {
@@ -282,7 +283,7 @@ impl Monitor {
         }
     }
 
-    /// Again, perhaps of another size; refused if it is there.
+    /// Adds a slot again, perhaps with another size; refused if it exists.
     fn add_slot(&mut self, subject: &Subject) {
         if subject.extras.is_empty() {
             return;
@@ -313,7 +314,7 @@ impl Monitor {
         }
     }
 
-    /// A part of some slot's backing.
+    /// A part of the backing of some slot.
     fn backing(&mut self, subject: &Subject) -> Option<HvaRange> {
         let slots = subject.vm.mmu().slots();
         let all: Vec<_> = slots.iter().map(|slot| slot.hvas).collect();
@@ -369,7 +370,7 @@ impl Monitor {
         }
     }
 
-    /// To data of the guest, perhaps where there is none.
+    /// Writes to data of the guest, perhaps where it has no memory.
     fn write(&mut self, subject: &Subject) {
         let at = match self.rng.u8(..4) {
             0 => values::address(&mut self.rng, subject.memory) & ((1 << 48) - 1),
@@ -419,7 +420,7 @@ impl Monitor {
         }
     }
 
-    /// A region that no slot uses comes, is written, and goes.
+    /// Creates a region that no slot uses, writes to it, and removes it.
     fn region(&mut self, subject: &Subject) {
         let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
         let pages = self.rng.u64(1..700);
@@ -442,7 +443,7 @@ impl Monitor {
         self.host.remove_region(region).expect("nobody else has it");
     }
 
-    /// At the end of a run: no log, no ballast.
+    /// Ends the logs and frees the ballast at the end of a run.
     pub fn dismantle(mut self, subject: &Subject) {
         self.end_log(subject);
         let removed = self.host.remove_region(self.ballast);
@@ -450,7 +451,7 @@ impl Monitor {
     }
 }
 
-/// Some of a slot's bitmap: peeked at and cleared in a part, or taken and put back.
+/// Handles a part of a slot's bitmap: reads and clears it, or takes it and puts it back.
 fn part_of_bitmap(
     vm: &Vm,
     id: SlotId,

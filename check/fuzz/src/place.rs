@@ -1,4 +1,4 @@
-//! Where things are in the memory of the guest that is fuzzed.
+//! The memory map of the guest.
 //!
 //! ```text
 //! 0x0000   boot data, as every image has it (lacuna_machine::Boot)
@@ -7,10 +7,10 @@
 //! 0x20000  a page a vCPU: its next block, its word for async page faults, its interrupt stack
 //! 0x30000  counters: exceptions by vector, then acts by label
 //! 0x34000  the blocks' entry states                            0x40000 the blocks
-//! 0x60000  tables to play with
+//! 0x60000  page tables that the guest changes at random
 //! 0x80000  data, to the end of memory
 //! ```
-//! Guest-virtual is guest-physical below 8 GiB, but for the alias of the blocks at 1 GiB, by which
+//! Guest-virtual is guest-physical below 8 GiB, except the alias of the blocks at 1 GiB, by which
 //! CPL 3 executes them.
 
 /// First instruction of every vCPU.
@@ -23,47 +23,47 @@ pub const POINTERS: u64 = 0x1_4800;
 pub const IDT: u64 = 0x1_5000;
 /// A task state segment a vCPU, [`TSS_SIZE`] apart.
 pub const TSS: u64 = 0x1_6000;
-/// Distance of two of them.
+/// Distance of two task state segments.
 pub const TSS_SIZE: u64 = 0x80;
-/// Root of the good tables.
+/// Root of the good page tables.
 pub const GOOD: u64 = 0x1_8000;
-/// A page a vCPU.
+/// The per-vCPU pages.
 pub const PER_CPU: u64 = 0x2_0000;
-/// In it: index of the block that it executes.
+/// Offset in a per-vCPU page: index of the block that the vCPU executes.
 pub const NEXT: i32 = 0;
-/// In it: whether the guest never acknowledges async page faults.
+/// Offset in a per-vCPU page: whether the guest never acknowledges async page faults.
 pub const HOSTILE: i32 = 8;
-/// In it: the area that async page faults use.
+/// Offset in a per-vCPU page: the area that async page faults use.
 pub const AREA: i32 = 0x40;
 /// Exceptions and interrupts by vector.
 pub const VECTORS: u64 = 0x3_0000;
 /// Blocks begun.
 pub const BEGUN: u64 = 0x3_0800;
-/// Acts that went well, by label.
+/// Acts that were completed, by label.
 pub const ACTS: u64 = 0x3_1000;
-/// Labels that fit.
+/// The number of labels that fit.
 pub const LABELS: usize = 512;
 /// Entry states of the blocks.
 pub const STATES: u64 = 0x3_4000;
-/// Distance of two of them.
+/// Distance of two entry states.
 pub const STATE_SIZE: u64 = 64;
 /// The blocks.
 pub const BLOCKS: u64 = 0x4_0000;
-/// How many; a power of two.
+/// Number of blocks; a power of two.
 pub const BLOCK_COUNT: u64 = 128;
 /// Bytes of each.
 pub const BLOCK_SIZE: u64 = 512;
-/// Where CPL 3 finds them.
+/// Address of the blocks for CPL 3.
 pub const USER_BLOCKS: u64 = 1 << 30;
-/// Tables to play with, and how many: PML4, PDPT, PD and PTs, linked at first.
+/// Page tables that the guest changes at random: PML4, PDPT, PD and PTs, linked at first.
 pub const PLAY: u64 = 0x6_0000;
-/// How many tables there are to play with.
+/// How many of these tables there are.
 pub const PLAY_TABLES: u64 = 8;
-/// What they translate beside everything else.
+/// The addresses that they translate, in addition to all others.
 pub const PLAY_VA: u64 = 1 << 39;
 /// First byte of data.
 pub const DATA: u64 = 0x8_0000;
-/// Where there is no memory.
+/// An address without memory.
 pub const HOLE: u64 = 0x2000_0000;
 /// The local APIC's registers.
 pub const APIC: u64 = 0xfee0_0000;
@@ -71,11 +71,11 @@ pub const APIC: u64 = 0xfee0_0000;
 pub const LOW_EDGE: u64 = 0x7fff_ffff_f000;
 /// First page of the upper half.
 pub const HIGH_EDGE: u64 = 0xffff_8000_0000_0000;
-/// Where slots besides the guest's main memory begin; every [`EXTRA_STEP`] there may be one.
+/// Where slots besides the guest's main memory begin; there may be one every [`EXTRA_STEP`].
 pub const EXTRA: u64 = 16 << 20;
-/// Distance of two of them.
+/// Distance of two such slots.
 pub const EXTRA_STEP: u64 = 8 << 20;
-/// Most slots besides the main memory.
+/// The most slots besides the main memory.
 pub const EXTRAS: u64 = 4;
 /// Vector of page-ready interrupts.
 pub const READY_VECTOR: u8 = 0xec;
@@ -83,7 +83,7 @@ pub const READY_VECTOR: u8 = 0xec;
 pub const TIMER_VECTOR: u8 = 0xe0;
 /// INT n by which a block ends.
 pub const END_VECTOR: u8 = 0x20;
-/// INT n by which SYSCALL comes to the handler.
+/// INT n by which SYSCALL reaches the handler.
 pub const SYSCALL_VECTOR: u8 = 0x21;
 /// Code and data segments: CPL 0, then CPL 3 (SYSRET's order).
 pub const KERNEL_CS: u16 = 0x10;

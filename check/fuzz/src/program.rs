@@ -1,7 +1,7 @@
-//! Blocks of random instructions, each made of *acts*: some instructions that want one thing.
+//! Blocks of random instructions. A block consists of *acts*: a few instructions with one purpose.
 //!
-//! An act that has come to its end counts itself under its label in the guest's memory, so what
-//! the table at the end shows was executed, not only generated.
+//! An act that completes counts itself under its label in the guest's memory. So the table at the
+//! end shows what was executed, not only what was generated.
 
 mod data;
 mod system;
@@ -13,12 +13,12 @@ use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
 
-/// Names that acts go by, each with its counter.
+/// The names of acts. Each has a counter.
 #[derive(Default)]
 pub struct Labels(Vec<String>);
 
 impl Labels {
-    /// The number of `name`; `None` when there are too many.
+    /// The number of `name`; `None` if there are too many names.
     fn number(&mut self, name: &str) -> Option<usize> {
         if let Some(at) = self.0.iter().position(|known| known == name) {
             return Some(at);
@@ -35,13 +35,13 @@ impl Labels {
     }
 }
 
-/// What makes blocks.
+/// Generates blocks.
 pub struct Author<'a> {
-    /// Everything drawn.
+    /// The source of everything drawn.
     pub rng: &'a mut Rng,
     /// Bytes of main memory.
     pub memory: u64,
-    /// Acts so far.
+    /// The acts so far.
     pub labels: &'a mut Labels,
 }
 
@@ -57,11 +57,11 @@ pub struct Block {
 const FREE: [Reg; 15] = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 /// Registers that hold addresses in a block.
 const POINTERS: [Reg; 6] = [3, 5, 8, 9, 13, 14];
-/// The end of a block and one more act have to fit behind this.
+/// The last place at which an act may begin: one more act and the block's end must fit behind it.
 const LIMIT: usize = BLOCK_SIZE as usize - 112;
 
 impl Author<'_> {
-    /// The block that is to be at `index`.
+    /// Generates the block for `index`.
     pub fn block(&mut self, index: u64) -> Block {
         let user = self.rng.u8(..8) < 3;
         let mut a = Asm::default();
@@ -108,7 +108,7 @@ impl Author<'_> {
 
     fn act(&mut self, a: &mut Asm, user: bool) {
         let mut drawn = self.rng.u8(..100);
-        // CPL 3 may do little of this: most of it would only be #GP.
+        // CPL 3 may execute little of this: most of it would only raise #GP.
         if user && (64..97).contains(&drawn) && self.rng.u8(..4) != 0 {
             drawn = self.rng.u8(..64);
         }
@@ -141,7 +141,7 @@ impl Author<'_> {
         values::pick(self.rng, &FREE)
     }
 
-    /// One that most likely holds an address.
+    /// A register that most likely holds an address.
     fn pointer(&mut self) -> Reg {
         values::pick(self.rng, &POINTERS)
     }

@@ -1,4 +1,4 @@
-//! A run that stops beating is a hang: this ends the process and says where it was.
+//! Detects hangs: if a run gives no sign of life, this ends the process and says where it was.
 
 use std::backtrace::Backtrace;
 use std::process::{Command, exit};
@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
-/// Longer than any step of a sound run takes on a busy machine.
+/// Longer than any step of a correct run takes on a busy machine.
 const HANG: Duration = Duration::from_secs(120);
 
-/// The life sign of a run.
+/// The sign of life of a run.
 #[derive(Default)]
 pub struct Pulse {
     beats: AtomicU64,
@@ -34,8 +34,8 @@ fn ours(stack: &str) -> String {
 }
 
 impl Pulse {
-    /// A pulse that is watched: after [`HANG`] without a beat the process ends with 1. Panics of
-    /// any thread are kept from here on, with their stacks.
+    /// Starts the watchdog: after [`HANG`] without a beat the process ends with exit code 1. Panics
+    /// of any thread are recorded from here on, with their stacks.
     pub fn watched() -> Arc<Self> {
         let pulse = Arc::new(Self::default());
         let watched = Arc::clone(&pulse);
@@ -54,7 +54,7 @@ impl Pulse {
         self.beats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// What it does from here on.
+    /// Records what the run does from here on.
     pub fn doing(&self, what: &str) {
         self.beat();
         let mut doing = self.doing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -62,12 +62,12 @@ impl Pulse {
         doing.push_str(what);
     }
 
-    /// The command that does all of it again.
+    /// Sets the command that reproduces the run.
     pub fn set_again(&self, command: &str) {
         *self.again.lock().unwrap_or_else(PoisonError::into_inner) = command.to_owned();
     }
 
-    /// Takes the panics so far, and the last thing that was done.
+    /// Takes the panics so far, and the last recorded step.
     pub fn take_report(&self) -> String {
         let mut panics = self.panics.lock().unwrap_or_else(PoisonError::into_inner);
         let panics = std::mem::take(&mut *panics).join("\n");
@@ -96,7 +96,7 @@ impl Pulse {
     }
 }
 
-/// What each thread of this process does: by a debugger if there is one, else by the kernel.
+/// What each thread of this process does: from a debugger if there is one, else from the kernel.
 fn threads() -> String {
     let pid = std::process::id().to_string();
     let debugger = Command::new("gdb")

@@ -1,4 +1,4 @@
-//! Seeds of a kind, one after the other, until there is a finding or no time left.
+//! Runs seeds of a kind one after the other, until there is a finding or no time left.
 
 use crate::pulse::Pulse;
 use crate::tally::Tally;
@@ -14,7 +14,7 @@ use std::time::Instant;
 /// What is fuzzed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Whole machines on one thread, bit-exact.
+    /// Whole machines on one thread; a seed gives the same result bit for bit.
     Machine,
     /// Whole machines on threads.
     Threads,
@@ -28,7 +28,7 @@ impl Kind {
     /// All, in the order in which `all` runs them.
     pub const ALL: [Self; 4] = [Self::Machine, Self::Threads, Self::Images, Self::Command];
 
-    /// Its word on the command line.
+    /// Its name on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Machine => "machine",
@@ -56,18 +56,18 @@ impl FromStr for Kind {
 
 /// One seed being run.
 pub struct Run<'a> {
-    /// Everything follows from it, but how threads interleave.
+    /// Everything follows from it, except how threads interleave.
     pub seed: u64,
-    /// Its life sign.
+    /// Its sign of life.
     pub pulse: &'a Pulse,
-    /// What it does.
+    /// Counts what it does.
     pub tally: &'a mut Tally,
     /// The `lacuna` to be driven.
     pub binary: &'a PathBuf,
 }
 
 impl Run<'_> {
-    /// Carries out an operation of the host that says its name and whether it was refused.
+    /// Carries out an operation of the host, which returns its name and whether it was refused.
     pub fn note_operation(&mut self, operation: impl FnOnce() -> (&'static str, bool)) {
         self.pulse.beat();
         let (name, refused) = operation();
@@ -102,14 +102,14 @@ pub const fn name_of(exit: &Exit) -> &'static str {
 pub struct Finding {
     /// What was fuzzed.
     pub kind: Kind,
-    /// With which seed.
+    /// The seed.
     pub seed: u64,
-    /// What it was, with the stack.
+    /// The panic's message, with the stack.
     pub what: String,
 }
 
 impl Finding {
-    /// The command that does it again.
+    /// The command that reproduces it.
     pub fn again(&self) -> String {
         again(self.kind, self.seed)
     }
@@ -119,7 +119,7 @@ fn again(kind: Kind, seed: u64) -> String {
     format!("cargo run --release -p lacuna-fuzz -- {kind} --seed {seed}")
 }
 
-/// Runs seeds, and keeps what they come to.
+/// Runs seeds, and keeps their findings.
 pub struct Campaign {
     pulse: std::sync::Arc<Pulse>,
     binary: PathBuf,
@@ -130,8 +130,8 @@ pub struct Campaign {
 }
 
 impl Campaign {
-    /// `binary` is the `lacuna` that [`Kind::Command`] drives. The whole process is watched from
-    /// here on: a hang ends it.
+    /// `binary` is the `lacuna` that [`Kind::Command`] runs. From here on a watchdog ends the
+    /// process if it hangs.
     pub fn new(binary: PathBuf) -> Self {
         Self {
             pulse: Pulse::watched(),
@@ -160,7 +160,7 @@ impl Campaign {
         }
     }
 
-    /// One seed of `kind`.
+    /// Runs one seed of `kind`.
     pub fn one(&mut self, kind: Kind, seed: u64) {
         self.pulse.set_again(&again(kind, seed));
         self.pulse.doing("the start");
@@ -171,7 +171,7 @@ impl Campaign {
             tally: &mut tally,
             binary: &self.binary,
         };
-        // What a panic leaves behind is not used again.
+        // State that a panic leaves behind is not used again.
         let ended = catch_unwind(AssertUnwindSafe(|| body(kind, &mut run)));
         tally.seeds += 1;
         self.tally.absorb(tally);
@@ -182,7 +182,7 @@ impl Campaign {
     }
 }
 
-/// Seeds of [`Kind::Machine`] among which one runs twice.
+/// One seed of [`Kind::Machine`] in so many runs twice, and must give the same result.
 const TWICE: u64 = 4;
 
 fn body(kind: Kind, run: &mut Run<'_>) {

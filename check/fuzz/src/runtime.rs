@@ -1,9 +1,9 @@
-//! The guest's own runtime: what makes a guest of random instructions go on after any exception.
+//! The guest's own runtime: a guest of random instructions continues after any exception.
 //!
 //! Every vector has an interrupt gate onto the interrupt stack of its vCPU (IST 1), so the handler
-//! always has a stack and never returns: it counts the vector, goes back to the good tables,
-//! acknowledges what is to be acknowledged, and enters the next block with the state that its
-//! table says. Whatever it cannot survive is a triple fault; the VMM then writes all of this anew
+//! always has a stack, and it never returns. It counts the vector, loads the good page tables,
+//! acknowledges what must be acknowledged, and enters the next block with the state in its table.
+//! If the runtime cannot continue there is a triple fault; the VMM then writes all of this again
 //! and resets the vCPU.
 
 use crate::asm::{Asm, RAX, RBX, RCX, RDX, Rm, Size};
@@ -39,7 +39,7 @@ pub const APF_VECTOR: u32 = 0x4b56_4d06;
 /// Acknowledges a page-ready interrupt.
 pub const APF_ACK: u32 = 0x4b56_4d07;
 
-/// How the runtime behaves.
+/// The runtime's settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Manners {
     /// It never acknowledges async page faults.
@@ -48,7 +48,8 @@ pub struct Manners {
     pub x2apic: bool,
 }
 
-/// What stays the same for all vCPUs and blocks of a guest with `memory` bytes of main memory.
+/// The parts that are the same for all vCPUs and blocks of a guest with `memory` bytes of main
+/// memory.
 pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
     let (code, handler) = code(manners.x2apic);
     let mut pieces = vec![(RUNTIME, code)];
@@ -73,7 +74,7 @@ pub fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// Entry, handler and stubs; the address of the first stub.
+/// Entry, handler and stubs; returns also the address of the first stub.
 fn code(x2apic: bool) -> (Vec<u8>, u64) {
     let mut a = Asm::default();
     enter(&mut a, x2apic);
@@ -81,7 +82,7 @@ fn code(x2apic: bool) -> (Vec<u8>, u64) {
     a.raw(&[0xcd, SYSCALL_VECTOR]);
     let common = a.bytes.len();
     handle(&mut a);
-    // Now that its address is known.
+    // A second pass, because the address is known now.
     let mut b = Asm::default();
     b.wrmsr(0xc000_0082, syscall);
     let at = find(&a.bytes, 0xc000_0082);
@@ -103,7 +104,7 @@ fn stub(a: &mut Asm, vector: u32, common: usize) {
     a.raw(&[0xe9]).raw(&distance.to_le_bytes());
 }
 
-/// Where `mov ecx, msr` is.
+/// The offset of `mov ecx, msr`.
 fn find(code: &[u8], msr: u32) -> usize {
     let mut wanted = vec![0xb9];
     wanted.extend(msr.to_le_bytes());
@@ -111,14 +112,14 @@ fn find(code: &[u8], msr: u32) -> usize {
     found.expect("the entry writes it")
 }
 
-/// The first instructions of a vCPU: its own task state, tables, SYSCALL; then it "ends a block".
+/// The first instructions of a vCPU: its own task state, tables, SYSCALL. Then it ends a block.
 fn enter(a: &mut Asm, x2apic: bool) {
     a.mov_imm32(RAX, 1).raw(&[0x0f, 0xa2]); // cpuid
     a.raw(&[0xc1, 0xeb, 24]); // shr ebx, 24: the APIC id
     a.mov_imm(RAX, POINTERS);
     a.raw(&[0x0f, 0x01, 0x10]); // lgdt [rax]
     a.raw(&[0x0f, 0x01, 0x58, 16]); // lidt [rax + 16]
-    // Its descriptor says "busy" after a reset.
+    // The descriptor is marked busy after a reset.
     a.raw(&[0x89, 0xd8, 0xc1, 0xe0, 4]); // mov eax, ebx; shl eax, 4
     let descriptor = (GDT + u64::from(TSS_SELECTOR)) as i32;
     a.op(&[], Size::Byte, &[0x80], 4, Rm::At(RAX, descriptor + 5));
@@ -141,7 +142,7 @@ fn enter(a: &mut Asm, x2apic: bool) {
     a.raw(&[0xcd, END_VECTOR]);
 }
 
-/// The handler of everything; the vector is on the stack.
+/// The handler of all vectors; the vector is on the stack.
 fn handle(a: &mut Asm) {
     a.raw(&[0x41, 0x5c]); // pop r12
     a.count(Rm::Table(R12, VECTORS as i32));
@@ -154,7 +155,7 @@ fn handle(a: &mut Asm) {
     a.land(internal);
     a.raw(&[0x41, 0x83, 0xfc, 0x20]);
     let external = a.jump(0x73);
-    // Only if it is another: what TLBs hold is worth keeping.
+    // CR3 is written only if it changes, because a write flushes the TLB.
     a.mov_imm(RAX, GOOD).raw(&[0x0f, 0x20, 0xda]); // mov rdx, cr3
     a.raw(&[0x48, 0x39, 0xc2]); // cmp rdx, rax
     let same = a.jump(0x74);
@@ -176,7 +177,7 @@ fn handle(a: &mut Asm) {
     next_block(a);
 }
 
-/// In whichever mode the local APIC is.
+/// Ends the interrupt in either mode of the local APIC.
 fn end_of_interrupt(a: &mut Asm) {
     a.mov_imm32(RCX, 0x1b).raw(&[0x0f, 0x32]); // rdmsr
     a.raw(&[0xf6, 0xc4, 0x04]); // test ah, 4: x2APIC
@@ -189,7 +190,7 @@ fn end_of_interrupt(a: &mut Asm) {
     a.land(done);
 }
 
-/// Enters it with IRETQ.
+/// Enters the next block with IRETQ.
 fn next_block(a: &mut Asm) {
     a.count(Rm::Abs(BEGUN as i32));
     a.load(RAX, Rm::At(RBX, NEXT)).raw(&[0xff, 0xc0]); // inc eax
@@ -253,7 +254,7 @@ fn task_state(vcpu: u64) -> Vec<u8> {
     bytes
 }
 
-/// Which page of the good tables is which.
+/// The place of a page of the good tables.
 const fn table(index: u64) -> u64 {
     GOOD + index * PAGE
 }
@@ -289,7 +290,7 @@ fn good_tables(memory: u64) -> Vec<Piece> {
         .map(table)
         .zip(tables.iter().map(|t| words(t)))
         .collect();
-    // The edges' last table is a page of data: the guest rewrites it as it likes.
+    // The last table of the edges is a page of data: the guest may overwrite it.
     let edges: Vec<u64> = (0..512u64)
         .map(|i| (DATA + (i % 16) * PAGE) | P | W | U | A)
         .collect();
@@ -297,7 +298,7 @@ fn good_tables(memory: u64) -> Vec<Piece> {
     pieces
 }
 
-/// The first 2 MiB page by page: descriptor tables are read-only, the runtime's pages for CPL 0.
+/// The first 2 MiB, page by page: descriptor tables are read-only, the runtime's pages for CPL 0.
 fn first_entry(at: u64, memory: u64) -> u64 {
     let rights = match at {
         _ if at >= memory => W | U,
@@ -309,7 +310,7 @@ fn first_entry(at: u64, memory: u64) -> u64 {
     at | P | A | rights
 }
 
-/// PML4, PDPT, PD, five PTs: the PML4 shares the good one's first GiB.
+/// PML4, PDPT, PD and five PTs. The PML4 shares the first GiB with the good one.
 fn play_tables() -> Vec<Piece> {
     let link = |index: u64| (PLAY + index * PAGE) | P | W | U;
     let mut tables = vec![vec![0; 512]; PLAY_TABLES as usize];

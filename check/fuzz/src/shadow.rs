@@ -1,8 +1,8 @@
-//! Dirty tracking, told from outside: a copy of memory, kept up to date by harvests alone, is
-//! memory.
+//! The oracle of dirty tracking, from outside the VM: a copy of memory that is updated only by
+//! harvests must equal memory.
 //!
-//! The copy is a hash of each page. Whoever reads pages here looks for other VMs' words in them
-//! too.
+//! The copy is a hash of each page. The functions that read pages here also look for words of other
+//! VMs.
 
 use crate::subject::assert_own;
 use fastrand::Rng;
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 /// A page by its slot.
 pub type Name = (SlotId, usize);
 
-/// Whether there are bitmaps, for all writes or for those that no vCPU does.
+/// Whether there are bitmaps: for all writes, or for those that no vCPU makes.
 pub fn has_bitmaps(vm: &Vm) -> bool {
     match vm.mmu().delivery() {
         Delivery::Bitmap => true,
@@ -22,13 +22,13 @@ pub fn has_bitmaps(vm: &Vm) -> bool {
     }
 }
 
-/// How many pages a slot has; none if there is no such slot.
+/// The number of pages of a slot; 0 if there is no such slot.
 pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
     let slots = vm.mmu().slots();
     slots.get(id).map_or(0, |slot| slot.gfns.pages() as usize)
 }
 
-/// Hash of a page; `None` where there is none.
+/// The hash of a page; `None` if there is no memory.
 fn look(vm: &Vm, owner: usize, (id, page): Name) -> Option<u64> {
     let slots = vm.mmu().slots();
     let slot = slots.get(id)?;
@@ -53,7 +53,7 @@ fn hash(bytes: &[u8; PAGE_SIZE], owner: usize, gpa: u64) -> u64 {
     hash
 }
 
-/// Reads all memory of a VM, and finds words in it that are not its own.
+/// Reads all memory of a VM, and panics if a word belongs to another VM.
 pub fn read_all(vm: &Vm, owner: usize) {
     for id in vm.slots() {
         for page in 0..pages_of(vm, id) {
@@ -77,8 +77,8 @@ pub struct Shadow {
 }
 
 impl Shadow {
-    /// Turns the logs of all slots on in a way that is drawn, then copies, unless everything
-    /// counts as written.
+    /// Turns on the logs of all slots in a drawn way. Then copies memory, unless all pages count as
+    /// written.
     pub fn begin(vm: &Vm, owner: usize, rng: &mut Rng) -> Self {
         let all_set = has_bitmaps(vm) && rng.bool();
         let logging = Logging::On {
@@ -103,12 +103,12 @@ impl Shadow {
         Self { owner, pages }
     }
 
-    /// The slot has gone: nothing is known of it any more.
+    /// The slot was removed: its pages are forgotten.
     pub fn forget(&mut self, id: SlotId) {
         self.pages.remove(&id);
     }
 
-    /// Copies these pages, which are armed again.
+    /// Copies these pages, for which dirty tracking is armed again.
     pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
         for &(id, page) in dirty {
             let known = self
@@ -121,7 +121,7 @@ impl Shadow {
         }
     }
 
-    /// Everything written since the last time; how many pages.
+    /// Copies everything written since the last time. Returns the number of pages.
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
@@ -133,7 +133,7 @@ impl Shadow {
                 let mut words = vec![0; pages_of(vm, id).div_ceil(64)];
                 match vm.get_dirty(id, &mut words) {
                     Ok(()) => dirty.extend(named(id, 0, &words)),
-                    // A slot that was added later.
+                    // The slot was added later.
                     Err(_) if !self.pages.contains_key(&id) => {}
                     Err(error) => panic!("{id}: {error}"),
                 }
@@ -143,7 +143,7 @@ impl Shadow {
         dirty.len()
     }
 
-    /// The guest does not run, and everything written was harvested.
+    /// Compares. The guest does not run, and everything written was harvested.
     pub fn compare(&self, vm: &Vm) {
         for (id, pages) in &self.pages {
             for (page, copy) in pages.iter().enumerate() {
@@ -156,7 +156,7 @@ impl Shadow {
     }
 }
 
-/// Whether a refusal is what a slot without a log, or without a bitmap, says.
+/// Whether the error is the refusal of a slot without a log, or without a bitmap.
 pub fn is_refusal(error: &DirtyError) -> bool {
     matches!(error, DirtyError::NotLogging(_) | DirtyError::NoBitmap)
 }

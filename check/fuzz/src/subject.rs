@@ -1,10 +1,10 @@
-//! A VM under attack: its guest, the slots around it, and what must not be touched.
+//! A VM under attack: its guest, the slots around it, and memory that must not change.
 //!
 //! ```text
 //! region of a slot      | guard page | the slot's backing ... | guard page |
 //! ```
 //! Every page of data begins with words that carry the VM's own key, every guard page with the
-//! host's. A key that is found where it does not belong has leaked.
+//! host's. A key that is found in a wrong place has leaked.
 
 use crate::place::*;
 use crate::plan::Plan;
@@ -24,7 +24,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const BLOCK: u64 = 512;
 /// The upper 48 bits of words that belong to a VM, or to the host.
 const KEYS: [u64; 3] = [0xa11c_e5ec_0001, 0xb0b5_5ec2_0002, 0xca4a_21e5_0003];
-/// The host's own.
+/// The host's own key.
 const HOST: usize = 2;
 
 fn word(owner: usize, low: u64) -> u64 {
@@ -39,7 +39,7 @@ fn page(owner: usize, index: u64) -> [u8; PAGE_SIZE] {
     bytes
 }
 
-/// Panics when `value`, which `owner` sees, is somebody else's.
+/// Panics if `value`, which `owner` sees, belongs to another VM or to the host.
 pub fn assert_own(owner: usize, value: u64, place: &dyn std::fmt::Display) {
     let key = value >> 16;
     let others = (0..KEYS.len()).filter(|other| *other != owner);
@@ -58,7 +58,7 @@ pub struct Extra {
     region: HvaRange,
     /// Pages before the slot's backing.
     before: u64,
-    /// Most pages of the slot.
+    /// The most pages of the slot.
     pub pages: u64,
 }
 
@@ -94,7 +94,7 @@ fn at(region: HvaRange, index: u64) -> Hva {
 /// Name of the first slot besides the main memory.
 pub const FIRST_EXTRA: u16 = 10;
 
-/// A run does not end by what a guest writes to a port.
+/// A write to a port does not end the run.
 struct Deaf;
 
 impl Kick for Deaf {
@@ -103,7 +103,7 @@ impl Kick for Deaf {
 
 /// One VM.
 pub struct Subject {
-    /// Which of the host's VMs it is.
+    /// The number of the VM on its host.
     pub owner: usize,
     /// The VM.
     pub vm: Arc<Vm>,
@@ -111,7 +111,7 @@ pub struct Subject {
     pub memory: u64,
     /// Its other slots.
     pub extras: Vec<Extra>,
-    /// Where its main memory's backing is.
+    /// The slot of its main memory.
     pub main: SlotSpec,
     devices: PlatformDevices,
     console: Arc<AtomicU64>,
@@ -120,7 +120,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A VM as `plan` has it, its vCPUs about to execute their first instructions.
+    /// A VM as `plan` describes it, before the first instruction of its vCPUs.
     pub fn new(
         plan: &Plan,
         owner: usize,
@@ -192,7 +192,7 @@ impl Subject {
         self.vm.boot(&image, "").expect("the guest fits")
     }
 
-    /// Data pages hold words with the VM's key, or nothing: none of a block, some or all.
+    /// Fills data pages with words that have the VM's key: no page of a block, some, or all.
     fn fill(&self, rng: &mut Rng) {
         let mut share = 2;
         for index in DATA / PAGE..self.memory / PAGE {
@@ -253,23 +253,23 @@ impl Subject {
     /// Writes `bytes` as a VMM does.
     ///
     /// # Errors
-    /// No slot, or a slot whose log cannot note it.
+    /// There is no slot, or the slot's log cannot record the write.
     pub fn write(&self, gpa: u64, bytes: &[u8]) -> Result<(), MemoryError> {
         self.vm.write(Gpa::truncate(gpa), bytes)
     }
 
-    /// Another program in block `index`.
+    /// Puts another program into block `index`.
     ///
     /// # Errors
     /// As [`Subject::write`].
     pub fn rewrite_block(&self, index: u64, rng: &mut Rng) -> Result<(), MemoryError> {
         let [(at, code), (state_at, mut state)] = self.block(index, rng);
         self.write(at, &code)?;
-        // The same in another slot, where it is executed now.
+        // The same in another slot, from which it is executed now.
         let elsewhere = rng.u8(..8) == 0;
         if elsewhere && let Some(extra) = self.extras.get(index as usize % EXTRAS as usize) {
             let rip = extra.home() + index % extra.pages * PAGE;
-            // The slot may have gone, moved, or log in a way that refuses this.
+            // The slot may have been removed or moved, or its log may refuse this.
             if self.write(rip, &code).is_ok() {
                 state[..8].copy_from_slice(&rip.to_le_bytes());
             }
@@ -277,7 +277,7 @@ impl Subject {
         self.write(state_at, &state)
     }
 
-    /// The runtime as it was at first, after the guest has destroyed it.
+    /// Restores the runtime after the guest has destroyed it.
     ///
     /// # Errors
     /// As [`Subject::write`].
@@ -296,7 +296,7 @@ impl Subject {
         for (gpa, bytes) in &self.pieces {
             self.write(*gpa, bytes)?;
         }
-        // Elsewhere than last time, with something new.
+        // The vCPUs begin in other blocks than last time, with new code.
         for vcpu in 0..self.vm.config().vcpus as u64 {
             let next = rng.u64(..BLOCK_COUNT);
             self.write(PER_CPU + vcpu * PAGE, &next.to_le_bytes())?;
@@ -333,13 +333,13 @@ impl Subject {
         }
     }
 
-    /// Adds what the guest has counted.
+    /// Adds the guest's counters.
     pub fn count(&self, tally: &mut Tally) {
         let mut bytes = [0; 2 * PAGE_SIZE];
         if self.vm.read(Gpa::truncate(VECTORS), &mut bytes).is_err() {
             return;
         }
-        // A guest that has overwritten its counters does not count.
+        // If a guest has overwritten its counters, they are not counted.
         let limit: u64 = self.vm.retired().iter().sum();
         let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("8"));
         let sound = |at| Some(word(at)).filter(|count| *count <= limit).unwrap_or(0);
@@ -363,7 +363,7 @@ impl Subject {
         );
     }
 
-    /// Adds what the host has counted.
+    /// Adds the host's counters.
     pub fn count_host(host: &Host, tally: &mut Tally) {
         let stats = host.stats();
         let counts = [
@@ -384,7 +384,7 @@ impl Subject {
         }
     }
 
-    /// The regions of its slots are given back; the main memory's is the VM's own.
+    /// Gives the regions of its slots back. The VM itself owns that of the main memory.
     pub fn dismantle(self) {
         for extra in &self.extras {
             let _ = self.vm.delete_slot(extra.id);

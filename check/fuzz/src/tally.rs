@@ -1,4 +1,5 @@
-//! What a run has done, for the table at its end: a fuzzer that is idle shows it here.
+//! Counts what a run has done, for the table at its end: it shows whether the fuzzer does real
+//! work.
 
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -12,30 +13,30 @@ pub struct Tally {
     pub seeds: u64,
     /// Guest instructions retired.
     pub instructions: u64,
-    /// Operations of the host beside them, or inputs tried.
+    /// Operations of the host beside the guest, or inputs tried.
     pub operations: u64,
-    /// Times that all invariants were checked.
+    /// How often all invariants were checked.
     pub verified: u64,
 }
 
 impl Tally {
-    /// Counts `count` more of `name`.
+    /// Adds `count` to `name`.
     pub fn add(&mut self, group: &'static str, name: impl Into<String>, count: u64) {
         *self.counts.entry((group, name.into())).or_default() += count;
     }
 
-    /// One more of `name`.
+    /// Adds one to `name`.
     pub fn note(&mut self, group: &'static str, name: impl Into<String>) {
         self.add(group, name, 1);
     }
 
-    /// How many of `name` there were.
+    /// The count of `name`.
     pub fn count(&self, group: &'static str, name: &str) -> u64 {
         let key = (group, name.to_owned());
         self.counts.get(&key).copied().unwrap_or(0)
     }
 
-    /// Adds what another run has done.
+    /// Adds the counts of another run.
     pub fn absorb(&mut self, other: Self) {
         for ((group, name), count) in other.counts {
             self.add(group, name, count);

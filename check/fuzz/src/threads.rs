@@ -1,11 +1,12 @@
 //! Whole machines on threads: vCPUs in the run loop that VMMs use, and monitors beside them.
 //!
 //! ```text
-//! round: a thread a vCPU runs it until it is kicked        | monitors operate (`monitor`)
-//!        a vCPU that shuts down waits for the end          |
-//!        kick all; all come back                            -> quiet: verify, compare, resets
+//! round: each vCPU's thread runs it until it is kicked       | monitors operate (`monitor`)
+//!        a vCPU that shuts down waits for the end            |
+//!        kick all vCPUs; all return                           -> quiet: verify, compare, resets
 //! ```
-//! When threads interleave otherwise, a seed does something else: a finding may need some runs.
+//! If threads interleave in another way, a seed does something else: a finding may need some runs
+//! to reproduce.
 
 use crate::monitor::Monitor;
 use crate::plan::{Mode, Plan};
@@ -21,12 +22,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// Rounds of a seed.
+/// Rounds for each seed.
 const ROUNDS: u64 = 16;
-/// A vCPU whose ring is full leaves its core to the monitor for so long.
+/// A vCPU whose ring is full sleeps for so long, so that the monitor gets its core.
 const NAP: Duration = Duration::from_micros(50);
 
-/// A vCPU, and what it met in a round.
+/// A vCPU, and what happened to it in a round.
 struct Runner {
     vcpu: Vcpu,
     rng: Rng,
@@ -40,7 +41,7 @@ struct Guest {
     runners: Vec<Runner>,
 }
 
-/// One seed.
+/// Runs one seed.
 pub fn run(run: &mut Run<'_>) {
     let mut rng = Rng::with_seed(run.seed);
     let vcpus = rng.usize(2..=4);
@@ -69,8 +70,8 @@ pub fn run(run: &mut Run<'_>) {
     Subject::count_host(&host, run.tally);
 }
 
-/// Verifies the host once the threads of its swap device have completed what vCPUs and monitors
-/// began. Every vCPU begins a read that it has asked for before it leaves `run`.
+/// Verifies the host, after the threads of its swap device have completed the operations that vCPUs
+/// and monitors began. Every vCPU begins the reads it has asked for before it leaves `run`.
 fn verify(host: &Host) {
     while host.stats().in_flight > 0 {
         thread::sleep(NAP);
@@ -104,7 +105,7 @@ impl Guest {
     }
 }
 
-/// Kicks all vCPUs out, also when the monitor panics: else nobody could be joined.
+/// Kicks all vCPUs out, also if the monitor panics: otherwise their threads could not be joined.
 struct KickOnDrop(Vec<Arc<Vm>>);
 
 impl Drop for KickOnDrop {
@@ -113,7 +114,7 @@ impl Drop for KickOnDrop {
     }
 }
 
-/// All vCPUs run while the monitors operate in turns.
+/// Runs all vCPUs while the monitors operate in turns.
 fn round(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
     let operations = rng.u32(1..60);
     let vms: Vec<_> = guests
@@ -160,7 +161,7 @@ fn retired(vms: &[Arc<Vm>]) -> u64 {
 }
 
 impl Runner {
-    /// Runs it until it is kicked.
+    /// Runs the vCPU until it is kicked.
     fn drive(&mut self, subject: &Subject) {
         loop {
             let exit = match self.vcpu.run() {
@@ -186,7 +187,7 @@ impl Runner {
     }
 }
 
-/// No vCPU runs: everything can be compared.
+/// No vCPU runs, so everything can be compared.
 fn quiet(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
     run.pulse.doing("verifying while no vCPU runs");
     run.tally.verified += 1;
@@ -205,7 +206,7 @@ fn quiet(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
                 assert_own(subject.owner, value, &"a register");
             }
             run.tally.absorb(std::mem::take(&mut runner.exits));
-            // One that has halted for good, or turns in a circle, begins anew some time.
+            // A vCPU that has halted for good, or is in an endless loop, is restarted some time.
             if std::mem::take(&mut runner.must_revive) || rng.u8(..6) == 0 {
                 revive(subject, monitor, rng);
                 runner.vcpu.reset();
@@ -217,7 +218,7 @@ fn quiet(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
 
 fn revive(subject: &Subject, monitor: &mut Monitor, rng: &mut Rng) {
     if subject.reload(rng).is_err() {
-        // A slot that logs into rings alone refuses the VMM's writes.
+        // A slot that logs only into rings refuses writes of the VMM.
         monitor.end_log(subject);
         subject.reload(rng).expect("nothing logs");
     }

@@ -1,4 +1,5 @@
-//! Numbers that find more than random ones: edges of pages, slots, canonical addresses and fields.
+//! Numbers that find more bugs than random ones: edges of pages, slots, canonical addresses,
+//! fields.
 
 use crate::place::*;
 use crate::runtime::pte;
@@ -12,7 +13,7 @@ pub fn pick<T: Copy>(rng: &mut Rng, all: &[T]) -> T {
     all[rng.usize(..all.len())]
 }
 
-/// An operand.
+/// A number for an operand.
 pub fn number(rng: &mut Rng) -> u64 {
     match rng.u8(..8) {
         0 => rng.u64(..16),
@@ -28,7 +29,7 @@ pub fn number(rng: &mut Rng) -> u64 {
     }
 }
 
-/// An address in a page, near its ends more often than not.
+/// An offset in a page, usually near its ends.
 fn offset(rng: &mut Rng) -> u64 {
     match rng.u8(..4) {
         0 => PAGE - rng.u64(1..17),
@@ -39,7 +40,7 @@ fn offset(rng: &mut Rng) -> u64 {
     }
 }
 
-/// An address of data of a guest with so much main memory.
+/// An address in the data of a guest with so much main memory.
 pub fn data(rng: &mut Rng, memory: u64) -> u64 {
     let pages = (memory - DATA) / PAGE;
     // Some pages are hot.
@@ -50,7 +51,7 @@ pub fn data(rng: &mut Rng, memory: u64) -> u64 {
     DATA + page * PAGE + offset(rng)
 }
 
-/// A linear address worth an access.
+/// A linear address that is likely to find a bug.
 pub fn address(rng: &mut Rng, memory: u64) -> u64 {
     match rng.u8(..32) {
         0 => memory - rng.u64(..16),
@@ -80,12 +81,12 @@ pub fn address(rng: &mut Rng, memory: u64) -> u64 {
     }
 }
 
-/// Where an entry of a table to play with is.
+/// The address of an entry in the tables that the guest changes at random.
 pub fn play_entry(rng: &mut Rng) -> u64 {
     PLAY + rng.u64(..PLAY_TABLES) * PAGE + rng.u64(..512) * 8
 }
 
-/// A page-table entry: mostly sensible, sometimes with reserved bits, loops or nowhere to go.
+/// A page-table entry: mostly valid, sometimes with reserved bits, loops or missing memory.
 pub fn entry(rng: &mut Rng, memory: u64) -> u64 {
     let frame = match rng.u8(..12) {
         0 => PLAY + rng.u64(..PLAY_TABLES) * PAGE,
@@ -113,7 +114,7 @@ pub fn entry(rng: &mut Rng, memory: u64) -> u64 {
     }
 }
 
-/// MSRs worth an access, by their names.
+/// The MSRs that are accessed, by name.
 pub const MSRS: &[(u32, &str)] = &[
     (0x10, "TSC"),
     (0x1b, "APIC_BASE"),
@@ -154,7 +155,7 @@ pub const MSRS: &[(u32, &str)] = &[
     (0x4b56_4d07, "KVM_APF_ACK"),
 ];
 
-/// A value for MSR `index`: one that may be accepted, more often than not.
+/// A value for MSR `index`, usually one that may be accepted.
 pub fn for_msr(rng: &mut Rng, index: u32, memory: u64) -> u64 {
     if rng.u8(..5) == 0 {
         return number(rng);
@@ -185,7 +186,7 @@ pub fn for_msr(rng: &mut Rng, index: u32, memory: u64) -> u64 {
     }
 }
 
-/// An interrupt command: to itself, others or all; fixed, mostly.
+/// An interrupt command, mostly fixed: to the vCPU itself, others or all.
 fn interrupt_command(rng: &mut Rng) -> u64 {
     let mode = pick(rng, &[0, 0, 0, 0, 4, 5, 6]);
     let vector = match rng.bool() {
@@ -195,7 +196,7 @@ fn interrupt_command(rng: &mut Rng) -> u64 {
     rng.u64(..4) << 32 | rng.u64(..4) << 18 | rng.u64(..2) << 14 | mode << 8 | vector
 }
 
-/// Async page faults for an area of the guest's own, of somebody else's, or of nobody's.
+/// Enables async page faults for an area that is the guest's own, another page, or no memory.
 fn apf_enable(rng: &mut Rng, memory: u64) -> u64 {
     let own = PER_CPU + rng.u64(..4) * PAGE + AREA as u64;
     let area = match rng.u8(..8) {

@@ -28,7 +28,7 @@ fn run(kind: Kind, seeds: Range<u64>) -> Tally {
     campaign.tally
 }
 
-/// The kinds in turn, in one test: the process has one hook for panics.
+/// All kinds in one test, because the process has one panic hook.
 #[test]
 fn some_seeds_of_each_kind() {
     let machine = run(Kind::Machine, 1..9);

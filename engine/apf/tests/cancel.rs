@@ -1,4 +1,4 @@
-//! What ends a token early: disable, reset, cancel. Nothing of before is delivered after.
+//! What ends a token early: disable, reset, cancel. No earlier event is delivered afterwards.
 
 mod common;
 
@@ -8,7 +8,7 @@ use lacuna_apf::x86::Msr;
 
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
-/// The ways to forget everything, each leaving the queue disabled.
+/// The ways to forget all tokens; each leaves the queue disabled.
 const ENDS: [fn(&mut World); 3] = [
     |world| assert!(world.write(Msr::Enable, 0)),
     |world| assert!(world.write(Msr::Enable, AREA | AS_INT)),
@@ -113,7 +113,10 @@ fn a_cancel_alone_owes_the_guest_a_wake_all() {
     assert_eq!(world.settle(), [WAKE_ALL]);
     world.queue.reset();
     world.queue.cancel();
-    assert!(!world.queue.has_arrivals(), "nobody to wake while disabled");
+    assert!(
+        !world.queue.has_arrivals(),
+        "no thread to wake while disabled"
+    );
 }
 
 #[test]

@@ -169,7 +169,7 @@ fn a_wake_all_takes_a_place_in_the_queue() {
     world.enable(ENABLED | AS_INT);
     assert!(
         !world.queue.has_arrivals(),
-        "no place, and nothing was forgotten"
+        "no place, and no token was forgotten"
     );
     drop(completions);
     assert_eq!(world.settle().len(), QUEUED_MAX);
@@ -199,8 +199,8 @@ fn a_page_is_recent_until_sixty_four_others_have_come() {
     }
 }
 
-/// The guest does not read its tokens, so that the arrival stays in the list; meanwhile the page
-/// is taken away. A halt would wait for nobody.
+/// The guest does not read its tokens, so the arrival stays in the list. Meanwhile the page is
+/// evicted again. In a halt no further event would come.
 #[test]
 fn a_page_that_has_come_but_cannot_be_dequeued_is_waited_for() {
     let mut world = World::new(ENABLED | AS_INT);

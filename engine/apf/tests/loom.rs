@@ -1,4 +1,4 @@
-//! A token's life against cancel, reset, a dying worker and sleep: every interleaving of the done
+//! A token against cancel, reset, a worker that panics, and sleep: every interleaving of the done
 //! list.
 //!
 //! ```text
@@ -68,7 +68,7 @@ fn completions_against_the_end_of_the_queue() {
     });
 }
 
-/// The vCPU's thread, which sleeps when there is nothing to do.
+/// The vCPU's thread, which sleeps if there is nothing to do.
 struct Sleeper {
     world: World,
     bell: Arc<Notify>,
@@ -88,8 +88,8 @@ impl Sleeper {
         Self { world, bell }
     }
 
-    /// Sleeps without a look at anything but [`lacuna_apf::Queue::has_arrivals`]. A lost kick is a
-    /// deadlock, which loom reports.
+    /// Sleeps and checks only [`lacuna_apf::Queue::has_arrivals`]. A lost kick is a deadlock, which
+    /// loom reports.
     fn wait_for(&mut self, count: usize) -> Vec<u32> {
         let mut ready = Vec::new();
         while ready.len() < count {
@@ -138,8 +138,8 @@ fn two_completers_and_no_lost_kick() {
     });
 }
 
-/// The guest reads no token, so that nothing can be dequeued; the vCPU has stopped for the page
-/// that may come second.
+/// The guest reads no token, so nothing can be dequeued. The vCPU has stopped for the page that may
+/// arrive second.
 #[test]
 fn a_halted_vcpu_is_kicked_for_its_page_behind_another() {
     loom::model(|| {

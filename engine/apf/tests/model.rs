@@ -1,10 +1,10 @@
-//! Random lives of a queue against a plain model: what each call must answer, and what the guest
-//! may be told. The model is the rules once more, in lists and sets.
+//! Random sequences of calls on a queue, compared with a plain model: what each call must return,
+//! and what the guest may be told. The model states the same rules, with lists and sets.
 //!
-//! After every step: a token is never 0; at most 64 are queued; no ready overtakes another or is
-//! told while one is unread (the mock guest refuses that), none without its not-present, none
-//! twice, and nothing of before a disable, reset or cancel after it. At the end every not-present
-//! has had its ready or a later wake-all.
+//! After every step: a token is never 0; at most 64 are queued; no ready event overtakes another,
+//! or is delivered while one is unread (the mock guest refuses that); none comes without its
+//! not-present, or twice; and no event from before a disable, reset or cancel comes after it. At
+//! the end every not-present has had its ready or a later wake-all.
 
 mod common;
 
@@ -20,16 +20,15 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 #[derive(Clone, Debug)]
 enum Op {
     Fault(u64),
-    /// Many, to fill the queue.
+    /// Many faults, to fill the queue.
     Storm(u64),
     /// One of the completions is completed; `Drop` loses it.
     Complete(prop::sample::Index),
     Poll,
-    /// The guest reads what it was told. (The #PF handler runs at once: an exception is not
-    /// masked.)
+    /// The guest reads a ready event. (The #PF handler runs at once: an exception is not masked.)
     ReadReady,
     Acknowledge,
-    /// A hostile guest, or one that has not read what it was told.
+    /// The guest overwrites its words: it is hostile, or has not read an event.
     Scribble([u32; 2]),
     Enable(u64),
     Disable,
@@ -46,7 +45,7 @@ fn op() -> impl Strategy<Value = Op> {
         ENABLED | AS_INT,
         ENABLED | AS_INT | SEND_ALWAYS,
     ]);
-    // Mostly as in a user program.
+    // Usually the state of a user program.
     let mostly = || prop::bool::weighted(0.8);
     let cpu = (mostly(), mostly(), mostly(), mostly()).prop_map(
         |(user, paging, interruptible, lapic)| CpuState {
@@ -73,18 +72,19 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The rules once more.
+/// The model.
 #[derive(Default)]
 struct Model {
-    /// EN, if it enables.
+    /// The value of EN, if it enables.
     enabled: Option<u64>,
-    /// In flight, with the token if the guest was told.
+    /// Pages in flight, with the token if the guest was told.
     flights: BTreeMap<u64, Option<u32>>,
     done: VecDeque<u64>,
     wake_all: bool,
     recent: VecDeque<u64>,
     halted: Option<u64>,
-    /// Tokens told and not made ready: tasks that sleep on tokens that were forgotten.
+    /// Tokens that were delivered and never became ready: tasks sleep on tokens that were
+    /// forgotten.
     forgotten: BTreeSet<u32>,
 }
 
@@ -119,7 +119,7 @@ impl Model {
         Answer::HaltAndStart
     }
 
-    /// The tokens of one poll, `None` for an arrival that nobody is told of.
+    /// The tokens of one poll; `None` for an arrival that is not delivered.
     fn poll(&mut self, mut cpu: CpuState, words: [u32; 2]) -> Vec<Option<u32>> {
         let mut told = Vec::new();
         let Some(en) = self.enabled else {
@@ -164,7 +164,7 @@ impl Model {
     }
 }
 
-/// A completion and whether it still counts.
+/// A completion, and whether it is still valid.
 struct Work {
     page: u64,
     completion: Completion,
@@ -276,12 +276,12 @@ impl Run {
 
     fn expect_poll(&mut self) -> Vec<Option<u32>> {
         let guest = &mut self.world.guest;
-        // What it was told before and has not read stays in its words.
+        // An event that it received before and has not read stays in its words.
         guest.events.clear();
         self.model.poll(guest.state, guest.words)
     }
 
-    /// What the guest was told by one poll is what the model says.
+    /// The events of one poll must be those of the model.
     fn compare(&mut self, expected: Vec<Option<u32>>) {
         let guest = &mut self.world.guest;
         let as_int = self.model.enabled.is_some_and(|en| en & AS_INT != 0);
@@ -337,7 +337,7 @@ impl Run {
         assert_eq!(stats.ready + stats.spurious, stats.swap_in.number);
     }
 
-    /// The guest becomes well-behaved and the workers finish: nobody sleeps any more.
+    /// The guest becomes well-behaved and the workers finish: no task may still sleep.
     fn finish(mut self) {
         self.world.guest.state = common::Mock::new().state;
         if self.model.enabled.is_none() {

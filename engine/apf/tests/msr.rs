@@ -29,7 +29,7 @@ fn a_write_of_en_raises_gp_when_it_asks_for_what_is_not_there() {
         // No feature at all: not even zero.
         (Features::ASYNC_PF_INT, 0, false),
         (Features::empty(), 0, false),
-        // The area must be memory when it is to be used, and an address that exists.
+        // The area must be memory if it is used, and a valid address.
         (all, 0x9_0000 | ENABLED, false),
         (all, 0x9_0000, true),
         (all, 1 << 48 | AREA | ENABLED, false),

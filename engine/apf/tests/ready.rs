@@ -1,4 +1,4 @@
-//! Pages that have come: who is told, in which order, and what holds it up.
+//! Pages that have arrived: which event is delivered, in which order, and what delays it.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::{panic, thread};
 
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
-/// A halted fault: the guest knows no token for it.
+/// A fault for which the vCPU halts: the guest has no token for it.
 fn halt(world: &mut World, number: u64) -> lacuna_apf::Completion {
     world.guest.state.user = false;
     let NotPresent::Halt(Some(completion)) = world.fault(number) else {
@@ -72,7 +72,7 @@ fn first_come_first_served_one_at_a_time() {
     }
 }
 
-/// In both deliveries: what can hold a ready up, and that nothing is lost by it.
+/// For both deliveries: what can delay a ready event, and that none is lost by the delay.
 #[test]
 fn ready_waits_until_the_guest_can_be_told() {
     type Obstacle = fn(&mut common::Mock);
@@ -113,8 +113,8 @@ fn ready_waits_until_the_guest_can_be_told() {
     }
 }
 
-/// What is *not* an obstacle: today's ready is an interrupt, which its controller keeps until IF
-/// is set; and neither delivery of ready asks for the privilege level.
+/// What does *not* delay a ready event. Today's is an interrupt, which the controller keeps until
+/// IF is set; and neither delivery of ready depends on the privilege level.
 #[test]
 fn interrupts_wait_in_the_lapic_not_here() {
     let mut world = World::new(INTERRUPT);

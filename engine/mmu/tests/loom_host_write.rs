@@ -1,16 +1,17 @@
-//! Writes past the vCPUs against the start of a slot's log, every interleaving of the real code: no
-//! write is lost.
+//! Host writes against the start of a slot's log, every interleaving of the real code: no write is
+//! lost.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-mmu --test loom_host_write --release
 //! ```
-//! A device writes two pages, one after the other; another writer may be about the second too. A
+//! A device writes two pages, one after the other; another thread may write the second one too. A
 //! monitor turns the log on as `Mmu::set_logging` does, copies both pages, and harvests once. Then
-//! its copy of each page is what was written last, or the page's bit is set.
+//! its copy of each page is the last value, or the page's bit is set.
 //!
-//! They fail without either fence, when the start does not wait for the writers, when a writer
-//! looks at the log before it has counted itself, and when it marks at the beginning only.
+//! The tests fail in each of these cases: one of the fences is missing; the start does not wait for
+//! the writers; a writer reads the log's state before it has counted itself; it marks only at the
+//! beginning.
 #![cfg(loom)]
 #![allow(dead_code, reason = "the modules are whole, the models use their part")]
 
@@ -24,12 +25,12 @@ use lacuna_addr::{Gfn, Hva};
 use lacuna_slots::{Limits, Slot, SlotFlags, SlotId, SlotSpec, Slots};
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
 
-/// What of the MMU these modules know.
+/// The parts of the MMU that these modules use.
 struct Mmu {
     dirty: Tracking,
 }
 
-/// What of the reverse map.
+/// The parts of the reverse map.
 struct Rmap {
     log: std::sync::Arc<SlotLog>,
 }
@@ -40,7 +41,7 @@ impl Rmap {
     }
 }
 
-/// A vCPU's side, of a VM that delivers by bitmap.
+/// A vCPU's side, in a VM whose delivery is the bitmap.
 struct Faulter {
     marker: Marker,
 }
@@ -62,7 +63,7 @@ struct World {
     data: [AtomicU64; PAGES],
 }
 
-/// Whose write it is.
+/// Which thread writes.
 #[derive(Clone, Copy)]
 enum By {
     Device,
@@ -83,7 +84,7 @@ impl World {
         };
         let slots = Slots::new(Limits::default());
         let slot = slots.add(spec, attach).expect("the first slot");
-        // There is a bitmap from here on: loom knows nothing of the order that `OnceLock` gives.
+        // The bitmap exists from here on: loom does not model the ordering that `OnceLock` gives.
         slot.attach.log().clean_bitmap(PAGES);
         Self {
             mmu: Mmu {
@@ -115,7 +116,7 @@ impl World {
         }
     }
 
-    /// As `Mmu::set_logging` does it; on return, whatever does not count as written may be copied.
+    /// As `Mmu::set_logging`. After it returns, pages that do not count as written may be copied.
     fn begin(&self) -> [u64; PAGES] {
         self.log().clean_bitmap(PAGES);
         self.log().turn_on(HugeLeaves::Lazy);
@@ -179,7 +180,7 @@ fn begin_and_harvest(world: &World) -> [u64; PAGES] {
     copy
 }
 
-/// The writer may have seen the log that is over, or that there is none.
+/// The writer may have seen the log that has ended, or that there is none.
 fn begin_again(world: &World) -> [u64; PAGES] {
     let _ = world.begin();
     world.log().turn_off();

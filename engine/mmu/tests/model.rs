@@ -1,5 +1,5 @@
-//! Random accesses, reclaim, aging and slot changes against a plain model of page contents;
-//! everything is verified after every step.
+//! Random accesses, reclaim, aging and slot changes, compared with a plain model of page contents.
+//! Everything is verified after every step.
 
 use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io, MmuNotifier};
@@ -11,8 +11,8 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Pages of backing: three blocks and a rest. The first frames where slot 0 and slot 1 begin; that
-/// is an alias of these pages of it.
+/// Pages of backing: three blocks and a rest. Then the first frames of slot 0 and of slot 1. Slot 1
+/// is an alias of the pages [`ALIASED`] of the backing.
 const PAGES: u64 = 1600;
 const HOME: u64 = 0x400;
 const ALIAS: u64 = 0x1_0000;
@@ -42,8 +42,8 @@ impl Bench {
     fn new(seed: u64, huge: HugePages) -> Self {
         let clock = Arc::new(VirtualClock::default());
         let store = FaultyStore::new(PageCount::new(4 * PAGES));
-        // Far fewer frames than pages, so that every run evicts; with huge pages room for one, or
-        // two.
+        // Far fewer frames than pages, so that every run evicts; with huge pages there is room for
+        // one or two.
         let frames = [PAGES / 4, PAGES * 7 / 8][usize::from(huge != HugePages::Never)];
         let budget = PageCount::new(Host::minimum_budget(1).get().max(frames));
         let host = Host::new(HostConfig {
@@ -95,7 +95,7 @@ impl Bench {
         Ok(())
     }
 
-    /// The page of the backing that the model says is behind `gfn`.
+    /// The page of the backing that `gfn` maps, according to the model.
     fn page(&self, gfn: u64, access: Access) -> Option<u64> {
         let at = gfn * PAGE_SIZE as u64;
         let slot = self
@@ -108,7 +108,7 @@ impl Bench {
         Some((slot.host.get() - self.backing.get() + at - slot.guest) / PAGE_SIZE as u64)
     }
 
-    /// One access of a vCPU: walk, fault, wait, until it goes through.
+    /// One access of a vCPU: walk, fault, wait, until it succeeds.
     fn access(&mut self, gfn: u64, write: Option<u64>) -> Seen {
         let access = if write.is_some() {
             Access::Write
@@ -273,7 +273,7 @@ fn overlaps(bench: &Bench, id: u16, gfn: u64, pages: u64) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever happens, a guest reads what was last written to the page, through whichever slot.
+    /// In every case a guest reads what was last written to the page, through whichever slot.
     #[test]
     fn contents_survive_everything(
         seed in any::<u64>(),
@@ -313,8 +313,8 @@ fn four_times_overcommit_keeps_every_word() {
     );
 }
 
-/// Blocks are mapped whole at the first touch, split when pages of them must leave, and nothing is
-/// lost on the way.
+/// Blocks are mapped whole at the first touch, and split when pages of them must leave; nothing is
+/// lost.
 #[test]
 fn huge_pages_come_whole_and_leave_by_pages() {
     let mut bench = Bench::new(5, HugePages::Always);
@@ -368,9 +368,9 @@ fn a_lost_page_is_lost_and_never_zero() {
     assert!(lost > 0);
 }
 
-/// A slot is deleted: its page is unmapped, but a vCPU has not passed yet. Reclaim takes the same
-/// page: it finds nothing mapped, and must wait for that vCPU all the same before the frame is
-/// reused.
+/// A slot is deleted and its page is unmapped, but a vCPU has not passed a quiescent point yet.
+/// Then reclaim takes the same page. It finds nothing mapped, but it must wait for that vCPU before
+/// the frame is reused.
 #[test]
 fn reclaim_waits_for_a_slot_change_that_waits() {
     let mut bench = Bench::new(4, HugePages::Never);
@@ -385,7 +385,7 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
             std::thread::yield_now();
         }
         let reclaim = scope.spawn(|| mmu.invalidate(&[page]));
-        // Long enough for a call that does not wait to be over; one that waits cannot be, ever.
+        // Long enough for a call that does not wait to return; one that waits cannot return at all.
         std::thread::sleep(std::time::Duration::from_millis(50));
         let waited = !change.is_finished() && !reclaim.is_finished();
         quiescence.offline(0);

@@ -1,4 +1,5 @@
-//! A swap device whose content was changed by somebody else: no guest reads what it did not write.
+//! A swap device whose content something else has changed: no guest reads data that it did not
+//! write.
 
 mod common;
 
@@ -21,7 +22,7 @@ const SLOTS: PageCount = PageCount::new(4096);
 struct Guest {
     host: Arc<Host>,
     range: HvaRange,
-    /// What each page holds, repeated.
+    /// The content of each page, as one word that is repeated.
     words: Vec<u64>,
 }
 
@@ -57,8 +58,8 @@ impl Guest {
         }
     }
 
-    /// Reads every page, each by `bring` first. How many are lost; all others are as they were
-    /// written.
+    /// Reads every page, each by `bring` first. Returns how many are lost; all others must be as
+    /// they were written.
     fn read_all(&self, bring: fn(&Self, Hva)) -> usize {
         let mut lost = 0;
         let mut bytes = [0; PAGE_SIZE];
@@ -88,7 +89,7 @@ impl Guest {
 const DAMAGED: &str = "it is not what was written there: the device, or another program that wrote \
                        to it, has damaged it; check the device, and start the guest anew";
 
-/// The reader waits for it, and reads itself.
+/// The reader waits for the page, and reads it itself.
 fn wait(_: &Guest, _: Hva) {}
 
 /// The executor reads it.
@@ -98,7 +99,7 @@ fn start(guest: &Guest, hva: Hva) {
     match guest.host.resolve(hva, Access::Read, level, &mut cache) {
         Resolution::Pending(ticket) => {
             guest.host.start(&ticket);
-            // Whether it was damaged shows when it is read.
+            // A damaged page is found when it is read.
             let _ = guest.host.wait(&ticket);
         }
         Resolution::NoMemory => _ = guest.host.reclaim_direct(&mut cache).unwrap(),
@@ -115,7 +116,7 @@ fn flip(pages: &mut BTreeMap<SwapEntry, Page>) {
     }
 }
 
-/// Pages come back from each other's entries.
+/// Pages come back from each other's swap entries.
 fn shuffle(pages: &mut BTreeMap<SwapEntry, Page>) {
     let last = pages.values().last().cloned().unwrap();
     let mut before = last;
@@ -142,10 +143,10 @@ fn pages_in_each_others_slots_are_found() {
     assert!(guest.read_all(start) > 300);
 }
 
-/// A write that was acknowledged and never done: what was there before is read.
+/// The device acknowledges a write and never does it: the read returns the older content.
 #[test]
 fn an_older_content_of_the_slot_is_found() {
-    // So few that all are used again.
+    // So few that all of them are used again.
     let store = FaultyStore::new(PageCount::new(700));
     let mut guest = Guest::new(Box::new(store.clone()), THREADS);
     let mut old = BTreeMap::new();
@@ -161,7 +162,7 @@ fn an_older_content_of_the_slot_is_found() {
     assert!(guest.read_all(wait) > 10);
 }
 
-/// A device that is read at once, on the thread that starts the read.
+/// A device that completes a read at once, on the thread that starts it.
 struct Immediate(FaultyStore);
 
 impl SwapStore for Immediate {
@@ -210,7 +211,7 @@ fn a_flipped_bit_is_found_in_virtual_time() {
     assert!(guest.read_all(start) > 10);
 }
 
-/// A file that others write to.
+/// A file to which others write too.
 struct Open(Arc<File>);
 
 impl SwapStore for Open {
@@ -256,7 +257,7 @@ fn a_file_that_another_program_wrote_to() {
     }
 }
 
-/// Nothing is found where nothing is wrong.
+/// Without damage no page is lost.
 #[test]
 fn an_untouched_device_is_trusted() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Huge pages: when they are made, what survives memory pressure, what becomes whole again.
+//! Huge pages: when they are made, what survives memory pressure, which blocks become whole again.
 
 mod common;
 
@@ -85,7 +85,7 @@ fn advice_is_for_the_blocks_that_lie_inside() {
     host.verify();
 }
 
-/// A huge page is made of plenty only: the last frames are for those who need one.
+/// A huge page is made only while many frames are free: the last frames are for single pages.
 #[test]
 fn without_plenty_there_are_small_pages() {
     for budget in [400, 512 + 31, 3 * BLOCK + 10] {
@@ -101,7 +101,7 @@ fn without_plenty_there_are_small_pages() {
     }
 }
 
-/// A first touch for reading leaves zeros, which are never written anywhere.
+/// A first touch for reading gives zeros, which are never written to the device.
 #[test]
 fn a_block_only_read_is_never_written() {
     let (host, clock) = host(3 * BLOCK, HugePages::Always);
@@ -112,7 +112,7 @@ fn a_block_only_read_is_never_written() {
     assert_eq!((stats.swapped_out, stats.zero_dropped), (0, 0));
 }
 
-/// Cold blocks go, each as a whole in the end; one in use stays one.
+/// Cold blocks leave, in the end completely. A block in use stays whole.
 #[test]
 fn the_cold_are_split_and_the_hot_stay_whole() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
@@ -120,7 +120,7 @@ fn the_cold_are_split_and_the_hot_stay_whole() {
     write_all(&mut vm, 0..6 * BLOCK);
     assert_eq!(host.stats().huge_pages, 6);
     for page in 6 * BLOCK..20 * BLOCK {
-        // All of block 2 is in use, and nothing of the others.
+        // All pages of block 2 are in use, and none of the others.
         vm.touch(2 * BLOCK + page % BLOCK, Use::Read).unwrap();
         vm.touch(page, Use::Write(page)).unwrap();
     }
@@ -131,8 +131,9 @@ fn the_cold_are_split_and_the_hot_stay_whole() {
     vm.check_all();
 }
 
-/// Blocks of which a few pages are in use look as young as any. Were they spared for ever, small
-/// pages would be thrashed in what is left; on trial the blocks give up what is cold.
+/// A block of which a few pages are in use looks as young as any other. If such blocks were always
+/// spared, small pages would be thrashed in the remaining memory. A sampled split lets the blocks
+/// give up their cold pages.
 #[test]
 fn blocks_that_are_mostly_cold_give_way() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
@@ -158,13 +159,13 @@ fn blocks_that_are_mostly_cold_give_way() {
     vm.check_all();
 }
 
-/// A trial that finds a block in use everywhere ends with the block as it was: no page has moved.
+/// A sampled split that finds all pages in use ends with the block as it was: no page has moved.
 #[test]
 fn a_block_in_use_everywhere_survives_its_trials() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, 20 * BLOCK);
     write_all(&mut vm, 0..3 * BLOCK);
-    // More small pages than fit, again and again: they are read back all the time.
+    // More small pages than fit, again and again, so that they are always read back.
     let small = 4 * BLOCK..14 * BLOCK;
     for round in 0..12 {
         for page in small.clone() {
@@ -192,7 +193,7 @@ fn pages_in_use_become_a_block() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, 3 * BLOCK);
     vm.most = Level::L4K;
-    // Block 0 is full and in use, block 1 misses a few, block 2 has hardly any.
+    // Block 0 is full and in use, block 1 lacks a few pages, block 2 has few pages.
     write_all(&mut vm, 0..2 * BLOCK - 20);
     write_all(&mut vm, 2 * BLOCK..2 * BLOCK + 50);
     vm.cache.flush();
@@ -208,7 +209,7 @@ fn pages_in_use_become_a_block() {
         let level = vm.fault(block * BLOCK, Access::Read).unwrap().level;
         assert_eq!(level == Level::L2M, block < 2);
     }
-    // What was copied is as dirty as it was: under pressure it is written, and comes back.
+    // A page that was copied is as dirty as it was: under pressure it is written, and comes back.
     let mut other = Vm::new(&host, &clock, 20 * BLOCK);
     write_all(&mut other, 0..20 * BLOCK);
     vm.check_all();
@@ -230,7 +231,7 @@ fn pages_not_in_use_are_left_alone() {
     host.verify();
 }
 
-/// A listener whose guest writes to a page just when the block was unmapped.
+/// A listener whose guest writes to a page just when the block is unmapped.
 #[derive(Default)]
 struct Writer {
     mmu: FakeMmu,
@@ -275,7 +276,7 @@ fn a_page_taken_back_spoils_its_collapse() {
     let count = PageCount::new(BLOCK);
     let range = host.add_region(count, writer.clone()).unwrap();
     let at = |page| range.start().checked_add_pages(page).unwrap();
-    // Backwards: so the pages do not lie in their places.
+    // In reverse order, so that the pages are not in their places.
     let pages = (0..BLOCK).rev();
     pages.for_each(|page| host.copy_in(at(page), &page.to_le_bytes()).unwrap());
     writer.armed.store(true, Ordering::Relaxed);
@@ -294,8 +295,8 @@ fn a_page_taken_back_spoils_its_collapse() {
     }
 }
 
-/// A mark by a leaf that has mapped the whole block until now counts for all of its pages, though
-/// the block was split long ago.
+/// A mark by a leaf that mapped the whole block counts for all of its pages, even if the block was
+/// split long before.
 #[test]
 fn a_late_mark_on_a_block_counts_for_its_pages() {
     let (host, clock) = host(4 * BLOCK, HugePages::Always);
@@ -306,7 +307,7 @@ fn a_late_mark_on_a_block_counts_for_its_pages() {
         let pfn = Pfn::new((frame.pfn.get() + i) as u32);
         host.frame(pfn).write(0, &(i + 1).to_le_bytes());
     });
-    // Nothing was mapped: only this tells of the writes.
+    // Nothing was mapped: only this call reports the writes.
     host.mark_dirty(frame.pfn, Level::L2M);
     write_all(&mut vm, BLOCK..10 * BLOCK);
     for page in 0..BLOCK {

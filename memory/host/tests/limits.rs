@@ -1,4 +1,4 @@
-//! Budgets at their edges: progress at the minimum, fairness, what the books themselves cost.
+//! Budgets at their edges: progress at the minimum, fairness, the manager's own memory.
 
 mod common;
 
@@ -12,8 +12,8 @@ fn store() -> Box<FaultyStore> {
     Box::new(FaultyStore::new(PageCount::new(10_000)))
 }
 
-/// An instruction that touches as many pages as can be held keeps them all, while another vCPU of
-/// the same VM takes whatever can be taken.
+/// An instruction that touches as many pages as can be pinned keeps them all, while another vCPU of
+/// the same VM takes all frames it can get.
 #[test]
 fn the_largest_instruction_completes_at_the_minimum_budget() {
     let (host, clock) = virtual_host(Host::minimum_budget(2).get(), store());
@@ -58,8 +58,8 @@ fn a_busy_vm_does_not_starve_a_quiet_one() {
     host.verify();
 }
 
-/// A page only read is dropped without a write, and what was swapped in and not written keeps its
-/// entry.
+/// A page that was only read is dropped without a write. A page that was swapped in and not written
+/// keeps its swap entry.
 #[test]
 fn clean_and_zero_pages_are_never_written() {
     let (host, clock) = virtual_host(256, store());
@@ -96,7 +96,7 @@ fn background_reclaim_keeps_frames_free() {
     host.verify();
 }
 
-/// Whoever does not wait is told: once, when the page has come, or at once if it has come already.
+/// A caller that does not wait is told once: when the page has arrived, or at once if it is there.
 #[test]
 fn a_ticket_calls_back() {
     let (host, clock) = virtual_host(256, store());
@@ -150,7 +150,7 @@ fn pages_are_peeked_at_only_where_they_are() {
     assert_eq!(across[8..], 2u64.to_le_bytes());
 }
 
-/// A per-CPU page cache is larger while free frames are plenty, but the last vCPU still gets its
+/// Per-CPU page caches are larger while many frames are free, but the last vCPU still gets its
 /// frames.
 #[test]
 fn many_idle_vcpus_leave_what_the_last_one_needs() {

@@ -1,5 +1,5 @@
-//! The races of one page, every interleaving: the real page word and frame descriptor, one or two
-//! frames, and around them only what the manager does in the same order.
+//! The races of one page, every interleaving. The page word and the frame descriptor are the real
+//! ones; there are one or two frames; the other steps are the manager's, in the same order.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom --release`
 #![cfg(loom)]
@@ -27,11 +27,11 @@ use swap::SwapEntry;
 
 const PAGE: PageNo = PageNo::new(77);
 
-/// One page; two frames, for two faulters.
+/// One page, and two frames for two threads that fault.
 struct World {
     word: PageWord,
     descs: [Desc; 2],
-    /// The first frame's content, and the entry's.
+    /// The content of the first frame, and of the swap entry.
     frame: AtomicU64,
     entry: AtomicU64,
     /// How often a frame was given back to the free list.
@@ -79,7 +79,7 @@ impl World {
         self.freed.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// `Core::resolve` for a write: true if the page's frame is the caller's to use.
+    /// `Core::resolve` for a write. Returns true if the caller may use the page's frame.
     fn take_back(&self) -> bool {
         loop {
             let state = self.word.load();
@@ -151,7 +151,8 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     builder.check(body);
 }
 
-/// A fault takes the page back, or the page leaves: never both, and never a lost dirty mark.
+/// Either a fault takes the page back, or the page leaves. Never both, and the dirty mark is never
+/// lost.
 fn fault_against_eviction(dirt: Dirt, entry: Option<SwapEntry>, device: Device) {
     model(move || {
         let world = World::resident(dirt, entry);
@@ -213,7 +214,7 @@ fn two_reclaimers_never_have_one_page() {
         reclaimers
             .into_iter()
             .for_each(|reclaimer| reclaimer.join().unwrap());
-        // Taken back from the first, the page may be evicted, dirty, by the second.
+        // The fault takes it back from the first reclaimer; the second may then evict it, dirty.
         let freed = world.freed.load(Ordering::Relaxed);
         match world.word.load() {
             PageState::Resident { .. } => assert!(taken && freed == 0),
@@ -271,8 +272,8 @@ fn two_first_touches_share_one_frame() {
     });
 }
 
-/// What is started while the last poller stops polling does not wait for ever: a device's thread
-/// that parks is woken by one of the two.
+/// An operation that is started while the last poller stops polling does not wait for ever: if the
+/// device's thread parks, one of the two wakes it.
 #[test]
 fn no_operation_in_flight_is_left_without_a_poller() {
     loom::model(|| {

@@ -1,4 +1,4 @@
-//! Random operations against a plain model of page contents, audited after every step.
+//! Random operations, compared with a plain model of page contents and verified after every step.
 
 mod common;
 
@@ -24,14 +24,14 @@ enum Op {
         page: u64,
         value: u64,
     },
-    /// A run of writes, to build pressure.
+    /// A run of writes, to cause memory pressure.
     Sweep {
         vm: usize,
         page: u64,
         count: u64,
         value: u64,
     },
-    /// A fault whose ticket is left in flight.
+    /// A fault whose ticket stays in flight.
     Prefetch {
         vm: usize,
         page: u64,
@@ -39,7 +39,7 @@ enum Op {
     Balance,
     Time,
     Break(Option<Fault>),
-    /// Replaces a VM's region by a fresh one.
+    /// Replaces a VM's region by a new one.
     Replace {
         vm: usize,
     },
@@ -55,20 +55,20 @@ enum Op {
         vm: usize,
         page: u64,
     },
-    /// Some steps of making blocks whole, if there is memory.
+    /// Some steps of collapsing blocks, if there is memory.
     Collapse,
     Advise {
         vm: usize,
         page: u64,
     },
-    /// From here on the VM can map this much.
+    /// From here on the VM can map leaves up to this level.
     Most {
         vm: usize,
         most: Level,
     },
 }
 
-/// The size of a world.
+/// The size of a test's host.
 #[derive(Clone, Copy)]
 struct Size {
     pages: [u64; 2],
@@ -83,7 +83,7 @@ const SMALL: Size = Size {
     sweep: 90,
 };
 
-/// Blocks that the budget's and the regions' ends cut.
+/// The ends of the budget and of the regions cut blocks.
 const LARGE: Size = Size {
     pages: [4 * 512 + 100, 2 * 512 + 7],
     budget: 4 * 512 + 300,
@@ -93,7 +93,7 @@ const LARGE: Size = Size {
 fn op(size: Size) -> impl Strategy<Value = Op> {
     let vm = 0..2usize;
     let page = 0..size.pages[0];
-    // Zero often: all-zero pages are dropped unwritten.
+    // Often zero: all-zero pages are dropped without a write.
     let value = prop_oneof![1 => Just(0), 3 => any::<u64>()];
     prop_oneof![
         8 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::Read { vm, page }),
@@ -241,14 +241,14 @@ impl World {
         assert!(refused && self.store.is_some(), "{error}");
     }
 
-    /// Heals the device and reads everything back.
+    /// Repairs the device and reads everything back.
     fn finish(mut self) {
         if let Some(store) = &self.store {
             store.set_fault(None);
         }
         for ticket in &self.tickets {
             if !ticket.is_started() {
-                // The region may be gone: then the ticket says so.
+                // The region may have been removed: then the ticket reports it.
                 let _ = self.host.wait(ticket);
             }
         }
@@ -271,7 +271,8 @@ impl World {
         self.host.verify();
     }
 
-    /// A device that ended early stays small: swap-in may find no room. What can be read is right.
+    /// A device that ended early stays small, so swap-in may find no room. A page that can be read
+    /// must be right.
     fn check_in_place(&mut self) {
         for (vm, pages) in self.size.pages.into_iter().enumerate() {
             (0..pages).for_each(|page| self.touch(vm, page, Use::Read));
@@ -358,7 +359,7 @@ proptest! {
     }
 }
 
-/// The same seed twice is the same run, to the last counter.
+/// The same seed twice gives the same run, down to the last counter.
 #[test]
 fn a_virtual_run_repeats_itself() {
     let once = || {

@@ -1,4 +1,4 @@
-//! What the books cost: resident memory beyond the budget, for a guest of four times its size.
+//! The manager's own memory: resident memory beyond the budget, for a guest of four times its size.
 
 mod common;
 
@@ -21,7 +21,7 @@ fn resident() -> i64 {
 fn a_guest_of_four_budgets_costs_little_more_than_one() {
     let before = resident();
     let budget = 64 << 20;
-    // All-zero pages: the device, which is outside the budget here, stays empty.
+    // The pages are all zero, so the device, which is outside the budget here, stays empty.
     let (host, clock) = virtual_host(
         budget >> 12,
         Box::new(FaultyStore::new(PageCount::new(1 << 20))),

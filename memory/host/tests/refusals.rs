@@ -1,4 +1,4 @@
-//! What goes wrong, with its exact words; and that nothing is lost by it.
+//! Failures, with the exact text of their messages; and that none of them loses data.
 
 mod common;
 
@@ -101,7 +101,7 @@ fn an_empty_region_and_unknown_addresses() {
     host.verify();
 }
 
-/// Pages that nobody has unmapped: the manager does it before their frames are anybody's again.
+/// Pages that are still mapped: the manager unmaps them before their frames are used again.
 #[test]
 fn a_region_goes_away_while_it_is_mapped() {
     for huge in [HugePages::Never, HugePages::Always] {
@@ -118,7 +118,7 @@ fn a_region_goes_away_while_it_is_mapped() {
     }
 }
 
-/// A frame of one host's pool is somebody else's page in another's.
+/// A frame number of one host's pool is a different page in another host's.
 #[test]
 fn one_host_does_nothing_with_what_is_anothers() {
     let device = || Box::new(FaultyStore::new(PageCount::new(4000)));
@@ -143,7 +143,7 @@ fn one_host_does_nothing_with_what_is_anothers() {
     vm.check_all();
 }
 
-/// Writes until the device refuses; returns its words.
+/// Writes until the device refuses. Returns its message.
 fn fill(vm: &mut Vm) -> String {
     for page in 0..vm.range.pages() {
         if let Err(error) = vm.touch(page, Use::Write(page + 1)) {
@@ -153,7 +153,7 @@ fn fill(vm: &mut Vm) -> String {
     panic!("the device never refused");
 }
 
-/// Every page that has a leaf or can be had is as it was left.
+/// Every page that has a leaf, or can be brought in, has its old content.
 fn nothing_lost(vm: &mut Vm) {
     let mut read = 0;
     for page in 0..vm.range.pages() {
@@ -213,7 +213,7 @@ fn compressed_memory_full_of_what_does_not_compress() {
     let end = " frames of the budget; give it more space, or the guest a larger budget";
     assert!(text.starts_with(begin) && text.ends_with(end), "{text}");
     host.verify();
-    // With some room again, all that was accepted is there.
+    // After some room was freed, every page that was accepted is there.
     host.remove_region(other.range).unwrap();
     let mut back = vec![0; 150 << 12];
     host.copy_out(vm.range.start(), &mut back).unwrap();

@@ -1,5 +1,5 @@
-//! A kernel that refuses io_uring: threads stand in. Alone in its process, because it takes away
-//! what every other test needs.
+//! A kernel that refuses io_uring: threads read instead. The test has a process for itself, because
+//! it takes away file descriptors that every other test needs.
 
 mod common;
 
@@ -14,7 +14,7 @@ use std::sync::Arc;
 fn threads_stand_in_for_a_ring_that_cannot_be() {
     let dir = tempfile::tempdir().unwrap();
     let store = FileStore::create(dir.path(), PageCount::new(4096)).unwrap();
-    // No file descriptor is left: a refusal that needs no other kernel.
+    // With no file descriptor left, any kernel refuses.
     let before = getrlimit(Resource::Nofile);
     let none = Rlimit {
         current: Some(0),

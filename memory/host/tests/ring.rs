@@ -1,6 +1,6 @@
-//! Reads through io_uring: what it takes, what it hands on, and how it ends.
+//! Reads through io_uring: which it takes, which it passes on, and how it ends.
 //!
-//! Where the kernel refuses io_uring the same tests run on the threads that stand in for it.
+//! If the kernel refuses io_uring, the same tests run on the threads that replace it.
 
 mod common;
 
@@ -27,7 +27,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// A guest whose every page is on the device and nowhere else.
+    /// A guest whose pages are all on the device and nowhere else.
     fn swapped_out(swap: Box<dyn SwapStore>) -> Self {
         let host = Host::new(HostConfig {
             budget: PageCount::new(1024),
@@ -40,7 +40,7 @@ impl Guest {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(&host);
         let range = host.add_region(PageCount::new(PAGES), mmu).unwrap();
-        // Something to push the guest out with.
+        // Another region, whose pages evict the guest's.
         let other = Arc::new(FakeMmu::default());
         other.belongs_to(&host);
         let crowd = host.add_region(PageCount::new(2048), other).unwrap();
@@ -57,7 +57,7 @@ impl Guest {
         Self { host, cache, range }
     }
 
-    /// Starts every page that is not there.
+    /// Starts a read for every page that is missing.
     fn start_all(&mut self) -> Vec<Ticket> {
         let mut tickets = Vec::new();
         for page in 0..PAGES {
@@ -135,7 +135,7 @@ fn what_the_last_poller_leaves_behind_arrives() {
     let polling = host.polling();
     let tickets = guest.start_all();
     drop(polling);
-    // Nobody waits inside the host: only its threads can bring them.
+    // No thread waits inside the host: only its own threads can bring the pages.
     while !tickets.iter().all(Ticket::is_done) {
         std::thread::yield_now();
     }
@@ -166,7 +166,7 @@ fn a_device_that_injects_faults_is_not_bypassed() {
     guest.host.verify();
 }
 
-/// A file that can be cut under the manager's feet.
+/// A file that can be truncated while the manager uses it.
 struct Cut(Arc<File>);
 
 impl SwapStore for Cut {
@@ -198,7 +198,7 @@ impl SwapStore for Cut {
     fn discard(&self, _entry: SwapEntry) {}
 }
 
-/// A read that brings part of a page, or nothing, is reported as the device itself reports it.
+/// A read that brings a part of a page, or nothing, is reported in the device's own words.
 #[test]
 fn a_short_read_is_an_error_as_on_a_thread() {
     let file = Arc::new(tempfile::tempfile().unwrap());

@@ -1,4 +1,4 @@
-//! Devices that are slow, stall, or fail for a moment: the guest waits, and nobody starves.
+//! Devices that are slow, stall, or fail for a moment: the guest waits, and no thread starves.
 
 mod common;
 
@@ -18,7 +18,7 @@ use std::time::Duration;
 const WRITERS: u64 = 4;
 const PAGES: u64 = 400;
 
-/// Longer than anything that only waits for other threads may take.
+/// Longer than any wait that ends by other threads alone may take.
 const A_WHILE: Duration = Duration::from_millis(3500);
 
 struct World {
@@ -48,7 +48,7 @@ impl World {
         self.range.start().checked_add_pages(page).unwrap()
     }
 
-    /// One writer's pages, each with its own content.
+    /// Writes one writer's pages, each with its own content.
     fn fill(&self, writer: u64) -> Result<(), HostError> {
         (writer * PAGES..(writer + 1) * PAGES).try_for_each(|page| {
             let bytes = (page + 1).to_le_bytes().repeat(PAGE_SIZE / 8);
@@ -56,7 +56,7 @@ impl World {
         })
     }
 
-    /// All writers at once, beside whatever `meanwhile` does to the device.
+    /// Runs all writers at once, beside `meanwhile`, which changes the device.
     fn fill_all(&self, meanwhile: impl FnOnce()) -> Result<(), HostError> {
         std::thread::scope(|scope| {
             let writers: Vec<_> = (0..WRITERS)
@@ -67,7 +67,7 @@ impl World {
         })
     }
 
-    /// Frees some frames: those of pages that are gone.
+    /// Frees some frames, by removing their region.
     fn make_room(&self) {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(&self.host);
@@ -79,7 +79,7 @@ impl World {
         self.host.remove_region(room).unwrap();
     }
 
-    /// A region whose pages stay where they are, because an instruction holds them.
+    /// A region whose pages stay resident, because an instruction pins them.
     fn hold_room(&self) -> (HvaRange, PerCpuPages) {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(&self.host);
@@ -95,7 +95,7 @@ impl World {
         (room, holder)
     }
 
-    /// Fills memory and swap to the last page; how many there are.
+    /// Fills memory and swap to the last page. Returns how many pages there are.
     fn fill_until_full(&self) -> u64 {
         let bytes = 1u64.to_le_bytes().repeat(PAGE_SIZE / 8);
         let fits = |page: &u64| self.host.copy_in(self.at(*page), &bytes).is_ok();
@@ -140,7 +140,8 @@ fn a_stalled_device_is_waited_for() {
     world.check();
 }
 
-/// Whoever stops a VM does not wait for its device, but for the one thread that is inside of it.
+/// A thread that stops a VM does not wait for its device, only for the one thread that is inside
+/// it.
 #[test]
 fn a_wait_for_a_frame_ends_when_it_is_told_to() {
     let store = faulty();
@@ -156,19 +157,19 @@ fn a_wait_for_a_frame_ends_when_it_is_told_to() {
             let mut cache = world.host.per_cpu_pages().unwrap();
             world.host.reclaim_direct_until(&mut cache, &stop).unwrap()
         });
-        // It has a place in the queue, or is about to.
+        // By now the thread has a place in the queue, or is about to take one.
         sleep(Duration::from_millis(20));
         assert!(!waits.is_finished());
         stop.store(true, Ordering::Release);
         assert_eq!(waits.join().unwrap().freed, 0);
-        assert_eq!(store.stalled(), 1, "the device is as it was");
+        assert_eq!(store.stalled(), 1, "the device still stalls");
         store.set_fault(None);
         assert_eq!(writer.join().unwrap(), Ok(()));
     });
 }
 
-/// All entries are in use, which the background has found out, and all free frames are for reads
-/// that a stalled device holds up: once they have come, their pages can be given up again.
+/// All swap entries are in use, and the background thread has noticed it. All free frames are taken
+/// by reads that a stalled device delays. Once the reads complete, their pages can be evicted.
 #[test]
 fn reads_are_waited_for_though_swap_is_full() {
     let store = FaultyStore::new(PageCount::new(400));
@@ -200,7 +201,7 @@ fn reads_are_waited_for_though_swap_is_full() {
     });
 }
 
-/// A page that nobody reads will never come.
+/// A page whose read is never started will never arrive.
 #[test]
 fn a_ticket_that_nobody_starts_is_not_waited_for() {
     let world = World::new(Box::new(FaultyStore::new(PageCount::new(400))));
@@ -214,10 +215,13 @@ fn a_ticket_that_nobody_starts_is_not_waited_for() {
         _ => None,
     };
     assert!((0..swapped).find_map(&mut pending).is_some());
-    assert!(world.fill_all(|| ()).is_err(), "and nobody waits for ever");
+    assert!(
+        world.fill_all(|| ()).is_err(),
+        "and no thread waits for ever"
+    );
 }
 
-/// The latency is longer than a thread waits for nothing.
+/// The latency is longer than a thread waits without any progress.
 #[test]
 fn a_device_slower_than_anybodys_patience_is_waited_for() {
     let slow = Latency::new(faulty(), LatencySetting::new(A_WHILE));
@@ -245,7 +249,8 @@ fn one_failed_write_is_no_failure() {
     world.check();
 }
 
-/// A read is not tried again: the device has done so. One page is lost, for good, and no other.
+/// A read is not repeated, because the device has repeated it. One page is lost for good, and no
+/// other.
 #[test]
 fn one_failed_read_loses_one_page() {
     let store = faulty();
@@ -260,7 +265,7 @@ fn one_failed_read_loses_one_page() {
     world.host.verify();
 }
 
-/// Writes fail, one after the other, for a moment that is not long.
+/// Writes fail one after the other, for a short time.
 #[test]
 fn a_device_that_fails_for_a_moment_is_asked_again() {
     let store = faulty();
@@ -288,7 +293,7 @@ fn a_device_that_goes_on_failing_is_believed() {
     );
 }
 
-/// The device fills up, and room comes back: what lies beyond is used again.
+/// The device fills up, and later has room again: the entries beyond are used again.
 #[test]
 fn swap_grows_back_after_the_device_was_full() {
     let store = faulty();
@@ -305,7 +310,7 @@ fn swap_grows_back_after_the_device_was_full() {
     world.check();
 }
 
-/// Room comes back only after the guest was told that there is none.
+/// The device has room again only after the guest was told that it has none.
 #[test]
 fn swap_grows_back_after_the_guest_has_failed() {
     let store = faulty();
@@ -322,7 +327,7 @@ fn swap_grows_back_after_the_guest_has_failed() {
     world.check();
 }
 
-/// A world with pages in swap that nothing would bring within an hour.
+/// A host with swapped-out pages that would not arrive within an hour.
 fn slow_world(swap: impl SwapStore + 'static) -> World {
     let latency = LatencySetting::new(Duration::ZERO);
     let world = World::new(Box::new(Latency::new(swap, latency.clone())));
@@ -332,7 +337,7 @@ fn slow_world(swap: impl SwapStore + 'static) -> World {
     world
 }
 
-/// A slow world with reads in flight.
+/// The same, with reads in flight.
 fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
     let world = slow_world(swap);
     let mut cache = world.host.per_cpu_pages().unwrap();

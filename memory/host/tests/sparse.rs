@@ -1,4 +1,5 @@
-//! What nobody touches costs nothing: of a region, and of a manager that has had many.
+//! Memory that is never touched costs nothing: in a region, and in a manager that has had many
+//! regions.
 
 mod common;
 
@@ -9,7 +10,7 @@ use lacuna_host::{HugePages, MemoryStore};
 const GIB: u64 = 1 << 18;
 const TIB: u64 = 1 << 28;
 
-/// The most memory that this process ever had, in MiB.
+/// The peak of this process's memory, in MiB.
 fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:"));
@@ -38,7 +39,7 @@ fn a_guest_comes_and_goes_for_the_price_of_what_it_touches() {
     }
 }
 
-/// Numbers of pages are never used again: somebody may still know one.
+/// Page numbers are never used again, because old ones may still be in use.
 #[test]
 fn regions_come_and_go_for_ever() {
     let (host, clock) = huge_host(256, Box::new(MemoryStore::new()), HugePages::Never);

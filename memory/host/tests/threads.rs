@@ -1,8 +1,8 @@
-//! Real threads, a real file: vCPUs, background reclaim and readers at once.
+//! Real threads and a real file: vCPUs, background reclaim and readers at once.
 //!
-//! Each vCPU owns every n-th page of a shared region and keeps what it wrote in a model of its own.
-//! The stage 2 is a map behind a lock, so that an access and an invalidation exclude each other:
-//! what is tested is the manager, not a shoot-down protocol.
+//! Each vCPU owns every n-th page of a shared region, and keeps what it wrote in a model of its
+//! own. The stage 2 is a map behind a lock, so that an access and an invalidation exclude each
+//! other: the test is of the manager, not of a shoot-down protocol.
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
@@ -55,7 +55,7 @@ impl Block {
     }
 }
 
-/// Stage 2 by block, in shards, with a sequence that every invalidation moves.
+/// A stage 2 by block, in shards, with a sequence number that every invalidation increments.
 struct Stage2 {
     host: OnceLock<Weak<Host>>,
     seq: AtomicU64,
@@ -106,7 +106,8 @@ impl MmuNotifier for Stage2 {
             .get()
             .and_then(Weak::upgrade)
             .expect("the host calls");
-        // Before and after: a fault that resolved earlier, or meanwhile, does not install.
+        // Before and after: a fault that resolved earlier, or during the invalidation, does not
+        // install.
         self.seq.fetch_add(1, Ordering::SeqCst);
         for range in ranges {
             self.visit(*range, |block, start, part| {
@@ -151,7 +152,7 @@ impl MmuNotifier for Stage2 {
     fn end_of_aging(&self) {}
 }
 
-/// Whether vCPUs look for arrivals themselves.
+/// Whether vCPUs poll for completions themselves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Polls {
     Never,
@@ -167,7 +168,7 @@ struct Vcpu {
     rng: fastrand::Rng,
     first: u64,
     step: u64,
-    /// The largest leaf that it asks for.
+    /// The largest leaf that it can map.
     most: Level,
     model: HashMap<u64, u64>,
 }
@@ -211,7 +212,7 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Installs the leaf if nothing was invalidated since `seq`, and uses it.
+    /// Installs the leaf if there was no invalidation since `seq`, and uses it.
     fn access(&mut self, hva: Hva, Frame { pfn, level }: Frame, access: Access, seq: u64) {
         let stage2 = self.stage2.clone();
         stage2.with(hva, |block| {
@@ -234,7 +235,11 @@ impl Vcpu {
             block.whole = Some(leaf(pfn - index));
         }
         match &block.whole {
-            Some(whole) => assert_eq!(whole.pfn.get() + index, pfn, "a page does not just move"),
+            Some(whole) => assert_eq!(
+                whole.pfn.get() + index,
+                pfn,
+                "a page moves only by an invalidation"
+            ),
             None => {
                 let page = block.pages.entry(hva.get()).or_insert_with(|| leaf(pfn));
                 assert_eq!(page.pfn, frame.pfn, "a page moves only by an invalidation");
@@ -339,8 +344,8 @@ fn stress(swap: Box<dyn SwapStore>, io: Io, polls: Polls, accesses: usize) {
     world.finish();
 }
 
-/// Blocks are made, split, and made whole again under the vCPUs that use them: memory is short, but
-/// each time that another VM ends, some is not.
+/// Blocks are made, split, and collapsed under the vCPUs that use them. Memory is short, but
+/// whenever another VM ends some is free.
 fn stress_huge(swap: Box<dyn SwapStore>, accesses: usize) {
     let config = |clock: Arc<HostClock>| HostConfig {
         budget: PageCount::new(6 * 512 + 100),
@@ -434,8 +439,8 @@ fn three_vcpus_on_a_slow_device() {
     );
 }
 
-/// Regions are removed under vCPUs that use them, while others want the frames. A vCPU that is
-/// early finds its bytes, one that is late finds the page lost.
+/// Regions are removed under vCPUs that use them, while others need the frames. A vCPU that is
+/// early finds its bytes; one that is late finds the page lost.
 #[test]
 fn three_vcpus_while_their_memory_is_taken_away() {
     for (round, huge) in [HugePages::Never, HugePages::Always]
@@ -479,7 +484,7 @@ fn three_vcpus_while_their_memory_is_taken_away() {
     }
 }
 
-/// Pages become blocks under the vCPUs that write to them: there is memory for all.
+/// Pages are collapsed to blocks under the vCPUs that write to them; there is memory for all.
 #[test]
 fn three_vcpus_while_their_pages_become_blocks() {
     const PAGES: u64 = 4 * 512;

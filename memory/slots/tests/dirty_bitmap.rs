@@ -1,4 +1,5 @@
-//! The dirty bitmap against a plain set of pages, its refusals, and its accounts under threads.
+//! The dirty bitmap, compared with a plain set of pages: its refusals, and its counts under
+//! threads.
 
 use lacuna_slots::{ClearError, DirtyBitmap, Marked};
 use proptest::prelude::*;
@@ -46,7 +47,8 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Neighbours, up or down, between others: some share a word with the one before.
+/// Neighbouring pages, ascending or descending, between others: some share a word with the previous
+/// one.
 fn pages_in_a_row() -> impl Strategy<Value = Vec<usize>> {
     let run = (0..300usize, 0..20usize, any::<bool>()).prop_map(|(first, count, up)| {
         let pages = first..first + count;
@@ -82,7 +84,7 @@ impl Model {
         (first..first + count).map(|word| self.word(word)).collect()
     }
 
-    /// The words as they are, of the pages that `mask` names; those become clean.
+    /// The words of the pages that `mask` names; those pages become clean.
     fn clear(&mut self, first: usize, mask: &[u64]) -> Vec<u64> {
         let found = (0..mask.len()).map(|i| self.word(first + i) & mask[i]);
         let found: Vec<u64> = found.collect();
@@ -92,7 +94,7 @@ impl Model {
         found
     }
 
-    /// KVM's rules for the arguments, one after the other.
+    /// KVM's rules for the arguments.
     fn allows(&self, first_page: usize, pages: usize, mask: usize) -> Result<(), &'static str> {
         if !first_page.is_multiple_of(64) {
             Err("misaligned")
@@ -267,8 +269,8 @@ fn bitmap_of_100() -> DirtyBitmap {
     DirtyBitmap::new(100)
 }
 
-/// Two threads mark at random while a third harvests in both ways. Every bit that turned from 0 to
-/// 1 turned back exactly once.
+/// Two threads mark at random while a third harvests in both ways. Every bit that changed from 0 to
+/// 1 changed back exactly once.
 #[test]
 fn every_new_mark_is_harvested_once() {
     const PAGES: usize = 1000;

@@ -1,10 +1,10 @@
-//! The dirty ring against a plain queue, its sizes, and its two ends on two threads.
+//! The dirty ring, compared with a plain queue; its sizes; and its two ends on two threads.
 
 use lacuna_slots::{RingConsumer, RingProducer, RingSize, Room, SlotId, dirty_ring};
 use proptest::prelude::*;
 use std::collections::VecDeque;
 
-/// The smallest there is: 1024 entries, 576 of them the reserve.
+/// The smallest ring: 1024 entries, 576 of them the reserve.
 fn smallest() -> (RingProducer, RingConsumer) {
     dirty_ring(RingSize::from_bytes(RingSize::BYTES_MIN).expect("a size"))
 }
@@ -38,7 +38,7 @@ fn many_pages_at_once_are_pushed_one_after_the_other() {
     let mut found = Vec::new();
     consumer.harvest(|slot, page| found.push((slot.0, page)));
     assert_eq!(found, pages.map(|page| (3, page)));
-    // A full log on top of nearly the soft limit.
+    // A full log after nearly as many entries as the soft limit.
     let limit = 1024 - (64 + 512);
     producer.push_all(SlotId(1), 0..limit - pages.len() - 1);
     assert_eq!(producer.room(), Room::Yes);
@@ -48,8 +48,8 @@ fn many_pages_at_once_are_pushed_one_after_the_other() {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Pages of that slot, from the first on, so far apart; then, if the ring is full, as many
-    /// more: what is in the reserve.
+    /// Pushes pages of that slot, from the first one on, at this distance; then, if the ring is
+    /// full, pushes more into the reserve.
     Push {
         slot: u16,
         page: usize,
@@ -74,7 +74,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Entries in use: those harvested, then those not harvested.
+/// Entries in use: first those harvested, then those not harvested.
 #[derive(Default)]
 struct Model {
     harvested: VecDeque<(u16, usize)>,
@@ -178,7 +178,7 @@ fn entries_are_free_before_their_pages_are_armed() {
     consumer.harvest(|_, _| ());
     let mut armed = 0;
     consumer.reset(|_, page| {
-        // Arming a page lets the vCPU write it again, and push it: into a ring that was full.
+        // Rearming a page lets the vCPU write and push it again, into a ring that was full.
         let _ = producer.room();
         let _ = producer.push(SlotId(1), page);
         armed += 1;
@@ -189,7 +189,7 @@ fn entries_are_free_before_their_pages_are_armed() {
     assert_eq!(again, armed);
 }
 
-/// One page under a ring: armed, or written and logged.
+/// One page of a VM with a ring: armed, or written and logged.
 struct Page {
     data: u64,
     dirty: bool,
@@ -205,7 +205,7 @@ impl Page {
     }
 }
 
-/// Invariant 7 of the facts: why the copy comes last.
+/// The rule for users of a ring: reset first, then copy.
 #[test]
 fn reset_then_copy_sees_a_write_that_copy_then_reset_loses() {
     for (reset_first, lost) in [(true, false), (false, true)] {

@@ -4,9 +4,9 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-slots --test loom --release
 //! ```
-//! One page of guest memory is one word, and what a harvester copies of it another. When all is
-//! over, a page that differs from its copy must still be reported by the next harvest. Each rule
-//! that users have to keep has a model that breaks it, and must fail.
+//! One page of guest memory is one word, and the harvester's copy of it another. At the end, a page
+//! that differs from its copy must still be reported by the next harvest. For each rule that users
+//! must keep there is a model that breaks it, and that model must fail.
 #![cfg(loom)]
 #![allow(
     dead_code,
@@ -24,7 +24,7 @@ use lacuna_sync::{Epoch, Quiescence};
 
 const SLOT: SlotId = SlotId(0);
 
-/// One page, and the bit of its stage-2 entry that lets a write go unnoticed: W, or D.
+/// One page, and the bit of its stage-2 entry that lets a write go unrecorded: W, or D.
 struct World {
     bitmap: DirtyBitmap,
     open: AtomicBool,
@@ -42,7 +42,7 @@ impl World {
         })
     }
 
-    /// Looks first, as a cursor does: an entry that needs no change is not written.
+    /// Reads first, as a cursor does: an entry that needs no change is not written.
     fn rearm(&self) {
         if self.open.load(Ordering::Acquire) {
             self.open.swap(false, Ordering::AcqRel);
@@ -60,7 +60,7 @@ impl World {
         self.data.load(Ordering::Relaxed)
     }
 
-    /// Takes, and what follows. The copy, if the page was dirty.
+    /// Takes the mark, rearms and flushes. Returns the copy if the page was dirty.
     fn harvest(&self) -> Option<u64> {
         let mut word = [0];
         self.bitmap.take(0, &mut word);
@@ -71,7 +71,7 @@ impl World {
         })
     }
 
-    /// At rest: the last copy is good, or the page will be reported.
+    /// At rest: either the last copy is right, or the page will be reported.
     fn check(&self, copy: u64) {
         let mut word = [0];
         self.bitmap.copy(0, &mut word);
@@ -96,7 +96,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// Between two blocks.
+    /// The point between two basic blocks.
     fn boundary(&mut self) {
         let slot = self.world.quiescence.vcpu(0);
         if slot.has_request() {
@@ -107,7 +107,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// A store; `log` notes the page once the entry has the bit.
+    /// A store; `log` records the page once the entry has the bit.
     fn write(&mut self, value: u64, log: impl FnOnce()) {
         if !self.tlb {
             if !self.world.open.swap(true, Ordering::AcqRel) {
@@ -131,7 +131,7 @@ fn mark(world: &World) {
 fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
     loom::model(|| {
         let world = World::new();
-        // As a host write or initially-all-set leaves it: dirty, but armed.
+        // The state that a host write or initially-all-set leaves: dirty, but armed.
         mark(&world);
         let vcpu = {
             let world = Arc::clone(&world);
@@ -149,7 +149,7 @@ fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
     });
 }
 
-/// The other order: the mark is taken, nothing is armed, and then the entry gets its bit.
+/// The wrong order: the mark is taken, no entry is rearmed, and then the entry gets its bit.
 #[test]
 #[should_panic(expected = "a write was lost")]
 fn a_mark_before_the_bit_is_gained_loses_a_write() {
@@ -190,7 +190,7 @@ impl Bit for DirtyBitmap {
     }
 }
 
-/// What `mark` could be: no write if the bit is set already.
+/// A wrong `mark`: it does not write if the bit is set already.
 struct LooksFirst(AtomicU64);
 
 impl Bit for LooksFirst {
@@ -205,8 +205,8 @@ impl Bit for LooksFirst {
     }
 }
 
-/// A host write marks what it has written; nothing is armed, so nothing has to be flushed. The page
-/// is dirty from before.
+/// A host write marks the page after the write; no entry is rearmed, so no flush is needed. The
+/// page is dirty from before.
 fn host_write<B: Bit>(new: fn() -> B) {
     loom::model(move || {
         let world = Arc::new((new(), AtomicU64::new(0)));
@@ -267,7 +267,7 @@ fn tiny() -> (RingProducer, RingConsumer) {
     new_ring(RingSize::of(4, 2))
 }
 
-/// Pushes until the soft limit, one more out of the reserve, and waits; the ring goes round.
+/// Pushes up to the soft limit, one more into the reserve, and waits; the ring wraps around.
 #[test]
 fn the_ring_passes_everything_on_once_and_in_order() {
     const PAGES: usize = 5;
@@ -306,7 +306,7 @@ fn the_ring_passes_everything_on_once_and_in_order() {
     });
 }
 
-/// A vCPU writes twice; its harvester copies the page before the reset or after it.
+/// A vCPU writes twice; the harvester copies the page before the reset or after it.
 fn write_and_harvest(reset_and_copy: fn(&World, &mut RingConsumer) -> u64) {
     loom::model(move || {
         let world = World::new();

@@ -1,4 +1,4 @@
-//! Slots against a plain list of pages, and the words of every refusal.
+//! Slots, compared with a plain list of pages; and the text of every refusal.
 
 use lacuna_addr::{Gfn, Hva, HvaRange};
 use lacuna_slots::{
@@ -29,7 +29,7 @@ fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("a frame")
 }
 
-/// The first frame, the first page of the backing, and how many.
+/// The first frame, the first page of the backing, and the number of pages.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     gfn: u64,
@@ -84,7 +84,7 @@ impl Plain {
 
 type Model = BTreeMap<u16, Plain>;
 
-/// Whether `slot` can be where it says, beside the others.
+/// Whether `slot` may be placed there, beside the others.
 fn placement(model: &Model, id: u16, slot: Plain) -> Result<(), &'static str> {
     if slot.gfn + slot.pages > GFN_LIMIT {
         return Err("beyond");
@@ -330,7 +330,8 @@ fn a_range_in_one_slot_is_found_in_few_steps() {
 fn shared_backing_costs_a_step_for_each_slot_that_is_nested_in_others() {
     let slots = many();
     row(&slots, 256);
-    // One slot aliases everything, four more are nested in each other, far from what is asked for.
+    // One slot aliases all the backing; four more are nested in each other, far from the page asked
+    // for.
     slots
         .add(spec(500, 0x10_0000, 0, 256 * 16), |_, _| ())
         .expect("room");
@@ -355,8 +356,8 @@ fn shared_backing_costs_a_step_for_each_slot_that_is_nested_in_others() {
 
 #[test]
 fn a_reader_sees_whole_changes_only() {
-    // Slots come and go in pairs of changes: 1, then 1 and 2, then 1 again. A snapshot is one of
-    // the states that were published, never a mixture.
+    // Slots are added and removed in pairs of changes: 1, then 1 and 2, then 1 again. A snapshot is
+    // one of the states that were published, never a mixture.
     let slots = Slots::new(Limits::default());
     slots.add(spec(1, 0, 0, 4), |_, _| ()).expect("room");
     let done = AtomicBool::new(false);

@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Functions that the tests share.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::PageCount;
@@ -20,7 +20,8 @@ pub fn can_run() -> bool {
     }
 }
 
-/// A vCPU that hangs in the kernel must not hang the test: the thread is left behind.
+/// Runs `body` on a thread of its own. If a vCPU hangs in the kernel, the thread is left behind and
+/// the test fails.
 pub fn within<T: Send + 'static>(seconds: u64, body: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = channel();
     let thread = thread::spawn(move || done.send(body()));
@@ -39,7 +40,7 @@ pub fn image(name: &str) -> Image<'static> {
     Image::parse(image.elf).unwrap()
 }
 
-/// `memory` and `resident` in MiB, no latency, no asynchronous page faults.
+/// `memory` and `resident` are in MiB; no latency, no asynchronous page faults.
 pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> VmBuilder {
     VmBuilder {
         memory: PageCount::from_bytes(memory << 20),
@@ -53,7 +54,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
     }
 }
 
-/// Runs `name` to its end, however it ends.
+/// Runs `name` until it ends, in any way.
 pub fn run(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&lines);
@@ -66,7 +67,7 @@ pub fn run(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
     (outcome, text)
 }
 
-/// Runs to success.
+/// Runs `name` until it ends, which must be a success.
 pub fn pass(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
     let (outcome, text) = run(builder, name);
     let ending = &outcome.ending;

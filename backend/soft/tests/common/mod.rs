@@ -1,4 +1,4 @@
-//! What the tests of whole guests share.
+//! Functions that the tests of whole guests share.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub mod program;
@@ -13,13 +13,13 @@ use std::sync::{Arc, Mutex};
 
 pub const MIB: u64 = 1 << 20;
 
-/// A number that the caller of the tests may set, for a longer look.
+/// A number that an environment variable may set, for a longer run.
 pub fn from_env(name: &str, otherwise: u64) -> u64 {
     let told = std::env::var(name).ok();
     told.map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
-/// What a guest printed.
+/// The console output of a guest.
 #[derive(Clone, Default)]
 pub struct Lines(Arc<Mutex<Vec<String>>>);
 
@@ -39,7 +39,7 @@ pub fn image(name: &str) -> Image<'static> {
     Image::parse(image.elf).unwrap()
 }
 
-/// `memory` and `resident` in MiB, swap on a file in the temporary folder.
+/// `memory` and `resident` are in MiB; swap is a file in the temporary folder.
 pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> VmBuilder {
     VmBuilder {
         memory: PageCount::from_bytes(memory * MIB),
@@ -60,7 +60,7 @@ pub fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     (outcome, lines.text())
 }
 
-/// Runs to success.
+/// Runs `name` until it ends, which must be a success.
 pub fn pass(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let (outcome, text) = run(builder, name);
     let ending = &outcome.ending;
@@ -71,7 +71,7 @@ pub fn pass(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     (outcome, text)
 }
 
-/// A VM in `host`, booted with `name`; for tests that share or break a host.
+/// A VM in `host`, booted with `name`, for tests that share or damage a host.
 pub fn boot(
     builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,
@@ -81,7 +81,7 @@ pub fn boot(
     boot_with(builder, host, clock, name, |_| ())
 }
 
-/// [`boot`], with something to be done before the vCPUs are there.
+/// As [`boot`], with an action before the vCPUs are made.
 pub fn boot_with(
     builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,
@@ -92,7 +92,7 @@ pub fn boot_with(
     boot_image(builder, host, clock, &image(name), before_vcpus)
 }
 
-/// [`boot_with`], with an image of the test's own.
+/// As [`boot_with`], with an image that the test made.
 pub fn boot_image(
     builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,

@@ -1,4 +1,4 @@
-//! Guests of a few instructions, for what no whole guest does on purpose.
+//! Guests of a few instructions, for behaviour that no whole guest shows on purpose.
 //!
 //! They start as every image does: long mode, CPL 0, interrupts off, the identity map.
 
@@ -6,17 +6,17 @@ use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_machine::{Image, Segment};
 
-/// Where the program lies, and its first instruction.
+/// The address of the program and of its first instruction.
 pub const CODE: u64 = 0x20_0000;
-/// One past its stack.
+/// The end of its stack.
 pub const STACK: u64 = 0x21_0000;
-/// Its interrupt descriptor table, and behind it the descriptor of that.
+/// Its interrupt descriptor table; the operand of LIDT follows it.
 pub const IDT: u64 = 0x22_0000;
 const IDT_POINTER: u64 = IDT + 0x1000;
-/// The code segment that the boot leaves behind.
+/// The code segment that the boot sets up.
 const CODE_SELECTOR: u64 = 0x10;
 
-/// Bytes for guest memory, and where they go.
+/// Bytes for guest memory, and their address.
 pub type Piece = (u64, Vec<u8>);
 
 /// A program at `at`.
@@ -53,7 +53,7 @@ pub fn idt(handlers: &[(u8, u64)]) -> Vec<Piece> {
     ]
 }
 
-/// Loads the table of [`idt`].
+/// Loads the table that [`idt`] makes.
 pub fn load_idt(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(rax, IDT_POINTER)?;
     a.lidt(ptr(rax))
@@ -67,13 +67,13 @@ pub fn write_msr(a: &mut CodeAssembler, msr: u32, value: u32) -> Result<(), Iced
     a.wrmsr()
 }
 
-/// Leaves for the VMM, which finds `value` at port 0x80.
+/// Exits to the VMM, which finds `value` at port 0x80.
 pub fn tell(a: &mut CodeAssembler, value: u8) -> Result<(), IcedError> {
     a.mov(al, i32::from(value))?;
     a.out(0x80, al)
 }
 
-/// The image of such pieces, which starts at [`CODE`].
+/// The image of these pieces. It starts at [`CODE`].
 pub fn image(pieces: &[Piece]) -> Image<'_> {
     Image {
         segments: pieces

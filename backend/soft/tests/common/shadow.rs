@@ -1,4 +1,4 @@
-//! A copy of guest memory, kept up to date by replaying harvests.
+//! A copy of guest memory, updated with the pages that harvests name.
 
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
@@ -10,13 +10,13 @@ use std::collections::BTreeMap;
 
 pub const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
 
-/// The smallest rings, so that they are full now and then.
+/// The smallest rings, so that they become full now and then.
 pub fn ring(backup: Backup) -> Delivery {
     let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
     Delivery::Ring { size, backup }
 }
 
-/// Whether there are bitmaps, for all writes or for those that no vCPU does.
+/// Whether there are bitmaps: for all writes, or for those that no vCPU makes.
 pub fn has_bitmaps(vm: &Vm) -> bool {
     match vm.mmu().delivery() {
         Delivery::Bitmap => true,
@@ -26,7 +26,7 @@ pub fn has_bitmaps(vm: &Vm) -> bool {
 
 pub type Page = [u8; PAGE_SIZE];
 
-/// A page by its slot.
+/// A page, named by its slot and its number in it.
 pub type Name = (SlotId, usize);
 
 pub fn read((id, page): Name, vm: &Vm) -> Page {
@@ -38,7 +38,7 @@ pub fn read((id, page): Name, vm: &Vm) -> Page {
     bytes
 }
 
-/// How many pages a slot has.
+/// The number of pages of a slot.
 pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
     vm.mmu().slots().get(id).unwrap().gfns.pages() as usize
 }
@@ -55,7 +55,7 @@ pub fn named(id: SlotId, first: usize, words: &[u64]) -> impl Iterator<Item = Na
 pub struct Shadow(BTreeMap<SlotId, Vec<Page>>);
 
 impl Shadow {
-    /// Of slots that log from here on, in a way that is drawn.
+    /// Turns on logs in a drawn way, and begins a copy.
     pub fn drawn(vm: &Vm, rng: &mut Rng) -> Self {
         let all_set = has_bitmaps(vm) && rng.bool();
         let logging = Logging::On {
@@ -77,13 +77,13 @@ impl Shadow {
         }
     }
 
-    /// Of memory of which everything counts as written: nothing is copied yet.
+    /// A copy of memory whose pages all count as written: nothing is copied yet.
     pub fn empty(vm: &Vm) -> Self {
         let all = |id| (id, vec![[0; PAGE_SIZE]; pages_of(vm, id)]);
         Self(vm.slots().into_iter().map(all).collect())
     }
 
-    /// Of memory as it is.
+    /// A copy of memory as it is now.
     pub fn of(vm: &Vm) -> Self {
         let all = |id| {
             let pages = (0..pages_of(vm, id)).map(|at| read((id, at), vm));
@@ -100,14 +100,14 @@ impl Shadow {
         Self::of(vm)
     }
 
-    /// Copies these pages, which are armed again.
+    /// Copies these pages, for which dirty tracking is armed again.
     pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
         for name in dirty {
             self.0.get_mut(&name.0).unwrap()[name.1] = read(*name, vm);
         }
     }
 
-    /// Everything written since the last time; how many pages.
+    /// Copies everything written since the last time. Returns the number of pages.
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
@@ -125,7 +125,7 @@ impl Shadow {
         dirty.len()
     }
 
-    /// The guest does not run, and everything written was harvested.
+    /// Compares. The guest does not run, and everything written was harvested.
     pub fn compare(&self, vm: &Vm) {
         for (id, pages) in &self.0 {
             for (at, bytes) in pages.iter().enumerate() {

@@ -61,7 +61,7 @@ impl Author<'_> {
         name.into()
     }
 
-    /// Locked; across a cache line or a page if it comes to that.
+    /// A locked operation, sometimes across a cache line or a page.
     pub(super) fn locked(&mut self, a: &mut Asm) -> String {
         let (reg, size) = (self.free(), pick(self.rng, &Size::ALL[1..]));
         let split = self.rng.bool();
@@ -170,7 +170,7 @@ impl Author<'_> {
                 "call".into()
             }
             _ => {
-                // Into the middle of some block, by a register: a hint of what an exploit does.
+                // Jumps into the middle of some block by a register, as an exploit would.
                 let at = BLOCKS + self.rng.u64(..BLOCK_COUNT) * BLOCK_SIZE;
                 a.mov_imm(RAX, at).raw(&[0xff, 0xe0]);
                 "jmp".into()
@@ -178,7 +178,7 @@ impl Author<'_> {
         }
     }
 
-    /// Writes to some pages again and again, long enough for the host to take them away meanwhile.
+    /// Writes to some pages again and again, long enough for the host to evict them meanwhile.
     fn hot_loop(&mut self, a: &mut Asm) -> String {
         a.mov_imm32(RCX, 1 << self.rng.u32(4..16));
         let start = a.bytes.len();
@@ -192,7 +192,7 @@ impl Author<'_> {
         "hot loop".into()
     }
 
-    /// Touches one page after the other: of a whole block, more often than not.
+    /// Touches pages one after the other, usually those of a whole 2 MiB block.
     fn sweep(&mut self, a: &mut Asm) -> String {
         let first = match self.rng.bool() {
             true => self.rng.u64(..self.memory.div_ceil(2 << 20)) << 21,
@@ -209,10 +209,10 @@ impl Author<'_> {
         "sweep".into()
     }
 
-    /// Writes to instructions: those that follow, or another block's.
+    /// Writes to instructions: the following ones, or those of another block.
     pub(super) fn modify_code(&mut self, a: &mut Asm) -> String {
         if self.rng.bool() {
-            // mov byte [rip + 1], imm8; then `mov al, imm8`, whose operand that is
+            // mov byte [rip + 1], imm8; it changes the operand of the `mov al, imm8` that follows
             a.op(&[], Size::Byte, &[0xc6], 0, Rm::Rip(2));
             a.raw(&[self.rng.u8(..), 0xb0, 0]);
             return "modify own code".into();

@@ -1,4 +1,4 @@
-//! Acts that touch the machine: tables, MSRs, control registers, devices, events.
+//! Acts on the machine: tables, MSRs, control registers, devices, events.
 
 use super::Author;
 use crate::asm::{Asm, RAX, RCX, RDX, Rm, Size};
@@ -7,7 +7,7 @@ use crate::runtime::{APF_ACK, APF_ENABLE, APF_VECTOR};
 use crate::values::{self, MSRS, pick};
 
 impl Author<'_> {
-    /// Rewrites a stage-1 entry, and perhaps tells the processor.
+    /// Rewrites a stage-1 entry, and sometimes flushes the TLB.
     pub(super) fn page_table(&mut self, a: &mut Asm) -> String {
         let value = values::entry(self.rng, self.memory);
         let good = self.rng.u8(..12) == 0;
@@ -79,7 +79,7 @@ impl Author<'_> {
         }
         match number {
             0 | 4 => {
-                // Some bit of it changes.
+                // One bit changes.
                 let bits: &[u32] = match number {
                     0 => &[1, 2, 3, 5, 16, 16, 18, 29, 30, 31],
                     _ => &[2, 3, 4, 7, 7, 17, 17, 20, 20, 5, 9, 16, 18, 21],
@@ -124,11 +124,11 @@ impl Author<'_> {
         name.into()
     }
 
-    /// The local APIC by its registers in memory; or a timer that fires soon.
+    /// Accesses the local APIC by its registers in memory, or starts a timer that fires soon.
     pub(super) fn apic(&mut self, a: &mut Asm) -> String {
         match self.rng.u8(..4) {
             0 => {
-                // TSC deadline: LVT, then the time now and some.
+                // TSC deadline: LVT, then the current time and some.
                 a.wrmsr(0x832, 2 << 17 | u64::from(TIMER_VECTOR));
                 a.mov_imm32(RCX, 0x6e0).raw(&[0x0f, 0x31]); // rdtsc
                 a.raw(&[0x05]).raw(&self.rng.u32(..200_000).to_le_bytes());
@@ -171,7 +171,7 @@ impl Author<'_> {
         }
     }
 
-    /// Vector, then area; disabled again; acknowledged out of turn.
+    /// Sets the vector, then the area; disables; or acknowledges without an event.
     pub(super) fn async_faults(&mut self, a: &mut Asm) -> String {
         match self.rng.u8(..6) {
             0 => {
@@ -192,7 +192,7 @@ impl Author<'_> {
         .into()
     }
 
-    /// The small instructions.
+    /// Small system instructions.
     pub(super) fn system(&mut self, a: &mut Asm, user: bool) -> String {
         const SMALL: [(&str, &[u8]); 22] = [
             ("cpuid", &[0x0f, 0xa2]),
@@ -225,7 +225,7 @@ impl Author<'_> {
         }
         match self.rng.u8(..24) {
             0 => {
-                // sgdt, sidt, and back again
+                // sgdt, sidt, and load them again
                 let at = values::data(self.rng, self.memory);
                 let kind = self.rng.u8(..2);
                 a.op(&[], Size::Long, &[0x0f, 0x01], kind, Rm::Abs(at as i32));
@@ -243,7 +243,7 @@ impl Author<'_> {
                 );
                 "lgdt of anything".into()
             }
-            // Nothing wakes it but a VMM: rare.
+            // Rare, because only the VMM can wake it.
             2 if !user && self.rng.u8(..8) == 0 => {
                 a.raw(&[0xfa, 0xf4]);
                 "cli hlt".into()
@@ -255,7 +255,7 @@ impl Author<'_> {
         }
     }
 
-    /// Ways to another privilege or handler. What follows in the block is rarely reached.
+    /// Transfers to another privilege or handler. The rest of the block is rarely reached.
     pub(super) fn transfer(&mut self, a: &mut Asm) -> String {
         let at = values::address(self.rng, self.memory);
         match self.rng.u8(..12) {
@@ -284,7 +284,7 @@ impl Author<'_> {
         "transfer".into()
     }
 
-    /// Bytes that nobody meant.
+    /// Random bytes.
     pub(super) fn noise(&mut self, a: &mut Asm) -> String {
         const LIKELY: [u8; 20] = [
             0x0f, 0x48, 0x66, 0x67, 0xf0, 0xf2, 0xf3, 0x64, 0x65, 0x01, 0xae, 0xba, 0xc7, 0xff,
@@ -297,7 +297,7 @@ impl Author<'_> {
             };
             a.raw(&[byte]);
         }
-        // Whatever they began, it has ended behind these.
+        // An instruction that the bytes began ends within these.
         a.raw(&[0x90; 12]);
         "noise".into()
     }

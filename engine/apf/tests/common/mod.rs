@@ -1,4 +1,4 @@
-//! A guest of a few fields, which records what it is told.
+//! A guest of a few fields, which records the events it receives.
 #![allow(dead_code, reason = "every test file uses its part")]
 
 use lacuna_addr::{Access, Gfn, Gpa};
@@ -15,7 +15,7 @@ pub const ENABLED: u64 = 1;
 pub const SEND_ALWAYS: u64 = 2;
 pub const AS_INT: u64 = 8;
 
-/// What lies at the guest's area.
+/// The content of the guest's area.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Memory {
     Ram,
@@ -23,7 +23,7 @@ pub enum Memory {
     Absent,
 }
 
-/// What the guest has been told, in order.
+/// The events delivered to the guest, in order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     PageFault(u64),
@@ -44,7 +44,7 @@ pub struct CpuState {
 pub struct Mock {
     pub state: CpuState,
     pub memory: Memory,
-    /// Where its two words are.
+    /// The address of its two words.
     pub area: u64,
     pub words: [u32; 2],
     pub prefault: Prefault,
@@ -52,7 +52,7 @@ pub struct Mock {
 }
 
 impl Mock {
-    /// In user mode, ready for anything.
+    /// A guest in user mode that can take any event.
     pub fn new() -> Self {
         Self {
             state: CpuState {
@@ -75,12 +75,12 @@ impl Mock {
         self.words.get_mut(offset as usize / 4)
     }
 
-    /// What it was told since it was last asked.
+    /// The events delivered since the last call.
     pub fn told(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
 
-    /// Its #PF handler: the reason word and the token, read and zeroed.
+    /// Its #PF handler: reads and zeroes the reason word and the token.
     pub fn take_page_fault(&mut self) -> Option<(u32, u32)> {
         let at = self
             .events
@@ -94,7 +94,7 @@ impl Mock {
         Some((reason, u32::try_from(address).unwrap()))
     }
 
-    /// Its interrupt handler: the token, read and zeroed.
+    /// Its interrupt handler: reads and zeroes the token.
     pub fn take_interrupt(&mut self) -> Option<u32> {
         let interrupt = Event::Interrupt(VECTOR);
         let at = self.events.iter().position(|&event| event == interrupt)?;
@@ -168,7 +168,7 @@ pub fn gfn(number: u64) -> Gfn {
 
 pub const NOW: Nanos = Nanos(1000);
 
-/// A queue and its guest. `en` is the low bits of EN; the wake-all of enabling is read.
+/// A queue and its guest. `en` is the low bits of EN. The wake-all of enabling is already read.
 pub struct World {
     pub queue: Queue,
     pub guest: Mock,
@@ -199,7 +199,7 @@ impl World {
         assert!(self.write(Msr::Enable, AREA | en));
     }
 
-    /// Whether the write went through.
+    /// Whether the write was accepted.
     pub fn write(&mut self, msr: Msr, value: u64) -> bool {
         let written = self.queue.write_msr(msr, value, NOW, &mut self.guest);
         self.queue.verify();
@@ -219,7 +219,8 @@ impl World {
         answer
     }
 
-    /// A fault of which the guest is told: its token, read, and the completion.
+    /// A fault that is reported to the guest: its token, which the guest has read, and the
+    /// completion.
     pub fn inject(&mut self, number: u64) -> (u32, Completion) {
         let NotPresent::Injected(completion) = self.fault(number) else {
             panic!("the guest is told");
@@ -239,7 +240,7 @@ impl World {
         dequeued
     }
 
-    /// Polls and reads until there is nothing more: the tokens that were ready, in order.
+    /// Polls and reads until nothing is left. Returns the tokens that became ready, in order.
     pub fn settle(&mut self) -> Vec<u32> {
         let mut ready = Vec::new();
         loop {
@@ -256,7 +257,7 @@ impl World {
     }
 }
 
-/// What a fault led to, to compare.
+/// The result of a fault, in a form that can be compared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Answer {
     Wait,

@@ -1,15 +1,16 @@
-//! vCPUs, monitors, a device and all that may come between, on threads at once.
+//! vCPUs, monitors, a device and all operations that may come between, on threads at once.
 //!
-//! A round is made of one seed: how many vCPUs and monitors, how writes are noticed, what is done.
-//! Every now and then all is stopped between two accesses and compared: what the vCPUs know that
-//! they wrote, memory, and what the monitors have together. Then it goes on.
+//! A round follows from one seed: the number of vCPUs and monitors, how writes are detected, which
+//! operations run. Now and then all threads are stopped between two accesses and three things are
+//! compared: what the vCPUs have written, memory, and the monitors' copies together. Then the round
+//! continues.
 //!
 //! ```text
 //! LACUNA_ROUNDS=100 cargo test -p lacuna-mmu --release --test dirty chaos      (some minutes)
 //! LACUNA_SEED=7 cargo test -p lacuna-mmu --test dirty chaos
 //! ```
-//! A round that failed names its seed: the same steps then, though threads never meet the same way
-//! twice.
+//! A round that fails prints its seed. The seed gives the same steps again, but threads never
+//! interleave twice in the same way.
 
 use crate::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
 use crate::monitor::{Begun, Monitor};
@@ -24,12 +25,12 @@ use std::sync::{Mutex, RwLock};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
 
-/// What the disturber does in a round, at least.
+/// The least number of operations of the disturbing thread in a round.
 const STEPS: u64 = 40;
-/// The most that a vCPU does in one stay, and between two looks at whether it shall leave.
+/// The most accesses of a vCPU while it is online, and between two checks whether it must leave.
 const STAY: u64 = 80;
 const BLOCK: u64 = 16;
-/// And not before so much was written, however few of the threads run.
+/// A round ends only after so many writes, however few of the threads run.
 const WRITES: u64 = 200;
 
 fn from_env(name: &str) -> Option<u64> {
@@ -42,7 +43,7 @@ struct Rng(u64);
 
 impl Rng {
     fn new(seed: u64, who: u64) -> Self {
-        // Neighbouring seeds shall not begin alike.
+        // Neighbouring seeds must not begin with the same numbers.
         Self((seed << 8 | who).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
@@ -57,14 +58,14 @@ impl Rng {
         some[self.below(some.len() as u64) as usize]
     }
 
-    /// A hot part, so that TLBs are used.
+    /// A part of the pages is hot, so that TLBs are used.
     fn page(&mut self) -> u64 {
         let pages = self.of(&[64, 64, 64, PAGES]);
         self.below(pages)
     }
 }
 
-/// Says on a panic, of whatever thread, which round it was.
+/// If any thread panics, prints which round it was.
 struct Round {
     seed: u64,
     huge: HugePages,
@@ -84,16 +85,16 @@ impl Drop for Round {
     }
 }
 
-/// What all threads of a round share.
+/// State that all threads of a round share.
 struct Chaos {
     fixture: Fixture,
-    /// Whoever does anything reads; who compares writes.
+    /// Held for reading by each operation, and for writing by the comparison.
     going: RwLock<()>,
     done: AtomicBool,
     monitors: Vec<Mutex<Monitor>>,
-    /// What was written last to each page, by each vCPU and the device.
+    /// The last value written to each page, by each vCPU and the device.
     written: Vec<Mutex<Vec<u64>>>,
-    /// How often a vCPU wrote.
+    /// The number of writes by vCPUs.
     writes: AtomicU64,
 }
 
@@ -111,7 +112,7 @@ impl Chaos {
         }
     }
 
-    /// Calls `step` until somebody is done.
+    /// Calls `step` until any thread is done.
     fn repeat(&self, mut step: impl FnMut()) {
         let _done = Done(&self.done);
         while !self.done.load(Ordering::Relaxed) {
@@ -128,7 +129,8 @@ impl Chaos {
                 clock += 1;
                 (rng.page(), (rng.below(4) != 0).then_some(clock))
             };
-            // Told when it is out of the guest: who panics inside is waited for, for ever.
+            // Checked when the vCPU is offline: a panic inside would let others wait for it for
+            // ever.
             let mut wrong = None;
             let mut note = |page: u64, write: Option<u64>, seen: u64| {
                 let word = &mut written[page as usize];
@@ -150,7 +152,7 @@ impl Chaos {
             }
             vcpu.enter(&self.fixture);
             for access in 0..rng.below(STAY) {
-                // As between two blocks of guest code.
+                // As between two basic blocks of guest code.
                 if access % BLOCK == 0 && vcpu.is_poked(&self.fixture) || !vcpu.has_room() {
                     break;
                 }
@@ -187,7 +189,7 @@ impl Chaos {
             let mut written = self.written[HOST_WORD].lock().unwrap();
             match self.fixture.host_write(page, clock) {
                 Ok(()) => written[page as usize] = clock,
-                // It must leave memory alone that logs into rings only.
+                // It must not write to memory that logs only into rings.
                 Err(error) => assert_eq!(
                     (error, self.fixture.mmu.delivery()),
                     (DirtyError::NoBitmap, bare_ring())
@@ -198,7 +200,7 @@ impl Chaos {
         });
     }
 
-    /// One thing that comes between.
+    /// One operation that comes between.
     fn disturb(&self, rng: &mut Rng, detections: &[lacuna_mmu::Detection]) {
         let _going = self.going.read().expect("no panic while all is compared");
         let fixture = &self.fixture;
@@ -242,8 +244,8 @@ impl Chaos {
         }
     }
 
-    /// All is stopped, one monitor takes what is left, and all must agree. Sometimes a log begins
-    /// then that makes the copies worthless.
+    /// Stops all threads; one monitor takes what is left, and all copies must agree. Sometimes a
+    /// log begins then that invalidates the copies.
     fn compare(&self, rng: &mut Rng) {
         let _stopped = self.going.write().expect("no panic in a thread");
         let mut monitors: Vec<_> = self.monitors.iter().map(|m| m.lock().unwrap()).collect();
@@ -282,7 +284,7 @@ fn round(seed: u64, huge: HugePages, delivery: Delivery) {
         delivery,
     };
     let mut rng = Rng::new(seed, 0);
-    // Counts of both in 15 seeds; the way to notice is one, the other, or switched.
+    // All combinations of these counts occur in 15 seeds. The detection is one of two, or switched.
     let (vcpus, monitors) = (1 + seed % VCPUS_MAX as u64, 1 + seed % 3);
     let detections: &[_] = rng.of(&[&DETECTIONS[..1], &DETECTIONS[1..], &DETECTIONS]);
     let (fixture, mut all) = Fixture::new(huge, delivery, vcpus as usize);
@@ -319,7 +321,7 @@ fn round(seed: u64, huge: HugePages, delivery: Delivery) {
 
 const HUGE: [HugePages; 2] = [HugePages::Never, HugePages::Always];
 
-/// One round of each kind of memory, or `LACUNA_ROUNDS`; from `LACUNA_SEED` on.
+/// Runs one round for each kind of memory, or `LACUNA_ROUNDS`, from `LACUNA_SEED` on.
 fn rounds(delivery: Delivery) {
     let first = from_env("LACUNA_SEED").unwrap_or(30);
     for seed in first..first + from_env("LACUNA_ROUNDS").unwrap_or(1) {

@@ -12,12 +12,12 @@ use std::thread::yield_now;
 
 /// Three blocks and a rest.
 pub const PAGES: u64 = 1600;
-/// Where the slot can be: aligned as its backing is, and not.
+/// The places of the slot: one aligned as its backing is, and one not.
 pub const PLACES: [u64; 2] = [0x400, 0x2_0001];
 pub const SLOT: SlotId = SlotId(3);
 pub const VCPUS_MAX: usize = 5;
-/// What a page holds: a word for each vCPU, and one for the host. Nobody writes to another's word,
-/// and what is written grows: of two copies of a word the greater is the newer.
+/// The content of a page: a word for each vCPU, and one for the host. Only its owner writes to a
+/// word, and the values grow: of two copies of a word, the greater is the newer one.
 pub type Words = [u64; VCPUS_MAX + 1];
 pub const HOST_WORD: usize = VCPUS_MAX;
 
@@ -31,12 +31,12 @@ pub struct Fixture {
     pub mmu: Arc<Mmu>,
     pub quiescence: Arc<Quiescence>,
     pub backing: HvaRange,
-    /// Who collects from the rings, to copy. Exclusively: who puts back what was collected since
-    /// the last reset, for that may be others' too.
+    /// Held shared by a monitor that reaps the rings and copies. Held exclusively by one that puts
+    /// back what was reaped since the last reset, because other monitors may have reaped it.
     pub collecting: RwLock<()>,
 }
 
-/// A page as a vCPU's TLB has it.
+/// A page in a vCPU's TLB.
 #[derive(Clone, Copy)]
 struct Hit {
     pfn: lacuna_addr::Pfn,
@@ -50,12 +50,12 @@ pub struct Vcpu {
     flushed: Epoch,
 }
 
-/// What keeps a vCPU from an access.
+/// What prevents an access of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stuck {
     /// Its ring is full.
     Ring,
-    /// The slot is not there, or read-only.
+    /// There is no slot, or it is read-only.
     NoSlot,
 }
 
@@ -100,7 +100,7 @@ impl Fixture {
         (fixture, vcpus)
     }
 
-    /// The frame of a page of the slot, where that is now.
+    /// The current frame of a page of the slot.
     pub fn gfn(&self, page: u64) -> Gfn {
         let slots = self.mmu.slots();
         let slot = slots.get(SLOT).expect("it is never without");
@@ -119,13 +119,13 @@ impl Fixture {
         [(); VCPUS_MAX + 1].map(|()| words.next().expect("as many"))
     }
 
-    /// A write past the vCPUs, if one is allowed.
+    /// A write by the host, if it is allowed.
     pub fn host_write(&self, page: u64, value: u64) -> Result<(), DirtyError> {
         let slots = self.mmu.slots();
         let slot = slots.get(SLOT).expect("it is never without");
         let gfn = slot.gfns.start().checked_add(page).expect("in the slot");
         let writing = self.mmu.host_write(slot, gfn)?;
-        // A device takes its time.
+        // A device is slow.
         yield_now();
         let at = slot.hva(gfn).get() + 8 * HOST_WORD as u64;
         self.host
@@ -142,7 +142,8 @@ impl Fixture {
 }
 
 impl Vcpu {
-    /// A stay online with one access; more if it must leave for a moment. The word that was read.
+    /// Goes online for one access, or several times if it must leave in between. Returns the word
+    /// that was read.
     pub fn access(
         &mut self,
         fixture: &Fixture,
@@ -163,12 +164,12 @@ impl Vcpu {
         }
     }
 
-    /// Whether its ring takes more.
+    /// Whether its ring has room.
     pub fn has_room(&mut self) -> bool {
         self.faulter.room() == Room::Yes
     }
 
-    /// Whether somebody wants it to leave.
+    /// Whether another thread has kicked it.
     pub fn is_poked(&self, fixture: &Fixture) -> bool {
         fixture.quiescence.vcpu(self.index).has_request()
     }
@@ -234,7 +235,7 @@ impl Vcpu {
         Ok(hit)
     }
 
-    /// Makes good what kept an access from its page; the vCPU is offline.
+    /// Resolves what prevented an access; the vCPU is offline.
     fn settle(&mut self, fixture: &Fixture, outcome: Outcome) -> Result<(), Stuck> {
         match outcome {
             Outcome::Mapped(_) => unreachable!("that is no reason to leave"),
@@ -255,7 +256,7 @@ impl Vcpu {
 }
 
 impl Vcpu {
-    /// A store to a place where nothing may be any more, if the TLB lets it through.
+    /// A store to an address that must be unmapped by now, if the TLB still allows it.
     pub fn write_by_tlb(&self, fixture: &Fixture, gfn: Gfn, value: u64) -> bool {
         let hit = self.tlb.get(&gfn.get()).filter(|hit| hit.writable);
         if let Some(hit) = hit {

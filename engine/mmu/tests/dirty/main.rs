@@ -1,6 +1,6 @@
-//! A copy of memory that is kept by replaying harvests is right, whatever else goes on: reclaim,
-//! splits, collapses, slot changes, switches of detection. Here one step after the other; in
-//! [`chaos`] all of it at once.
+//! A copy of memory that is updated by replaying harvests is right, whatever else happens: reclaim,
+//! splits, collapses, slot changes, switches of detection. This file makes one step after the
+//! other; [`chaos`] does all of it at once.
 
 mod chaos;
 mod fixture;
@@ -25,7 +25,7 @@ fn bare_ring() -> Delivery {
 
 const DETECTIONS: [Detection; 2] = [Detection::WriteProtect, Detection::Pml];
 
-/// vCPUs and monitors come by a number, of which the rest modulo those that there are counts.
+/// Operations name vCPUs and monitors by a number; its remainder by their count is used.
 #[derive(Clone, Debug)]
 enum Op {
     Write(usize, u64),
@@ -77,7 +77,7 @@ struct World {
     vcpus: Vec<Vcpu>,
     monitors: Vec<Monitor>,
     truth: Vec<Words>,
-    /// What was written last, wherever.
+    /// The last value written to any page.
     clock: u64,
     disallowed: Vec<GfnRange>,
 }
@@ -228,7 +228,7 @@ fn fill(world: &mut World) {
     (0..PAGES).for_each(|page| world.write(0, page));
 }
 
-/// With the detections and deliveries one by one: every page once, all of them, twice over.
+/// Each detection with each delivery: every page once, then all pages, twice over.
 #[test]
 fn every_detection_with_every_delivery() {
     for detection in DETECTIONS {
@@ -267,14 +267,14 @@ fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
     );
 }
 
-/// All pages were armed when the log ended; huge or not, no write to them is told of any more.
+/// All pages were armed when the log ended. Huge or not, no write to them is reported any more.
 #[test]
 fn a_log_that_has_ended_is_told_nothing() {
     for detection in DETECTIONS {
         for huge in [HugePages::Never, HugePages::Always] {
             let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
             fixture.mmu.set_detection(detection);
-            // As many as the host has frames for in any case.
+            // As many pages as the host certainly has frames for.
             let mut write = |value| {
                 (0..600).for_each(|page| {
                     vcpus[0].access(&fixture, page, Some(value)).unwrap();
@@ -292,7 +292,7 @@ fn a_log_that_has_ended_is_told_nothing() {
     }
 }
 
-/// Huge leaves are split page by page of what is written, and are back at once afterwards.
+/// Huge leaves are split for the pages that are written, and are put together at once afterwards.
 #[test]
 fn huge_leaves_go_lazily_and_come_back_in_place() {
     for detection in DETECTIONS {
@@ -352,12 +352,12 @@ fn what_a_ring_vm_refuses() {
     assert_eq!(late, Err(DirtyError::TooLate));
 }
 
-/// As when a log ends: one leaf where the host has one block, in place.
+/// At the end of a log: one leaf where the host has one block, in place.
 #[test]
 fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
     for (huge, expected) in [(HugePages::Always, 2), (HugePages::Never, 0)] {
         let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
-        // As many as the host has frames for in any case.
+        // As many pages as the host certainly has frames for.
         (0..700).for_each(|page| {
             vcpus[0].access(&fixture, page, Some(page)).unwrap();
         });
@@ -372,7 +372,7 @@ fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
     }
 }
 
-/// What was disallowed and is allowed again stays split while the slot logs.
+/// A block that was disallowed and is allowed again stays split while the slot logs.
 #[test]
 fn no_huge_leaf_appears_under_a_log() {
     for detection in DETECTIONS {

@@ -1,35 +1,35 @@
-//! Who asks which pages were written, and keeps copies of them.
+//! Monitors ask which pages were written, and keep copies of them.
 
 use crate::fixture::{Fixture, PAGES, SLOT, Words};
 use lacuna_mmu::{Delivery, DirtyError, HugeLeaves, Initially, Logging};
 
 const WORDS: usize = PAGES.div_ceil(64) as usize;
 
-/// One who harvests. There may be several: each has copies of the pages that it was told of, and
-/// only together they have all.
+/// A thread that harvests. There may be several: each has copies of the pages that its harvests
+/// named, and only together they have all pages.
 pub struct Monitor {
     copies: Vec<Words>,
 }
 
-/// Where copies stand after a log has begun.
+/// The state of the copies after a log has begun.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Begun {
     /// All pages were copied.
     Copied,
-    /// All pages will be reported: nobody needs the copies that were made so far.
+    /// All pages will be reported: the earlier copies are not needed.
     AllSet,
 }
 
 impl Monitor {
-    /// Of memory that is all zeros.
+    /// A monitor of memory that is all zeros.
     pub fn new() -> Self {
         Self {
             copies: vec![Words::default(); PAGES as usize],
         }
     }
 
-    /// Turns logging on, and copies all that does not count as written.
+    /// Turns logging on, and copies all pages that do not count as written.
     pub fn begin(&mut self, fixture: &Fixture, initially: Initially, huge: HugeLeaves) -> Begun {
         let on = Logging::On { initially, huge };
         let refused = fixture.mmu.set_logging(SLOT, on);
@@ -60,7 +60,7 @@ impl Monitor {
         }
     }
 
-    /// Everything that was written, by the calls that clear at once.
+    /// Copies everything that was written, by the calls that clear at once.
     pub fn harvest(&mut self, fixture: &Fixture) {
         let mut words = vec![0; WORDS];
         if fixture.mmu.delivery() != Delivery::Bitmap {
@@ -78,7 +78,7 @@ impl Monitor {
         }
     }
 
-    /// One part of the slot, by the calls that copy and clear.
+    /// Copies one part of the slot, by the calls that read and then clear.
     pub fn clear_some(&mut self, fixture: &Fixture, from: usize, count: usize) {
         let mut words = vec![0; WORDS];
         if let Err(error) = fixture.mmu.peek_dirty(SLOT, &mut words) {
@@ -95,7 +95,7 @@ impl Monitor {
         self.replay(fixture, &words);
     }
 
-    /// A harvest that does not reach its user.
+    /// A harvest whose result is lost.
     pub fn lose(&self, fixture: &Fixture) {
         if fixture.mmu.delivery() != Delivery::Bitmap {
             let _alone = fixture.collecting.write().unwrap();
@@ -109,27 +109,27 @@ impl Monitor {
         }
     }
 
-    /// Takes over another's copies.
+    /// Merges the copies of another monitor into its own.
     pub fn join(&mut self, other: &Self) {
         for (copy, other) in self.copies.iter_mut().zip(&other.copies) {
             merge(copy, other);
         }
     }
 
-    /// What it has of a page.
+    /// Its copy of a page.
     pub fn page(&self, page: u64) -> &Words {
         &self.copies[page as usize]
     }
 }
 
-/// The newer of each word.
+/// Takes the newer of each word.
 fn merge(copy: &mut Words, other: &Words) {
     for (word, other) in copy.iter_mut().zip(other) {
         *word = (*word).max(*other);
     }
 }
 
-/// The refusals that are right: no bitmap, or somebody is about to begin the log again.
+/// The valid refusals: there is no bitmap, or another monitor is about to begin the log again.
 fn assert_is_no_log(fixture: &Fixture, error: DirtyError) {
     match error {
         DirtyError::NotLogging(SLOT) => {}

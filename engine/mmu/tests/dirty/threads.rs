@@ -1,4 +1,4 @@
-//! vCPUs on threads: what must be waited for, and for whom.
+//! vCPUs on threads: which vCPUs an operation must wait for.
 
 use crate::fixture::{Fixture, PLACES, SLOT, Vcpu};
 use crate::monitor::Monitor;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
 
-/// Nobody shall wait for who has panicked.
+/// Sets the flag when its thread ends, also by a panic, so that no other thread waits for it.
 pub struct Done<'a>(pub &'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -19,7 +19,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// A vCPU that stays in the guest until it is asked to leave counts up in a page.
+/// A vCPU stays in the guest until it is asked to leave, and counts up in a page.
 #[test]
 fn a_harvest_has_all_that_was_written_before_it() {
     const PAGE: u64 = 7;
@@ -64,7 +64,7 @@ fn a_harvest_has_all_that_was_written_before_it() {
     }
 }
 
-/// What `first` begins cannot end before vCPU 0 leaves; nor may what `second` does then.
+/// The operation that `first` begins cannot end before vCPU 0 leaves; nor may that of `second`.
 fn both_wait(
     fixture: &Fixture,
     vcpu: &mut Vcpu,
@@ -81,7 +81,7 @@ fn both_wait(
             yield_now();
         }
         let second = scope.spawn(second);
-        // Long enough for a call that does not wait to be over; one that waits cannot be, ever.
+        // Long enough for a call that does not wait to return; one that waits cannot return at all.
         sleep(Duration::from_millis(50));
         let waited = !first.is_finished() && !second.is_finished();
         vcpu.leave(fixture);
@@ -93,8 +93,8 @@ fn both_wait(
     );
 }
 
-/// Reclaim has unmapped a page that a vCPU still writes to by its TLB: there is no W to take, and
-/// the harvest must wait for that vCPU all the same before the page is copied.
+/// Reclaim has unmapped a page to which a vCPU still writes by its TLB. The harvest finds no W to
+/// clear, but it must wait for that vCPU before the page is copied.
 #[test]
 fn a_harvest_waits_for_a_reclaim_that_waits() {
     let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
@@ -115,11 +115,11 @@ fn a_harvest_waits_for_a_reclaim_that_waits() {
     );
 }
 
-/// A page in a vCPU's log, unmapped by reclaim: nothing of the slot is mapped for the slot's move
-/// to wait for, but the log knows the page by its old address.
+/// A page is in a vCPU's log, and reclaim has unmapped it. The move of the slot finds nothing
+/// mapped to wait for, but the log knows the page by its old address.
 #[test]
 fn a_slot_does_not_move_away_under_a_log() {
-    // In a block that the slot does not fill: its table stays, so that no table is waited for.
+    // The slot does not fill this block: its table stays, so that no table is waited for.
     const PAGE: u64 = 1550;
     let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
     fixture.mmu.set_detection(Detection::Pml);
@@ -136,7 +136,7 @@ fn a_slot_does_not_move_away_under_a_log() {
     assert_eq!(words[24], 1 << (PAGE % 64), "the write was lost on the way");
 }
 
-/// What reclaim has begun to take, and has not waited for.
+/// A range that reclaim has begun to take, without having waited for the vCPUs.
 struct Taken {
     huge: HugePages,
     detection: Detection,
@@ -146,8 +146,8 @@ struct Taken {
     pages: u64,
 }
 
-/// The slot moves meanwhile. Who copies what a harvest names after that shall not miss what a vCPU
-/// writes at the old place.
+/// The slot moves meanwhile. A monitor that then copies the pages of a harvest must not miss what a
+/// vCPU writes at the old address.
 fn moved(taken: &Taken) {
     let (fixture, mut vcpus) = Fixture::new(taken.huge, Delivery::Bitmap, 1);
     fixture.mmu.set_detection(taken.detection);
@@ -185,7 +185,7 @@ fn moved(taken: &Taken) {
 #[test]
 fn a_slot_that_moves_under_a_reclaim_is_in_no_tlb() {
     for detection in DETECTIONS {
-        // In a block that the slot does not fill, so that no table goes with the leaf.
+        // The slot does not fill this block, so that no table is removed with the leaf.
         moved(&Taken {
             huge: HugePages::Never,
             detection,
@@ -193,7 +193,8 @@ fn a_slot_that_moves_under_a_reclaim_is_in_no_tlb() {
             first: 1550,
             pages: 1,
         });
-        // Small leaves of a block that the host has whole; many, whose table goes as one.
+        // Small leaves of a block that the host has whole; many of them, whose table is removed at
+        // once.
         for huge in [HugePages::Always, HugePages::Never] {
             moved(&Taken {
                 huge,

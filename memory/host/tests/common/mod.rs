@@ -1,5 +1,5 @@
-//! A VM's memory as the manager sees it: a stage 2 of one level with accessed and dirty bits, and
-//! one vCPU that faults on it.
+//! The memory of a VM, as the host sees it: a stage 2 of one level with accessed and dirty bits,
+//! and one vCPU that faults on it.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
@@ -52,7 +52,7 @@ impl Leaves {
         Some((leaf, pfn))
     }
 
-    /// Maps what is not mapped yet: the whole block if it may be and no page of it is.
+    /// Maps what is not mapped yet: the whole block, if it may be and no page of it is mapped.
     fn install(&mut self, hva: Hva, frame: Frame) -> (&mut Leaf, Pfn) {
         let start = hva.get() & !(BLOCK - 1);
         let index = (hva.get() - start) / PAGE_SIZE as u64;
@@ -90,7 +90,7 @@ impl Leaves {
     }
 }
 
-/// The listener: removes leaves, reports D, ages A.
+/// The listener: removes leaves, reports D, clears A.
 #[derive(Default)]
 pub struct FakeMmu {
     host: OnceLock<Weak<Host>>,
@@ -98,7 +98,7 @@ pub struct FakeMmu {
 }
 
 impl FakeMmu {
-    /// The host that is told of what was written.
+    /// Sets the host to which it reports dirty pages.
     pub fn belongs_to(&self, host: &Arc<Host>) {
         self.host.set(Arc::downgrade(host)).unwrap();
     }
@@ -175,9 +175,9 @@ pub struct Vm {
     pub cache: PerCpuPages,
     pub range: HvaRange,
     clock: Arc<VirtualClock>,
-    /// The largest leaf that this VM asks for.
+    /// The largest leaf that this VM can map.
     pub most: Level,
-    /// What every page must contain: its first word, repeated. Absent means zero.
+    /// The expected content of every page: its first word, repeated. Absent means zero.
     pub model: BTreeMap<u64, u64>,
 }
 
@@ -199,8 +199,8 @@ pub fn huge_host(
     host(budget, swap, huge, io)
 }
 
-/// A host whose device is real: what is started arrives when it does, but only while the caller
-/// polls.
+/// A host with a real device: operations complete when the device completes them, but only while
+/// the caller polls.
 pub fn ring_host(budget: u64, swap: Box<dyn SwapStore>) -> (Arc<Host>, Arc<VirtualClock>) {
     let (host, clock) = host(budget, swap, HugePages::Never, Io::Ring { readers: 1 });
     std::mem::forget(host.polling());
@@ -249,7 +249,7 @@ impl Vm {
             .unwrap()
     }
 
-    /// Lets time pass to the next completion; false when nothing is in flight.
+    /// Advances the time to the next completion. Returns false if nothing is in flight.
     pub fn step_time(&self) -> bool {
         let Some(due) = self.host.next_completion() else {
             return false;
@@ -259,7 +259,7 @@ impl Vm {
         true
     }
 
-    /// Something is in flight: takes in what comes.
+    /// Something is in flight: takes in the completions.
     fn let_come(&self) {
         if self.host.next_completion().is_some() {
             assert!(self.step_time());
@@ -268,7 +268,7 @@ impl Vm {
         }
     }
 
-    /// Finds the frame of a page, waiting as a seeded scheduler would.
+    /// Finds the frame of a page. It waits as a seeded scheduler would.
     pub fn fault(&mut self, page: u64, access: Access) -> Result<Frame, HostError> {
         let hva = self.hva(page);
         loop {
@@ -311,7 +311,7 @@ impl Vm {
         let mut leaves = mmu.leaves.lock().unwrap();
         let (leaf, pfn) = leaves.install(hva, frame);
         leaf.accessed = true;
-        // A write through a leaf that a read installed: only D tells.
+        // For a write through a leaf that a read installed, only D records the write.
         leaf.dirty |= access.is_write();
         drop(leaves);
         let frame = self.host.frame(pfn);
