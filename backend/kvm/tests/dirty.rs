@@ -234,17 +234,17 @@ fn follow_churn(delivery: Delivery) {
 }
 
 #[test]
-fn the_bitmap_tells_all() {
+fn the_bitmap_reports_every_write() {
     follow_churn(Delivery::Bitmap);
 }
 
 #[test]
-fn the_rings_tell_all() {
+fn the_rings_report_every_write() {
     follow_churn(ring(LARGE));
 }
 
 #[test]
-fn the_page_map_tells_all() {
+fn the_page_map_reports_every_write() {
     follow_churn(Delivery::Pagemap);
 }
 
@@ -291,7 +291,7 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
 
 /// A harvest includes what this process writes, and only while a slot logs.
 #[test]
-fn host_writes_are_told() {
+fn host_writes_are_reported() {
     if !can_run() {
         return;
     }
@@ -356,7 +356,7 @@ fn the_bitmap_is_read_and_cleared_in_two_steps_by_whole_words() {
 }
 
 #[test]
-fn what_cannot_be_is_told_in_words() {
+fn impossible_requests_are_refused_with_a_reason() {
     if !can_run() {
         return;
     }

@@ -50,7 +50,7 @@ fn every_page_is_as_the_guest_left_it_with_async_faults() {
 
 /// With `Delayed` even the boot data arrive late: nothing may depend on the time.
 #[test]
-fn pages_may_all_be_elsewhere_at_first() {
+fn all_pages_may_be_missing_at_first() {
     if !can_run() {
         return;
     }
@@ -134,7 +134,7 @@ fn the_watcher_reads_and_writes_guest_memory() {
 }
 
 #[test]
-fn bad_input_is_told_in_words() {
+fn bad_input_is_refused_with_a_reason() {
     if !can_run() {
         return;
     }

@@ -24,7 +24,7 @@ fn hello_prints_its_line() {
 }
 
 #[test]
-fn workloads_end_well() {
+fn all_workloads_succeed() {
     pass(&builder(64, 64, 2, "seconds=1"), "bm");
     pass(&builder(32, 8, 2, "rounds=1"), "membound");
     pass(&builder(32, 32, 2, ""), "touch");
@@ -219,7 +219,7 @@ fn nonsense_in_every_msr() {
 }
 
 #[test]
-fn a_triple_fault_says_where() {
+fn a_triple_fault_is_reported_with_its_address() {
     let (outcome, _) = run(&builder(32, 32, 1, ""), "triple");
     let Ending::Shutdown(text) = outcome.ending else {
         panic!("{:?}", outcome.ending)

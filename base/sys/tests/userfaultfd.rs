@@ -131,7 +131,7 @@ fn the_kernel_records_which_pages_are_written() {
 }
 
 #[test]
-fn what_is_not_tracked_is_refused() {
+fn a_range_that_is_not_tracked_is_refused() {
     let Some(uffd) = open() else { return };
     let page = register(&uffd);
     let range = HvaRange::new(page(0), 4).unwrap();

@@ -50,7 +50,7 @@ fn enabling_again_wakes_all_and_only_that() {
 }
 
 #[test]
-fn a_claim_of_before_says_nothing_about_the_same_page_now() {
+fn a_completion_from_before_a_disable_does_not_affect_a_new_fault_on_the_page() {
     for end in ENDS {
         let mut world = World::new(INTERRUPT);
         let (_, before) = world.inject(5);
@@ -120,7 +120,7 @@ fn a_cancel_alone_owes_the_guest_a_wake_all() {
 }
 
 #[test]
-fn pages_of_before_count_until_they_have_come() {
+fn pages_from_before_a_disable_count_until_they_arrive() {
     for end in ENDS {
         let mut world = World::new(INTERRUPT);
         let mut before: Vec<_> = (0..64).map(|page| world.inject(page).1).collect();

@@ -176,7 +176,7 @@ fn a_wake_all_takes_a_place_in_the_queue() {
 }
 
 #[test]
-fn a_page_that_was_taken_away_before_the_retry_is_waited_for_once() {
+fn a_page_that_was_evicted_before_the_retry_is_waited_for_once() {
     let mut world = World::new(ENABLED | AS_INT);
     let (token, completion) = world.inject(5);
     completion.complete();

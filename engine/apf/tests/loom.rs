@@ -105,7 +105,7 @@ impl Sleeper {
 }
 
 #[test]
-fn a_claim_dropped_by_a_dying_worker_wakes_the_sleeper() {
+fn a_completion_dropped_by_a_panicking_worker_wakes_the_sleeper() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
         let (token, completion) = vcpu.world.inject(5);

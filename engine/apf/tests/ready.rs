@@ -56,7 +56,7 @@ fn a_wake_all_maps_nothing() {
 }
 
 #[test]
-fn first_come_first_served_one_at_a_time() {
+fn ready_events_come_in_order_and_one_at_a_time() {
     for en in [ENABLED, INTERRUPT] {
         let mut world = World::new(en);
         let (first, one) = world.inject(5);
@@ -206,7 +206,7 @@ fn a_ready_that_cannot_be_written_still_makes_the_vcpu_run() {
 }
 
 #[test]
-fn a_dropped_claim_is_a_completion() {
+fn a_dropped_completion_counts_as_done() {
     let mut world = World::new(INTERRUPT);
     let (token, completion) = world.inject(5);
     drop(completion);
@@ -226,7 +226,7 @@ fn a_worker_that_dies_loses_nothing() {
 }
 
 #[test]
-fn every_completion_rings_unless_it_is_void() {
+fn every_completion_kicks_unless_it_is_void() {
     let kicks = Arc::new(AtomicU32::new(0));
     let kick = {
         let kicks = Arc::clone(&kicks);

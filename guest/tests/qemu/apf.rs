@@ -27,7 +27,7 @@ fn processors_go_offline_under_a_storm() {
 }
 
 #[test]
-fn breaking_the_rules_where_there_are_none_does_nothing() {
+fn breaking_the_rules_without_async_faults_does_nothing() {
     if qemu_missing() {
         return;
     }

@@ -12,7 +12,7 @@ fn number(console: &str, line: &str, name: &str) -> u64 {
 }
 
 #[test]
-fn the_dials_turn_what_is_dirtied() {
+fn parameters_set_the_rate_of_dirty_pages() {
     if qemu_missing() {
         return;
     }
@@ -45,7 +45,7 @@ fn the_dials_turn_what_is_dirtied() {
 }
 
 #[test]
-fn a_heap_without_a_hot_part_will_do_and_one_without_a_cold_will_not() {
+fn a_heap_needs_a_cold_part_and_no_hot_part() {
     if qemu_missing() {
         return;
     }

@@ -136,7 +136,7 @@ fn a_flipped_bit_is_found_by_waiters_and_readers() {
 }
 
 #[test]
-fn pages_in_each_others_slots_are_found() {
+fn pages_in_each_others_swap_entries_are_found() {
     let store = FaultyStore::new(SLOTS);
     let guest = Guest::new(Box::new(store.clone()), THREADS);
     store.tamper(shuffle);
@@ -145,7 +145,7 @@ fn pages_in_each_others_slots_are_found() {
 
 /// The device acknowledges a write and never does it: the read returns the older content.
 #[test]
-fn an_older_content_of_the_slot_is_found() {
+fn an_older_content_of_the_swap_entry_is_found() {
     // So few that all of them are used again.
     let store = FaultyStore::new(PageCount::new(700));
     let mut guest = Guest::new(Box::new(store.clone()), THREADS);

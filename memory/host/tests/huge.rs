@@ -87,7 +87,7 @@ fn advice_is_for_the_blocks_that_lie_inside() {
 
 /// A huge page is made only while many frames are free: the last frames are for single pages.
 #[test]
-fn without_plenty_there_are_small_pages() {
+fn with_few_free_frames_pages_are_small() {
     for budget in [400, 512 + 31, 3 * BLOCK + 10] {
         let (host, clock) = host(budget, HugePages::Always);
         let mut vm = Vm::new(&host, &clock, 8 * BLOCK);
@@ -114,7 +114,7 @@ fn a_block_only_read_is_never_written() {
 
 /// Cold blocks leave, in the end completely. A block in use stays whole.
 #[test]
-fn the_cold_are_split_and_the_hot_stay_whole() {
+fn cold_blocks_are_split_and_hot_blocks_stay_whole() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, 20 * BLOCK);
     write_all(&mut vm, 0..6 * BLOCK);
@@ -135,7 +135,7 @@ fn the_cold_are_split_and_the_hot_stay_whole() {
 /// spared, small pages would be thrashed in the remaining memory. A sampled split lets the blocks
 /// give up their cold pages.
 #[test]
-fn blocks_that_are_mostly_cold_give_way() {
+fn mostly_cold_blocks_are_split() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, 12 * BLOCK);
     write_all(&mut vm, 0..7 * BLOCK);
@@ -268,7 +268,7 @@ impl MmuNotifier for Writer {
 }
 
 #[test]
-fn a_page_taken_back_spoils_its_collapse() {
+fn a_page_taken_back_prevents_the_collapse() {
     let (host, _) = host(8 * BLOCK, HugePages::Always);
     let writer = Arc::new(Writer::default());
     writer.mmu.belongs_to(&host);

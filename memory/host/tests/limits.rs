@@ -130,7 +130,7 @@ fn a_ticket_calls_back() {
 }
 
 #[test]
-fn pages_are_peeked_at_only_where_they_are() {
+fn only_resident_pages_can_be_peeked_at() {
     let (host, clock) = virtual_host(256, store());
     let mut vm = Vm::new(&host, &clock, 1000);
     let mut word = [0; 8];
@@ -153,7 +153,7 @@ fn pages_are_peeked_at_only_where_they_are() {
 /// Per-CPU page caches are larger while many frames are free, but the last vCPU still gets its
 /// frames.
 #[test]
-fn many_idle_vcpus_leave_what_the_last_one_needs() {
+fn many_idle_vcpus_leave_frames_for_the_last_one() {
     const VCPUS: usize = 256;
     let (host, clock) = virtual_host(Host::minimum_budget(VCPUS).get(), store());
     let mut vm = Vm::new(&host, &clock, 1000);

@@ -327,7 +327,7 @@ fn a_write_while_its_block_is_collapsed() {
 
 /// Pages that lie in their places become a block during a fault, and are split again.
 #[test]
-fn a_write_while_its_block_is_made_whole_in_place() {
+fn a_write_while_its_block_is_collapsed_in_place() {
     model(|| {
         let block = Arc::new(Block::new());
         block.first_touch().unwrap();

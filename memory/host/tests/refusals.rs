@@ -120,7 +120,7 @@ fn a_region_goes_away_while_it_is_mapped() {
 
 /// A frame number of one host's pool is a different page in another host's.
 #[test]
-fn one_host_does_nothing_with_what_is_anothers() {
+fn a_host_does_nothing_with_frames_of_another_host() {
     let device = || Box::new(FaultyStore::new(PageCount::new(4000)));
     let (host, clock) = virtual_host(256, device());
     let (other, _) = virtual_host(256, device());

@@ -11,7 +11,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::sync::Arc;
 
 #[test]
-fn threads_stand_in_for_a_ring_that_cannot_be() {
+fn threads_read_if_the_kernel_refuses_a_ring() {
     let dir = tempfile::tempdir().unwrap();
     let store = FileStore::create(dir.path(), PageCount::new(4096)).unwrap();
     // With no file descriptor left, any kernel refuses.

@@ -111,7 +111,7 @@ fn more_reads_than_the_ring_takes_all_arrive() {
 }
 
 #[test]
-fn a_host_that_goes_lets_everything_arrive_first() {
+fn the_drop_of_a_host_waits_for_all_completions() {
     for latency in [Duration::ZERO, Duration::from_millis(2)] {
         let dir = tempfile::tempdir().unwrap();
         let slow = Latency::new(file(&dir), LatencySetting::new(latency));
@@ -128,7 +128,7 @@ fn a_host_that_goes_lets_everything_arrive_first() {
 }
 
 #[test]
-fn what_the_last_poller_leaves_behind_arrives() {
+fn reads_that_the_last_poller_leaves_arrive() {
     let dir = tempfile::tempdir().unwrap();
     let mut guest = Guest::swapped_out(Box::new(file(&dir)));
     let host = guest.host.clone();

@@ -143,7 +143,7 @@ fn a_stalled_device_is_waited_for() {
 /// A thread that stops a VM does not wait for its device, only for the one thread that is inside
 /// it.
 #[test]
-fn a_wait_for_a_frame_ends_when_it_is_told_to() {
+fn a_wait_for_a_frame_ends_on_request() {
     let store = faulty();
     let world = World::new(Box::new(store.clone()));
     store.set_fault(Some(Fault::Stall));
@@ -267,7 +267,7 @@ fn one_failed_read_loses_one_page() {
 
 /// Writes fail one after the other, for a short time.
 #[test]
-fn a_device_that_fails_for_a_moment_is_asked_again() {
+fn a_device_that_fails_for_a_moment_is_tried_again() {
     let store = faulty();
     store.set_fault(Some(Fault::WriteAfter(0)));
     let world = World::new(Box::new(store.clone()));
@@ -282,7 +282,7 @@ fn a_device_that_fails_for_a_moment_is_asked_again() {
 }
 
 #[test]
-fn a_device_that_goes_on_failing_is_believed() {
+fn a_device_that_keeps_failing_is_reported() {
     let store = faulty();
     store.set_fault(Some(Fault::WriteAfter(0)));
     let world = World::new(Box::new(store));
@@ -354,7 +354,7 @@ fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
 }
 
 #[test]
-fn a_region_that_goes_does_not_wait_for_a_simulated_latency() {
+fn the_removal_of_a_region_does_not_wait_for_a_simulated_latency() {
     let (world, tickets) = hour_away(faulty());
     world.host.remove_region(world.range).unwrap();
     assert!(tickets.iter().all(Ticket::is_done));
@@ -362,7 +362,7 @@ fn a_region_that_goes_does_not_wait_for_a_simulated_latency() {
 }
 
 #[test]
-fn nor_for_a_thread_that_sleeps_it_out() {
+fn the_removal_of_a_region_does_not_wait_for_a_thread_in_a_simulated_latency() {
     let world = slow_world(faulty());
     let mut cache = world.host.per_cpu_pages().unwrap();
     let mut pending = |page| match world.resolve(page, &mut cache) {
@@ -382,7 +382,7 @@ fn nor_for_a_thread_that_sleeps_it_out() {
 }
 
 #[test]
-fn a_host_that_goes_does_not_wait_for_a_simulated_latency() {
+fn the_drop_of_a_host_does_not_wait_for_a_simulated_latency() {
     let dir = tempfile::tempdir().unwrap();
     let file = FileStore::create(dir.path(), PageCount::new(10_000)).unwrap();
     let (world, tickets) = hour_away(file);

@@ -442,7 +442,7 @@ fn three_vcpus_on_a_slow_device() {
 /// Regions are removed under vCPUs that use them, while others need the frames. A vCPU that is
 /// early finds its bytes; one that is late finds the page lost.
 #[test]
-fn three_vcpus_while_their_memory_is_taken_away() {
+fn three_vcpus_while_their_regions_are_removed() {
     for (round, huge) in [HugePages::Never, HugePages::Always]
         .repeat(15)
         .iter()

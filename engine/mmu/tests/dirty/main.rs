@@ -250,7 +250,7 @@ fn every_detection_with_every_delivery() {
 }
 
 #[test]
-fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
+fn nothing_is_logged_for_a_slot_without_a_log() {
     let (fixture, mut vcpus) = Fixture::new(HugePages::Always, Delivery::Bitmap, 1);
     fixture.mmu.set_detection(Detection::Pml);
     for round in 0..3 {
@@ -269,7 +269,7 @@ fn nothing_is_logged_for_a_slot_that_does_not_want_to_know() {
 
 /// All pages were armed when the log ended. Huge or not, no write to them is reported any more.
 #[test]
-fn a_log_that_has_ended_is_told_nothing() {
+fn a_log_that_has_ended_records_nothing() {
     for detection in DETECTIONS {
         for huge in [HugePages::Never, HugePages::Always] {
             let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
@@ -330,7 +330,7 @@ fn huge_leaves_go_lazily_and_come_back_in_place() {
 }
 
 #[test]
-fn what_a_ring_vm_refuses() {
+fn a_vm_with_rings_refuses_bitmap_calls_and_host_writes() {
     let (fixture, _) = Fixture::new(HugePages::Never, bare_ring(), 1);
     let all_set = Logging::On {
         initially: Initially::AllSet,
@@ -354,7 +354,7 @@ fn what_a_ring_vm_refuses() {
 
 /// At the end of a log: one leaf where the host has one block, in place.
 #[test]
-fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
+fn a_block_allowed_again_is_huge_if_the_host_has_it_whole() {
     for (huge, expected) in [(HugePages::Always, 2), (HugePages::Never, 0)] {
         let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
         // As many pages as the host certainly has frames for.
@@ -374,7 +374,7 @@ fn what_is_allowed_again_is_huge_where_the_host_has_it_whole() {
 
 /// A block that was disallowed and is allowed again stays split while the slot logs.
 #[test]
-fn no_huge_leaf_appears_under_a_log() {
+fn no_huge_leaf_appears_while_a_slot_logs() {
     for detection in DETECTIONS {
         let (fixture, mut vcpus) = Fixture::new(HugePages::Always, Delivery::Bitmap, 1);
         fixture.mmu.set_detection(detection);

@@ -118,7 +118,7 @@ fn a_harvest_waits_for_a_reclaim_that_waits() {
 /// A page is in a vCPU's log, and reclaim has unmapped it. The move of the slot finds nothing
 /// mapped to wait for, but the log knows the page by its old address.
 #[test]
-fn a_slot_does_not_move_away_under_a_log() {
+fn a_slot_does_not_move_while_a_vcpu_logs_its_pages() {
     // The slot does not fill this block: its table stays, so that no table is waited for.
     const PAGE: u64 = 1550;
     let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
@@ -183,7 +183,7 @@ fn moved(taken: &Taken) {
 }
 
 #[test]
-fn a_slot_that_moves_under_a_reclaim_is_in_no_tlb() {
+fn a_slot_that_moves_during_a_reclaim_is_in_no_tlb() {
     for detection in DETECTIONS {
         // The slot does not fill this block, so that no table is removed with the leaf.
         moved(&Taken {
@@ -208,7 +208,7 @@ fn a_slot_that_moves_under_a_reclaim_is_in_no_tlb() {
 }
 
 #[test]
-fn what_is_protected_under_a_reclaim_is_in_no_tlb() {
+fn a_page_protected_during_a_reclaim_is_in_no_tlb() {
     let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
     let vcpu = &mut vcpus[0];
     vcpu.access(&fixture, 7, Some(1)).unwrap();
