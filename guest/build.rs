@@ -1,12 +1,17 @@
 //! Builds the guest images with the host's C compiler.
 //!
 //! ```text
-//! kernel/*.c *.S, user/format.c, memory.c   --> kernel objects, once
-//! user/*.c *.S                              --> library objects, once
-//! workloads/*.c *.S                         --> NAME.program.elf --> .incbin --> NAME.elf
+//! kernel/*.c *.S, kernel/arch/ARCH/*.c *.S, user/format.c, memory.c   --> kernel objects, once
+//! user/*.c *.S, user/arch/ARCH/*.c *.S                                --> library objects, once
+//! workloads/*.c *.S, workloads/arch/ARCH/*.c *.S
+//!                           --> NAME.program.elf --> .incbin --> NAME.elf
 //! workloads/cpubench.* + native/shim.c      --> cpubench-native, for this machine itself
 //! ```
-//! The compiler's flags are in `kernel/cflags` and `user/cflags`, which `build-guest.sh` reads too.
+//! `ARCH` is x86. The compiler's flags are in `kernel/arch/ARCH/cflags` and
+//! `user/arch/ARCH/cflags`, which `build-guest.sh` reads too.
+//!
+//! A host may have no compiler that makes x86-64 guests. Then the build goes on without images:
+//! each file is empty, and `unavailable` has the reason, which the crate gives at run time.
 
 use std::env;
 use std::ffi::OsString;
@@ -14,6 +19,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
+/// The architecture of the guests.
+const ARCH: &str = "x86";
 const LINK: [&str; 6] = [
     "-nostdlib",
     "-static",
@@ -40,29 +47,49 @@ fn main() {
         cc: env::var_os("LACUNA_GUEST_CC").unwrap_or("cc".into()),
         out,
     };
-    build.check_compiler();
+    let unavailable = build.unavailable();
+    write(
+        &build.out.join("unavailable"),
+        unavailable.as_deref().unwrap_or_default(),
+    );
+    if let Some(reason) = unavailable {
+        println!("cargo:warning=no guest images are built in: {reason}");
+        for source in workloads() {
+            write(&build.out.join(format!("{}.elf", stem(&source))), "");
+        }
+        write(&build.out.join("cpubench-native"), "");
+        return;
+    }
 
     let kernel = build.compile_all("kernel", &sources("kernel", &["program"]));
     let shared = ["user/format.c", "user/memory.c"].map(PathBuf::from);
     let kernel = [kernel, build.compile_all("kernel", &shared)].concat();
     let library = build.compile_all("user", &sources("user", &[]));
-    for source in sources("workloads", &[]) {
-        if source.extension().is_some_and(|e| e == "c") {
-            build.image(&source, &kernel, &library);
-        }
+    for source in workloads() {
+        build.image(&source, &kernel, &library);
     }
     build.native_cpubench();
 }
 
-/// C and assembly files of a folder, sorted, without the named ones.
+/// The C file of each workload.
+fn workloads() -> Vec<PathBuf> {
+    let mut all = sources("workloads", &[]);
+    all.retain(|p| p.extension().is_some_and(|e| e == "c"));
+    all
+}
+
+/// C and assembly files of a folder, those for the architecture included, without the named ones.
+/// They are sorted by name alone, so that a file's folder does not decide its place in the image.
 fn sources(folder: &str, without: &[&str]) -> Vec<PathBuf> {
-    let entries = fs::read_dir(folder).unwrap_or_else(|e| fail(&format!("{folder}: {e}")));
-    let mut files: Vec<PathBuf> = entries
+    let folders = [folder.to_owned(), format!("{folder}/arch/{ARCH}")];
+    let mut files: Vec<PathBuf> = folders
+        .iter()
+        .flat_map(|folder| fs::read_dir(folder).unwrap_or_else(|e| fail(&format!("{folder}: {e}"))))
         .filter_map(|e| Some(e.ok()?.path()))
         .filter(|p| p.extension().is_some_and(|e| e == "c" || e == "S"))
         .filter(|p| !without.contains(&stem(p).as_str()))
         .collect();
-    files.sort();
+    files.sort_by(|a, b| a.file_name().cmp(&b.file_name()));
     files
 }
 
@@ -72,29 +99,34 @@ struct Build {
 }
 
 impl Build {
-    fn check_compiler(&self) {
+    /// Why this host's compiler cannot build the guests, if it cannot.
+    fn unavailable(&self) -> Option<String> {
         let help = "install a C compiler for x86-64 with its assembler and linker (Debian and \
-                    Ubuntu: `apt install gcc`; Fedora: `dnf install gcc`), or name one in \
-                    LACUNA_GUEST_CC (for example x86_64-linux-gnu-gcc)";
-        let found = Command::new(&self.cc).arg("-dumpmachine").output();
-        let machine = match &found {
+                    Ubuntu: `apt install gcc`; Fedora: `dnf install gcc`; on another processor: \
+                    `apt install gcc-x86-64-linux-gnu`), or name one in LACUNA_GUEST_CC (for \
+                    example x86_64-linux-gnu-gcc), and build again";
+        let machine = match Command::new(&self.cc).arg("-dumpmachine").output() {
             Ok(o) => String::from_utf8_lossy(&o.stdout).trim().to_string(),
-            Err(e) => fail(&format!(
-                "cannot run {:?}: {e}. To build the guest: {help}",
-                self.cc
-            )),
+            Err(e) => return Some(format!("cannot run {:?}: {e}; {help}", self.cc)),
         };
-        if !machine.starts_with("x86_64") {
-            fail(&format!(
-                "{:?} compiles for {machine:?}, the guest is x86-64: {help}",
-                self.cc
-            ));
+        let elf = machine.contains("linux") || machine.contains("elf");
+        if machine.starts_with("x86_64") && elf {
+            return None;
         }
+        let cc = &self.cc;
+        Some(format!(
+            "{cc:?} compiles for {machine:?}, and the guests are x86-64 ELF files; {help}"
+        ))
     }
 
     fn cc(&self, flags: &str) -> Command {
         let mut cc = Command::new(&self.cc);
-        cc.arg(format!("@{flags}/cflags")).arg("-Iinclude");
+        cc.arg(format!("@{flags}/arch/{ARCH}/cflags"));
+        let folders = ["include", "kernel", "workloads"].map(Path::new);
+        let arch = Path::new("kernel/arch").join(ARCH);
+        for folder in folders.into_iter().chain([arch.as_path()]) {
+            cc.arg("-I").arg(folder);
+        }
         cc
     }
 
@@ -107,7 +139,7 @@ impl Build {
             .extension()
             .and_then(|e| e.to_str())
             .unwrap_or_default();
-        let folder = source.parent().map(stem).unwrap_or_default();
+        let folder = source.iter().next().unwrap_or_default().display();
         let object = self
             .out
             .join(format!("{flags}-{folder}-{}-{ext}.o", stem(source)));
@@ -126,13 +158,15 @@ impl Build {
         let name = stem(source);
         let folder = self.out.join(format!("{name}.d"));
         fs::create_dir_all(&folder).unwrap_or_else(|e| fail(&format!("{folder:?}: {e}")));
-        let mut parts = vec![source.to_path_buf(), source.with_extension("S")];
-        parts.retain(|p| p.exists());
+        let parts = sources("workloads", &[]);
+        let mut parts: Vec<PathBuf> = parts.into_iter().filter(|p| stem(p) == name).collect();
+        parts.sort_by_key(|part| part != source);
         let objects = self.compile_all("user", &parts);
         let program = folder.join("program.elf");
         let mut link = self.cc("user");
         link.args(LINK)
-            .args(["-T", "user/user.ld", "-o"])
+            .arg(format!("-Tuser/arch/{ARCH}/user.ld"))
+            .arg("-o")
             .arg(&program);
         run(link.args(objects).args(library));
 
@@ -141,7 +175,8 @@ impl Build {
         let image = self.out.join(format!("{name}.elf"));
         let mut link = self.cc("kernel");
         link.args(LINK)
-            .args(["-T", "kernel/kernel.ld", "-o"])
+            .arg(format!("-Tkernel/arch/{ARCH}/kernel.ld"))
+            .arg("-o")
             .arg(&image);
         run(link.args(kernel).arg(blob));
     }
@@ -150,11 +185,11 @@ impl Build {
     fn native_cpubench(&self) {
         let to = self.out.join("cpubench-native");
         if env::var("HOST").ok() != env::var("TARGET").ok() || !cfg!(target_arch = "x86_64") {
-            fs::write(&to, []).unwrap_or_else(|e| fail(&format!("{to:?}: {e}")));
+            write(&to, "");
             return;
         }
         let rename = ["-Dmain=lacuna_main".to_string()];
-        let code = ["workloads/cpubench.c", "workloads/cpubench.S"].map(Path::new);
+        let code = ["workloads/cpubench.c", "workloads/arch/x86/cpubench.S"].map(Path::new);
         let objects = code.map(|f| self.compile("user", f, &rename));
         let mut link = Command::new(&self.cc);
         link.args(["-O2", "-Wall", "-Wextra", "-Werror", "-Iinclude", "-o"])
@@ -167,6 +202,10 @@ fn stem(path: &Path) -> String {
     path.file_stem()
         .map(|s| s.to_string_lossy().into_owned())
         .unwrap_or_default()
+}
+
+fn write(file: &Path, text: &str) {
+    fs::write(file, text).unwrap_or_else(|e| fail(&format!("{file:?}: {e}")));
 }
 
 fn run(command: &mut Command) {

@@ -385,12 +385,27 @@ static IMAGES: &[Image] = &[
     image!("hello", "prints a line and ends", &[]),
 ];
 
-/// All images, most useful first.
+/// All images, most useful first; none where [`unavailable`] has a reason.
 pub fn images() -> &'static [Image] {
-    IMAGES
+    match unavailable() {
+        None => IMAGES,
+        Some(_) => &[],
+    }
 }
 
 /// The image of that name.
 pub fn image(name: &str) -> Option<&'static Image> {
-    IMAGES.iter().find(|i| i.name == name)
+    images().iter().find(|i| i.name == name)
+}
+
+/// Why no images are built in, if none are: the compiler of the host that built the crate makes no
+/// x86-64 programs. Guests of a file run all the same.
+pub fn unavailable() -> Option<&'static str> {
+    let reason = include_str!(concat!(env!("OUT_DIR"), "/unavailable"));
+    (!reason.is_empty()).then_some(reason)
+}
+
+/// Whether an image of that name would be built in where the compiler makes x86-64 programs.
+pub fn is_known(name: &str) -> bool {
+    IMAGES.iter().any(|i| i.name == name)
 }

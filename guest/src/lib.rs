@@ -1,7 +1,8 @@
 //! The guest: a small kernel and its workloads, as images any PVH-capable VMM can boot.
 //!
 //! The build script compiles the C sources beside this crate with the host's compiler; [`images`]
-//! has the results. Every image is an ELF64 file with two entry points:
+//! has the results, [`unavailable`] the reason if there are none. Every image is an ELF64 file with
+//! two entry points:
 //! ```text
 //! PVH note   32-bit, paging off, EBX = hvm_start_info      QEMU, Cloud Hypervisor, ...
 //! e_entry    64-bit long mode, CPL0, IF = 0, identity map, RBX = hvm_start_info    Lacuna
@@ -17,7 +18,7 @@
 mod catalog;
 pub mod status;
 
-pub use catalog::{Image, KERNEL_PARAMS, Param, image, images};
+pub use catalog::{Image, KERNEL_PARAMS, Param, image, images, is_known, unavailable};
 
 /// Port of the console (COM1): bytes written are output.
 pub const PORT_CONSOLE: u16 = 0x3f8;

@@ -29,6 +29,10 @@ fn probe(test: &str) -> PathBuf {
 
 #[test]
 fn rust_mirrors_the_c_headers() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip(reason);
+        return;
+    }
     let output = Command::new(probe("abi")).output().unwrap();
     let kinds = [s::Kind::Worker, s::Kind::Faulter, s::Kind::Other];
     let kinds = kinds.map(|kind| kind.paused_bit().trailing_zeros().to_string());
@@ -71,6 +75,10 @@ fn rust_mirrors_the_c_headers() {
 
 #[test]
 fn keyed_pattern_compresses_and_random_does_not() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip(reason);
+        return;
+    }
     let probe = probe("pattern");
     let page = |pattern: &str| Command::new(&probe).arg(pattern).output().unwrap().stdout;
     let [keyed, random] = ["keyed", "random"].map(page);
@@ -97,6 +105,10 @@ fn written_by_chance(drawn: &[f64], written: &[f64]) {
 /// above each power of two.
 #[test]
 fn ranks_are_drawn_by_zipfs_law() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip(reason);
+        return;
+    }
     let probe = probe("zipf");
     for hundredths in [0, 50, 99, 150] {
         let output = Command::new(&probe)

@@ -5,6 +5,10 @@ use std::process::Command;
 
 #[test]
 fn every_order_of_events_is_survived() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip(reason);
+        return;
+    }
     let guest = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("apf-test");
     let cc = std::env::var_os("LACUNA_GUEST_CC").unwrap_or("cc".into());
@@ -14,6 +18,8 @@ fn every_order_of_events_is_survived() {
         .arg(guest.join("include"))
         .arg("-I")
         .arg(guest.join("kernel"))
+        .arg("-I")
+        .arg(guest.join("kernel/arch/x86"))
         .arg(guest.join("tests/apf.c"))
         .arg(guest.join("user/format.c"))
         .arg("-o")

@@ -17,6 +17,7 @@ fn execute(code: Vec<u8>) -> (RunSummary, Vec<String>) {
     let outcome = within(60, move || {
         let entry = Gpa::truncate(u64::from(AT));
         let image = Image {
+            arch: lacuna_machine::Arch::X86_64,
             segments: vec![Segment {
                 gpa: entry,
                 size: 0x2000,

@@ -186,6 +186,7 @@ impl Subject {
             })
             .collect();
         let image = Image {
+            arch: lacuna_machine::Arch::X86_64,
             segments,
             entry: Gpa::new(RUNTIME).expect("low"),
         };
@@ -283,6 +284,7 @@ impl Subject {
     /// As [`Subject::write`].
     pub fn reload(&self, rng: &mut Rng) -> Result<(), MemoryError> {
         let boot = lacuna_machine::Image {
+            arch: lacuna_machine::Arch::X86_64,
             segments: Vec::new(),
             entry: Gpa::new(RUNTIME).expect("low"),
         };

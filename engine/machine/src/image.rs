@@ -1,9 +1,11 @@
-//! A guest kernel image: ELF64 for x86-64 with the PVH note.
+//! A guest kernel image: an ELF64 file, told apart by its `e_machine`.
 //!
-//! The note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI) is what other VMMs start it by, and
-//! what tells a kernel from any other program. Lacuna itself enters at the ELF entry point, in long
-//! mode with an identity map, as Linux's 64-bit boot protocol does.
+//! An image for x86-64 must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI).
+//! Other VMMs start the image by the note, and the note tells a kernel from any other program.
+//! Lacuna itself enters at the ELF entry point, in long mode with an identity map, as Linux's
+//! 64-bit boot protocol does.
 
+use crate::Arch;
 use elf::{ElfBytes, abi, endian::AnyEndian, file::Class, note::Note};
 use lacuna_addr::Gpa;
 
@@ -70,6 +72,8 @@ pub struct Segment<'a> {
 /// A parsed image; nothing has been loaded.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Image<'a> {
+    /// The processor that it is for.
+    pub arch: Arch,
     /// Loadable segments in file order.
     pub segments: Vec<Segment<'a>>,
     /// Physical entry point, long mode.
@@ -81,10 +85,7 @@ impl<'a> Image<'a> {
     pub fn parse(file: &'a [u8]) -> Result<Self, ImageError> {
         let not_elf = |e: elf::ParseError| ImageError::NotElf(e.to_string());
         let elf = ElfBytes::<AnyEndian>::minimal_parse(file).map_err(not_elf)?;
-        if elf.ehdr.class != Class::ELF64 || elf.ehdr.e_machine != abi::EM_X86_64 {
-            let machine = abi_name(elf.ehdr.class, elf.ehdr.e_machine);
-            return Err(ImageError::WrongMachine(machine));
-        }
+        let arch = arch(elf.ehdr.class, elf.ehdr.e_machine)?;
         let headers = elf.segments().ok_or(ImageError::Empty)?;
         let mut segments = Vec::new();
         let mut pvh = false;
@@ -98,8 +99,9 @@ impl<'a> Image<'a> {
                 _ => {}
             }
         }
-        if !pvh {
-            return Err(ImageError::NoPvhNote);
+        match arch {
+            Arch::X86_64 if !pvh => return Err(ImageError::NoPvhNote),
+            Arch::X86_64 => {}
         }
         if segments.is_empty() {
             return Err(ImageError::Empty);
@@ -110,7 +112,11 @@ impl<'a> Image<'a> {
             Some(gpa) if segments.iter().any(inside) => gpa,
             _ => return Err(ImageError::BadEntry(entry)),
         };
-        Ok(Self { segments, entry })
+        Ok(Self {
+            arch,
+            segments,
+            entry,
+        })
     }
 
     /// One past the highest byte that any segment occupies.
@@ -127,14 +133,22 @@ fn is_pvh(note: &Note<'_>) -> bool {
     matches!(note, Note::Unknown(any) if any.n_type == PVH_NOTE && any.name.starts_with(b"Xen"))
 }
 
-fn abi_name(class: Class, machine: u16) -> String {
+/// The architecture of a file for `machine`; others are refused by their names.
+fn arch(class: Class, machine: u16) -> Result<Arch, ImageError> {
     let bits = if class == Class::ELF64 { 64 } else { 32 };
-    match machine {
-        abi::EM_386 => "32-bit x86".into(),
-        abi::EM_AARCH64 => "AArch64".into(),
-        abi::EM_RISCV => "RISC-V".into(),
-        other => format!("ELF machine {other} ({bits}-bit)"),
-    }
+    let name = match (class, machine) {
+        (Class::ELF64, abi::EM_X86_64) => return Ok(Arch::X86_64),
+        (Class::ELF32, abi::EM_X86_64) => "x86-64 with 32-bit pointers (x32)".into(),
+        (_, abi::EM_386) => "32-bit x86".into(),
+        (_, abi::EM_AARCH64) => "AArch64".into(),
+        (_, abi::EM_ARM) => "32-bit Arm".into(),
+        (_, abi::EM_RISCV) => format!("RISC-V ({bits}-bit)"),
+        (_, abi::EM_PPC64) => "64-bit PowerPC".into(),
+        (_, abi::EM_S390) => "s390".into(),
+        (_, abi::EM_LOONGARCH) => "LoongArch".into(),
+        (_, other) => format!("ELF machine {other} ({bits}-bit)"),
+    };
+    Err(ImageError::WrongMachine(name))
 }
 
 fn segment<'a>(

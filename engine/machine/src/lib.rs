@@ -13,7 +13,8 @@
 #![forbid(unsafe_code)]
 
 mod apf;
-mod boot;
+mod arch;
+pub mod boot;
 mod devices;
 mod exit;
 mod image;
@@ -22,7 +23,9 @@ mod memory;
 mod run;
 
 pub use apf::Apf;
-pub use boot::{Boot, BootError, Layout};
+pub use arch::Arch;
+pub use boot::x86::Boot;
+pub use boot::{BootError, Layout};
 pub use devices::{Console, Ending, PlatformDevices, port};
 pub use exit::{Exit, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};

@@ -1,7 +1,7 @@
 //! Images and boot data: every refusal with its text, and what a good load writes.
 
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Boot, BootError, GuestMemory, Image, ImageError, Layout, MemoryError};
+use lacuna_machine::{Arch, Boot, BootError, GuestMemory, Image, ImageError, Layout, MemoryError};
 use proptest::prelude::*;
 use std::cell::RefCell;
 
@@ -86,6 +86,7 @@ fn a_good_image_is_loaded_with_its_boot_data() {
         0x10_0002,
     );
     let image = Image::parse(&file).unwrap();
+    assert_eq!(image.arch, Arch::X86_64);
     let memory = Flat::new(4 << 20);
     let boot = Boot::load(&image, &layout(4), "smp=2", &memory).unwrap();
     assert_eq!(boot.entry.get(), 0x10_0002);
@@ -137,6 +138,14 @@ fn what_is_no_guest_image_is_refused_with_what_to_do() {
     arm[18] = 183;
     let wanted = "ELF file for AArch64; this backend runs 64-bit x86-64 kernels";
     assert_eq!(text(&arm), wanted);
+    for (machine, name) in [
+        (3, "32-bit x86"),
+        (40, "32-bit Arm"),
+        (243, "RISC-V (64-bit)"),
+    ] {
+        arm[18] = machine;
+        assert!(text(&arm).contains(name), "{}", text(&arm));
+    }
     let mut plain = elf(&[(0x10_0000, 4, b"code")], 0x10_0000);
     let note = plain.windows(4).position(|w| w == b"Xen\0").unwrap();
     plain[note] = b'Y';

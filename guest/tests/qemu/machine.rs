@@ -17,6 +17,10 @@ pub struct Outcome {
 }
 
 pub fn qemu_missing() -> bool {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip(reason);
+        return true;
+    }
     let found = Command::new("qemu-system-x86_64")
         .arg("--version")
         .output()

@@ -27,6 +27,17 @@ pub enum LoadError {
         /// The system's words.
         source: io::Error,
     },
+    /// One of the built-in guests, and none is built in.
+    #[error(
+        "{name}: no guest images are built in: {reason}; or give the path of a guest kernel, as in \
+         `lacuna run path/to/guest.elf`"
+    )]
+    NotBuiltIn {
+        /// What was asked for.
+        name: String,
+        /// Why the build made none.
+        reason: &'static str,
+    },
     /// A pipe or a device: it may have no end.
     #[error("{0}: an image must be a regular file; copy what is there into one")]
     NotAFile(String),
@@ -51,7 +62,7 @@ impl LoadError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Unknown { .. } | Self::NotAFile(_) | Self::TooLarge(_) => ErrorKind::Request,
-            Self::Read { .. } => ErrorKind::Host,
+            Self::Read { .. } | Self::NotBuiltIn { .. } => ErrorKind::Host,
         }
     }
 }
@@ -81,7 +92,10 @@ pub fn check_limits(args: &RunArgs) -> Result<(), TooMuchMemory> {
 
 fn built_in() -> String {
     let names: Vec<_> = lacuna_guest::images().iter().map(|i| i.name).collect();
-    names.join(", ")
+    match lacuna_guest::unavailable() {
+        None => names.join(", "),
+        Some(_) => "none is built in".into(),
+    }
 }
 
 /// The bytes of a built-in image, or of a file.
@@ -91,7 +105,22 @@ fn built_in() -> String {
 pub fn load(name: &str) -> Result<Cow<'static, [u8]>, LoadError> {
     match lacuna_guest::image(name) {
         Some(image) => Ok(Cow::Borrowed(image.elf)),
-        None => read(name).map(Cow::Owned),
+        None => read(name)
+            .map(Cow::Owned)
+            .map_err(|error| not_built_in(name, error)),
+    }
+}
+
+/// The name of a built-in guest means no path: the reason is that none is built in.
+fn not_built_in(name: &str, error: LoadError) -> LoadError {
+    match (error, lacuna_guest::unavailable()) {
+        (LoadError::Unknown { .. }, Some(reason)) if lacuna_guest::is_known(name) => {
+            LoadError::NotBuiltIn {
+                name: name.to_owned(),
+                reason,
+            }
+        }
+        (error, _) => error,
     }
 }
 

@@ -186,7 +186,10 @@ pub fn image(name: &str) -> Result<Image<'static>, LabError> {
     match found {
         Some(Ok(image)) => Ok(image),
         Some(Err(error)) => Err(LabError::Guest(format!("{name}: {error}"))),
-        None => Err(LabError::Guest(format!("there is no guest {name}"))),
+        None => Err(LabError::Guest(match lacuna_guest::unavailable() {
+            Some(reason) => format!("no guest images are built in: {reason}"),
+            None => format!("there is no guest {name}"),
+        })),
     }
 }
 

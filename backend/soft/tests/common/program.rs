@@ -76,6 +76,7 @@ pub fn tell(a: &mut CodeAssembler, value: u8) -> Result<(), IcedError> {
 /// The image of these pieces. It starts at [`CODE`].
 pub fn image(pieces: &[Piece]) -> Image<'_> {
     Image {
+        arch: lacuna_machine::Arch::X86_64,
         segments: pieces
             .iter()
             .map(|(at, bytes)| Segment {

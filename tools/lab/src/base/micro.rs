@@ -85,6 +85,7 @@ impl Fixture {
         };
         let vcpus = vm.boot(
             &Image {
+                arch: lacuna_machine::Arch::X86_64,
                 segments: vec![segment],
                 entry: at,
             },

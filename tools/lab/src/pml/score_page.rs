@@ -228,6 +228,7 @@ impl Rig {
             size: <[u8]>::len(bytes) as u64,
         };
         let image = Image {
+            arch: lacuna_machine::Arch::X86_64,
             segments: vec![segment(CODE, &code), segment(TABLES, &tables)],
             entry: Gpa::new(CODE).expect("a small address"),
         };

@@ -63,6 +63,7 @@ impl Scene {
             size: code.len() as u64,
         };
         let image = Image {
+            arch: lacuna_machine::Arch::X86_64,
             segments: vec![segment],
             entry: at,
         };

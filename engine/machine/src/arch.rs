@@ -1,0 +1,19 @@
+//! The processors that guests may be made for.
+
+use std::fmt;
+
+/// A processor architecture of guests. The host's own does not matter to it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[non_exhaustive]
+pub enum Arch {
+    /// 64-bit x86.
+    X86_64,
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::X86_64 => "x86-64",
+        })
+    }
+}

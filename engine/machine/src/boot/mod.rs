@@ -1,0 +1,173 @@
+//! From an image to a guest that can start: what is written where, and the state of a fresh vCPU.
+//!
+//! This file has what every architecture shares: where memory lies, the checks of an image against
+//! it, and the writing of segments and command line. `x86` has the boot data and the entry state.
+
+pub mod x86;
+
+use crate::{Arch, ErrorKind, GuestMemory, Image, MemoryError};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
+
+/// Why a guest cannot be started with this memory and image.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+pub enum BootError {
+    /// A segment lies where there is no memory.
+    #[error(
+        "segment {index} at {gpa} ({size:#x} bytes) lies outside the guest's memory; \
+         give it at least --memory {needed}M"
+    )]
+    SegmentOutside {
+        /// Segment index.
+        index: usize,
+        /// Where it starts.
+        gpa: Gpa,
+        /// How long it is.
+        size: u64,
+        /// Memory that would hold it, in MiB.
+        needed: u64,
+    },
+    /// A segment lies over the boot data.
+    #[error(
+        "segment {index} at {gpa} lies in the first 64 KiB, which hold the boot data; \
+         link the image higher"
+    )]
+    SegmentTooLow {
+        /// Segment index.
+        index: usize,
+        /// Where it starts.
+        gpa: Gpa,
+    },
+    /// Too long a command line.
+    #[error("the guest's command line has {0} bytes; at most 4095 fit")]
+    CommandLine(usize),
+    /// Memory below the minimum or above the address space.
+    #[error("guest memory of {0} bytes: give at least 1M and at most 64T, in whole pages")]
+    BadSize(u64),
+    /// An image for another processor.
+    #[error("the image is for {image}, and this VM's processors are {vm}")]
+    WrongArch {
+        /// What the image is for.
+        image: Arch,
+        /// What the VM has.
+        vm: Arch,
+    },
+    /// The image could not be written to the guest's memory.
+    #[error("cannot load the image: {0}")]
+    Memory(#[from] MemoryError),
+}
+
+impl BootError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::SegmentOutside { .. }
+            | Self::SegmentTooLow { .. }
+            | Self::CommandLine(_)
+            | Self::BadSize(_)
+            | Self::WrongArch { .. } => ErrorKind::Request,
+            Self::Memory(error) => error.kind(),
+        }
+    }
+}
+
+/// Where the guest's memory lies.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Layout {
+    ranges: Vec<GfnRange>,
+}
+
+impl Layout {
+    /// `size` of memory for an x86 guest.
+    ///
+    /// # Errors
+    /// [`BootError::BadSize`].
+    pub fn new(size: PageCount) -> Result<Self, BootError> {
+        Self::of(Arch::X86_64, size)
+    }
+
+    /// `size` of memory where guests for `arch` expect it.
+    ///
+    /// # Errors
+    /// [`BootError::BadSize`].
+    pub fn of(arch: Arch, size: PageCount) -> Result<Self, BootError> {
+        let bytes = size.bytes();
+        if !(1 << 20..=64 << 40).contains(&bytes) {
+            return Err(BootError::BadSize(bytes));
+        }
+        let (low_end, high_start) = match arch {
+            Arch::X86_64 => (x86::LOW_END, x86::HIGH_START),
+        };
+        let page = PAGE_SIZE as u64;
+        let low = bytes.min(low_end) / page;
+        let high = bytes.saturating_sub(low_end) / page;
+        let range = |start: u64, pages| GfnRange::new(Gfn::new(start / page)?, pages);
+        let ranges = [range(0, low), range(high_start, high)]
+            .into_iter()
+            .flatten()
+            .collect();
+        Ok(Self { ranges })
+    }
+
+    /// One slot's worth of frames each, ascending.
+    pub fn ranges(&self) -> &[GfnRange] {
+        &self.ranges
+    }
+
+    fn holds(&self, gpa: Gpa, size: u64) -> bool {
+        let page = PAGE_SIZE as u64;
+        self.ranges.iter().any(|r| {
+            let (start, end) = (r.start().gpa().get(), r.end_raw() * page);
+            start <= gpa.get() && gpa.get() + size <= end
+        })
+    }
+}
+
+/// Where an architecture's loader puts what every architecture has.
+struct Placement {
+    arch: Arch,
+    /// The boot data end here; an image lies above.
+    boot_end: u64,
+    /// The command line: a page.
+    command_line: u64,
+}
+
+impl Placement {
+    /// Checks everything, then writes the segments and the command line.
+    fn load(
+        &self,
+        image: &Image<'_>,
+        layout: &Layout,
+        command_line: &str,
+        memory: &impl GuestMemory,
+    ) -> Result<(), BootError> {
+        if image.arch != self.arch {
+            return Err(BootError::WrongArch {
+                image: image.arch,
+                vm: self.arch,
+            });
+        }
+        for (index, s) in image.segments.iter().enumerate() {
+            if s.gpa.get() < self.boot_end {
+                return Err(BootError::SegmentTooLow { index, gpa: s.gpa });
+            }
+            if !layout.holds(s.gpa, s.size) {
+                let needed = image.end().div_ceil(1 << 20);
+                return Err(BootError::SegmentOutside {
+                    index,
+                    gpa: s.gpa,
+                    size: s.size,
+                    needed,
+                });
+            }
+        }
+        if command_line.len() >= PAGE_SIZE {
+            return Err(BootError::CommandLine(command_line.len()));
+        }
+        // Memory starts as zeros, so a segment's tail needs no write.
+        for s in &image.segments {
+            memory.write(s.gpa, s.bytes)?;
+        }
+        memory.write(Gpa::truncate(self.command_line), command_line.as_bytes())?;
+        Ok(())
+    }
+}
