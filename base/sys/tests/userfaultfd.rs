@@ -64,7 +64,7 @@ fn pages_are_supplied_once_and_moved_whole() {
     assert_eq!(shift(1, 2), Err(Errno::EXIST));
     let mut faults = Vec::new();
     uffd.faults(&mut faults).unwrap();
-    assert_eq!(faults, [], "nobody touched a missing page");
+    assert_eq!(faults, [], "no missing page was touched");
 }
 
 #[test]

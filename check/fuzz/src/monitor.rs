@@ -440,14 +440,16 @@ impl Monitor {
                 .copy_in(at, &0x7e91u64.to_le_bytes())
                 .expect("a page");
         }
-        self.host.remove_region(region).expect("nobody else has it");
+        self.host
+            .remove_region(region)
+            .expect("no other code has it");
     }
 
     /// Ends the logs and frees the ballast at the end of a run.
     pub fn dismantle(mut self, subject: &Subject) {
         self.end_log(subject);
         let removed = self.host.remove_region(self.ballast);
-        removed.expect("nobody else has it");
+        removed.expect("no other code has it");
     }
 }
 

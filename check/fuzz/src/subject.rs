@@ -391,7 +391,7 @@ impl Subject {
         for extra in &self.extras {
             let _ = self.vm.delete_slot(extra.id);
             let removed = self.vm.host().remove_region(extra.region);
-            removed.expect("nobody else has it");
+            removed.expect("no other code has it");
         }
     }
 }

@@ -4,7 +4,7 @@
 //! ```text
 //! any thread            ApicBus (shared)                     Lapic (its vCPU's own)
 //! post(i, vector) --->  Inbox i: IRR, 256 atomic bits  ---> pending(): highest IRR above PPR
-//!   + Wake::wake(i)     LDR: who is addressed                accept(v): IRR -> ISR, then EOI
+//!   + Wake::wake(i)     LDR: the APIC's address              accept(v): IRR -> ISR, then EOI
 //!                                                            timer: deadline in Nanos, tick(now)
 //! ```
 //! A requested interrupt is one bit, so a storm of posts allocates nothing and wakes the target

@@ -133,7 +133,7 @@ impl Bench {
             }
             match self.mmu.fault(&mut self.faulter, gfn, access) {
                 Outcome::Mapped(_) => {}
-                Outcome::Busy => panic!("nobody invalidates meanwhile"),
+                Outcome::Busy => panic!("no invalidation is in progress"),
                 Outcome::Pending(ticket) => {
                     self.host.start(&ticket);
                     self.pass_time(100_000);

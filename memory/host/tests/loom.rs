@@ -127,7 +127,7 @@ impl World {
             desc.mark_dirty();
             self.word
                 .advance(PageState::without_entry)
-                .expect("nobody else moves it");
+                .expect("no other thread moves it");
             desc.publish();
             return;
         }

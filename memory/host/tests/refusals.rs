@@ -87,7 +87,7 @@ fn an_empty_region_and_unknown_addresses() {
     for hva in [Hva::new(0), vm.range.end(), Hva::new(u64::MAX)] {
         let Resolution::Lost(lost) = host.resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
         else {
-            panic!("{hva} is nobody's");
+            panic!("{hva} is in no region and was not refused");
         };
         assert_eq!(lost.reason.as_ref(), "no region holds it");
     }

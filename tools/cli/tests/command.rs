@@ -1,4 +1,4 @@
-//! The binary as a script sees it: what a successful command prints. `table` has those that fail.
+//! The command as a script uses it: what a successful run prints. `table` has those that fail.
 
 use assert_cmd::Command;
 

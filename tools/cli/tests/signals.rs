@@ -1,4 +1,5 @@
-//! Ctrl-C and SIGTERM: the first ends the command with its result told, the second at once.
+//! Ctrl-C and SIGTERM: the first signal ends the command, which still prints its result; the second
+//! one ends it at once.
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
@@ -7,9 +8,9 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Long enough for any machine; a test that takes as long has failed.
+/// Longer than any machine needs: a test that takes so long has failed.
 const LIMIT: Duration = Duration::from_secs(120);
-/// A guest that goes on until it is stopped.
+/// A guest that runs until it is stopped.
 const ENDLESS: &str = "run bm --memory 32M --resident 16M --append seconds=1000000 --quiet";
 
 struct Running(Child);
@@ -20,7 +21,7 @@ impl Running {
         command.args(line.split_whitespace());
         command.stdout(stdout).stderr(Stdio::null());
         let running = Self(command.spawn().unwrap());
-        // A signal that comes before it is caught kills the process.
+        // A signal that arrives before the command catches it kills the process.
         running.wait_until(|| running.catches(Signal::TERM));
         running
     }
@@ -62,7 +63,7 @@ impl Running {
     }
 }
 
-/// No process stays behind a failed test.
+/// Kills the process when a test fails.
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.0.kill();
@@ -122,7 +123,7 @@ fn a_result_that_is_lost_outweighs_the_signal() {
     }
 }
 
-/// A pipe that takes nothing: whoever writes to it waits.
+/// A full pipe: a process that writes to it waits.
 fn full_pipe() -> (PipeReader, Stdio) {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let flags = fcntl_getfl(&writer).unwrap();
@@ -138,7 +139,7 @@ fn a_second_signal_ends_what_is_stuck() {
     let (_reader, stdout) = full_pipe();
     let mut running = Running::start(ENDLESS, stdout);
     let deadline = Instant::now() + LIMIT;
-    // One alone cannot end it: the summary goes into the full pipe.
+    // One signal alone cannot end it, because the summary goes into the full pipe.
     while running.ended().is_none() {
         assert!(Instant::now() < deadline, "no signal ends it");
         running.send(Signal::TERM);

@@ -1,8 +1,8 @@
-//! Every way in which the command refuses or fails: what is asked, the message, the exit code.
+//! Every way in which the command refuses or fails: the command line, the message, the exit code.
 //!
-//! A row is a line for `sh`, run in a folder of its own, because limits and redirections are a
-//! part of what is asked. `$LACUNA` is the command; `text.elf` is a guest that prints control
-//! characters; `big.elf` carries 32 MiB to be loaded.
+//! A row is a line for `sh`, run in a folder of its own, because limits and redirections are a part
+//! of it. `$LACUNA` is the command; `text.elf` is a guest that prints control characters; `big.elf`
+//! has 32 MiB to be loaded.
 
 mod elf;
 
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const LACUNA: &str = env!("CARGO_BIN_EXE_lacuna");
 
-/// What a row needs of the machine.
+/// What a row needs from the machine.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     Nothing,
@@ -20,12 +20,12 @@ enum Needs {
     Mount,
     /// `script`, for a terminal.
     Terminal,
-    /// Another user, without processes of its own: limits on them do not hold for root.
+    /// Another user, without other processes: limits on their number do not hold for root.
     User,
 }
 use Needs::{Mount, Nothing, Terminal, User};
 
-/// A command line that another user runs, of whom nothing else is running.
+/// Runs a command line as another user, which has no other processes.
 const AS_USER: [&str; 5] = [
     "--reuid=64321",
     "--clear-groups",
@@ -198,7 +198,7 @@ const TABLE: &[Row] = &[
         1,
         &["outcome   vCPU 0: triple fault: vector "],
     ),
-    // Where output cannot go.
+    // Output that cannot be written.
     (
         Nothing,
         "$LACUNA run hello --memory 16M --resident 16M --quiet --json - > /dev/full",
@@ -284,7 +284,7 @@ const TABLE: &[Row] = &[
     ),
 ];
 
-/// What keeps a row from being run here.
+/// What is missing to run a row here, if anything.
 fn lacking(needs: Needs) -> Option<&'static str> {
     let works = |program: &str, args: &[&str]| {
         let tried = std::process::Command::new(program).args(args).output();
@@ -296,7 +296,7 @@ fn lacking(needs: Needs) -> Option<&'static str> {
         Mount => (!works("unshare", &mount)).then_some("no mount namespace (unshare -rm)"),
         User => {
             let runs = [&AS_USER[..], &["-c", "exec \"$0\" --version", LACUNA]].concat();
-            (!works("setpriv", &runs)).then_some("no other user who may run it (setpriv, prlimit)")
+            (!works("setpriv", &runs)).then_some("no other user may run it (setpriv, prlimit)")
         }
         Terminal => (!works("script", &["-qec", "true", "/dev/null"]))
             .then_some("no terminal to be had (script, of util-linux)"),
@@ -363,8 +363,8 @@ fn every_refusal_and_failure_has_its_message_and_code() {
     );
 }
 
-/// Whatever the limit of address space, the command ends by itself: it runs the guest or says that
-/// this host cannot.
+/// Under any limit of address space the command ends by itself: it runs the guest, or reports that
+/// this host cannot run it.
 #[test]
 fn every_limit_of_address_space_is_a_refusal_at_worst() {
     let dir = tempfile::tempdir().unwrap();

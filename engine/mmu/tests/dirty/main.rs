@@ -340,7 +340,7 @@ fn a_vm_with_rings_refuses_bitmap_calls_and_host_writes() {
         fixture.mmu.set_logging(SLOT, all_set),
         Err(DirtyError::NoBitmap)
     );
-    assert_eq!(fixture.host_write(1, 1), Ok(()), "nobody logs yet");
+    assert_eq!(fixture.host_write(1, 1), Ok(()), "no slot logs yet");
     fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
     assert_eq!(fixture.host_write(1, 1), Err(DirtyError::NoBitmap));
     let text = fixture.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap_err();

@@ -87,10 +87,7 @@ fn both_wait(
         vcpu.leave(fixture);
         waited
     });
-    assert!(
-        waited,
-        "somebody did not wait for a vCPU with a TLB or a log"
-    );
+    assert!(waited, "a call did not wait for a vCPU with a TLB or a log");
 }
 
 /// Reclaim has unmapped a page to which a vCPU still writes by its TLB. The harvest finds no W to

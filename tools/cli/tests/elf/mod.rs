@@ -1,6 +1,6 @@
-//! Guest images made on the spot: one segment at 1 MiB, the PVH note, a few instructions.
+//! Guest images that the tests make: one segment at 1 MiB, the PVH note, a few instructions.
 
-/// Where the segment goes.
+/// The address of the segment.
 const BASE: u64 = 1 << 20;
 const HEADERS: u64 = 64 + 2 * 56;
 const NOTE: [u8; 24] = *b"\x04\0\0\0\x08\0\0\0\x12\0\0\0Xen\0\0\0\x10\0\0\0\0\0";
@@ -19,7 +19,7 @@ pub fn printing(text: &str) -> Vec<u8> {
     image(&code)
 }
 
-/// A guest whose segment has so many bytes, none of them a page of zeros. It is never started.
+/// A guest whose segment has so many bytes, without a page of zeros. It is never started.
 pub fn of_size(bytes: usize) -> Vec<u8> {
     image(
         &(0..bytes)
