@@ -14,6 +14,19 @@ const COLUMNS: usize = 100;
 /// What a reference to a file of ours ends with. Headers (`.h`) are left out: most of those that
 /// comments name are the kernel's.
 const EXTENSIONS: [&str; 7] = [".rs", ".md", ".c", ".S", ".sh", ".toml", ".txt"];
+/// Names of other projects that pages cite.
+const FOREIGN_NAMES: [&str; 10] = [
+    "CLOCK_THREAD_CPUTIME_ID",
+    "COOP_TASKRUN",
+    "PAGEMAP_SCAN",
+    "PartiallyCopied",
+    "RING_FULL",
+    "UFFDIO_MOVE",
+    "WP_ASYNC",
+    "halt_poll_ns",
+    "mm_cpumask",
+    "mmu_lock",
+];
 /// The folders of Linux that pages cite. They are not ours.
 const FOREIGN: [&str; 4] = ["include/uapi/", "virt/kvm/", "arch/", "Documentation/"];
 
@@ -22,7 +35,7 @@ const FOREIGN: [&str; 4] = ["include/uapi/", "virt/kvm/", "arch/", "Documentatio
 pub struct Tree {
     /// Files and folders, from the root.
     pub paths: BTreeSet<String>,
-    /// For each Rust file, the identifiers in it; and for each package, its name.
+    /// For each source, the names in it: `crate::scan::Scan::names`, and all words of a C file.
     pub names: Vec<BTreeSet<String>>,
 }
 
@@ -133,13 +146,28 @@ fn resolve(path: &str, target: &str) -> Option<String> {
     Some(resolved.to_string_lossy().into_owned())
 }
 
-/// Items with their path (`Mmu::fault`) between backticks that no Rust file has.
+/// Items between backticks that no source has: with their path (`Mmu::fault`), or a name that can
+/// only be an item's, because it has an underscore or a capital inside (`host_page`, `VcpuMmu`).
 fn items_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let spans = line.split('`').skip(1).step_by(2);
-    spans
-        .filter(|span| span.contains("::") && !span.starts_with("std::"))
-        .filter(|span| !item_exists(span, tree))
-        .collect()
+    let is_missing = |span: &&str| {
+        if span.contains("::") {
+            return !span.starts_with("std::") && !item_exists(span, tree);
+        }
+        let name = span.split('(').next().unwrap_or(span);
+        is_item(name) && !FOREIGN_NAMES.contains(&name) && !tree.has_together(&[name])
+    };
+    spans.filter(is_missing).collect()
+}
+
+/// Whether `word` is an identifier that is no ordinary word.
+fn is_item(word: &str) -> bool {
+    let is_name = word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+    let inner = word.chars().zip(word.chars().skip(1));
+    let has_hump = inner
+        .clone()
+        .any(|(a, b)| a.is_ascii_lowercase() && b.is_ascii_uppercase());
+    is_name && (has_hump || inner.clone().any(|(_, b)| b == '_'))
 }
 
 /// Whether the last two names of an item's path are in one file, if the first of them is a type;
@@ -220,5 +248,9 @@ mod tests {
             3
         );
         assert_eq!(findings("```\n`Mmu::bytes`\n```"), [""; 0]);
+        let good = "`Mmu`, `fault(id)`, `word`, `KVM`, `x.y_z`, `WP_ASYNC`, `HugePage`, `a_b(c)`";
+        let gone = findings(good);
+        assert_eq!(gone.len(), 2, "{gone:?}");
+        assert!(gone[0].contains("`HugePage`") && gone[1].contains("`a_b(c)`"));
     }
 }

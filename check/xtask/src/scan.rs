@@ -22,7 +22,7 @@ pub struct Scan {
     pub macros: Vec<Attribute>,
     /// `mod name;` declarations.
     pub modules: Vec<Module>,
-    /// Every identifier of the code.
+    /// Every identifier of the code, and every word of its string literals.
     pub names: BTreeSet<String>,
 }
 
@@ -68,6 +68,9 @@ pub fn scan(text: &str) -> Result<Scan, String> {
 
 fn walk(tokens: TokenStream, inside: &mut Vec<String>, scan: &mut Scan) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+    if word(tokens.first()).is_some_and(|word| word == "doc") && is_punct(tokens.get(1), '=') {
+        return; // a doc comment
+    }
     for at in 0..tokens.len() {
         let rest = &tokens[at..];
         match &tokens[at] {
@@ -88,6 +91,7 @@ fn walk(tokens: TokenStream, inside: &mut Vec<String>, scan: &mut Scan) {
                 walk(group.stream(), inside, scan);
                 inside.truncate(inside.len() - usize::from(name.is_some()));
             }
+            TokenTree::Literal(literal) => scan.names.extend(words(&literal.to_string())),
             _ => {}
         }
     }
@@ -106,6 +110,12 @@ fn word(token: Option<&TokenTree>) -> Option<String> {
         TokenTree::Ident(ident) => Some(ident.to_string()),
         _ => None,
     }
+}
+
+/// The words of a text that could be identifiers.
+pub fn words(text: &str) -> impl Iterator<Item = String> {
+    let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
+    words.filter(|word| !word.is_empty()).map(str::to_owned)
 }
 
 /// The text inside of `[...]` without spaces.
@@ -261,6 +271,15 @@ mod tests {
                 .iter()
                 .any(|a| a.text == "cfg(test)" && a.line == 5)
         );
+    }
+
+    #[test]
+    fn names_are_identifiers_and_words_of_strings_but_not_of_comments() {
+        let text = "/// of_doc\nfn of_code() { f(\"a.of_string\") } // of_comment\n//! of_module";
+        let names = scan(text).unwrap().names;
+        let has = |name: &str| names.contains(name);
+        assert!(has("of_code") && has("of_string"));
+        assert!(!has("of_doc") && !has("of_comment") && !has("of_module"));
     }
 
     #[test]

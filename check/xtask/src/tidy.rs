@@ -146,6 +146,7 @@ impl Findings {
         for file in tree::files(dir.as_std_path(), &OTHER_SOURCES)? {
             let text = fs::read_to_string(&file)?;
             self.text(&place, &relative(&self.root, &file), &text);
+            self.tree.names.push(scan::words(&text).collect());
         }
         Ok(())
     }
