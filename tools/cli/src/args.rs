@@ -1,10 +1,11 @@
 //! The command line.
 //!
 //! ```text
-//! lacuna                      the lab
-//! lacuna run IMAGE [...]      one guest, live
-//! lacuna lab [apf thp pml base]   experiments, or parts of them (pml.harvest)
-//! lacuna doctor               what this host can do
+//! lacuna                          the first look: each system without it and with it
+//! lacuna run IMAGE [...]          one guest, live
+//! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
+//! lacuna lab --full               every system, with as many rounds as figures to quote need
+//! lacuna doctor                   what this host can do
 //! ```
 
 use std::fmt;
@@ -22,7 +23,7 @@ use lacuna_soft::HugePages;
 #[derive(Clone, PartialEq, Eq, Debug, Parser)]
 #[command(name = "lacuna", version, after_help = EXIT_CODES)]
 pub struct Cli {
-    /// What to do; without it, `lacuna lab`
+    /// What to do; without it, a first look at each system, in less than a minute
     #[command(subcommand)]
     pub command: Option<Command>,
 }
@@ -32,7 +33,7 @@ pub struct Cli {
 pub enum Command {
     /// Run a guest image and show its progress
     Run(RunArgs),
-    /// Measure what the systems do, each with and without, and print a table (minutes)
+    /// Measure each system without it and with it: a first look, or chosen experiments
     Lab(LabArgs),
     /// Say what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
@@ -136,9 +137,12 @@ impl fmt::Display for Thp {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
-    /// Which experiments (apf, thp, pml, base), or parts of them (pml.harvest, base.scaling);
-    /// without a name those that compare a system with its absence: apf, thp, pml
-    pub experiments: Vec<Chosen>,
+    /// Which experiments (apf, thp, pml, base), or parts of them (pml.score, base.scaling); without
+    /// a name a first look at each system, in less than a minute
+    pub experiments: Vec<Name>,
+    /// All experiments that compare a system with its absence: apf, thp, pml (some 50 minutes)
+    #[arg(long, conflicts_with = "experiments")]
+    pub full: bool,
     /// Fewer and shorter runs: for CI, not for figures to quote
     #[arg(long)]
     pub quick: bool,
@@ -147,41 +151,53 @@ pub struct LabArgs {
     pub output: Output,
 }
 
+/// An experiment with its chosen parts; no part means all of them.
+pub type Parts = (Experiment, Vec<&'static str>);
+
+/// What `lacuna lab` is to measure.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Chosen {
+    /// One row of each system.
+    FirstLook,
+    /// These experiments, each once.
+    Parts(Vec<Parts>),
+}
+
 impl LabArgs {
-    /// The chosen experiments, each once, with their chosen parts: none means all.
-    pub fn chosen(&self) -> Vec<(Experiment, Vec<&'static str>)> {
+    /// What is to be measured.
+    pub fn chosen(&self) -> Chosen {
+        if self.full {
+            let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
+            return Chosen::Parts(systems.map(|experiment| (experiment, Vec::new())).into());
+        }
         if self.experiments.is_empty() {
-            return [Experiment::Apf, Experiment::Thp, Experiment::Pml]
-                .map(|experiment| (experiment, Vec::new()))
-                .into();
+            return Chosen::FirstLook;
         }
         let parts_of = |experiment: &Experiment| {
-            let of_it = self.experiments.iter();
-            let of_it = of_it.filter(|chosen| chosen.experiment == *experiment);
-            // Whoever names an experiment and a part of it wants the experiment.
-            let parts: Option<Vec<_>> = of_it.clone().map(|chosen| chosen.part).collect();
-            of_it
+            let named = self.experiments.iter();
+            let named = named.filter(|name| name.experiment == *experiment);
+            // An experiment that is named as a whole and by a part is measured as a whole.
+            let parts: Option<Vec<_>> = named.clone().map(|name| name.part).collect();
+            named
                 .clone()
                 .next()
                 .map(|_| (*experiment, parts.unwrap_or_default()))
         };
-        Experiment::value_variants()
-            .iter()
-            .filter_map(parts_of)
-            .collect()
+        let experiments = Experiment::value_variants().iter();
+        Chosen::Parts(experiments.filter_map(parts_of).collect())
     }
 }
 
-/// An experiment by its name, or a part of one by both names.
+/// The name of an experiment, or of a part of one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Chosen {
+pub struct Name {
     /// The experiment.
     pub experiment: Experiment,
     /// Its part; `None` for all of it.
     pub part: Option<&'static str>,
 }
 
-impl FromStr for Chosen {
+impl FromStr for Name {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -357,11 +373,9 @@ mod tests {
     }
 
     #[test]
-    fn no_command_is_the_lab() {
+    fn no_command_is_the_first_look() {
         assert_eq!(parse("lacuna").unwrap().command, None);
-        let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
-        let systems = systems.map(|system| (system, vec![]));
-        assert_eq!(LabArgs::default().chosen(), systems);
+        assert_eq!(LabArgs::default().chosen(), Chosen::FirstLook);
     }
 
     #[test]
@@ -436,6 +450,7 @@ mod tests {
                 "does not begin with a whole number",
             ),
             ("lacuna lab everything", "invalid value 'everything'"),
+            ("lacuna lab --full apf", "cannot be used with"),
             ("lacuna run bm --apf maybe", "[possible values: on, off]"),
             (
                 "lacuna run bm --thp maybe",
@@ -450,25 +465,30 @@ mod tests {
     }
 
     #[test]
-    fn the_lab_runs_the_systems_unless_told() {
+    fn the_lab_runs_what_is_named() {
         let chosen = |line| match parse(line).unwrap().command {
             Some(Command::Lab(args)) => args.chosen(),
             other => panic!("{other:?}"),
         };
+        let parts = |parts: &[Parts]| Chosen::Parts(parts.to_vec());
         let whole = |experiment| (experiment, vec![]);
-        let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
-        assert_eq!(chosen("lacuna lab"), systems.map(whole));
-        let both = [Experiment::Apf, Experiment::Base];
-        assert_eq!(chosen("lacuna lab base apf"), both.map(whole));
+        for line in ["lacuna lab", "lacuna lab --quick --quiet"] {
+            assert_eq!(chosen(line), Chosen::FirstLook, "{line}");
+        }
+        let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml].map(whole);
+        assert_eq!(chosen("lacuna lab --full"), parts(&systems));
+        assert_eq!(chosen("lacuna lab apf thp pml"), parts(&systems));
+        let both = [Experiment::Apf, Experiment::Base].map(whole);
+        assert_eq!(chosen("lacuna lab base apf"), parts(&both));
         let base = [whole(Experiment::Base)];
-        assert_eq!(chosen("lacuna lab base base --quick"), base);
-        assert_eq!(chosen("lacuna lab base.fault base"), base);
-        let parts = [
+        assert_eq!(chosen("lacuna lab base base --quick"), parts(&base));
+        assert_eq!(chosen("lacuna lab base.fault base"), parts(&base));
+        let some = [
             (Experiment::Pml, vec!["harvest", "page"]),
             (Experiment::Base, vec!["scaling"]),
         ];
         let line = "lacuna lab pml.harvest base.scaling pml.page";
-        assert_eq!(chosen(line), parts);
+        assert_eq!(chosen(line), parts(&some));
     }
 
     #[test]

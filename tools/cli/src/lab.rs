@@ -1,15 +1,16 @@
-//! `lacuna lab`: experiments, a table, JSON.
+//! `lacuna lab`: the first look, or chosen experiments; a table and JSON.
 
-use crate::args::{Experiment, LabArgs};
+use crate::args::{Chosen, Experiment, LabArgs, Parts};
 use crate::exit::Exit;
 use crate::output::{complain, tell};
 use crate::signals::Signals;
 use lacuna_lab::experiment::{LabError, Options};
+use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
 use lacuna_lab::{apf, base, interrupt, pml, thp};
 
-/// Runs the chosen experiments and tells their results.
+/// Measures what `args` choose and tells the results.
 pub fn lab(args: &LabArgs) -> Exit {
     let signals = match Signals::catch(&interrupt::flag()) {
         Ok(signals) => signals,
@@ -18,17 +19,43 @@ pub fn lab(args: &LabArgs) -> Exit {
             return Exit::Host;
         }
     };
-    let mut report = Report::new(std::env::args().collect::<Vec<_>>().join(" "));
+    let command = std::env::args().collect::<Vec<_>>().join(" ");
+    let (exit, text, json) = match args.chosen() {
+        Chosen::FirstLook => first_look(args, command, &signals),
+        Chosen::Parts(parts) => experiments(args, &parts, command, &signals),
+    };
+    match tell(&args.output, &text, &json) {
+        Ok(()) => exit,
+        Err(error) => {
+            complain(&error.to_string());
+            Exit::Host
+        }
+    }
+}
+
+/// How it ended, the text, and the JSON.
+type Told = (Exit, String, String);
+
+fn first_look(args: &LabArgs, command: String, signals: &Signals) -> Told {
+    let mut look = FirstLook::new(command);
+    let done = options(args).and_then(|options| look.run(&options));
+    let (exit, why) = settled(done, signals);
+    look.report.ended_early = why;
+    (exit, look.text(), look.report.to_json())
+}
+
+fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signals) -> Told {
+    let mut report = Report::new(command);
     if args.quick {
         report.say(
-            "A quick look: few and short rounds, for CI and for newcomers. `lacuna lab` measures \
-             properly, in some fifty minutes.",
+            "A quick run: few and short rounds, for CI. Figures to quote come from the same \
+             command without --quick.",
         );
     }
     let done = options(args).and_then(|options| {
-        let run = |(experiment, parts)| {
+        parts.iter().try_for_each(|(experiment, parts)| {
             let options = Options {
-                parts,
+                parts: parts.clone(),
                 ..options.clone()
             };
             match experiment {
@@ -37,30 +64,28 @@ pub fn lab(args: &LabArgs) -> Exit {
                 Experiment::Pml => pml::run(&options, &mut report),
                 Experiment::Base => base::run(&options, &mut report),
             }
-        };
-        args.chosen().into_iter().try_for_each(run)
+        })
     });
+    let (exit, why) = settled(done, signals);
+    report.ended_early = why;
+    (exit, table(&report), report.to_json())
+}
+
+/// The exit code, and why not everything was measured. What was measured before an error is told
+/// all the same.
+fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<String>) {
     let (exit, why) = match (done, signals.caught()) {
-        (Ok(()), _) => (Exit::Done, None),
-        // Ctrl-C reaches the programs beside us too: their failure is its doing.
+        (Ok(()), _) => return (Exit::Done, None),
+        // Ctrl-C reaches the programs that the lab has started too, so their failure follows from
+        // it.
         (Err(_), Some(signal)) => (
             Exit::Interrupted(signal),
-            Some(format!("interrupted by {signal}")),
+            format!("interrupted by {signal}"),
         ),
-        (Err(error), None) => (Exit::from(&error), Some(error.to_string())),
+        (Err(error), None) => (Exit::from(&error), error.to_string()),
     };
-    if let Some(why) = &why {
-        complain(why);
-    }
-    // What was measured before something failed is told all the same.
-    report.ended_early = why;
-    match tell(&args.output, &table(&report), &report.to_json()) {
-        Ok(()) => exit,
-        Err(error) => {
-            complain(&error.to_string());
-            Exit::Host
-        }
-    }
+    complain(&why);
+    (exit, Some(why))
 }
 
 fn options(args: &LabArgs) -> Result<Options, LabError> {

@@ -29,10 +29,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
         Some(Command::Lab(args)) => lab(&args),
-        None => lab(&LabArgs {
-            quick: true,
-            ..LabArgs::default()
-        }),
+        None => lab(&LabArgs::default()),
     }
 }
 

@@ -102,6 +102,48 @@ fn huge_pages_are_made_where_wanted() {
     assert!(run("never")["last"]["huge"].is_null());
 }
 
+/// Two rounds of each system, so that nothing is decided.
+#[test]
+fn the_first_look_is_a_row_a_system_in_forty_lines() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("look.json");
+    let text = stdout(&lacuna(&format!("lab --quick --json {}", file.display())).success());
+    assert!(text.lines().count() <= 40, "{text}");
+    assert!(
+        text.lines().all(|line| line.chars().count() <= 120),
+        "{text}"
+    );
+    for words in [
+        "x86 async page faults: ",
+        "huge-page range invalidation: ",
+        "page-modification logging: ",
+        "resident fault: ",
+        "vCPU: ",
+        "not measured: apf.kvm",
+        "lacuna lab --full",
+    ] {
+        assert!(text.contains(words), "{words} is missing in {text}");
+    }
+    assert_eq!(text.matches(" undecided ").count(), 5, "{text}");
+    let json: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(file).expect("written")).expect("JSON");
+    let ids: Vec<_> = json["results"]
+        .as_array()
+        .expect("results")
+        .iter()
+        .collect();
+    let ids: Vec<_> = ids.iter().map(|result| result["id"].as_str()).collect();
+    let expected = [
+        "apf.worker_ratio.latency_1ms",
+        "apf.faulter_ratio.latency_1ms",
+        "thp.range_vs_page.1slot",
+        "pml.cost_ratio.raw",
+        "fault.soft_vs_host",
+        "cpu.x86.minstr_per_s.alu",
+    ];
+    assert_eq!(ids, expected.map(Some));
+}
+
 #[test]
 fn a_seed_is_a_run() {
     let hash = |seed: u32| {

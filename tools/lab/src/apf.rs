@@ -22,6 +22,8 @@
 //! | `file` | the plain file, by direct I/O where the file system allows |
 //! | `mem` | compressed memory (lz4): a page is a few microseconds away |
 
+pub use device::first_look;
+
 mod alone;
 mod device;
 mod kvm;

@@ -21,6 +21,8 @@ use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::Report;
 
+pub use cpu::first_look as vcpu_first_look;
+pub use fault::first_look as fault_first_look;
 pub(crate) use micro::pin;
 pub use micro::{Fixture, Touch, touch_together};
 

@@ -1,5 +1,6 @@
 //! The machine a figure was measured on.
 
+use std::fmt;
 use std::fs;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -39,6 +40,23 @@ impl HostInfo {
             memory_bytes: kib(&meminfo, "MemTotal").unwrap_or(0),
             date: iso_8601(since_epoch.as_secs()),
         }
+    }
+}
+
+impl fmt::Display for HostInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            cpu,
+            cores,
+            kernel,
+            memory_bytes,
+            date,
+        } = self;
+        let gib = *memory_bytes as f64 / (1_u64 << 30) as f64;
+        write!(
+            f,
+            "{cpu}, {cores} cores, {gib:.1} GiB, Linux {kernel}, {date}"
+        )
     }
 }
 

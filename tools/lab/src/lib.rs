@@ -16,6 +16,7 @@
 //! * [`interrupt`]: ends an experiment early.
 //! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`],
 //!   [`pml`]: they themselves.
+//! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
 #![forbid(unsafe_code)]
 
@@ -23,6 +24,7 @@ pub mod apf;
 pub mod base;
 pub mod experiment;
 pub mod external;
+pub mod first_look;
 pub mod host_info;
 pub mod interrupt;
 pub mod native;

@@ -16,6 +16,8 @@
 //! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
 //! `raw`, or `exitcost`: each exit charged as hardware's, and the figure marked as simulated.
 
+pub use score_page::first_look;
+
 mod ending;
 mod ending_loss;
 mod harvest;

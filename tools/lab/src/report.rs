@@ -45,13 +45,7 @@ pub fn table(report: &Report) -> String {
     for detail in &report.details {
         let _ = write!(text, "\n{detail}");
     }
-    let host = &report.host;
-    let gib = host.memory_bytes as f64 / (1_u64 << 30) as f64;
-    let _ = writeln!(
-        text,
-        "\n{}, {} cores, {gib:.1} GiB, Linux {}, {}",
-        host.cpu, host.cores, host.kernel, host.date
-    );
+    let _ = writeln!(text, "\n{}", report.host);
     text
 }
 
@@ -82,7 +76,7 @@ fn row(result: &Measurement) -> [String; 7] {
 }
 
 /// `paragraph` in lines of at most [`WIDTH`] columns.
-fn wrap(paragraph: &str) -> String {
+pub(crate) fn wrap(paragraph: &str) -> String {
     let mut text = String::new();
     let mut column = 0;
     for word in paragraph.split_whitespace() {

@@ -20,6 +20,7 @@
 
 use crate::experiment::LabError;
 use crate::interrupt;
+use std::time::{Duration, Instant};
 
 /// Probability that an interval should cover the true median.
 const CONFIDENCE: f64 = 0.95;
@@ -78,6 +79,23 @@ impl Summary {
     }
 }
 
+impl Summary {
+    /// The summary of a ratio, seen from the other side: `b / a` for `a / b`.
+    ///
+    /// # Panics
+    /// If an end of the interval is not positive: the order of the ends would change.
+    #[must_use]
+    pub fn inverse(self) -> Self {
+        assert!(self.low > 0.0, "a ratio of costs or rates is positive");
+        Self {
+            median: 1.0 / self.median,
+            low: 1.0 / self.high,
+            high: 1.0 / self.low,
+            ..self
+        }
+    }
+}
+
 /// How many runs to leave out at each end of `n` sorted ones, and what the rest covers.
 ///
 /// The number of runs below the true median is binomial(n, 1/2). Leaving out `skip` at each end
@@ -122,9 +140,9 @@ pub struct Comparison {
 /// The first error of an arm ends the experiment, and so does [`interrupt`].
 ///
 /// # Panics
-/// If `rounds` is zero.
+/// If no round is counted.
 pub fn compare(
-    rounds: usize,
+    rounds: impl Into<Rounds>,
     mut a: impl FnMut() -> Result<f64, LabError>,
     mut b: impl FnMut() -> Result<f64, LabError>,
 ) -> Result<Comparison, LabError> {
@@ -141,6 +159,61 @@ const A: usize = 0;
 const NULL: usize = 1;
 const B: usize = 2;
 
+/// How many rounds are counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Rounds {
+    /// This number of rounds.
+    Count(usize),
+    /// As many rounds as begin within this time, and at least [`Rounds::LEAST`]. The end depends on
+    /// the clock alone and never on what was measured, so it does not bias a median.
+    Within(Duration),
+}
+
+impl Rounds {
+    /// The fewest rounds whose full range covers a median with 95 %.
+    pub const LEAST: usize = 6;
+
+    /// The part of each of `parts` series of rounds.
+    #[must_use]
+    pub fn split(self, parts: usize) -> Self {
+        match self {
+            Self::Count(_) => self,
+            Self::Within(time) => Self::Within(time / u32::try_from(parts).unwrap_or(u32::MAX)),
+        }
+    }
+
+    /// Carries out as many rounds and returns their number.
+    ///
+    /// # Errors
+    /// The first error of a round, and [`interrupt`].
+    pub fn repeat(
+        self,
+        mut round: impl FnMut() -> Result<(), LabError>,
+    ) -> Result<usize, LabError> {
+        let (began, mut done) = (Instant::now(), 0);
+        while self.go_on(done, began.elapsed()) {
+            interrupt::check()?;
+            round()?;
+            done += 1;
+        }
+        Ok(done)
+    }
+
+    /// Whether another round is counted after `done` rounds, when `elapsed` time has passed.
+    fn go_on(self, done: usize, elapsed: Duration) -> bool {
+        match self {
+            Self::Count(count) => done < count,
+            Self::Within(time) => done < Self::LEAST || elapsed < time,
+        }
+    }
+}
+
+impl From<usize> for Rounds {
+    fn from(count: usize) -> Self {
+        Self::Count(count)
+    }
+}
+
 /// Runs `arms` arms interleaved and returns each one's runs: one figure an arm and round, the
 /// mean of its two slices. Use it where [`compare`]'s two arms are too few.
 ///
@@ -148,7 +221,7 @@ const B: usize = 2;
 /// The first error of a slice ends the experiment, and so does [`interrupt`].
 pub fn rounds(
     arms: usize,
-    rounds: usize,
+    rounds: impl Into<Rounds>,
     mut slice: impl FnMut(usize) -> Result<f64, LabError>,
 ) -> Result<Vec<Vec<f64>>, LabError> {
     let runs = measures(arms, rounds, |arm| slice(arm).map(|figure| [figure]))?;
@@ -162,11 +235,10 @@ pub fn rounds(
 /// The first error of a slice ends the experiment, and so does [`interrupt`].
 pub fn measures<const M: usize>(
     arms: usize,
-    rounds: usize,
+    rounds: impl Into<Rounds>,
     mut slice: impl FnMut(usize) -> Result<[f64; M], LabError>,
 ) -> Result<Vec<[Vec<f64>; M]>, LabError> {
-    let mut runs = vec![[const { Vec::new() }; M]; arms];
-    for round in 0..=rounds {
+    let mut round = || {
         let mut sums = vec![[0.0; M]; arms];
         for arm in (0..arms).chain((0..arms).rev()) {
             interrupt::check()?;
@@ -174,12 +246,17 @@ pub fn measures<const M: usize>(
                 *sum += figure;
             }
         }
-        if round > 0 {
-            for (run, sum) in runs.iter_mut().flatten().zip(sums.iter().flatten()) {
-                run.push(sum / 2.0);
-            }
+        Ok::<_, LabError>(sums)
+    };
+    let mut runs = vec![[const { Vec::new() }; M]; arms];
+    // The first round warms up the machine and is not counted.
+    round()?;
+    rounds.into().repeat(|| {
+        for (run, sum) in runs.iter_mut().flatten().zip(round()?.iter().flatten()) {
+            run.push(sum / 2.0);
         }
-    }
+        Ok(())
+    })?;
     Ok(runs)
 }
 
@@ -271,6 +348,18 @@ mod tests {
         assert_eq!(order.into_inner(), "aabbaa".repeat(3));
         assert_eq!((found.ratio.median, found.ratio.runs), (1.5, 2));
         assert_eq!(found.null.median, 1.0);
+    }
+
+    #[test]
+    fn a_time_is_as_many_rounds_as_begin_in_it_and_at_least_six() {
+        let time = Duration::from_secs(5);
+        let rounds = Rounds::Within(time);
+        assert!(rounds.go_on(5, 2 * time) && !rounds.go_on(6, 2 * time));
+        assert!(rounds.go_on(1000, time / 2));
+        assert!(Rounds::Count(3).go_on(2, time) && !Rounds::Count(3).go_on(3, time));
+        let found = compare(Rounds::Within(Duration::ZERO), || Ok(1.0), || Ok(2.0)).unwrap();
+        assert_eq!(found.ratio.runs, Rounds::LEAST);
+        assert!(found.ratio.coverage >= CONFIDENCE);
     }
 
     #[test]

@@ -18,6 +18,8 @@
 //! are searched, and in nothing else: the same guest image, the same words on its command line.
 //! Guests map their memory by 2 MiB pages in either arm (`huge=1`).
 
+pub use range::first_look;
+
 mod fixture;
 mod neighbour;
 mod pair;

@@ -3,8 +3,11 @@
 use super::slices::{Arm, Pace, Runs, Who, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
+use crate::first_look::{Found, Row};
+use crate::report::short;
 use crate::result::{Better, Measurement, Report};
 use crate::session::on_soft;
+use crate::stats::{Rounds, Summary};
 use lacuna_soft::Swap;
 use std::time::Duration;
 
@@ -76,13 +79,13 @@ const ARMS: [Arm; 6] = [
 fn pace(device: &Device, options: &Options) -> Pace {
     if options.quick {
         Pace {
-            rounds: 2,
+            rounds: 2.into(),
             slice: Duration::from_millis(80),
             settle: Duration::from_millis(30),
         }
     } else {
         Pace {
-            rounds: device.rounds,
+            rounds: device.rounds.into(),
             slice: Duration::from_millis(150),
             settle: Duration::from_millis(30),
         }
@@ -92,29 +95,98 @@ fn pace(device: &Device, options: &Options) -> Pace {
 /// The four results of `device`.
 pub fn measure(device: &Device, options: &Options, report: &mut Report) -> Result<(), LabError> {
     let pace = pace(device, options);
-    let builder = bm(match device.medium {
-        Medium::File => Swap::File(options.swap_dir.clone()),
-        Medium::Memory => Swap::Memory,
-    });
-    let runs = on_soft(&builder, "bm", |session| {
-        session.guest.prepared()?;
-        builder.latency.set(device.latency);
-        take_turns(session, &ARMS, pace)
-    })?;
+    let runs = run(device, options, &ARMS, pace)?;
     report.detail(runs.table(device.about));
     tell(device, pace, &runs, report)
 }
 
-fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
-    let measured = |measure: &str, unit, summary, bar: Option<f64>| {
-        let id = format!("apf.{measure}.{}", device.id);
-        let result = Measurement::new(id, unit, Better::Higher, summary);
-        let result = with_params(result, pace).param("swap", device.about);
-        bar.into_iter().fold(result, Measurement::bar)
+fn run(device: &Device, options: &Options, arms: &[Arm], pace: Pace) -> Result<Runs, LabError> {
+    let builder = bm(match device.medium {
+        Medium::File => Swap::File(options.swap_dir.clone()),
+        Medium::Memory => Swap::Memory,
+    });
+    on_soft(&builder, "bm", |session| {
+        session.guest.prepared()?;
+        builder.latency.set(device.latency);
+        take_turns(session, arms, pace)
+    })
+}
+
+/// The row of the first look: what workers do beside faulters on the first device.
+pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let [device, ..] = &DEVICES;
+    let pace = Pace {
+        rounds,
+        slice: Duration::from_millis(120),
+        settle: Duration::from_millis(30),
     };
+    let runs = run(device, options, &[Arm::Off, Arm::OffAgain, Arm::On], pace)?;
+    let rate = |arm| format!("{}/s", short(runs.rate(arm, Who::Workers).median));
+    let row = Row {
+        system: "x86 async page faults",
+        what: "work done beside threads whose pages take 1 ms; without, vCPUs wait",
+        without: rate(Arm::Off),
+        with: rate(Arm::On),
+        ratio: runs.ratio(Arm::Off, Arm::On, Who::Workers)?,
+        null: runs.ratio(Arm::Off, Arm::OffAgain, Who::Workers)?,
+        published: "1.995x (KVM Forum 2010)",
+    };
+    let results = vec![
+        worker_ratio(device, pace, &runs)?,
+        faulter_ratio(device, pace, &runs)?,
+    ];
+    Ok(Found { row, results })
+}
+
+/// A result of `device`, with the bar if there is one.
+fn measured(
+    device: &Device,
+    pace: Pace,
+    measure: (&str, &str),
+    summary: Summary,
+    bar: Option<f64>,
+) -> Measurement {
+    let (name, unit) = measure;
+    let id = format!("apf.{name}.{}", device.id);
+    let result = Measurement::new(id, unit, Better::Higher, summary);
+    let result = with_params(result, pace).param("swap", device.about);
+    bar.into_iter().fold(result, Measurement::bar)
+}
+
+fn worker_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
+    let ratio = runs.ratio(Arm::Off, Arm::On, Who::Workers)?;
+    let result = measured(
+        device,
+        pace,
+        ("worker_ratio", "x"),
+        ratio,
+        device.worker_ratio,
+    )
+    .reference(1.995, "KVM Forum 2010")
+    .arm("off", runs.arm(Arm::Off, Who::Workers))
+    .arm("on", runs.arm(Arm::On, Who::Workers))
+    .arm("null", null(runs, Who::Workers)?);
+    Ok(result)
+}
+
+fn faulter_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
+    let ratio = runs.ratio(Arm::Off, Arm::On, Who::Faulters)?;
+    let result = measured(
+        device,
+        pace,
+        ("faulter_ratio", "x"),
+        ratio,
+        device.faulter_ratio,
+    )
+    .arm("off", runs.arm(Arm::Off, Who::Faulters))
+    .arm("on", runs.arm(Arm::On, Who::Faulters))
+    .arm("null", null(runs, Who::Faulters)?);
+    Ok(result)
+}
+
+fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
     let share = runs.ratio(Arm::Alone, Arm::On, Who::Workers)?;
     let kept = runs.ratio(Arm::Alone, Arm::Off, Who::Workers)?;
-    let workers = runs.ratio(Arm::Off, Arm::On, Who::Workers)?;
     let faulters = runs.ratio(Arm::Off, Arm::On, Who::Faulters)?;
     let alone = runs.ratio(Arm::FaultersOff, Arm::FaultersOn, Who::Faulters)?;
     report.say(format!(
@@ -125,31 +197,16 @@ fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result
         100.0 * kept.median,
         faulters.median,
     ));
+    let name = ("worker_share_percent", "%");
     report.push(
-        measured(
-            "worker_share_percent",
-            "%",
-            share.scaled(100.0),
-            device.worker_share,
-        )
-        .arm("alone", runs.arm(Arm::Alone, Who::Workers))
-        .arm("on", runs.arm(Arm::On, Who::Workers)),
+        measured(device, pace, name, share.scaled(100.0), device.worker_share)
+            .arm("alone", runs.arm(Arm::Alone, Who::Workers))
+            .arm("on", runs.arm(Arm::On, Who::Workers)),
     );
+    report.push(worker_ratio(device, pace, runs)?);
+    report.push(faulter_ratio(device, pace, runs)?);
     report.push(
-        measured("worker_ratio", "x", workers, device.worker_ratio)
-            .reference(1.995, "KVM Forum 2010")
-            .arm("off", runs.arm(Arm::Off, Who::Workers))
-            .arm("on", runs.arm(Arm::On, Who::Workers))
-            .arm("null", null(runs, Who::Workers)?),
-    );
-    report.push(
-        measured("faulter_ratio", "x", faulters, device.faulter_ratio)
-            .arm("off", runs.arm(Arm::Off, Who::Faulters))
-            .arm("on", runs.arm(Arm::On, Who::Faulters))
-            .arm("null", null(runs, Who::Faulters)?),
-    );
-    report.push(
-        measured("faulter_alone_ratio", "x", alone, None)
+        measured(device, pace, ("faulter_alone_ratio", "x"), alone, None)
             .arm("off", runs.arm(Arm::FaultersOff, Who::Faulters))
             .arm("on", runs.arm(Arm::FaultersOn, Who::Faulters)),
     );

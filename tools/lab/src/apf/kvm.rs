@@ -20,7 +20,7 @@ use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Guest, LastWords, Session, image};
-use crate::stats::Summary;
+use crate::stats::{Rounds, Summary};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
 use lacuna_kvm::{Apf, Delivery, FirstTouch, LatencySetting, VmBuilder};
@@ -54,7 +54,7 @@ fn pace(options: &Options, apf: Apf) -> Pace {
         (false, Apf::Off) => 4,
     };
     Pace {
-        rounds,
+        rounds: Rounds::Count(rounds),
         slice: Duration::from_millis(100),
         settle: Duration::from_millis(LOOK_MS + 10),
     }

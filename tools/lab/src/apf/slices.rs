@@ -3,7 +3,7 @@
 use crate::experiment::LabError;
 use crate::report::{align, short, time};
 use crate::session::Session;
-use crate::stats::{Summary, measures, paired};
+use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_guest::status::Kind;
 use lacuna_soft::{Apf, Stalls};
 use serde_json::{Value, json};
@@ -60,7 +60,7 @@ impl Arm {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pace {
     /// Counted rounds; one more goes before them. Each has two slices an arm.
-    pub rounds: usize,
+    pub rounds: Rounds,
     /// What is counted of a slice.
     pub slice: Duration,
     /// What goes before it: faults of the arm before are still on their way, and who is paused
@@ -138,6 +138,11 @@ impl Runs {
 
     fn rates(&self, arm: Arm, who: Who) -> &[f64] {
         &self.of(arm).rates[who as usize]
+    }
+
+    /// What `who` did in `arm`, in steps a second.
+    pub fn rate(&self, arm: Arm, who: Who) -> Summary {
+        Summary::of(self.rates(arm, who))
     }
 
     /// The rates of `who` in `arm` over those in `base`, paired by round.

@@ -22,7 +22,7 @@ use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, on_soft};
-use crate::stats::Summary;
+use crate::stats::{Rounds, Summary};
 use lacuna_soft::{LatencySetting, Swap};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -46,7 +46,7 @@ fn latencies(options: &Options) -> impl Iterator<Item = u64> + use<> {
 fn pace(options: &Options, latency: Duration) -> Pace {
     let (rounds, slice) = if options.quick { (2, 50) } else { (9, 80) };
     Pace {
-        rounds,
+        rounds: Rounds::Count(rounds),
         // Where a page takes long, time for a number of them.
         slice: Duration::from_millis(slice).max(25 * latency),
         settle: Duration::from_millis(15).max(3 * latency),
@@ -176,7 +176,7 @@ fn tell(points: &[Point], pace: Pace) -> Measurement {
         median: by(|ratio| ratio.median),
         low: by(|ratio| ratio.high),
         high: by(|ratio| ratio.low),
-        runs: pace.rounds,
+        runs: points.first().map_or(0, |point| point.workers.runs),
         coverage: points.first().map_or(0.0, |point| point.workers.coverage),
     };
     let result = Measurement::new("apf.break_even_us", "us", Better::Lower, summary).bar(BAR_US);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     const PACE: Pace = Pace {
-        rounds: 6,
+        rounds: Rounds::Count(6),
         slice: Duration::ZERO,
         settle: Duration::ZERO,
     };

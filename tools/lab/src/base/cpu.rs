@@ -2,10 +2,11 @@
 
 use crate::experiment::{LabError, Options};
 use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
-use crate::report::Progress;
+use crate::first_look::{Found, Row};
+use crate::report::{Progress, short};
 use crate::result::{Better, Measurement, Report};
 use crate::session::resident;
-use crate::stats::{Summary, paired, rounds};
+use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
 use lacuna_machine::{Ending, Image};
 use lacuna_soft::VmBuilder;
@@ -84,6 +85,34 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
         tell(report, test, &arms);
     }
     Ok(())
+}
+
+/// The row of the first look: the first loop, natively and on a soft vCPU.
+pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
+    let [test, ..] = &TESTS;
+    let guest = image("cpubench").expect("built in");
+    // A tenth of an experiment's slice. The second arm is the null.
+    let arms = rounds(3, repeats, |arm| match arm {
+        2 => run_ours(guest, test, test.iterations[OURS] / 10),
+        _ => Ok(run_native(test, test.iterations[NATIVE] / 10)?),
+    })?;
+    let [native, null, ours] = [0, 1, 2].map(|arm: usize| &arms[arm]);
+    let rate = |rates: &[f64]| format!("{}/s", short(1e6 * Summary::of(rates).median));
+    let row = Row {
+        system: "vCPU",
+        what: "guest instructions a second (integer loop); without, natively on this processor",
+        without: rate(native),
+        with: rate(ours),
+        ratio: paired(native, ours),
+        null: paired(native, null),
+        published: "none",
+    };
+    let id = format!("cpu.x86.minstr_per_s.{}", test.name);
+    let result = Measurement::new(id, "M/s", Better::Higher, Summary::of(ours))
+        .param("iterations", test.iterations[OURS] / 10)
+        .arm("native", Summary::of(native));
+    let results = vec![result];
+    Ok(Found { row, results })
 }
 
 fn tell(report: &mut Report, test: &Test, arms: &[Vec<f64>]) {

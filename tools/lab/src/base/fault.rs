@@ -2,9 +2,11 @@
 
 use crate::base::{Fixture, Touch, touch_together};
 use crate::experiment::{LabError, Options};
+use crate::first_look::{Found, Row};
 use crate::native::{CacheFlush, HOT_PAGES, cold_fault_ns, hot_fault_ns};
+use crate::report::time;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, compare, paired, rounds};
+use crate::stats::{Comparison, Rounds, Summary, compare, paired, rounds};
 
 /// Pages of a warm touch, as in the host's arm: frames come back from the last-level cache.
 const HOT: u64 = HOT_PAGES as u64;
@@ -43,21 +45,43 @@ fn soft_ns(fixture: &mut Fixture, touches: u64, before: impl Fn()) -> Result<f64
 
 /// `fault.soft_vs_host`.
 pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let found = compare_hot(super::rounds(options).into())?;
+    report.push(told_hot(&found));
+    Ok(())
+}
+
+/// The row of the first look: [`hot`].
+pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let found = compare_hot(rounds)?;
+    let ns = |cost: Summary| time(cost.median as u64);
+    let row = Row {
+        system: "resident fault",
+        what: "CPU time of a first touch, zeroing included; without, the host kernel's fault",
+        without: ns(found.a),
+        with: ns(found.b),
+        ratio: found.ratio.inverse(),
+        null: found.null.inverse(),
+        published: "none",
+    };
+    let results = vec![told_hot(&found)];
+    Ok(Found { row, results })
+}
+
+fn compare_hot(rounds: Rounds) -> Result<Comparison, LabError> {
     let mut fixture = Fixture::new(1, HOT)?;
     let host = || hot_fault_ns(SLICE as usize).map_err(host_error);
     let soft = || soft_ns(&mut fixture, SLICE / HOT, || ());
-    let found = compare(super::rounds(options), host, soft)?;
-    let result = Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio);
-    report.push(
-        result
-            .bar(0.5)
-            .wanted(0.4)
-            .param("pages_per_touch", HOT)
-            .arm("host_ns", found.a)
-            .arm("soft_ns", found.b)
-            .arm("null", found.null),
-    );
-    Ok(())
+    compare(rounds, host, soft)
+}
+
+fn told_hot(found: &Comparison) -> Measurement {
+    Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio)
+        .bar(0.5)
+        .wanted(0.4)
+        .param("pages_per_touch", HOT)
+        .arm("host_ns", found.a)
+        .arm("soft_ns", found.b)
+        .arm("null", found.null)
 }
 
 /// `fault.soft_vs_host.cold`.

@@ -7,9 +7,10 @@
 use super::fixture::{BLOCK, Fixture};
 use super::spread::Spread;
 use crate::experiment::{LabError, Options};
+use crate::first_look::{Found, Row};
 use crate::report::{align, time};
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, paired, rounds};
+use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_addr::Level;
 use lacuna_soft::{HugePages, Shape, Steps};
 use serde_json::{Value, json};
@@ -115,7 +116,8 @@ pub fn measure(
     for (slots, works, bar) in SLOTS {
         progress.step(format!("invalidation among {slots} slots"))?;
         for work in &WORKS[..works] {
-            let took = compare(options, work, slots)?;
+            let repeats = repeats(options, work).into();
+            let took = compare(&ARMS, work, slots, repeats)?;
             let bar = bar.filter(|_| work.suffix.is_empty());
             table.extend(rows(work, slots, &took));
             report.push(told(work, slots, bar, &took));
@@ -164,12 +166,35 @@ fn slice(
     Ok(Summary::of(&slice).median)
 }
 
-fn compare(options: &Options, work: &Work, slots: u64) -> Result<Vec<Took>, LabError> {
+/// The first row: the reverse-map work for one 2 MiB page of the only slot.
+pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let took = compare(&ARMS[..=PAGE_LOOP], &HUGE_PAGE, 1, rounds)?;
+    let spent = |arm: usize| time(Summary::of(&took[arm].runs).median as u64);
+    let row = Row {
+        system: "huge-page range invalidation",
+        what: "finding what maps a 2 MiB page; without, 512 look-ups",
+        without: spent(PAGE_LOOP),
+        with: spent(OURS),
+        ratio: paired(&took[OURS].runs, &took[PAGE_LOOP].runs),
+        null: paired(&took[OURS].runs, &took[NULL].runs),
+        published: "> 5x (KVM series v3, 2012)",
+    };
+    let results = vec![told(&HUGE_PAGE, 1, Some(5.0), &took)];
+    Ok(Found { row, results })
+}
+
+/// Lets some of [`ARMS`] take turns: the first ones.
+fn compare(
+    arms: &[(&str, Shape)],
+    work: &Work,
+    slots: u64,
+    repeats: Rounds,
+) -> Result<Vec<Took>, LabError> {
     let mut fixture = Fixture::new(slots, work.blocks, huge(work.level))?;
-    let mut took: Vec<Took> = ARMS.iter().map(|_| Took::default()).collect();
+    let mut took: Vec<Took> = arms.iter().map(|_| Took::default()).collect();
     let calls = (work.calls / slots.div_ceil(8)).max(2);
-    let runs = rounds(ARMS.len(), repeats(options, work), |arm| {
-        slice(&mut fixture, work, ARMS[arm].1, calls, &mut took[arm])
+    let runs = rounds(arms.len(), repeats, |arm| {
+        slice(&mut fixture, work, arms[arm].1, calls, &mut took[arm])
     })?;
     took.iter_mut()
         .zip(runs)

@@ -1,0 +1,292 @@
+//! The first look: `lacuna` alone, or `lacuna lab` without a name.
+//!
+//! Every system that exists is measured once, without it and with it, in turns, in less than a
+//! minute. The result is one row a system:
+//!
+//! ```text
+//! heading    the system: what is measured, and what *without* means
+//! figures    without, with, ratio, its 95 % interval, the null's interval, the published figure
+//! ```
+//! The rows are the same measurements as in the experiments ([`crate::apf`], [`crate::thp`],
+//! [`crate::pml`], [`crate::base`]), with the same ids and fewer rounds. Each has a time, and as
+//! many rounds as begin in it are counted, but at least six: below that an interval does not cover
+//! 95 %.
+//!
+//! A row whose interval includes 1.0 is *undecided*, and so is one with fewer than six rounds.
+
+use crate::experiment::{LabError, Options};
+use crate::report::{Progress, align, figure, wrap};
+use crate::result::{Measurement, Report};
+use crate::stats::{Rounds, Summary};
+use crate::{apf, base, pml, thp};
+use std::fmt::Write;
+use std::time::Duration;
+
+/// Lines that [`FirstLook::text`] prints at most.
+pub const LINES: usize = 40;
+
+/// One system, or one figure of what all of them stand on.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// The system.
+    pub system: &'static str,
+    /// What is measured, and what *without* means.
+    pub what: &'static str,
+    /// The figure without the system, with its unit.
+    pub without: String,
+    /// The figure with it.
+    pub with: String,
+    /// How many times better the second figure is than the first.
+    pub ratio: Summary,
+    /// What the same method reports where nothing differs.
+    pub null: Summary,
+    /// The published figure and its source; or why there is none.
+    pub published: &'static str,
+}
+
+impl Row {
+    fn is_decided(&self) -> bool {
+        let Summary { low, high, .. } = self.ratio;
+        self.ratio.runs >= Rounds::LEAST && !(low..=high).contains(&1.0)
+    }
+
+    /// Its cells, under [`HEADER`].
+    fn figures(&self) -> [String; 8] {
+        let range = |s: &Summary| format!("{} .. {}", figure(s.low), figure(s.high));
+        let verdict = if self.is_decided() { "" } else { "undecided" };
+        [
+            "  ".into(),
+            self.without.clone(),
+            self.with.clone(),
+            format!("{}x", figure(self.ratio.median)),
+            range(&self.ratio),
+            verdict.into(),
+            range(&self.null),
+            self.published.into(),
+        ]
+    }
+}
+
+/// What one experiment adds to the look: its row, and the measurements behind it.
+pub struct Found {
+    /// The row.
+    pub row: Row,
+    /// For the JSON form.
+    pub results: Vec<Measurement>,
+}
+
+/// A look under way or over.
+pub struct FirstLook {
+    /// Its JSON form.
+    pub report: Report,
+    rows: Vec<Row>,
+}
+
+/// A system, what it is called while it is measured, its time, and how it is measured.
+type Part = (
+    &'static str,
+    u64,
+    fn(&Options, Rounds) -> Result<Found, LabError>,
+);
+
+const PARTS: [Part; 5] = [
+    ("x86 async page faults", 12, apf::first_look),
+    ("huge-page range invalidation", 4, thp::first_look),
+    ("page-modification logging", 8, pml::first_look),
+    ("resident fault", 4, base::fault_first_look),
+    ("vCPU", 6, base::vcpu_first_look),
+];
+
+impl FirstLook {
+    /// A look at this machine, of which nothing is measured yet.
+    pub fn new(command: impl Into<String>) -> Self {
+        let mut report = Report::new(command);
+        report.say(
+            "A first look: each system without it and with it, in turns, with few rounds. Figures \
+             to quote come from `lacuna lab --full`.",
+        );
+        Self {
+            report,
+            rows: Vec::new(),
+        }
+    }
+
+    /// Measures everything. What was measured before an error stays.
+    ///
+    /// # Errors
+    /// The first part that could not be carried out.
+    pub fn run(&mut self, options: &Options) -> Result<(), LabError> {
+        let progress = Progress::new(PARTS.len() as u64, options.verbosity);
+        for (system, seconds, measure) in PARTS {
+            progress.step(format!("{system}: without it and with it, in turns"))?;
+            let rounds = match options.quick {
+                true => Rounds::Count(2),
+                false => Rounds::Within(Duration::from_secs(seconds)),
+            };
+            let Found { row, results } = measure(options, rounds)?;
+            results
+                .into_iter()
+                .for_each(|result| self.report.push(result));
+            self.rows.push(row);
+        }
+        let why = match lacuna_kvm::available() {
+            Ok(()) => "it takes longer: `lacuna lab apf.kvm pml.kvm`".to_owned(),
+            Err(why) => why.to_string(),
+        };
+        for system in ["apf", "pml"] {
+            self.report.skip(format!("{system}.kvm"), &why);
+        }
+        Ok(())
+    }
+
+    /// The look for people: at most [`LINES`] lines.
+    pub fn text(&self) -> String {
+        let mut text = wrap(ABOUT);
+        text.push_str("\n\n");
+        let figures = self.rows.iter().map(Row::figures);
+        let header = std::iter::once(HEADER.map(str::to_owned));
+        let lines: Vec<_> = header.chain(figures).collect();
+        let aligned = align(&lines);
+        let mut lines = aligned.lines();
+        let _ = writeln!(text, "{}", lines.next().unwrap_or_default());
+        for (row, figures) in self.rows.iter().zip(lines) {
+            let _ = writeln!(text, "{}: {}\n{figures}", row.system, row.what);
+        }
+        for alike in self.report.skipped.chunk_by(|a, b| a.why == b.why) {
+            let ids: Vec<&str> = alike.iter().map(|skipped| &*skipped.id).collect();
+            let line = format!("not measured: {}: {}", ids.join(", "), alike[0].why);
+            let _ = writeln!(text, "{}", wrap(&line));
+        }
+        if let Some(why) = &self.report.ended_early {
+            let _ = writeln!(text, "ended early: {why}; the systems after it are missing");
+        }
+        let host = wrap(&self.report.host.to_string());
+        let _ = writeln!(text, "\n{READ_ON}\n\n{host}");
+        text
+    }
+}
+
+/// Above the figures. The first column indents them; the fifth has the verdict.
+const HEADER: [&str; 8] = [
+    "",
+    "without",
+    "with",
+    "ratio",
+    "95 % interval",
+    "",
+    "null",
+    "published",
+];
+
+/// Above the rows.
+const ABOUT: &str = "A first look at Lacuna: each system without it and with it, in turns, on this \
+                     machine. A ratio above 1 is better with it. The null is the ratio where \
+                     nothing differs.";
+
+/// Below the rows.
+const READ_ON: &str = "\
+figures to quote    lacuna lab --full (50 minutes), lacuna lab apf, or a part: lacuna lab pml.score
+how it is measured  docs/speed-apf.md, speed-thp.md, speed-pml.md, speed-fault.md, speed-x86.md
+what to run next    lacuna run bm (2 GiB of guest memory in 512 MiB), lacuna doctor, lacuna --help";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::result::Better;
+
+    fn summary(low: f64, median: f64, high: f64) -> Summary {
+        Summary {
+            median,
+            low,
+            high,
+            runs: 12,
+            coverage: 0.96,
+        }
+    }
+
+    fn row(system: &'static str, ratio: Summary) -> Row {
+        Row {
+            system,
+            what: "what it gives; without, a guest that waits",
+            without: "12345 M/s".into(),
+            with: "123456 M/s".into(),
+            ratio,
+            null: summary(0.987, 1.0, 1.012),
+            published: "2.1x (cover",
+        }
+    }
+
+    fn look(rows: Vec<Row>) -> FirstLook {
+        let mut look = FirstLook::new("lacuna");
+        look.rows = rows;
+        look
+    }
+
+    /// Every row, every skip with a long reason, and an early end.
+    #[test]
+    fn the_longest_look_has_forty_lines_of_a_hundred_columns() {
+        let ratio = summary(0.987, 123.4, 12345.6);
+        let mut look = look(PARTS.map(|(system, ..)| row(system, ratio)).into());
+        for id in ["apf.kvm", "pml.kvm"] {
+            let why = format!("{id}: {}", "no reason is longer than this one ".repeat(4));
+            look.report.skip(id, why);
+        }
+        look.report
+            .skip("cpu.x86.vs_qemu_tcg.mem64m", "no QEMU ".repeat(20));
+        look.report.ended_early = Some("interrupted by SIGINT".into());
+        look.report.host.cpu = "A processor with a long name @ 3.14 GHz".into();
+        look.report.host.kernel = "6.18.44-a-release-with-a-name".into();
+        let text = look.text();
+        assert!(text.lines().count() <= LINES, "{text}");
+        let wide = text.lines().find(|line| line.chars().count() > 100);
+        assert_eq!(wide, None, "{text}");
+    }
+
+    #[test]
+    fn a_row_is_a_heading_and_its_figures_under_the_names_of_the_columns() {
+        let rows = vec![
+            row("x86 async page faults", summary(1.9, 1.99, 2.1)),
+            row("page-modification logging", summary(0.9, 1.2, 1.5)),
+        ];
+        let mut look = look(rows);
+        look.report.host.date = "2026-01-31T00:00:00Z".into();
+        let text = look.text();
+        let lines: Vec<&str> = text.lines().skip(3).collect();
+        let expected = [
+            "      without        with  ratio  95 % interval                      null  published",
+            "x86 async page faults: what it gives; without, a guest that waits",
+            "    12345 M/s  123456 M/s  1.99x   1.90 .. 2.10             0.987 .. 1.01  2.1x (cover",
+            "page-modification logging: what it gives; without, a guest that waits",
+            "    12345 M/s  123456 M/s  1.20x  0.900 .. 1.50  undecided  0.987 .. 1.01  2.1x (cover",
+        ];
+        assert_eq!(lines[..5], expected, "{text}");
+    }
+
+    #[test]
+    fn an_interval_around_one_or_of_few_rounds_decides_nothing() {
+        let few = Summary {
+            runs: 2,
+            ..summary(1.9, 2.0, 2.1)
+        };
+        for (ratio, decided) in [
+            (summary(1.01, 1.1, 1.2), true),
+            (summary(0.8, 0.9, 0.99), true),
+            (summary(0.99, 1.1, 1.2), false),
+            (summary(1.0, 1.1, 1.2), false),
+            (few, false),
+        ] {
+            assert_eq!(row("x", ratio).is_decided(), decided, "{ratio:?}");
+        }
+    }
+
+    #[test]
+    fn the_json_form_is_that_of_every_report() {
+        let mut look = look(Vec::new());
+        let ratio = summary(1.9, 2.0, 2.1);
+        let result = Measurement::new("apf.worker_ratio.latency_1ms", "x", Better::Higher, ratio);
+        look.report.push(result);
+        let json: serde_json::Value = serde_json::from_str(&look.report.to_json()).unwrap();
+        assert_eq!(json["schema"], 1);
+        assert_eq!(json["results"][0]["id"], "apf.worker_ratio.latency_1ms");
+    }
+}
