@@ -5,10 +5,10 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::Parser;
-use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs};
+use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, Output};
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
-use lacuna_cli::output::{WriteError, complain, print};
+use lacuna_cli::output::{WriteError, check, complain, print, print_json};
 use lacuna_cli::run::run;
 use lacuna_cli::{doctor, signals};
 
@@ -25,6 +25,14 @@ fn main() -> ExitCode {
 }
 
 fn command(command: Option<Command>) -> Exit {
+    let output = match &command {
+        Some(Command::Run(args)) => &args.output,
+        Some(Command::Lab(args)) => &args.output,
+        Some(Command::Doctor(_)) | None => &Output::default(),
+    };
+    if let Err(error) = check(output) {
+        return refuse(&error);
+    }
     match command {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
@@ -51,12 +59,12 @@ fn tell(answer: &clap::Error) -> Exit {
 fn doctor(args: &DoctorArgs) -> Exit {
     let swap_dir = args.swap_dir.clone().unwrap_or_else(std::env::temp_dir);
     let diagnosis = doctor::examine(&swap_dir);
-    let text = if args.json {
-        diagnosis.to_json()
+    let printed = if args.json {
+        print_json(&diagnosis.to_json())
     } else {
-        diagnosis.to_text()
+        print(&diagnosis.to_text())
     };
-    match print(&text) {
+    match printed {
         Ok(()) => Exit::Done,
         Err(error) => refuse(&error),
     }

@@ -6,12 +6,25 @@ use std::io::{self, IsTerminal, Write};
 
 use crate::args::{JsonTarget, Output};
 
-/// A result that could not be written.
+/// Output that could not be written, or not all of it.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write to {target}: {source}; the result is lost: give it another place")]
+#[error("cannot write {what} to {target}: {source}; {advice}")]
 pub struct WriteError {
+    what: &'static str,
     target: String,
     source: io::Error,
+    advice: &'static str,
+}
+
+impl WriteError {
+    fn json(target: String, source: io::Error) -> Self {
+        Self {
+            what: "the JSON",
+            target,
+            source,
+            advice: "run again, with --json and a file that can be written",
+        }
+    }
 }
 
 /// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text.
@@ -20,14 +33,11 @@ pub struct WriteError {
 /// The JSON or the text cannot be written. If both fail, the error is that of the JSON.
 pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
     match &output.json {
-        Some(JsonTarget::Stdout) => print(json),
+        Some(JsonTarget::Stdout) => print_json(json),
         Some(JsonTarget::File(path)) => {
             // Write both even if one fails: they may be on different disks.
             let printed = print(text);
-            let failed = |source| WriteError {
-                target: path.display().to_string(),
-                source,
-            };
+            let failed = |source| WriteError::json(path.display().to_string(), source);
             std::fs::write(path, json).map_err(failed)?;
             printed
         }
@@ -35,21 +45,66 @@ pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
     }
 }
 
-/// Prints to stdout. A closed pipe (`lacuna doctor | head -1`) is no error: its reader has read
-/// what it wanted.
+/// Fails where `--json -` is asked for and stdout was closed (`>&-`), so that a command can refuse
+/// before it runs.
+///
+/// # Errors
+/// The JSON would be lost.
+pub fn check(output: &Output) -> Result<(), WriteError> {
+    match output.json {
+        Some(JsonTarget::Stdout) if stdout_was_closed() => Err(closed()),
+        _ => Ok(()),
+    }
+}
+
+/// Prints JSON to stdout. Unlike text, it must arrive: a script that closes stdout gets an error.
+///
+/// # Errors
+/// As [`print`]; and stdout was closed.
+pub fn print_json(json: &str) -> Result<(), WriteError> {
+    if stdout_was_closed() {
+        return Err(closed());
+    }
+    write(json).map_err(|source| WriteError::json("stdout".into(), source))
+}
+
+/// Prints text to stdout. A closed pipe (`lacuna doctor | head -1`) is no error: its reader has
+/// read what it wanted.
 ///
 /// # Errors
 /// The write fails for another reason, such as a full disk.
 pub fn print(text: &str) -> Result<(), WriteError> {
+    write(text).map_err(|source| WriteError {
+        what: "the text",
+        target: "stdout".into(),
+        source,
+        advice: "what was printed before is incomplete",
+    })
+}
+
+fn write(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     let written = stdout.write_all(text.as_bytes());
     match written.and_then(|()| stdout.flush()) {
-        Err(source) if source.kind() != io::ErrorKind::BrokenPipe => Err(WriteError {
-            target: "stdout".into(),
-            source,
-        }),
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
         _ => Ok(()),
     }
+}
+
+fn closed() -> WriteError {
+    WriteError::json("stdout".into(), rustix::io::Errno::BADF.into())
+}
+
+/// Whether this process was started without a stdout. Rust's runtime then opens `/dev/null` in its
+/// place, for reading and writing, before `main`; so every write succeeds and is lost. A shell's
+/// `> /dev/null` opens it for writing only and is what its user wants.
+fn stdout_was_closed() -> bool {
+    use rustix::fs::{OFlags, fcntl_getfl, fstat};
+    let stdout = io::stdout();
+    let null = rustix::fs::stat("/dev/null").map(|null| null.st_rdev);
+    let same = fstat(&stdout).is_ok_and(|file| null == Ok(file.st_rdev));
+    let mode = fcntl_getfl(&stdout).map(|flags| flags & OFlags::RWMODE);
+    same && mode == Ok(OFlags::RDWR)
 }
 
 /// Prints an error message to stderr. If that fails, only the exit code reports the error.
@@ -109,7 +164,7 @@ mod tests {
         assert!(
             error
                 .to_string()
-                .starts_with("cannot write to /nonexistent/out.json: No such file")
+                .starts_with("cannot write the JSON to /nonexistent/out.json: No such file")
         );
     }
 
