@@ -225,7 +225,7 @@ impl FromStr for Name {
 /// An experiment of the lab.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Experiment {
-    /// Asynchronous page faults, on and off: who works, who faults, from which latency it pays
+    /// Asynchronous page faults, on and off: threads that compute and threads that fault
     Apf,
     /// Huge pages: invalidating a range, first touch, reads at random, memory pressure
     Thp,

@@ -36,7 +36,8 @@ const SIZE_UNITS: &[(&str, u64)] = &[
     ("TiB", 1 << 40),
 ];
 
-/// In nanoseconds. A duration without a unit is an error: nobody agrees on the one left out.
+/// In nanoseconds. A duration without a unit is an error, because programs disagree about the
+/// default.
 const DURATION_UNITS: &[(&str, u64)] = &[
     ("ns", 1),
     ("us", 1_000),
@@ -69,7 +70,7 @@ impl fmt::Display for Size {
 /// Reads a duration with its unit: `250us`, `10s`, `2min`.
 ///
 /// # Errors
-/// What is wrong with it, for the person who wrote it.
+/// What is wrong with it, as the user is told.
 pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
     parse(text, DURATION_UNITS, "250us", "ns us ms s min").map(Duration::from_nanos)
 }

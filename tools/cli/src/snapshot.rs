@@ -78,9 +78,9 @@ pub struct GuestApf {
     pub not_present: u32,
     /// Page-ready events, each for one page.
     pub ready: u32,
-    /// Of these, those that came before anybody waited.
+    /// Of these, those that came before a thread waited.
     pub ready_before_wait: u32,
-    /// Page-ready events for everybody who waits.
+    /// Page-ready events for all waiting threads.
     pub wake_all: u32,
     /// Events that the guest could do nothing with.
     pub lost: u32,

@@ -1,5 +1,5 @@
-//! `lacuna lab apf`: what asynchronous page faults give to those who do not fault, and to those
-//! who do.
+//! `lacuna lab apf`: what asynchronous page faults give to threads that compute, and to threads
+//! that fault.
 //!
 //! | id | what is compared |
 //! |---|---|
@@ -7,7 +7,7 @@
 //! | `apf.worker_ratio.DEVICE` | workers beside faulters, on / off: the 2010 talk's figure |
 //! | `apf.faulter_ratio.DEVICE` | faulters beside workers, on / off |
 //! | `apf.faulter_alone_ratio.DEVICE` | faulters without workers, on / off |
-//! | `apf.break_even_us` | the page latency from which nobody does worse with them |
+//! | `apf.break_even_us` | the page latency from which no thread does worse with them |
 //! | `apf.memory_alone_time_ratio` | a memory-bound program's time, on / off, nothing beside it |
 //! | `apf.kvm.task_share_percent.LATENCY` | the worker's share under `/dev/kvm` |
 //! | `apf.kvm.faults` | asynchronous faults that KVM completed, each token matched |

@@ -1,4 +1,4 @@
-//! The same guest program in somebody else's machine, and on the bare one.
+//! The same guest program in other machines (QEMU), and natively.
 //!
 //! A benchmark image marks its phases on the serial line, or on stdout when it runs natively; the
 //! host's clock, not the guest's, times them:
@@ -154,7 +154,7 @@ pub fn qemu_tcg(
 /// Bochs is looked for so that the report can say what became of it.
 ///
 /// It boots firmware and a disk, and cannot load an ELF image; so it is never more than
-/// [`ExternalError::Unavailable`] until somebody brings a boot sector for our images.
+/// [`ExternalError::Unavailable`] until there is a boot sector for our images.
 pub fn bochs() -> ExternalError {
     ExternalError::Unavailable(match find("bochs") {
         Some(path) => format!(

@@ -1,7 +1,7 @@
 //! A guest under measurement: what it counts, and what may be changed while it runs.
 //!
 //! One guest lives through a whole experiment. What differs between two slices of time is a word
-//! on its status page (who is to pause) and a switch of its VM (whether faults are taken
+//! on its status page (which processes pause) and a switch of its VM (whether faults are taken
 //! asynchronously), and nothing else: the same processes, the same pages, the same swap.
 
 use crate::experiment::LabError;

@@ -228,8 +228,8 @@ pub fn rounds(
     Ok(runs.into_iter().map(|[run]| run).collect())
 }
 
-/// [`rounds`] where one slice has several measures: the rates of those who work and of those who
-/// fault, say. Returns each arm's runs, a list for each measure.
+/// [`rounds`] where one slice has several measures, such as the rates of two kinds of threads.
+/// Returns each arm's runs, a list for each measure.
 ///
 /// # Errors
 /// The first error of a slice ends the experiment, and so does [`interrupt`].

@@ -1,5 +1,5 @@
-//! A memory-bound program with nothing beside it: nobody gains from asynchronous faults, so what is
-//! left is what they cost.
+//! A memory-bound program with nothing beside it: no other thread gains from asynchronous
+//! faults, so what is left is what they cost.
 //!
 //! `membound` writes every page of twice its budget and reads all back in another order, again and
 //! again, and computes a little on each page. A round of it is the unit of time here, not a slice:

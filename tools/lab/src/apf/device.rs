@@ -1,6 +1,6 @@
 //! One swap device: workers and faulters together and alone, with asynchronous faults and without.
 
-use super::slices::{Arm, Pace, Runs, Who, take_turns};
+use super::slices::{Arm, Pace, Role, Runs, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
@@ -121,14 +121,14 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
         settle: Duration::from_millis(30),
     };
     let runs = run(device, options, &[Arm::Off, Arm::OffAgain, Arm::On], pace)?;
-    let rate = |arm| format!("{}/s", short(runs.rate(arm, Who::Workers).median));
+    let rate = |arm| format!("{}/s", short(runs.rate(arm, Role::Workers).median));
     let row = Row {
         system: "x86 async page faults",
         what: "work done beside threads whose pages take 1 ms; without, vCPUs wait",
         without: rate(Arm::Off),
         with: rate(Arm::On),
-        ratio: runs.ratio(Arm::Off, Arm::On, Who::Workers)?,
-        null: runs.ratio(Arm::Off, Arm::OffAgain, Who::Workers)?,
+        ratio: runs.ratio(Arm::Off, Arm::On, Role::Workers)?,
+        null: runs.ratio(Arm::Off, Arm::OffAgain, Role::Workers)?,
         published: "1.995x (KVM Forum 2010)",
     };
     let results = vec![
@@ -154,7 +154,7 @@ fn measured(
 }
 
 fn worker_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
-    let ratio = runs.ratio(Arm::Off, Arm::On, Who::Workers)?;
+    let ratio = runs.ratio(Arm::Off, Arm::On, Role::Workers)?;
     let result = measured(
         device,
         pace,
@@ -163,14 +163,14 @@ fn worker_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement,
         device.worker_ratio,
     )
     .reference(1.995, "KVM Forum 2010")
-    .arm("off", runs.arm(Arm::Off, Who::Workers))
-    .arm("on", runs.arm(Arm::On, Who::Workers))
-    .arm("null", null(runs, Who::Workers)?);
+    .arm("off", runs.arm(Arm::Off, Role::Workers))
+    .arm("on", runs.arm(Arm::On, Role::Workers))
+    .arm("null", null(runs, Role::Workers)?);
     Ok(result)
 }
 
 fn faulter_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
-    let ratio = runs.ratio(Arm::Off, Arm::On, Who::Faulters)?;
+    let ratio = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
     let result = measured(
         device,
         pace,
@@ -178,17 +178,17 @@ fn faulter_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement
         ratio,
         device.faulter_ratio,
     )
-    .arm("off", runs.arm(Arm::Off, Who::Faulters))
-    .arm("on", runs.arm(Arm::On, Who::Faulters))
-    .arm("null", null(runs, Who::Faulters)?);
+    .arm("off", runs.arm(Arm::Off, Role::Faulters))
+    .arm("on", runs.arm(Arm::On, Role::Faulters))
+    .arm("null", null(runs, Role::Faulters)?);
     Ok(result)
 }
 
 fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
-    let share = runs.ratio(Arm::Alone, Arm::On, Who::Workers)?;
-    let kept = runs.ratio(Arm::Alone, Arm::Off, Who::Workers)?;
-    let faulters = runs.ratio(Arm::Off, Arm::On, Who::Faulters)?;
-    let alone = runs.ratio(Arm::FaultersOff, Arm::FaultersOn, Who::Faulters)?;
+    let share = runs.ratio(Arm::Alone, Arm::On, Role::Workers)?;
+    let kept = runs.ratio(Arm::Alone, Arm::Off, Role::Workers)?;
+    let faulters = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
+    let alone = runs.ratio(Arm::FaultersOff, Arm::FaultersOn, Role::Faulters)?;
     report.say(format!(
         "{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, {:.0} \
          % without; the faulters do {:.2} times as much.",
@@ -200,20 +200,20 @@ fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result
     let name = ("worker_share_percent", "%");
     report.push(
         measured(device, pace, name, share.scaled(100.0), device.worker_share)
-            .arm("alone", runs.arm(Arm::Alone, Who::Workers))
-            .arm("on", runs.arm(Arm::On, Who::Workers)),
+            .arm("alone", runs.arm(Arm::Alone, Role::Workers))
+            .arm("on", runs.arm(Arm::On, Role::Workers)),
     );
     report.push(worker_ratio(device, pace, runs)?);
     report.push(faulter_ratio(device, pace, runs)?);
     report.push(
         measured(device, pace, ("faulter_alone_ratio", "x"), alone, None)
-            .arm("off", runs.arm(Arm::FaultersOff, Who::Faulters))
-            .arm("on", runs.arm(Arm::FaultersOn, Who::Faulters)),
+            .arm("off", runs.arm(Arm::FaultersOff, Role::Faulters))
+            .arm("on", runs.arm(Arm::FaultersOn, Role::Faulters)),
     );
     Ok(())
 }
 
 /// What the method reports where there is nothing to find.
-fn null(runs: &Runs, who: Who) -> Result<serde_json::Value, LabError> {
-    Ok(runs.ratio(Arm::Off, Arm::OffAgain, who)?.into())
+fn null(runs: &Runs, role: Role) -> Result<serde_json::Value, LabError> {
+    Ok(runs.ratio(Arm::Off, Arm::OffAgain, role)?.into())
 }

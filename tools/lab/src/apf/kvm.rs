@@ -15,7 +15,7 @@
 //! hosts have bad moments of a second or more.
 
 use super::SLICE_US;
-use super::slices::{Arm, Pace, Runs, Who, take_turns};
+use super::slices::{Arm, Pace, Role, Runs, take_turns};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -80,8 +80,10 @@ pub fn measure(
         let &(_, word, bar) = latency;
         report.detail(on.table(&format!("/dev/kvm, {word} a page, with")));
         report.detail(off.table(&format!("/dev/kvm, {word} a page, without")));
-        let share = on.ratio(Arm::Alone, Arm::On, Who::Workers)?.scaled(100.0);
-        let without = off.ratio(Arm::Alone, Arm::Off, Who::Workers)?.scaled(100.0);
+        let share = on.ratio(Arm::Alone, Arm::On, Role::Workers)?.scaled(100.0);
+        let without = off
+            .ratio(Arm::Alone, Arm::Off, Role::Workers)?
+            .scaled(100.0);
         report.say(format!(
             "/dev/kvm, {word} a page: beside a faulter (another thread of its process, tick \
              {TICK_US} us), a worker keeps {:.0} % of its speed with asynchronous faults, {:.0} % \
@@ -91,8 +93,8 @@ pub fn measure(
         let result = Measurement::new(id(word), "%", Better::Higher, share).bar(bar);
         report.push(
             with_params(result, pace(options, Apf::On))
-                .arm("alone", on.arm(Arm::Alone, Who::Workers))
-                .arm("on", on.arm(Arm::On, Who::Workers))
+                .arm("alone", on.arm(Arm::Alone, Role::Workers))
+                .arm("on", on.arm(Arm::On, Role::Workers))
                 .arm("share_percent_off", without),
         );
     }

@@ -9,10 +9,10 @@ use lacuna_soft::{Apf, Stalls};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Who runs, and how faults are taken.
+/// Which processes run, and how faults are taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Arm {
-    /// The workers alone: nobody faults.
+    /// The workers alone: no process faults.
     Alone,
     /// Workers beside faulters, vCPUs wait for pages.
     Off,
@@ -63,14 +63,14 @@ pub struct Pace {
     pub rounds: Rounds,
     /// What is counted of a slice.
     pub slice: Duration,
-    /// What goes before it: faults of the arm before are still on their way, and who is paused
-    /// looks every 20 ms whether that is over.
+    /// What goes before it: faults of the arm before are still on their way, and a paused process
+    /// looks every 20 ms whether its pause is over.
     pub settle: Duration,
 }
 
 /// Which counters a rate is made of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Who {
+pub enum Role {
     /// Those that compute.
     Workers,
     /// Those that fault.
@@ -136,28 +136,29 @@ impl Runs {
         found.expect("asked for an arm that took part")
     }
 
-    fn rates(&self, arm: Arm, who: Who) -> &[f64] {
-        &self.of(arm).rates[who as usize]
+    fn rates(&self, arm: Arm, role: Role) -> &[f64] {
+        &self.of(arm).rates[role as usize]
     }
 
-    /// What `who` did in `arm`, in steps a second.
-    pub fn rate(&self, arm: Arm, who: Who) -> Summary {
-        Summary::of(self.rates(arm, who))
+    /// What the processes of `role` did in `arm`, in steps a second.
+    pub fn rate(&self, arm: Arm, role: Role) -> Summary {
+        Summary::of(self.rates(arm, role))
     }
 
-    /// The rates of `who` in `arm` over those in `base`, paired by round.
+    /// The rates of `role` in `arm` over those in `base`, paired by round.
     ///
     /// # Errors
-    /// When `who` did nothing at all in a round of `base`: there is nothing to compare with.
-    pub fn ratio(&self, base: Arm, arm: Arm, who: Who) -> Result<Summary, LabError> {
-        let base_rates = self.rates(base, who);
+    /// The processes of `role` did nothing at all in a round of `base`, so there is nothing to
+    /// compare with.
+    pub fn ratio(&self, base: Arm, arm: Arm, role: Role) -> Result<Summary, LabError> {
+        let base_rates = self.rates(base, role);
         if base_rates.contains(&0.0) {
             let name = base.name();
             return Err(LabError::Guest(format!(
-                "{who:?} stood still in a whole round of arm `{name}`"
+                "{role:?} stood still in a whole round of arm `{name}`"
             )));
         }
-        Ok(paired(base_rates, self.rates(arm, who)))
+        Ok(paired(base_rates, self.rates(arm, role)))
     }
 
     /// Each vCPU's stalls in `arm`.
@@ -165,9 +166,9 @@ impl Runs {
         &self.of(arm).stalls
     }
 
-    /// An arm for a result: the rate of `who`, in steps a second, and each vCPU's stalls.
-    pub fn arm(&self, arm: Arm, who: Who) -> Value {
-        let mut value = Value::from(Summary::of(self.rates(arm, who)));
+    /// An arm for a result: the rate of `role`, in steps a second, and each vCPU's stalls.
+    pub fn arm(&self, arm: Arm, role: Role) -> Value {
+        let mut value = Value::from(Summary::of(self.rates(arm, role)));
         value["stalls"] = stalls_json(&self.of(arm).stalls);
         value
     }

@@ -16,7 +16,7 @@
 //! upper end by the lower ends of both ratios (that is the one the bar is for), its lower end by
 //! the upper ends. It is infinite when not even the longest latency qualifies.
 
-use super::slices::{Arm, Pace, Runs, STALLS, Who, stalls_text, take_turns};
+use super::slices::{Arm, Pace, Role, Runs, STALLS, stalls_text, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
@@ -94,14 +94,14 @@ fn point(
     let latency = Duration::from_micros(us);
     setting.set(latency);
     let runs = take_turns(session, &ARMS, pace(options, latency))?;
-    let ratio = |arm, who| runs.ratio(Arm::Off, arm, who);
+    let ratio = |arm, role| runs.ratio(Arm::Off, arm, role);
     let nulls = [
-        ratio(Arm::OffAgain, Who::Workers)?,
-        ratio(Arm::OffAgain, Who::Faulters)?,
+        ratio(Arm::OffAgain, Role::Workers)?,
+        ratio(Arm::OffAgain, Role::Faulters)?,
     ];
     let (workers, faulters) = (
-        ratio(Arm::On, Who::Workers)?,
-        ratio(Arm::On, Who::Faulters)?,
+        ratio(Arm::On, Role::Workers)?,
+        ratio(Arm::On, Role::Faulters)?,
     );
     Ok(Point {
         us,
@@ -123,10 +123,10 @@ fn arms(runs: &Runs, workers: Summary, faulters: Summary, [a, b]: [Summary; 2]) 
     json!({
         "worker_ratio": Value::from(workers), "faulter_ratio": Value::from(faulters),
         "null": {"workers": Value::from(a), "faulters": Value::from(b)},
-        "off": {"workers": runs.arm(Arm::Off, Who::Workers),
-                "faulters": runs.arm(Arm::Off, Who::Faulters)},
-        "on": {"workers": runs.arm(Arm::On, Who::Workers),
-               "faulters": runs.arm(Arm::On, Who::Faulters)},
+        "off": {"workers": runs.arm(Arm::Off, Role::Workers),
+                "faulters": runs.arm(Arm::Off, Role::Faulters)},
+        "on": {"workers": runs.arm(Arm::On, Role::Workers),
+               "faulters": runs.arm(Arm::On, Role::Faulters)},
     })
 }
 

@@ -102,7 +102,7 @@ impl Fixture {
         let done = thread::scope(|scope| {
             scope.spawn(|| writer.run());
             let done = fixture.prepare().and_then(|()| experiment(&mut fixture));
-            // Without anybody to give it orders the writer ends.
+            // The writer ends when no more orders can come.
             drop(fixture);
             done
         });
@@ -267,7 +267,7 @@ impl Writer<'_> {
                 Ok(()) => None,
             };
             if let Some(answer) = answer {
-                // Nobody listens any more: then there are no orders either.
+                // A failed send means that the fixture is gone: then no order comes either.
                 let _ = self.answers.send(answer);
             }
         }

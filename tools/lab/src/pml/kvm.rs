@@ -200,7 +200,7 @@ fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
     words.settle(result, &outcome.ending)
 }
 
-/// Who watches the guest.
+/// The thread that watches the guest.
 struct Monitor<'a> {
     guest: Guest<'a>,
     vm: &'a Vm,
@@ -376,7 +376,7 @@ mod tests {
     #[test]
     fn a_page_costs_what_its_transactions_take_more() {
         let arm = |rate: f64, cpu: f64, dirtied: f64| [rate, cpu, dirtied, 0.1].map(|v| vec![v; 3]);
-        // Half of each second is somebody else's.
+        // Other programs have half of each second.
         let off = || arm(100.0, 200.0, 0.0);
         let runs = Runs(vec![off(), off(), arm(92.0, 184.0, 1000.0)]);
         assert!((runs.percent(ON).median - 92.0).abs() < 1e-9);

@@ -206,7 +206,7 @@ impl Runs {
     }
 }
 
-/// Everything about scores, costs and a log that nobody reads.
+/// Everything about scores, costs and a log that no thread reads.
 pub fn measure(
     options: &Options,
     report: &mut Report,
@@ -224,7 +224,7 @@ pub fn measure(
                 tell(report, pace, set, rate, &Runs { delivery, periods });
             }
             if to == Delivery::Bitmap {
-                progress.step("a log that nobody reads")?;
+                progress.step("a log that no thread reads")?;
                 score_always::measure(report, churns, &setup, pace.rounds)?;
             }
             Ok(())

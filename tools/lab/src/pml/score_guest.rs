@@ -1,12 +1,12 @@
 //! `churn` in turns under a monitor that harvests once a second of the guest's own time.
 //!
-//! Counted are transactions in the time that the vCPUs' threads have run, so that neither the
-//! monitor, which may have no core of its own, nor another program on the machine is taken for a
-//! cost to the guest; by the clock on the wall it is told beside that.
+//! Transactions are counted in the time that the vCPUs' threads have run. So neither the monitor,
+//! which may have no core of its own, nor another program on the machine counts as a cost to the
+//! guest. The rate by the wall clock is told beside it.
 //!
-//! Pages that write protection has armed and nobody has written since stay read-only when logging
-//! ends, and each would cost whoever comes next one more fault. To *heal* is to let the guest
-//! write to every page that it has, uncounted.
+//! Pages that are write-protected when logging ends stay read-only until they are written. Each
+//! would cost the next arm one more fault. To *heal* is to let the guest write to every page that
+//! it has, uncounted.
 
 use super::score_charge::Counted;
 use super::turns::{Done, Last, Player, TURN, reap, round, shifts, turns_of, with_players};
@@ -150,7 +150,7 @@ impl<'a> Churn<'a> {
         Ok(())
     }
 
-    /// One turn; the last of a period has a harvest at its end, if somebody watches.
+    /// One turn; the last of a period has a harvest at its end, if a monitor watches.
     fn turn(&mut self, length: Duration, last: Last) -> Result<Period, LabError> {
         let before = self.counted();
         let Self {
@@ -321,7 +321,7 @@ mod tests {
                         _ => assert!(harvests == 1 && dirtied > 0, "{period:?}"),
                     }
                     assert_eq!(stats.logged > 0, *arm == PML, "{period:?}");
-                    // Where nobody is armed nothing faults, but for what the kernel has that no
+                    // Where no page is write-protected only pages of the kernel fault, which no
                     // process sweeps.
                     let found_by_faults = stats.repairs > 100;
                     assert_eq!(found_by_faults, *arm == WP, "{period:?}");

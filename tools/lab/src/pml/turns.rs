@@ -395,7 +395,7 @@ pub fn turns_of(time: Duration) -> (usize, Duration) {
 }
 
 /// A round: `pairs` times the turns of all arms, there and back, each time with another one first:
-/// who has two turns in a row finds its caches warm. Calls `turn` with an arm.
+/// an arm with two turns in a row finds its caches warm. Calls `turn` with an arm.
 ///
 /// # Errors
 /// The first of a turn.

@@ -86,7 +86,7 @@ impl Fixture {
         Ok(region)
     }
 
-    /// Gives the slot under test a new backing, which nobody has touched.
+    /// Gives the slot under test a new backing, of which no page was touched.
     pub fn renew(&mut self) -> Result<(), LabError> {
         if let Some(range) = self.target() {
             self.mmu.delete_slot(TARGET_SLOT)?;

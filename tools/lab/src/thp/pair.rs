@@ -1,5 +1,5 @@
-//! VMs with the same guest that take turns: who does not run has no vCPU and no background
-//! thread at work, so that each pays for all of its own and for nothing of the other's.
+//! VMs with the same guest that take turns: a VM without a turn has no vCPU and no background
+//! thread at work, so that each pays for all of its own work and for nothing of the other's.
 
 use crate::experiment::LabError;
 use crate::session::{Count, Guest, LastWords, image};
@@ -19,7 +19,7 @@ const STILL: Duration = Duration::from_millis(10);
 /// How long a turn is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Turn {
-    /// What goes before what is counted: who is paused looks every 20 ms whether that is over.
+    /// What goes before what is counted: a paused process looks every 20 ms.
     pub settle: Duration,
     /// What is counted.
     pub slice: Duration,

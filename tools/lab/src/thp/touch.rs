@@ -6,7 +6,7 @@
 //! and the rest is by the clock on the wall, so that what interrupts it counts against us. For 4
 //! KiB pages, where looking at the clock would take as long, an arm of its own zeroes as many pages
 //! the same way (a call a page, through the caches), of memory mapped as the host's frames are: by
-//! huge pages where the kernel has them. Not the frames themselves, which nobody hands out, and in
+//! huge pages where the kernel has them. Not the frames themselves, which the host keeps, and in
 //! the order of addresses, which is that of frames only before they were used.
 
 use super::fixture::{BLOCK, Fixture};
