@@ -27,7 +27,7 @@ pub enum Stop {
 /// run loop again.
 pub unsafe trait Bus {
     /// The page behind `gfn` for `access`: stage 2, faults included. Page walks ask with
-    /// [`Access::Write`], as hardware with EPT A/D bits does (facts section 3.1).
+    /// [`Access::Write`], as hardware with EPT A/D bits does (SDM vol 3 29.3.5).
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop>;
 
     /// The processor is about to keep decoded instructions of `gfn`. From the moment this returns

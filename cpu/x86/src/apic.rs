@@ -1,5 +1,5 @@
-//! The local APIC (SDM vol 3 chapter 11): x2APIC registers, and the xAPIC page to the same
-//! registers.
+//! The local APIC (SDM vol 3 chapter 11). The guest reaches its registers as x2APIC MSRs or by the
+//! xAPIC page.
 //!
 //! ```text
 //! any thread            ApicBus (shared)                     Lapic (its vCPU's own)

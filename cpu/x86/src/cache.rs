@@ -10,9 +10,10 @@
 //! ```
 //! Links and jump entries skip the translation of `rip`, so they are valid for one *epoch*. An
 //! epoch ends when a translation may have changed or a basic block is dropped. Each privilege has
-//! its own epoch: a switch of address space that keeps global pages ends or parks only that of user
-//! code. No two address spaces have the same epoch, so links of an earlier address space are
-//! invalid until it is current again. Basic blocks are found by frame and survive these switches.
+//! its own epoch: a switch of address space that keeps global pages ends only that of user code, or
+//! parks it (translations.rs). No two address spaces have the same epoch, so links of an earlier
+//! address space are invalid until it is current again. Basic blocks are found by frame and survive
+//! these switches.
 //!
 //! The ops of a dropped basic block stay in the arena, unreachable. When the arena is full, all of
 //! it is cleared. So memory is bounded, however often a guest writes new code.

@@ -109,8 +109,8 @@ impl Lapic {
         }
     }
 
-    /// A 32-bit write at `offset` of the xAPIC page. Where an x2APIC would
-    /// refuse a write, invalid bits are masked off or the write is ignored.
+    /// A 32-bit write at `offset` of the xAPIC page. Where an x2APIC would refuse a write, invalid
+    /// bits are masked off or the write is ignored.
     pub(crate) fn mmio_write(&mut self, offset: usize, value: u32, now: Nanos) {
         if !offset.is_multiple_of(16) {
             return;
