@@ -32,19 +32,19 @@ pub(crate) fn unary(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-/// E from G.
+/// MOV: copies G to E.
 pub(crate) fn move_e(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     write(core, bus, op, source(core, op))
 }
 
-/// G from E.
+/// MOV: copies E to G.
 pub(crate) fn move_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let value = read(core, bus, op)?;
     set_reg(core, op.src, op.width(), value);
     Ok(())
 }
 
-/// MOVZX and MOVSX: G, whose width is `aux`, from E.
+/// MOVZX and MOVSX: extends E to G, whose width is `aux`.
 pub(crate) fn extend_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let value = read(core, bus, op)?;
     let value = if op.code == Code::MovSx {
@@ -78,7 +78,7 @@ pub(crate) fn exchange(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()
     Ok(())
 }
 
-/// BSWAP, CBW and its kin, CWD and its kin.
+/// BSWAP; CBW, CWDE and CDQE; CWD, CDQ and CQO.
 pub(crate) fn registers(core: &mut Core, op: &Op) {
     let width = op.width();
     match op.code {
@@ -183,7 +183,7 @@ pub(crate) fn set_reg(core: &mut Core, slot: u8, width: u8, value: u64) {
     };
 }
 
-/// G, or the immediate.
+/// The value of G or the immediate.
 pub(crate) fn source(core: &Core, op: &Op) -> u64 {
     if op.has(IMMEDIATE) {
         op.imm64() & mask(op.width())
@@ -218,7 +218,7 @@ pub(crate) fn store(
     }
 }
 
-/// E.
+/// Reads E.
 pub(crate) fn read(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<u64> {
     if op.has(MEMORY) {
         return load(core, bus, address(core, op), op.width());

@@ -211,14 +211,14 @@ impl Lower<'_> {
         })
     }
 
-    /// E alone.
+    /// An op whose only operand is E.
     fn e(&mut self, code: Code) -> Flow {
         let width = self.width(0);
         let op = self.form(code, width, 0, None);
         self.emit(op)
     }
 
-    /// An 8-byte memory operand.
+    /// An op whose only operand is E, 8 bytes of memory.
     fn wide_e(&mut self, code: Code) -> Flow {
         if !self.is_memory(0) {
             return self.undefined();
@@ -227,14 +227,14 @@ impl Lower<'_> {
         self.emit(op)
     }
 
-    /// E, then G or an immediate.
+    /// An op with destination E, and G or an immediate as the source.
     fn e_g(&mut self, code: Code, aux: u8) -> Flow {
         let width = self.width(0);
         let op = self.form(code, width, 0, Some(1));
         self.emit(Op { aux, ..op })
     }
 
-    /// G, then E.
+    /// An op with destination G and source E.
     fn g_e(&mut self, code: Code, aux: u8) -> Flow {
         let width = self.width(0);
         let op = self.form(code, width, 1, Some(0));
