@@ -1,11 +1,11 @@
-//! Whom a shoot-down addresses.
+//! Which vCPUs a shoot-down requests.
 #![cfg(not(loom))]
 
 use lacuna_sync::{Blocks, Epoch, Quiescence, VcpuSlot};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// One vCPU, online, that keeps a footprint and has noted `blocks`.
+/// One vCPU, online, whose TLB residency filter is in use and has noted `blocks`.
 fn noted(blocks: &[u64]) -> Quiescence {
     let quiescence = Quiescence::new(1);
     quiescence.online(0);
@@ -20,7 +20,7 @@ fn is_addressed(quiescence: &Quiescence, blocks: &Blocks) -> bool {
     assert_eq!(
         requested,
         !quiescence.passed(epoch),
-        "requested and not waited for, or the reverse"
+        "requested but not waited for, or the reverse"
     );
     quiescence.online(0);
     assert!(quiescence.passed(epoch), "it has flushed");
@@ -83,7 +83,7 @@ fn a_vcpu_that_is_offline_is_not_waited_for_but_must_flush() {
     assert_eq!(quiescence.online(0), everybody);
 }
 
-/// A small generator: the same numbers in each run.
+/// A small generator, with the same numbers in each run.
 struct Random(u64);
 
 impl Random {

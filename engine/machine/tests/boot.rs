@@ -1,4 +1,4 @@
-//! Images and boot data: every refusal with its text, and what a good load writes.
+//! Images and boot data: every refusal with its text, and what a successful load writes.
 
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Boot, BootError, GuestMemory, Image, ImageError, Layout, MemoryError};
@@ -104,7 +104,7 @@ fn a_good_image_is_loaded_with_its_boot_data() {
     assert_identity_map(&memory, boot.page_table.get());
 }
 
-/// Walks the boot tables for a few addresses as a processor would.
+/// Walks the boot tables for some addresses, as a processor would.
 fn assert_identity_map(memory: &Flat, root: u64) {
     for addr in [0u64, 0x10_0002, 0x3fff_ffff, 0xffff_f000] {
         let next = |table: u64, shift: u32| {
@@ -191,7 +191,8 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
 }
 
 proptest! {
-    /// Any bytes, and any damage to a good file, parse or are refused; what parses stays in bounds.
+    /// Any bytes, and any damage to a valid file, are parsed or refused; a parsed file stays in
+    /// bounds.
     #[test]
     fn hostile_files_never_panic(
         noise in proptest::collection::vec(any::<u8>(), 0..400),

@@ -1,6 +1,6 @@
-//! What it costs to take one huge page back, by every way to find what is mapped, in nanoseconds:
-//! the reverse-map work alone, and the whole of it with the shoot-down of a vCPU that is idle:
-//! `cargo bench -p lacuna-mmu`.
+//! The cost of invalidating one huge page, in nanoseconds, for every rmap walk strategy: the
+//! reverse map's work alone, and the whole invalidation with the shoot-down of an idle vCPU: `cargo
+//! bench -p lacuna-mmu`.
 
 use lacuna_addr::{Access, Gfn, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
@@ -88,7 +88,7 @@ fn world(count: u16) -> (Arc<Mmu>, Faulter, Hva) {
 fn map(mmu: &Mmu, faulter: &mut Faulter) {
     let first = Gfn::new(0).expect("zero is a frame");
     let Outcome::Mapped(page) = black_box(mmu.fault(faulter, first, Access::Read)) else {
-        panic!("nobody else is here");
+        panic!("no other thread is here");
     };
     assert_eq!(page.level.pages(), BLOCK, "the host has blocks");
     faulter.retired();

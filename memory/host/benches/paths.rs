@@ -1,9 +1,10 @@
-//! What the paths cost: `cargo bench -p lacuna-host` (a directory for the swap file as argument).
+//! The cost of the main paths: `cargo bench -p lacuna-host` (argument: a directory for the swap
+//! file).
 //!
-//! * resolve of an empty page, zeroing included, against zeroing alone on the same frames: warm (a
-//!   few frames over and over) and cold (each frame once);
+//! * resolve of an empty page, including the zeroing, compared with the zeroing alone on the same
+//!   frames: warm (a few frames again and again) and cold (each frame once);
 //! * resolve of a resident page;
-//! * swap-out and swap-in throughput on a file, reads by the waiter itself and by readers.
+//! * throughput of swap-out and swap-in on a file; the waiting thread reads, or readers do.
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
@@ -15,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Nothing is mapped anywhere.
+/// A listener for a host whose pages are mapped nowhere.
 struct Unmapped;
 
 impl MmuNotifier for Unmapped {
@@ -40,7 +41,7 @@ fn host_with(budget: u64, swap: Box<dyn SwapStore>, huge: HugePages) -> Arc<Host
     .expect("a host for the benchmark")
 }
 
-/// Nanoseconds an operation of `count`.
+/// Nanoseconds for each of `count` operations.
 fn per(count: u64, start: Instant) -> f64 {
     start.elapsed().as_nanos() as f64 / count as f64
 }
@@ -49,7 +50,7 @@ fn page(start: Hva, index: u64) -> Hva {
     start.checked_add_pages(index).expect("inside the region")
 }
 
-/// Makes a page resident, whatever that takes.
+/// Makes a page resident, by whatever is needed.
 fn touch(host: &Host, hva: Hva, access: Access, cache: &mut PerCpuPages) -> Pfn {
     loop {
         match host.resolve(hva, access, Level::L4K, cache) {
@@ -86,7 +87,7 @@ fn resident_faults(pages: u64, rounds: u64, name: &str) {
     println!("resolve, empty page, {name}: {fault:.0} ns; resident page: {again:.0} ns");
 }
 
-/// Every thread its own vCPU and region, one budget.
+/// Each thread has its own vCPU and region; all share one budget.
 fn scaling() {
     const PAGES: u64 = 32768;
     let run = |threads: u64| {
@@ -118,8 +119,8 @@ fn scaling() {
     );
 }
 
-/// First touch of 1 GiB with `huge` pages, a fault every `step` pages, medians in nanoseconds: what
-/// one costs, and what is left of that without the zeroing of whole blocks.
+/// First touch of 1 GiB with `huge` pages, with a fault every `step` pages. Returns medians in
+/// nanoseconds: of a fault, and of a fault without the zeroing of whole blocks.
 fn first_touch(huge: HugePages, step: u64) -> (u64, u64) {
     const PAGES: u64 = 1 << 18;
     let host = host_with(PAGES + 16384, Box::new(MemoryStore::new()), huge);
@@ -193,7 +194,7 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
     }
     let out = host.stats().swapped_out as f64 / start.elapsed().as_secs_f64();
     println!("{name}: swap-out, direct reclaim: {out:.0} pages/s");
-    // Random: what is on the device in order was written in order.
+    // In random order: neighbours on the device were written one after the other.
     let mut rng = fastrand::Rng::with_seed(1);
     let before = host.stats().swapped_in;
     let start = Instant::now();

@@ -1,10 +1,10 @@
-//! What a swap-in that nobody waits for takes away from vCPUs that have other things to do:
-//! `cargo bench -p lacuna-host --bench swapin` (a directory for the swap file as argument).
+//! How much CPU time a swap-in takes from vCPUs that do not wait for it: `cargo bench -p
+//! lacuna-host --bench swapin` (argument: a directory for the swap file).
 //!
-//! Two vCPU threads compute, in pieces of 20 us. Between pieces each takes note of the pages that
-//! have come, and faults on others until `n` are on their way: random pages at 4 times overcommit,
-//! a thread reclaims in the background. The cost of a page is the CPU time of the
-//! whole process but for the computing: reading, reclaim, interrupts and wake-ups are all in it, on
+//! Two vCPU threads compute, in pieces of 20 us. Between pieces each takes in the pages that have
+//! arrived, and faults on others until `n` are on their way. The pages are random, at 4 times
+//! overcommit; a background thread reclaims. The cost of a page is the CPU time of the whole
+//! process less the computing. So it includes reading, reclaim, interrupts and wake-ups, on
 //! whatever thread they ran.
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
@@ -23,7 +23,7 @@ const BUDGET: u64 = 8192;
 const PAGES: u64 = 4 * BUDGET;
 const VCPUS: u64 = 2;
 
-/// Nothing is mapped anywhere.
+/// A listener for a host whose pages are mapped nowhere.
 struct Unmapped;
 
 impl MmuNotifier for Unmapped {
@@ -33,12 +33,12 @@ impl MmuNotifier for Unmapped {
     fn end_of_aging(&self) {}
 }
 
-/// How vCPUs learn that a page has come.
+/// How vCPUs learn that a page has arrived.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Notice {
-    /// A thread is woken for it.
+    /// A thread of the device is woken for it.
     Thread,
-    /// They poll.
+    /// The vCPUs poll.
     Poll,
 }
 
@@ -60,7 +60,7 @@ fn cpu() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Seconds of CPU that a piece of computing takes while both threads compute.
+/// Seconds of CPU that a piece of computing takes when both threads only compute.
 fn alone(time: Duration) -> f64 {
     let pieces = AtomicU64::new(0);
     let (start, used) = (Instant::now(), cpu());
@@ -77,7 +77,7 @@ fn alone(time: Duration) -> f64 {
     (cpu() - used) / pieces.into_inner() as f64
 }
 
-/// What a vCPU does.
+/// The work of a vCPU.
 struct Load {
     depth: usize,
     writes: Writes,
@@ -107,7 +107,7 @@ impl<'a> Vcpu<'a> {
         }
     }
 
-    /// One fault: the page is used if it is there and started if it is not.
+    /// One fault: the page is used if it is resident; if not, its read is started.
     fn fault(&mut self, hva: Hva, access: Access) {
         loop {
             match self.host.resolve(hva, access, Level::L4K, &mut self.cache) {
@@ -217,7 +217,7 @@ fn measure(io: Io, store: Box<dyn SwapStore>, load: &Load, alone: f64) {
             pieces.sum()
         })
     };
-    // Until nothing is dirty that the load does not make dirty.
+    // Runs until the only dirty pages are those that the load makes dirty.
     run(Duration::from_secs(1));
     let (before, start, used) = (host.stats(), Instant::now(), cpu());
     let pieces = run(Duration::from_secs(2));
@@ -253,7 +253,7 @@ const SETUPS: [Setup; 3] = [
     },
 ];
 
-/// Arguments: a directory for the swap file, and what lines to measure, by parts of their names.
+/// Arguments: a directory for the swap file, and the lines to measure, by parts of their names.
 fn main() {
     let mut args = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
     let dir = args.next();

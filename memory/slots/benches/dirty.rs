@@ -1,5 +1,5 @@
-//! What one dirty page costs to note and to harvest, in nanoseconds; of the rounds the best, since
-//! the machine may be busy with something else: `cargo bench -p lacuna-slots --bench dirty`.
+//! The cost of recording and harvesting one dirty page, in nanoseconds. The best of several rounds
+//! counts, because the machine may be busy: `cargo bench -p lacuna-slots --bench dirty`.
 
 use lacuna_slots::{DirtyBitmap, RingSize, SlotId, dirty_ring};
 use std::hint::black_box;
@@ -57,7 +57,7 @@ fn bitmap() {
     }
 }
 
-/// So many dirty pages, scattered.
+/// Marks so many pages, scattered.
 fn mark(bitmap: &DirtyBitmap, words: &mut [u64], dirty: usize) {
     bitmap.take(0, words);
     for i in 0..dirty {
@@ -65,7 +65,7 @@ fn mark(bitmap: &DirtyBitmap, words: &mut [u64], dirty: usize) {
     }
 }
 
-/// A permutation of the pages: an odd factor.
+/// A permutation of the pages: multiplication by an odd factor.
 fn scatter(i: usize) -> usize {
     i.wrapping_mul(0x9e37_79b9_7f4a_7c15) % PAGES
 }

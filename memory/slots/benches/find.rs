@@ -1,5 +1,5 @@
-//! What a fault, and an invalidation, pay to find their slot, in nanoseconds:
-//! `cargo bench -p lacuna-slots`.
+//! The cost of finding a slot, for a fault and for an invalidation, in nanoseconds: `cargo bench -p
+//! lacuna-slots`.
 
 use lacuna_addr::{Gfn, Hva, HvaRange, PAGE_SIZE};
 use lacuna_slots::{Limits, SlotFlags, SlotId, SlotSpec, Slots};

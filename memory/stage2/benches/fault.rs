@@ -1,7 +1,6 @@
-//! What a resident fault pays here, in nanoseconds: `cargo bench -p lacuna-stage2`.
+//! The cost of a resident fault in this crate, in nanoseconds: `cargo bench -p lacuna-stage2`.
 //!
-//! Best of several rounds, on whatever machine this is: a tool for comparing two commits on one
-//! machine, not a test.
+//! The best of several rounds. It is a tool to compare two commits on one machine, not a test.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, Mapped, Stage2, Walk};
@@ -51,7 +50,7 @@ fn walk_far() -> f64 {
     })
 }
 
-/// Each thread maps its own half-gigabyte, in order, as a guest that touches fresh memory does.
+/// Each thread maps its own 512 MiB, in order, like a guest that touches fresh memory.
 fn map_threads(threads: u64) -> f64 {
     let stage2 = empty();
     let start = Barrier::new(threads as usize);
@@ -99,7 +98,7 @@ fn per_step(steps: u64, mut step: impl FnMut(u64)) -> f64 {
 
 fn empty() -> Stage2 {
     let arena = Arena::new(1 << 13).expect("address space");
-    // Touched before the clock runs: growing is the host kernel's time, not ours.
+    // Touched before the clock starts, because growing is the host kernel's time.
     let stage2 = Stage2::new(arena).expect("a root");
     let range = GfnRange::new(gfn(0), 2 * PAGES).expect("range");
     for i in (0..2 * PAGES).step_by(Level::L2M.pages() as usize) {

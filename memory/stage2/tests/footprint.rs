@@ -33,7 +33,7 @@ fn noted(blocks: [u64; 2]) -> Quiescence {
     quiescence
 }
 
-/// Who is addressed, with the block that each has noted.
+/// Whether each vCPU gets a request.
 fn requested(quiescence: &Quiescence) -> [bool; 2] {
     [0, 1].map(|index| quiescence.vcpu(index).has_request())
 }
@@ -72,7 +72,7 @@ fn a_batch_disturbs_those_who_noted_any_of_it() {
 
 #[test]
 fn an_upper_table_that_goes_disturbs_all_who_may_walk_through_it() {
-    // Only block 0 is mapped, but a walk of block 300 is inside the same upper table.
+    // Only block 0 is mapped, but a walk for block 300 uses the same upper table.
     let stage2 = stage2();
     map(&stage2, 5, Leaf::dirty(Pfn::new(1)));
     let quiescence = noted([300, 600]);

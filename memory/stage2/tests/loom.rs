@@ -4,9 +4,9 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-stage2 --test loom --release
 //! ```
-//! Block 0 of the guest is block 1 of the host. The arena has room for one table of leaves, so that
-//! a table that is freed too early is given to guest block 1 at once, and a walk that is still
-//! inside meets another block's frames.
+//! Block 0 of the guest is block 1 of the host. The arena has room for one leaf table. So a table
+//! that is freed too early is given to guest block 1 at once, and a walk that is still inside it
+//! finds another block's frames.
 #![cfg(loom)]
 
 use lacuna_addr::{Access, Gfn, Level, Pfn};
@@ -18,7 +18,7 @@ use lacuna_sync::shim::thread;
 const FIRST: u32 = 512;
 /// The page that is accessed.
 const PAGE: u64 = 5;
-/// The root and two upper tables, and one of leaves.
+/// The root, two upper tables, and one leaf table.
 const TABLES: u32 = 4;
 
 struct World {
@@ -35,7 +35,7 @@ impl World {
         }
     }
 
-    /// Block 0 by 512 leaves that may be written, not used yet.
+    /// Block 0 mapped by 512 writable leaves without A and D.
     fn small() -> Self {
         let world = Self::new();
         for page in 0..512 {
@@ -46,7 +46,7 @@ impl World {
         world
     }
 
-    /// Block 0 by one leaf, not used yet.
+    /// Block 0 mapped by one leaf without A and D.
     fn large(write: Write) -> Self {
         let world = Self::new();
         let leaf = unused(Leaf::clean(Pfn::new(FIRST)).at(Level::L2M), write);
@@ -55,7 +55,7 @@ impl World {
         world
     }
 
-    /// A vCPU's access, from online to offline: whether it went through.
+    /// A vCPU's access, from online to offline. Returns whether it succeeded.
     fn access(&self, access: Access) -> bool {
         self.quiescence.online(0);
         self.quiescence.vcpu(0).flushed();
@@ -68,7 +68,7 @@ impl World {
         matches!(outcome, Walk::Hit(_))
     }
 
-    /// Gives guest block 1 a table of leaves, if one is free.
+    /// Gives guest block 1 a leaf table, if one is free.
     fn use_a_free_table(&self) {
         self.stage2.reap(&self.quiescence);
         let other = gfn(512 + PAGE);
@@ -76,7 +76,7 @@ impl World {
         let _ = self.stage2.fault_cursor(other).map(other, leaf);
     }
 
-    /// The last word on page `PAGE`: whether it was written.
+    /// The final state of page `PAGE`: whether it was written.
     fn is_dirty(&self) -> bool {
         let at = gfn(PAGE);
         let gone = self.stage2.fault_cursor(at).unmap_page(at);
@@ -99,8 +99,8 @@ fn unused(leaf: Leaf, write: Write) -> Leaf {
     }
 }
 
-/// One vCPU accesses while `change` is made; then `after` is told whether the access went through,
-/// and what `change` returned.
+/// One vCPU accesses while `change` is made. Then `after` gets whether the access succeeded, and
+/// the result of `change`.
 fn race<R>(
     setup: impl Fn() -> World + Send + Sync + 'static,
     access: Access,
@@ -108,7 +108,7 @@ fn race<R>(
     after: impl Fn(&World, bool, R) + Send + Sync + 'static,
 ) {
     let mut model = loom::model::Builder::new();
-    // A table has 512 entries, which only its owner touches: many steps, few choices.
+    // Only its owner touches the 512 entries of a table: many steps, few choices.
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {
@@ -176,11 +176,8 @@ fn a_page_cut_out_of_a_block_takes_its_d_along() {
         world.is_dirty()
     };
     race(setup, Access::Write, change, |_, hit, dirty| {
-        // Whoever came later found nothing.
-        assert_eq!(
-            hit, dirty,
-            "a write went through, and D does not know, or the reverse"
-        );
+        // The later of the two found nothing.
+        assert_eq!(hit, dirty, "a write succeeded without D, or the reverse");
     });
 }
 

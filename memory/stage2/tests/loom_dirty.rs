@@ -4,9 +4,9 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-stage2 --test loom_dirty --release
 //! ```
-//! A vCPU writes a page twice, in two stays online, and may go on by its TLB in the second. At the
+//! A vCPU writes a page twice, in two stays online; in the second one it may use its TLB. At the
 //! end of each stay it flushes its log into a bit. A monitor harvests once: kick, take the bit,
-//! re-arm, flush, copy. Then either its copy is what the guest wrote last, or the bit is set.
+//! rearm, flush, copy. Then either its copy is the guest's last value, or the bit is set.
 #![cfg(loom)]
 
 use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
@@ -31,7 +31,7 @@ struct Vcpu<'w> {
     flushed: Epoch,
 }
 
-/// How a write is noticed.
+/// How a write is detected.
 #[derive(Clone, Copy, PartialEq)]
 enum By {
     Log,
@@ -68,7 +68,7 @@ impl World {
         }
     }
 
-    /// What a copy has, if the page was marked.
+    /// The copy, if the page was marked.
     fn harvest(&self, by: By) -> Option<u64> {
         if by == By::Log {
             let kick = self.quiescence.kick_all();
@@ -85,7 +85,7 @@ impl World {
 }
 
 impl Vcpu<'_> {
-    /// A stay online, in which it writes `value`.
+    /// Goes online, writes `value`, and goes offline.
     fn write(&mut self, value: u64) {
         let world = self.world;
         let epoch = world.quiescence.online(0);
@@ -155,7 +155,7 @@ fn by_faults_repaired_without_a_lock() {
     no_write_is_lost(Write::OnFault, By::Fault);
 }
 
-/// Detection was switched a moment ago: the leaf is protected, the re-arming clears D.
+/// The detection was switched a moment ago: the leaf is protected, and rearming clears D.
 #[test]
 fn by_the_log_after_faults() {
     no_write_is_lost(Write::OnFault, By::Log);

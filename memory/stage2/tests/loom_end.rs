@@ -1,19 +1,20 @@
-//! The end of a slot's log against a vCPU that writes, every interleaving of the real code: the
-//! large leaf knows of every write, and nobody gives rights in a table that is out of use.
+//! The end of a slot's log against a vCPU that writes, every interleaving of the real code. The
+//! large leaf has D for every write, and no thread sets bits in a table that is out of use.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-stage2 --test loom_end --release
 //! ```
-//! Block 0 of the guest is armed: its 512 small leaves lack W, or D. Whoever ends the log does what
-//! `Mmu::set_logging` does: says that it is off, lets all vCPUs pass once, makes one leaf of the
-//! table, retires that. Then another block gets a table, this one as soon as it is free. A vCPU
-//! walks and logs, repairs while it sees that the slot logs, and faults under the stripe when it
-//! does not.
+//! Block 0 of the guest is armed: its 512 small leaves lack W, or D. The thread that ends the log
+//! does what `Mmu::set_logging` does. It sets the slot's state to off, kicks all vCPUs and waits
+//! once, replaces the table by one leaf, and retires the table. Then another block gets a table:
+//! this one, as soon as it is free. A vCPU walks and logs. It makes fast page faults while it sees
+//! that the slot logs, and otherwise faults under the range lock.
 //!
-//! The model with faults fails when the pass is left out, or not waited for, or comes before the
-//! slot says that it is off; without the fence in `Quiescence::kick_all`; and when a vCPU repairs
-//! whatever the slot says. That with the log fails when the large leaf gets W and not D with it.
+//! The model with faults fails in each of these cases: the kick is left out, is not waited for, or
+//! comes before the state is set to off; the fence in `kick_all` is missing; a vCPU makes fast page
+//! faults whatever the slot's state is. The model with the log fails if the large leaf gets W
+//! without D.
 #![cfg(loom)]
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
@@ -24,15 +25,15 @@ use lacuna_sync::{Epoch, Quiescence};
 
 /// The frame of block 0's first page.
 const FIRST: u32 = 512;
-/// The page that is written; its place in the other block's table, too.
+/// The page that is written, and its index in the other block's table.
 const PAGE: u64 = 5;
-/// The root and two upper tables, and one of leaves.
+/// The root, two upper tables, and one leaf table.
 const TABLES: u32 = 4;
 
 struct World {
     stage2: Stage2,
     quiescence: Quiescence,
-    /// The slot says that it logs.
+    /// The slot's state: it logs.
     logs: AtomicBool,
 }
 
@@ -53,7 +54,7 @@ fn frame(page: u64) -> Pfn {
 }
 
 impl World {
-    /// Block 0 by small leaves without D, and with W as told.
+    /// Block 0 mapped by small leaves without D, and with W as `write` says.
     fn new(write: Write) -> Self {
         let stage2 = Stage2::new(Arena::new(TABLES).expect("a small arena")).expect("a root");
         for page in 0..512 {
@@ -93,7 +94,7 @@ impl World {
         }
     }
 
-    /// Protects a page of block 1, if there is a table for it.
+    /// Protects a page of block 1, if a table for it is free.
     fn use_a_free_table(&self) -> bool {
         self.stage2.reap(&self.quiescence);
         let leaf = Leaf::clean(Pfn::new(77));
@@ -101,7 +102,7 @@ impl World {
         self.stage2.fault_cursor(other).map(other, leaf).is_ok()
     }
 
-    /// What maps `gfn` in the end.
+    /// The final leaf of `gfn`.
     fn last_leaf(&self, gfn: Gfn) -> Leaf {
         let gone = self.stage2.fault_cursor(gfn).unmap_page(gfn);
         let (removed, flush) = gone.expect("still mapped");
@@ -111,7 +112,7 @@ impl World {
 }
 
 impl Vcpu<'_> {
-    /// A stay online, in which it writes the page.
+    /// Goes online, writes the page, and goes offline.
     fn write(&mut self) {
         let world = self.world;
         let epoch = world.quiescence.online(0);
@@ -136,7 +137,7 @@ impl Vcpu<'_> {
         world.quiescence.offline(0);
     }
 
-    /// As `Mmu::fault` does it, for a host that has the whole block.
+    /// As `Mmu::fault`, for a host that has the whole block.
     fn fault(&self) {
         let World { stage2, logs, .. } = self.world;
         let at = gfn(PAGE);
@@ -163,10 +164,11 @@ impl Vcpu<'_> {
     }
 }
 
-/// A vCPU makes two stays, and writes the page in both, while the log ends; all pages are `armed`.
+/// A vCPU goes online twice and writes the page each time, while the log ends; all pages are
+/// `armed`.
 fn no_write_is_lost(armed: Write) {
     let mut model = loom::model::Builder::new();
-    // A table has 512 entries, which mostly only its owner touches: many steps, few choices.
+    // Mostly only its owner touches the 512 entries of a table: many steps, few choices.
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {

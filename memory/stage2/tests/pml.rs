@@ -1,4 +1,4 @@
-//! Page-modification logging, as a processor does it: invariant 6 of the facts.
+//! Page-modification logging as a processor does it (SDM 29.3.6).
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, LogFull, PmlLog, Stage2, Walk, Write};
@@ -9,7 +9,7 @@ fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("a frame")
 }
 
-/// `pages` that may be written, unused so far.
+/// Maps `pages` pages, writable, without A and D.
 fn armed(pages: u64) -> Stage2 {
     let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
     for page in 0..pages {
@@ -29,7 +29,7 @@ fn hit(stage2: &Stage2, page: u64, access: Access, log: &mut PmlLog) {
     assert!(matches!(outcome, Ok(Walk::Hit(_))), "{outcome:?}");
 }
 
-/// The leaf of a page, removed: what A and D were in the end.
+/// Removes the leaf of a page, and returns it with its final A and D.
 fn last(stage2: &Stage2, page: u64) -> Leaf {
     let gone = stage2.fault_cursor(gfn(page)).unmap_page(gfn(page));
     let (removed, flush) = gone.expect("mapped");
@@ -72,7 +72,7 @@ fn a_full_log_stops_what_would_set_a_or_d() {
         let outcome = stage2.walk_logged(gfn(512), access, &mut log);
         assert_eq!(outcome, Err(LogFull), "{access:?}");
     }
-    // Neither to be set, nothing to log.
+    // Neither bit has to be set, so there is nothing to log.
     hit(&stage2, 5, Access::Write, &mut log);
     hit(&stage2, 5, Access::Read, &mut log);
     let leaf = last(&stage2, 512);
@@ -128,7 +128,7 @@ fn a_large_leaf_is_write_protected_instead() {
 }
 
 proptest! {
-    /// A log has each page whose D went from 0 to 1, in order, and nothing else.
+    /// A log has each page whose D changed from 0 to 1, in order, and nothing else.
     #[test]
     fn the_log_is_the_order_of_first_writes(
         ops in prop::collection::vec((0u64..64, any::<bool>(), 0u8..20), 1..2000),

@@ -1,4 +1,4 @@
-//! What stage 2 refuses, and the words it finds for it.
+//! The requests that stage 2 refuses, and its messages.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Cause, EntryRef, Leaf, MapError, Stage2, Violation, Write};
@@ -74,7 +74,7 @@ fn running_out_of_tables_changes_nothing_that_counts() {
     let error = refusal(&stage2, 1 << 18, Leaf::clean(Pfn::new(1)));
     assert!(matches!(error, MapError::Exhausted(_)), "{error:?}");
     assert_eq!(stage2.verify().pages(), 1);
-    // Within the tables that exist, life goes on.
+    // In the tables that exist, mapping still works.
     assert!(
         stage2
             .fault_cursor(gfn(1))
@@ -83,7 +83,7 @@ fn running_out_of_tables_changes_nothing_that_counts() {
     );
 }
 
-/// A block mapped by one leaf that may not be written yet, and no table left to split it.
+/// A block mapped by one leaf that is not writable, and no table left to split it.
 fn a_block_and_no_table() -> Stage2 {
     let stage2 = stage2(3);
     let leaf = Leaf::clean(Pfn::new(512)).at(Level::L2M);
@@ -103,7 +103,7 @@ fn a_block_that_cannot_be_split_stays_as_it_is() {
     let error = refusal(&stage2, 9, Leaf::dirty(Pfn::new(521)));
     assert!(matches!(error, MapError::Exhausted(_)), "{error:?}");
     assert_eq!(stage2.verify(), before);
-    // It goes whole, and says so.
+    // The whole block is removed, and the result says so.
     let mut removed = Vec::new();
     let flush = stage2.cursor(part).unmap(part, |gone| removed.push(gone));
     flush.finish(&Quiescence::new(0));

@@ -1,9 +1,9 @@
 //! Real threads: blocks are split and collapsed all the time under vCPUs that read and write them.
 //!
-//! A guest page is a counter, at a frame that never changes. A harvester takes D by write
+//! A guest page is a counter, at a frame that never changes. A harvester clears D by write
 //! protection, waits for the shoot-down, and copies the pages that were dirty. At the end the
-//! copies are what the pages hold: no D was lost, whatever size of leaf it was set in. No walk ever
-//! finds nothing, or another frame.
+//! copies are the content of the pages: no D was lost, in whatever size of leaf it was set. No walk
+//! ever finds nothing, or another frame.
 #![cfg(not(loom))]
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
@@ -16,10 +16,10 @@ const BLOCKS: u64 = 2;
 const PAGES: u64 = BLOCKS * 512;
 const VCPUS: usize = 2;
 const ACCESSES: usize = 40_000;
-/// Guest block b is host block b + 3.
+/// Guest block b is mapped to host block b + 3.
 const FIRST: u64 = 3 * 512;
 
-/// How tables become leaves: nobody repairs a page here, so both are right.
+/// How tables become leaves. No thread makes fast page faults here, so both ways are right.
 #[derive(Clone, Copy)]
 enum Way {
     Frozen,
@@ -53,12 +53,12 @@ impl World {
         }
     }
 
-    /// Gives W back after a harvest: to the block if it is one, or to the page, as `level` says.
-    /// What may be used at once, as a fault's answer is; `None` when there is no table.
+    /// Gives W back after a harvest, to the block if it is mapped by one leaf, or to the page, as
+    /// `level` says. Returns the translation, as a fault does; `None` if there is no table.
     fn fault(&self, page: u64, level: Level) -> Option<Translation> {
         let start = page & !(level.pages() - 1);
         let wanted = leaf(start, Access::Write, level);
-        // Not in the match: the cursor would be held through its arms.
+        // Not in the match, because the cursor would be held through its arms.
         let mapped = self.stage2.fault_cursor(gfn(start)).map(gfn(start), wanted);
         match mapped {
             Ok(Mapped::New(_)) => panic!("page {page} was not mapped"),
@@ -74,7 +74,7 @@ impl World {
         }
     }
 
-    /// Splits, or collapses, the block.
+    /// Splits the block, or collapses it.
     fn resize(&self, block: u64) {
         let at = gfn(block * 512 + 7);
         let mut cursor = self.stage2.fault_cursor(at);
@@ -92,11 +92,11 @@ impl World {
         }
     }
 
-    /// Takes D from a range and saves the pages that had it.
+    /// Clears D in a range, and saves the pages that had it.
     fn harvest(&self, range: GfnRange, saved: &mut [u64]) {
         let mut dirty = Vec::new();
         let mut cursor = self.stage2.cursor(range);
-        // Sometimes there is no table: then a block goes whole, which is as right.
+        // Sometimes there is no table: then the whole block is removed, which is right too.
         let _ = cursor.cut(range, |_| {});
         let flush = cursor.protect([range], |was| {
             if was.leaf.dirty {
@@ -119,7 +119,7 @@ struct Vcpu<'w> {
     flushed_at: Epoch,
 }
 
-/// Also when it panics: nobody may wait for it.
+/// Also on a panic: no thread may wait for this vCPU then.
 impl Drop for Vcpu<'_> {
     fn drop(&mut self) {
         self.world.quiescence.offline(self.index);
@@ -187,7 +187,7 @@ impl Vcpu<'_> {
                     assert!(access.is_write(), "reads are always allowed");
                     self.tlb[page as usize] = self.world.fault(page, level);
                     if self.tlb[page as usize].is_none() {
-                        // The tables in limbo wait for us.
+                        // The tables in limbo wait for this vCPU.
                         self.world.quiescence.offline(self.index);
                         self.world.stage2.reap(&self.world.quiescence);
                         thread::yield_now();
@@ -206,7 +206,7 @@ impl Vcpu<'_> {
     }
 }
 
-/// A small generator: no two threads with the same numbers.
+/// A small generator; each thread has its own numbers.
 struct Random(u64);
 
 impl Random {
@@ -302,7 +302,8 @@ fn change_sizes(way: Way) {
     assert_eq!(world.stage2.verify().pages(), PAGES);
 }
 
-/// The table keeps what a walk inside of it does to itself: so what it might do is in the leaf.
+/// A walk that is inside the table may still set D there, and this D is lost. So the leaf gets D if
+/// a page has W: then such a walk might write.
 #[test]
 fn a_leaf_of_pages_that_may_be_written_is_dirty() {
     let world = World::new(Way::Unrepaired);

@@ -1,9 +1,9 @@
-//! Real threads: vCPUs with TLBs, a reclaimer, a host that gives frames out again.
+//! Real threads: vCPUs with TLBs, a reclaimer, and a host that reuses frames.
 //!
-//! A guest page is a counter. A vCPU increments it through whatever translation it has; the
-//! reclaimer takes pages away, writes a page out only when its leaf was dirty, and gives the frame
-//! to another page. At the end no increment is lost (D told the truth), and no vCPU ever met
-//! another page's frame.
+//! A guest page is a counter. A vCPU increments it through any translation that it has. The
+//! reclaimer evicts pages: it writes a page out only if its leaf was dirty, and gives the frame to
+//! another page. At the end no increment is lost, so D was right, and no vCPU ever accessed another
+//! page's frame.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
 use lacuna_stage2::{
@@ -19,7 +19,7 @@ const FRAMES: u32 = 48;
 const VCPUS: usize = 2;
 const ACCESSES: usize = 10_000;
 
-/// Where a page is.
+/// The place of a page.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Page {
     Out(u64),
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// The host's answer: a frame, or not now.
+    /// The host's answer: a frame, or none for now.
     fn resolve(&self, page: u64) -> Option<Pfn> {
         let mut host = self.host.lock().expect("host");
         match host.pages[page as usize] {
@@ -111,7 +111,7 @@ impl World {
                 panic!("our victim")
             };
             let mut clean = true;
-            // A page that was resolved, but never mapped, nobody wrote.
+            // A page that was resolved but never mapped has not been written.
             if let Some((removed, more)) = cursor.unmap_page(gfn) {
                 assert_eq!(removed.leaf.pfn, pfn);
                 clean = !removed.leaf.dirty;
@@ -169,7 +169,7 @@ impl World {
 
 const CLEAN: u64 = 1 << 32;
 
-/// Pages in several blocks, some of them neighbours, some below other upper tables.
+/// Pages in several blocks; some are neighbours, some are below other upper tables.
 fn gfn_of(page: u64) -> Gfn {
     Gfn::new((page % 3) * (1 << 18) + (page % 5) * 512 + page).expect("below 2^36")
 }
@@ -228,7 +228,7 @@ impl Vcpu<'_> {
                 Walk::Hit(translation) => self.tlb[page as usize] = Some(translation),
                 Walk::Violation(violation) => {
                     self.world.fault(page, violation);
-                    // A fault leaves the block: the reclaimer may be waiting for us.
+                    // A fault ends the basic block: the reclaimer may be waiting for this vCPU.
                     self.world.quiescence.offline(self.index);
                     thread::yield_now();
                     self.online();
@@ -335,8 +335,8 @@ fn stripes_that_link_the_same_upper_table_agree() {
 
 #[test]
 fn walks_survive_the_removal_of_their_tables() {
-    // Tables are unlinked, freed and handed out again under a vCPU that walks all the time: it must
-    // see the right frame or nothing, never a frame of the block that got the table next.
+    // Tables are unlinked, freed and used again while a vCPU walks all the time. It must see the
+    // right frame or nothing, never a frame of the block that got the table next.
     let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
     let quiescence = Quiescence::new(1);
     let done = AtomicBool::new(false);

@@ -1,5 +1,5 @@
-//! The arena's promises: fresh tables are zero, none is handed out twice, limbo waits, the cap
-//! holds.
+//! The arena's promises: new tables are zero, no table is given out twice, limbo waits for its
+//! grace period, and the cap holds.
 
 use lacuna_sync::{Epoch, Quiescence};
 use lacuna_tables::{Arena, ArenaError, Exhausted, Index, TableId, Usage};

@@ -1,7 +1,7 @@
-//! Shoot-downs that address only those who may hold the block.
+//! Shoot-downs that address only the vCPUs that may hold the block.
 //!
-//! Two pages in two blocks, each with its frame. A vCPU notes before it looks, and empties its
-//! footprint with its TLB.
+//! Two pages in two blocks, each with its frame. A vCPU notes a block before it walks, and empties
+//! its filter together with its TLB.
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
@@ -40,7 +40,7 @@ impl World {
         self.frames[block].with_mut(|_| ());
     }
 
-    /// Takes the frame of `block` away and gives it to somebody else.
+    /// Takes the frame of `block` away and reuses it.
     fn invalidate(&self, block: usize) {
         self.wait_and_reuse(block, self.unmap_and_request(block));
     }
@@ -53,7 +53,7 @@ struct Vcpu {
 }
 
 impl Vcpu {
-    /// Online, with an empty TLB, and a footprint that is kept from here on.
+    /// Online, with an empty TLB, and a filter that is in use from here on.
     fn new(world: &Arc<World>) -> Self {
         let mut vcpu = Self {
             world: Arc::clone(world),
@@ -137,8 +137,8 @@ fn a_walk_is_seen_or_sees_that_the_leaf_is_gone() {
 
 #[test]
 fn a_footprint_that_is_emptied_forgets_nothing_that_is_held() {
-    // A flush of its own accord, then the same block again: the remover may see the bit before,
-    // between, or after.
+    // The vCPU flushes by itself, and then accesses the same block again. The remover may see the
+    // bit before, between, or after.
     run(
         |vcpu| {
             vcpu.access(0);

@@ -4,10 +4,10 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-sync --test loom --release
 //! ```
-//! The goal is always the same: *a frame is reused only when nobody can touch it any more*. The
-//! frame is a loom cell that both sides touch as if it were plain memory. Reuse is an exclusive
-//! access: loom fails if any access is not ordered before it, or can come after it, in any
-//! interleaving and any reordering that the memory model allows.
+//! The goal is always the same: *a frame is reused only when no thread can access it any more*. The
+//! frame is a loom cell that both sides access as plain memory. Reuse is an exclusive access: loom
+//! fails if, in any interleaving and any reordering that the memory model allows, an access is not
+//! ordered before it or can come after it.
 //!
 //! [`footprint`] does the same for shoot-downs that address only some vCPUs.
 #![cfg(loom)]
@@ -19,18 +19,18 @@ use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
 use lacuna_sync::{Epoch, Quiescence, Stripes, VcpuSlot};
 use loom::cell::UnsafeCell;
 
-/// One page of guest memory, and all that leads to it.
+/// One page of guest memory, its mapping and its state.
 struct World {
     stripes: Stripes,
     quiescence: Quiescence,
-    /// What the host would answer: the page has its frame.
+    /// The answer of the host: the page has its frame.
     resident: AtomicBool,
     /// The stage-2 entry: present or not.
     mapped: AtomicBool,
     frame: UnsafeCell<()>,
 }
 
-// SAFETY: `frame` is only touched through loom's tracked accesses, which fail the test on the very
+// SAFETY: `frame` is accessed only through loom's tracked accesses, which fail the test on the very
 // race that `Sync` would otherwise have to rule out.
 unsafe impl Sync for World {}
 // SAFETY: as above.
@@ -54,12 +54,12 @@ impl World {
         self.frame.with(|_| ());
     }
 
-    /// The frame goes to somebody else.
+    /// The frame is given to another page.
     fn reuse(&self) {
         self.frame.with_mut(|_| ());
     }
 
-    /// One try of a stage-2 fault. The order of its first two lines is the protocol.
+    /// One attempt of a stage-2 fault. The order of its first two lines is the protocol.
     fn fault(&self) {
         let snapshot = self.stripes.snapshot(BLOCK);
         if !self.resident.load(Ordering::Relaxed) {
@@ -84,7 +84,7 @@ impl World {
         }
     }
 
-    /// Takes the frame away from the guest and gives it to somebody else.
+    /// Takes the frame away from the guest and reuses it.
     fn invalidate(&self) {
         self.begin_and_unmap();
         self.resident.store(false, Ordering::Relaxed);
@@ -112,7 +112,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// Comes online, or passes a quiescent point: the same.
+    /// Comes online, or passes a quiescent point: both do the same.
     fn online(&mut self) {
         let epoch = self.world.quiescence.online(self.index);
         if self.flushed_at < epoch {
@@ -121,7 +121,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// Between two blocks.
+    /// The point between two basic blocks.
     fn boundary(&mut self) {
         let slot: &VcpuSlot = self.world.quiescence.vcpu(self.index);
         if slot.has_request() {
@@ -130,7 +130,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// One access: TLB, else walk; nothing when nothing is mapped.
+    /// One access: by the TLB, else by a walk; nothing if the page is not mapped.
     fn access(&mut self) {
         self.tlb = self.tlb || self.world.mapped.load(Ordering::Acquire);
         if self.tlb {
@@ -168,7 +168,7 @@ fn a_fault_and_an_invalidation_leave_no_way_to_the_frame() {
 
 #[test]
 fn a_fault_while_online_is_shot_down_too() {
-    // The soft backend faults from inside an access, without going offline.
+    // The soft backend faults in the middle of an access, without going offline.
     loom::model(|| {
         let world = World::new(1);
         let vcpu = {
@@ -266,7 +266,7 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
     });
 }
 
-/// A remover beside somebody who makes another request and does not wait.
+/// A remover beside a thread that makes another request and does not wait.
 fn a_remover_beside(request: fn(&Quiescence)) {
     loom::model(move || {
         let world = World::new(1);
@@ -298,7 +298,7 @@ fn a_remover_beside(request: fn(&Quiescence)) {
 
 #[test]
 fn a_request_that_nobody_waits_for_disturbs_no_remover() {
-    // As an aging pass makes one.
+    // An aging pass makes such a request.
     a_remover_beside(|quiescence| drop(quiescence.request()));
 }
 
@@ -309,7 +309,8 @@ fn a_pass_keeps_no_tlb_from_its_flush() {
 
 #[test]
 fn after_a_pass_nobody_does_what_was_forbidden_before() {
-    // `mapped` stands for a rule that the vCPU looks at once a stay, `frame` for what it does then.
+    // `mapped` is a rule that the vCPU reads once each time it is online, `frame` what it does
+    // then.
     loom::model(|| {
         let world = World::new(1);
         world.mapped.store(true, Ordering::Release);

@@ -1,4 +1,4 @@
-//! D apart from W.
+//! D, changed independently of W.
 
 use crate::plain::{Model, gfn};
 use crate::world::World;
@@ -56,7 +56,7 @@ impl World {
         };
         leaf.write = Write::Allowed;
         (leaf.accessed, leaf.dirty) = (true, true);
-        let hit = outcome.expect("nobody else is at work");
+        let hit = outcome.expect("no other thread is at work");
         assert_eq!(
             (hit.pfn, hit.level, hit.writable),
             (leaf.pfn, Level::L4K, true)

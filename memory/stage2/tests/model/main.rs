@@ -1,4 +1,4 @@
-//! Stage 2 against a plain map, with `verify()` after every step.
+//! Stage 2, compared with a plain map; `verify()` runs after every step.
 
 mod dirty;
 mod plain;
@@ -32,7 +32,7 @@ pub(crate) enum Op {
     Walk { gfn: u64, access: Access },
 }
 
-/// Frames where tables of every height begin and end.
+/// Frames at which tables of each level begin and end.
 fn any_gfn() -> impl Strategy<Value = u64> {
     let block = prop::sample::select(vec![
         0,
@@ -50,7 +50,7 @@ fn any_gfn() -> impl Strategy<Value = u64> {
     (block, page).prop_map(|(block, page): (u64, u64)| block * 512 + page)
 }
 
-/// Ranges of a few blocks at most: most of them cut one.
+/// Ranges of a few blocks at most; most of them include a part of a block.
 fn near() -> impl Strategy<Value = (u64, u64)> {
     (any_gfn(), 0..1200u64).prop_map(|(a, more)| (a, (a + more).min((1 << 36) - 1)))
 }

@@ -1,4 +1,4 @@
-//! What the tables should say, without tables.
+//! The expected content of the tables, kept without tables.
 
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Entry, EntryRef, Leaf, NotUniform, Removed, Split, Write};
@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Default)]
 pub(crate) struct Model {
-    /// By first frame.
+    /// Leaves by their first frame.
     pub(crate) leaves: BTreeMap<u64, Leaf>,
     pub(crate) rmap: BTreeMap<u64, EntryRef>,
-    /// Blocks with a leaf table, empty ones too.
+    /// Blocks with a leaf table, also an empty one.
     pub(crate) tables: BTreeSet<u64>,
 }
 
@@ -40,7 +40,7 @@ impl Model {
         }
     }
 
-    /// The leaf that starts at `raw` and its place are new.
+    /// Adds a new leaf that starts at `raw`, with its place.
     pub(crate) fn insert(&mut self, raw: u64, leaf: Leaf, at: EntryRef) {
         assert_eq!(EntryRef::from_bits(at.to_bits()), Some(at));
         assert!(
@@ -54,7 +54,7 @@ impl Model {
         self.leaves.insert(raw, leaf);
     }
 
-    /// The 2 MiB leaf at `start` becomes 512 leaves, the first of which is at `first`.
+    /// Replaces the 2 MiB leaf at `start` by 512 leaves; the first of them is at `first`.
     pub(crate) fn split(&mut self, start: u64, first: EntryRef) -> Split {
         let Removed {
             gfn: head, leaf, ..
@@ -87,7 +87,7 @@ impl Model {
         self.in_range(range).into_iter().filter(partly).collect()
     }
 
-    /// The leaf that a table at `start` would become, or the first page that does not fit.
+    /// The leaf that can replace the table at `start`, or the first page that does not fit.
     pub(crate) fn whole(&self, start: u64, granted: Option<Leaf>) -> Result<Leaf, NotUniform> {
         let page = |i: u64| self.leaves.get(&(start + i)).copied();
         let error = |i: u64| NotUniform {
@@ -124,8 +124,8 @@ impl Model {
     }
 }
 
-/// Each gfn has two frames it may get, so that some maps collide with another frame. D is preset
-/// only with the first, so that walks have to set it.
+/// Each gfn has two possible frames, so some maps collide with another frame. D is preset only with
+/// the first frame, so that walks must set it otherwise.
 pub(crate) fn leaf(gfn: u64, frame: u32, write: Write, level: Level) -> Leaf {
     let pfn = Pfn::new(((gfn % 4096) as u32 | frame << 20) & !(level.pages() as u32 - 1));
     Leaf {

@@ -1,4 +1,4 @@
-//! Each operation, done to the tables and to the model.
+//! The operations, each applied to the tables and to the model.
 
 use crate::Op;
 use crate::plain::{Model, gfn, leaf, range};
