@@ -8,7 +8,7 @@
 //! * [`Quiescence`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
 //!   protocol).
 //! * [`CachePadded`]: cache lines of one's own.
-//! * [`Stripes`]: the range lock of the stage-2 cursor with its invalidation sequence.
+//! * [`RangeLocks`]: the range lock of the stage-2 cursor with its invalidation sequence.
 //!
 //! Imports nothing of ours. No `unsafe`.
 #![forbid(unsafe_code)]
@@ -18,12 +18,12 @@ mod footprint;
 mod latency_setting;
 mod padded;
 mod quiescence;
+mod range_locks;
 pub mod shim;
-mod stripes;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use footprint::Blocks;
 pub use latency_setting::LatencySetting;
 pub use padded::CachePadded;
 pub use quiescence::{Epoch, KickAll, Quiescence, VcpuSlot};
-pub use stripes::{Snapshot, StripeGuard, Stripes};
+pub use range_locks::{RangeGuard, RangeLocks, Snapshot};

@@ -4,8 +4,8 @@
 //! ```text
 //! vCPU                                     monitor, holding `layout`
 //! W or D appears: by a fault under the     kick: who runs flushes its log into bitmap or ring
-//!   stripe, a repair or a logging walk     take the marks
-//! then the page is marked: bitmap, ring,   re-arm under the stripe: W goes, or D
+//!   lock, a repair or a logging walk       take the marks
+//! then the page is marked: bitmap, ring,   re-arm under the lock: W goes, or D
 //!   or first the log, which is flushed     one targeted shoot-down, waited for
 //!   before the vCPU counts as offline      copy the pages
 //! ```
@@ -133,7 +133,7 @@ pub enum DirtyError {
 /// What one vCPU's tracking of writes has cost, counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DirtyStats {
-    /// Write faults that a page was marked for, under the stripe.
+    /// Write faults that a page was marked for, under the range lock.
     pub faults: u64,
     /// Write faults repaired without a lock.
     pub repairs: u64,
@@ -239,7 +239,7 @@ impl Tracking {
 /// A slot's log; a slot that moves or changes its flags takes it along.
 #[derive(Default)]
 pub(crate) struct SlotLog {
-    /// Exact under a stripe of the slot, for that block. Else a hint.
+    /// Exact under a range lock of the slot, for that block. Else a hint.
     on: AtomicBool,
     eager: AtomicBool,
     /// [`crate::Writing`]s under way.

@@ -97,7 +97,7 @@ impl Mmu {
             }
             match self.install(&mut cursor, &slot.attach, gfn, leaf, level) {
                 Ok(level) => {
-                    // Under the stripe, where who turns the log on has been or will come.
+                    // Under the range lock, where who turns the log on has been or will come.
                     if access.is_write() && slot.attach.log().is_on() {
                         faulter.marker.mark(slot, gfn, Count::Fault);
                     }

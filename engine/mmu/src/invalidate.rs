@@ -1,14 +1,15 @@
 //! The host takes a range of pages back.
 //!
 //! ```text
-//! begin   for each slot with backing in the range, each 2 MiB block: lock its stripe, busy += 1,
+//! begin   for each slot with backing in the range, each 2 MiB block: take its lock, busy += 1,
 //!         unmap what the reverse map leads to: one leaf if it is huge, else each small one
 //! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
-//!         lock each stripe again: seq += 1, busy -= 1: faults are admitted
+//!         take each lock again: seq += 1, busy -= 1: faults are admitted
 //! ```
 //! A page that nothing maps is excluded like any other. A block in which nothing was mapped needs
-//! no shoot-down, unless somebody else was at work in its stripe: he may have unmapped it a moment
-//! ago and not have waited yet, and the frames will be reused when *this* call returns.
+//! no shoot-down, unless another invalidation was in progress under its range lock: that one may
+//! have unmapped it a moment ago and not have waited yet, and the frames will be reused when *this*
+//! call returns.
 //!
 //! A huge leaf that reaches beyond the range is split in place, and only the part goes. If no table
 //! is to be had for that, all of it goes.

@@ -69,7 +69,7 @@ impl Mmu {
     /// every page somewhere else unmapped before it put them there, and no fault with an older
     /// answer is admitted after that.
     ///
-    /// Under its stripe: should the host split it meanwhile, it says so next
+    /// Under its range lock: should the host split it meanwhile, it says so next
     /// ([`lacuna_host::MmuNotifier::shatter`]), and that finds what is made of this answer.
     pub(crate) fn could_be_huge(&self, slot: &Slot<Rmap>, gfn: Gfn) -> Option<Pfn> {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
@@ -80,7 +80,7 @@ impl Mmu {
     }
 
     /// Calls `visit` with each slot that has frames in `gfns` and a frame of each block of it that
-    /// they touch, under its stripe.
+    /// they touch, under its range lock.
     fn each_block(&self, gfns: GfnRange, mut visit: impl FnMut(&mut Cursor<'_>, &Slot<Rmap>, Gfn)) {
         for slot in self.slots.read().iter() {
             for part in slot.gfns.intersect(gfns).into_iter().flat_map(parts) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! on     the slot says so; block by block: W goes, or D; one shoot-down
-//!        who maps a page looks at the slot under the same stripe: before the visit, its leaf is
+//!        who maps a page looks at the slot under the same lock: before the visit, its leaf is
 //!        found by the visit; after it, it marks
 //! off    the slot says so; all vCPUs leave once, and nobody repairs pages any more; block by
 //!        block: 512 leaves are one again, or D is preset; no TLB is wrong, only the tables wait
@@ -254,7 +254,7 @@ impl<'h> Told<'h> {
         self.count += 1;
     }
 
-    /// The stripe is still locked: before anybody can find D gone, the host knows.
+    /// The range lock is still held: before anybody can find D gone, the host knows.
     fn tell(&mut self) {
         for leaf in self.leaves[..self.count].iter().flatten() {
             self.host.mark_dirty(leaf.pfn, leaf.level);

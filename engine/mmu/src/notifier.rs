@@ -98,7 +98,7 @@ impl Mmu {
         young
     }
 
-    /// Calls `visit` for each part of a block whose backing is in `range`, under its stripe.
+    /// Calls `visit` for each part of a block whose backing is in `range`, under its range lock.
     fn each_part<'s>(
         &'s self,
         range: HvaRange,

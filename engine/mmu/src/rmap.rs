@@ -12,7 +12,7 @@
 //! that covers it, or it is collapsed) takes its leaves out of the reverse map under the same lock.
 //! Two slots that meet inside a block have leaves in one table; each counts its own.
 //!
-//! Words are written only under the block's stripe, together with the leaves, and `Mmu::verify`
+//! Words are written only under the block's range lock, together with the leaves, and `Mmu::verify`
 //! checks that they agree.
 //!
 //! Blocks are counted as the guest's frame numbers are (`gfn >> 9`), so the first and the last may
@@ -127,7 +127,7 @@ impl Rmap {
         }
     }
 
-    /// The largest leaf that may map `gfn`. Good for good only under the block's stripe.
+    /// The largest leaf that may map `gfn`. Good for good only under the block's range lock.
     #[inline]
     pub(crate) fn most(&self, gfn: Gfn) -> Level {
         match self.block_of(gfn).disallow.load(Ordering::Relaxed) {
@@ -136,7 +136,7 @@ impl Rmap {
         }
     }
 
-    /// One more reason against a huge leaf around `gfn`. Under the stripe, as all below.
+    /// One more reason against a huge leaf around `gfn`. Under the range lock, as all below.
     pub(crate) fn disallow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);

@@ -13,8 +13,8 @@
 //!
 //! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
 //! `PerLevel` the whole of it and what Lacuna does, `Walk` what KVM does where it has no reverse
-//! maps. Which stripes to lock is found by the index in each shape, uncounted: the lock is not what
-//! is compared.
+//! maps. Which range locks to take is found by the index in each shape, uncounted: the lock is not
+//! what is compared.
 
 use crate::invalidate::Visit;
 use crate::{InBlock, Mmu, Rmap};

@@ -49,17 +49,17 @@ impl Counts {
     }
 }
 
-/// One stripe's share of the counts, written only under its lock, so that counting costs a fault no
-/// shared cache line. A table linked under one stripe may be unlinked under another: shares wrap,
-/// only their sum means something.
+/// One range lock's share of the counts, written only under its lock, so that counting costs a
+/// fault no shared cache line. A table linked under one range lock may be unlinked under another:
+/// shares wrap, only their sum means something.
 #[derive(Default)]
 #[repr(align(128))]
-pub(crate) struct StripeCounts {
+pub(crate) struct RangeCounts {
     leaves: [AtomicU64; 3],
     tables: AtomicU64,
 }
 
-impl StripeCounts {
+impl RangeCounts {
     pub(crate) fn read(&self) -> Counts {
         Counts {
             leaves: [0, 1, 2].map(|i| self.leaves[i].load(Ordering::Relaxed)),
@@ -74,7 +74,7 @@ impl StripeCounts {
             Entry::Table(_) => &self.tables,
             Entry::Absent | Entry::Frozen => return,
         };
-        // A load and a store, not a read-modify-write: the stripe is locked.
+        // A load and a store, not a read-modify-write: the range lock is held.
         counter.store(
             counter.load(Ordering::Relaxed).wrapping_add(step),
             Ordering::Relaxed,
@@ -85,7 +85,8 @@ impl StripeCounts {
 impl Stage2 {
     /// Replaces `old` by `new` at `at`, under a cursor that holds `gfn`, one of the frames
     /// translated there. When the entry is not `old` any more, changes nothing and returns what it
-    /// is: a walk has set A or D, or, in an upper table, another stripe linked a table first.
+    /// is: a walk has set A or D, or, in an upper table, a cursor with another range lock linked a
+    /// table first.
     ///
     /// # Panics
     /// When no situation makes the change right: a bug in the caller that must not reach a guest.

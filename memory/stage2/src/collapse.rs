@@ -222,7 +222,7 @@ impl<'s> Cursor<'s> {
 impl Stage2 {
     /// Whether a write goes through to any page of `table`, which holds 4 KiB leaves.
     fn any_writable(&self, table: TableId) -> bool {
-        // Relaxed: whatever gave W did so under the stripe, or before all vCPUs had passed.
+        // Relaxed: whatever gave W did so under the range lock, or before all vCPUs had passed.
         Index::all().any(|index| {
             let entry = self.arena.entry(table, index);
             format::is_writable_leaf(entry.load(Ordering::Relaxed))

@@ -9,15 +9,15 @@
 //!                c = cursor(range)    c.end()    drop            now the frames may be reused
 //! ```
 //!
-//! A cursor locks stripes (see `lacuna_sync::Stripes`), each a set of 2 MiB blocks, ascending, so
-//! two cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor nobody else
-//! changes an entry of its blocks, except a walk that sets A or D, and a repair that gives W back
-//! to a 4 KiB leaf. The tables above a block are shared between stripes: they are linked by
-//! compare-and-swap, and unlinked only under a cursor over all they span.
+//! A cursor holds range locks (see `lacuna_sync::RangeLocks`), each a set of 2 MiB blocks,
+//! ascending, so two cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor
+//! nobody else changes an entry of its blocks, except a walk that sets A or D, and a repair that
+//! gives W back to a 4 KiB leaf. The tables above a block are shared between range locks: they are
+//! linked by compare-and-swap, and unlinked only under a cursor over all they span.
 
 use crate::{Flush, Stage2};
 use lacuna_addr::{Gfn, GfnRange};
-use lacuna_sync::{Snapshot, StripeGuard};
+use lacuna_sync::{RangeGuard, Snapshot};
 
 /// The right to change the mappings of a range.
 #[must_use = "a cursor that is dropped at once locked nothing for anybody"]
@@ -29,8 +29,8 @@ pub struct Cursor<'s> {
 
 /// The locks. One block, the fault path's case, needs no allocation.
 pub(crate) enum Guards<'s> {
-    One(StripeGuard<'s>),
-    Many(Vec<StripeGuard<'s>>),
+    One(RangeGuard<'s>),
+    Many(Vec<RangeGuard<'s>>),
 }
 
 impl<'s> Cursor<'s> {
@@ -64,7 +64,7 @@ impl<'s> Cursor<'s> {
 
     /// An invalidation in this range begins: until its end no fault is admitted near it.
     pub fn begin(&mut self) {
-        self.for_each_guard(StripeGuard::begin);
+        self.for_each_guard(RangeGuard::begin);
     }
 
     /// What others may have removed here and not waited for yet: nothing, unless an invalidation is
@@ -74,7 +74,7 @@ impl<'s> Cursor<'s> {
         let mut flush = self.flush();
         let busy = match &self.guards {
             Guards::One(guard) => guard.is_busy(),
-            Guards::Many(guards) => guards.iter().any(StripeGuard::is_busy),
+            Guards::Many(guards) => guards.iter().any(RangeGuard::is_busy),
         };
         if busy {
             flush.add_stale(self.range);
@@ -84,10 +84,10 @@ impl<'s> Cursor<'s> {
 
     /// The invalidation that a cursor over the same range began has ended: its flush is finished.
     pub fn end(&mut self) {
-        self.for_each_guard(StripeGuard::end);
+        self.for_each_guard(RangeGuard::end);
     }
 
-    fn for_each_guard(&mut self, mut act: impl FnMut(&mut StripeGuard<'s>)) {
+    fn for_each_guard(&mut self, mut act: impl FnMut(&mut RangeGuard<'s>)) {
         match &mut self.guards {
             Guards::One(guard) => act(guard),
             Guards::Many(guards) => guards.iter_mut().for_each(act),

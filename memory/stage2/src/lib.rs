@@ -13,11 +13,11 @@
 //! | `flush` | a stale TLB is a value that must be dealt with |
 //! | `verify` | walks everything and asserts |
 //!
-//! Three rules. *The cursor is the lock*: entries change under the stripe of their block, so faults
-//! on different 2 MiB blocks do not meet; beside it change only A and D, by the walker, and W, by a
-//! repair. *A frame never changes its mapping in place*: it is unmapped, shot down, and mapped
-//! anew; split and collapse change only the size of the leaves over it. *Prepare may fail, commit
-//! may not.*
+//! Three rules. *The cursor is the lock*: entries change under the range lock of their block, so
+//! faults on different 2 MiB blocks do not meet; beside it change only A and D, by the walker, and
+//! W, by a repair. *A frame never changes its mapping in place*: it is unmapped, shot down, and
+//! mapped anew; split and collapse change only the size of the leaves over it. *Prepare may fail,
+//! commit may not.*
 //!
 //! Imports `addr`, `sync`, `tables`. No `unsafe`.
 #![forbid(unsafe_code)]

@@ -173,7 +173,8 @@ impl<'s> Cursor<'s> {
         })
     }
 
-    /// Links an empty table at `at`, or takes the one that another stripe linked meanwhile.
+    /// Links an empty table at `at`, or takes the one that a cursor with another range lock linked
+    /// meanwhile.
     #[cold]
     fn link(&self, at: EntryRef, gfn: Gfn) -> Result<TableId, Exhausted> {
         let new = self.stage2.arena.alloc()?;

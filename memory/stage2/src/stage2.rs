@@ -1,25 +1,25 @@
 //! One VM's stage-2 translation.
 
-use crate::change::StripeCounts;
+use crate::change::RangeCounts;
 use crate::cursor::{Cursor, Guards};
 use crate::format::{block_of, block_range, blocks_of};
 use crate::{Counts, EntryRef};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::AtomicU64;
-use lacuna_sync::{Snapshot, Stripes};
+use lacuna_sync::{RangeLocks, Snapshot};
 use lacuna_tables::{Arena, Exhausted, TableId};
 
 /// The tables of one VM, with the locks over them.
 pub struct Stage2 {
     pub(crate) arena: Arena,
     pub(crate) root: TableId,
-    pub(crate) stripes: Stripes,
-    pub(crate) counts: Box<[StripeCounts]>,
+    pub(crate) range_locks: RangeLocks,
+    pub(crate) counts: Box<[RangeCounts]>,
 }
 
 impl Stage2 {
-    /// Enough stripes that two of a few dozen vCPUs seldom meet, few enough to lock them all.
-    pub const STRIPES: usize = 256;
+    /// Enough range locks that two of a few dozen vCPUs seldom meet, few enough to lock them all.
+    pub const RANGE_LOCKS: usize = 256;
 
     /// Empty tables in `arena`, which becomes this VM's own: limbo is tagged with one VM's epochs.
     pub fn new(arena: Arena) -> Result<Self, Exhausted> {
@@ -27,9 +27,9 @@ impl Stage2 {
         Ok(Self {
             arena,
             root,
-            stripes: Stripes::new(Self::STRIPES),
-            counts: (0..Self::STRIPES)
-                .map(|_| StripeCounts::default())
+            range_locks: RangeLocks::new(Self::RANGE_LOCKS),
+            counts: (0..Self::RANGE_LOCKS)
+                .map(|_| RangeCounts::default())
                 .collect(),
         })
     }
@@ -38,22 +38,22 @@ impl Stage2 {
     /// host for the page, and show it to [`Cursor::admits`].
     #[inline]
     pub fn snapshot(&self, gfn: Gfn) -> Snapshot {
-        self.stripes.snapshot(block_of(gfn))
+        self.range_locks.snapshot(block_of(gfn))
     }
 
     /// Locks the block of 512 frames around `gfn`. Allocates nothing.
     #[inline]
     pub fn fault_cursor(&self, gfn: Gfn) -> Cursor<'_> {
-        let guard = self.stripes.lock(block_of(gfn));
+        let guard = self.range_locks.lock(block_of(gfn));
         Cursor::new(self, block_range(gfn), Guards::One(guard))
     }
 
-    /// Locks every stripe of `range`, ascending.
+    /// Takes every range lock of `range`, ascending.
     pub fn cursor(&self, range: GfnRange) -> Cursor<'_> {
-        let stripes = self.stripes.indices(blocks_of(range));
-        let guards = stripes
+        let indices = self.range_locks.indices(blocks_of(range));
+        let guards = indices
             .into_iter()
-            .map(|index| self.stripes.lock_index(index))
+            .map(|index| self.range_locks.lock_index(index))
             .collect();
         Cursor::new(self, range, Guards::Many(guards))
     }
@@ -62,7 +62,7 @@ impl Stage2 {
     pub fn counts(&self) -> Counts {
         self.counts
             .iter()
-            .map(StripeCounts::read)
+            .map(RangeCounts::read)
             .fold(Counts::default(), Counts::plus)
     }
 
@@ -77,7 +77,7 @@ impl Stage2 {
     }
 
     #[inline]
-    pub(crate) fn counts_of(&self, gfn: Gfn) -> &StripeCounts {
-        &self.counts[self.stripes.index_of(block_of(gfn))]
+    pub(crate) fn counts_of(&self, gfn: Gfn) -> &RangeCounts {
+        &self.counts[self.range_locks.index_of(block_of(gfn))]
     }
 }

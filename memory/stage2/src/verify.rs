@@ -14,7 +14,7 @@ struct Census<'a, F> {
 }
 
 impl Stage2 {
-    /// Asserts, with every stripe locked, that
+    /// Asserts, with every range lock held, that
     /// * the entries are ones that this crate writes, legal in themselves, of their table's height;
     /// * no entry is frozen;
     /// * every table is reachable exactly once, or unlinked and waiting for a shoot-down;

@@ -222,7 +222,7 @@ fn an_invalidation_near_it_turns_a_fault_away() {
 }
 
 #[test]
-fn a_range_wider_than_all_stripes_locks_each_once() {
+fn a_range_wider_than_all_range_locks_takes_each_once() {
     let stage2 = stage2(8);
     let range = GfnRange::new(gfn(0), 512 * 1000 + 1).expect("a range");
     stage2.cursor(range).begin();

@@ -310,7 +310,7 @@ fn no_write_is_lost_and_no_frame_is_met_after_reuse() {
 }
 
 #[test]
-fn stripes_that_link_the_same_upper_table_agree() {
+fn cursors_that_link_the_same_upper_table_agree() {
     const THREADS: u64 = 4;
     for round in 0..200 {
         let stage2 = Stage2::new(Arena::new(32).expect("address space")).expect("a root");

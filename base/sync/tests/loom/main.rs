@@ -1,4 +1,4 @@
-//! The protocols of `Stripes` and `Quiescence`, model-checked.
+//! The protocols of `RangeLocks` and `Quiescence`, model-checked.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
@@ -16,12 +16,12 @@ mod footprint;
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
-use lacuna_sync::{Epoch, Quiescence, Stripes, VcpuSlot};
+use lacuna_sync::{Epoch, Quiescence, RangeLocks, VcpuSlot};
 use loom::cell::UnsafeCell;
 
 /// One page of guest memory, its mapping and its state.
 struct World {
-    stripes: Stripes,
+    range_locks: RangeLocks,
     quiescence: Quiescence,
     /// The answer of the host: the page has its frame.
     resident: AtomicBool,
@@ -41,7 +41,7 @@ const BLOCK: u64 = 0;
 impl World {
     fn new(vcpus: usize) -> Arc<Self> {
         Arc::new(Self {
-            stripes: Stripes::new(1),
+            range_locks: RangeLocks::new(1),
             quiescence: Quiescence::new(vcpus),
             resident: AtomicBool::new(true),
             mapped: AtomicBool::new(false),
@@ -61,18 +61,18 @@ impl World {
 
     /// One attempt of a stage-2 fault. The order of its first two lines is the protocol.
     fn fault(&self) {
-        let snapshot = self.stripes.snapshot(BLOCK);
+        let snapshot = self.range_locks.snapshot(BLOCK);
         if !self.resident.load(Ordering::Relaxed) {
             return;
         }
-        let guard = self.stripes.lock(BLOCK);
+        let guard = self.range_locks.lock(BLOCK);
         if guard.admits(snapshot) {
             self.mapped.store(true, Ordering::Release);
         }
     }
 
     fn begin_and_unmap(&self) {
-        let mut guard = self.stripes.lock(BLOCK);
+        let mut guard = self.range_locks.lock(BLOCK);
         guard.begin();
         self.mapped.swap(false, Ordering::AcqRel);
     }
@@ -89,7 +89,7 @@ impl World {
         self.begin_and_unmap();
         self.resident.store(false, Ordering::Relaxed);
         self.shoot_down();
-        self.stripes.lock(BLOCK).end();
+        self.range_locks.lock(BLOCK).end();
         self.reuse();
     }
 }
@@ -200,12 +200,12 @@ fn the_end_of_one_invalidation_opens_no_door_into_another() {
             let world = Arc::clone(&world);
             thread::spawn(move || world.fault())
         };
-        // A neighbour in the same stripe is invalidated too, and ends first.
-        world.stripes.lock(BLOCK).begin();
+        // A neighbour under the same range lock is invalidated too, and ends first.
+        world.range_locks.lock(BLOCK).begin();
         world.begin_and_unmap();
-        world.stripes.lock(BLOCK).end();
+        world.range_locks.lock(BLOCK).end();
         world.resident.store(false, Ordering::Relaxed);
-        world.stripes.lock(BLOCK).end();
+        world.range_locks.lock(BLOCK).end();
         fault.join().expect("fault");
         assert!(
             !world.mapped.load(Ordering::Relaxed),
@@ -338,18 +338,18 @@ fn after_a_pass_nobody_does_what_was_forbidden_before() {
 }
 
 #[test]
-fn a_stripe_is_a_lock() {
+fn a_range_lock_excludes() {
     loom::model(|| {
         let world = World::new(0);
         let other = {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                let _guard = world.stripes.lock(BLOCK);
+                let _guard = world.range_locks.lock(BLOCK);
                 world.reuse();
             })
         };
         {
-            let _guard = world.stripes.lock(BLOCK);
+            let _guard = world.range_locks.lock(BLOCK);
             world.reuse();
         }
         other.join().expect("other");

@@ -1,11 +1,11 @@
 //! The range lock of the stage-2 cursor, with the invalidation sequence beside it.
 //!
-//! The guest's frame numbers are cut into blocks of 512 pages (one leaf table, 2 MiB); every block
-//! belongs to a stripe. Neighbours have different ones, and so have blocks a power of two apart:
-//! guests like to give each thread an equal share of memory, and the threads advance in step. A
-//! stripe holds a lock, a count of invalidations in progress, and a sequence number. It exists
-//! whether or not anything is mapped there, which is why an invalidation excludes a fault that
-//! found nothing to unmap.
+//! Guest frames are divided into blocks of 512 (2 MiB, one leaf table). Every block has one of the
+//! range locks. Neighbouring blocks have different locks, and so have blocks that are a power of
+//! two apart: guests often give each thread an equal share of memory, and the threads advance in
+//! step. A range lock has a lock bit, a count of invalidations in progress, and a sequence number.
+//! It exists whether or not anything is mapped, so an invalidation also excludes faults in blocks
+//! in which it found nothing to unmap.
 //!
 //! ```text
 //! fault:        s = snapshot(block)     resolve the page    guard = lock(block)
@@ -16,7 +16,7 @@
 //!
 //! Either the fault's critical section comes first, and `begin` finds and unmaps what it installed;
 //! or `begin` comes first, and the fault sees `busy > 0` or a moved `seq`. `seq` moves at the end,
-//! as in KVM (`Documentation/virt/kvm/locking.rst`), but per stripe: an invalidation makes only
+//! as in KVM (`Documentation/virt/kvm/locking.rst`), but per range lock: an invalidation makes only
 //! faults near it retry.
 
 use crate::shim::{AtomicU64, Ordering, spin_loop, yield_now};
@@ -36,47 +36,47 @@ const SEQ_ONE: u64 = 1 << 16;
 pub struct Snapshot(u64);
 
 #[repr(align(64))]
-struct Stripe(AtomicU64);
+struct RangeLock(AtomicU64);
 
-/// Striped range lock over blocks of 512 guest frames.
-pub struct Stripes {
-    stripes: Box<[Stripe]>,
+/// Range locks over blocks of 512 guest frames.
+pub struct RangeLocks {
+    locks: Box<[RangeLock]>,
 }
 
-/// One stripe, locked; unlocks on drop.
-pub struct StripeGuard<'a> {
+/// One range lock, held; unlocks on drop.
+pub struct RangeGuard<'a> {
     word: &'a AtomicU64,
     value: u64,
 }
 
-impl Stripes {
-    /// `count` stripes; a power of two.
+impl RangeLocks {
+    /// `count` range locks; a power of two.
     pub fn new(count: usize) -> Self {
         assert!(
             count.is_power_of_two(),
-            "stripe count must be a power of two"
+            "range lock count must be a power of two"
         );
         Self {
-            stripes: (0..count).map(|_| Stripe(AtomicU64::new(0))).collect(),
+            locks: (0..count).map(|_| RangeLock(AtomicU64::new(0))).collect(),
         }
     }
 
-    /// How many stripes there are.
+    /// How many range locks there are.
     pub fn count(&self) -> usize {
-        self.stripes.len()
+        self.locks.len()
     }
 
-    /// The stripe of a block (gfn >> 9).
+    /// The range lock of a block (gfn >> 9).
     pub fn index_of(&self, block: u64) -> usize {
-        let n = self.stripes.len();
+        let n = self.locks.len();
         (block ^ block >> n.trailing_zeros()) as usize & (n - 1)
     }
 
-    /// The stripes that a range of blocks touches, each once, ascending: the order of locking.
+    /// The range locks that a range of blocks touches, each once, ascending: the order of locking.
     pub fn indices(&self, blocks: Range<u64>) -> Vec<usize> {
-        let n = self.stripes.len() as u64;
+        let n = self.locks.len() as u64;
         if blocks.end - blocks.start >= n {
-            return (0..self.stripes.len()).collect();
+            return (0..self.locks.len()).collect();
         }
         let mut v: Vec<usize> = blocks.map(|b| self.index_of(b)).collect();
         v.sort_unstable();
@@ -87,19 +87,19 @@ impl Stripes {
     /// Taken before the backing is asked for the page.
     #[inline]
     pub fn snapshot(&self, block: u64) -> Snapshot {
-        Snapshot(self.stripes[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
+        Snapshot(self.locks[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
     }
 
-    /// Locks the stripe of `block`.
+    /// Takes the range lock of `block`.
     #[inline]
-    pub fn lock(&self, block: u64) -> StripeGuard<'_> {
+    pub fn lock(&self, block: u64) -> RangeGuard<'_> {
         self.lock_index(self.index_of(block))
     }
 
-    /// Locks stripe `index`. Several at once only in ascending order.
+    /// Takes range lock `index`. Several at once only in ascending order.
     #[inline]
-    pub fn lock_index(&self, index: usize) -> StripeGuard<'_> {
-        let word = &self.stripes[index].0;
+    pub fn lock_index(&self, index: usize) -> RangeGuard<'_> {
+        let word = &self.locks[index].0;
         let mut spins = 0u32;
         loop {
             let seen = word.load(Ordering::Relaxed);
@@ -113,7 +113,7 @@ impl Stripes {
                     )
                     .is_ok()
             {
-                return StripeGuard { word, value: seen };
+                return RangeGuard { word, value: seen };
             }
             // Critical sections are a few hundred instructions, but the holder's thread may have
             // been preempted: after a while give it the core.
@@ -134,7 +134,7 @@ impl Snapshot {
     }
 }
 
-impl StripeGuard<'_> {
+impl RangeGuard<'_> {
     /// Whether what was resolved after `snapshot` may still be installed: no invalidation is under
     /// way and none has ended since.
     #[inline]
@@ -149,7 +149,7 @@ impl StripeGuard<'_> {
         self.value & BUSY_MASK != 0
     }
 
-    /// An invalidation of something in this stripe begins.
+    /// An invalidation of something under this range lock begins.
     pub fn begin(&mut self) {
         assert!(
             self.value & BUSY_MASK != BUSY_MASK,
@@ -165,7 +165,7 @@ impl StripeGuard<'_> {
     }
 }
 
-impl Drop for StripeGuard<'_> {
+impl Drop for RangeGuard<'_> {
     fn drop(&mut self) {
         self.word.store(self.value, Ordering::Release);
     }
