@@ -26,4 +26,4 @@ pub use footprint::Blocks;
 pub use latency_setting::LatencySetting;
 pub use padded::CachePadded;
 pub use quiescence::{Epoch, KickAll, Quiescence, VcpuSlot};
-pub use range_locks::{RangeGuard, RangeLocks, Snapshot};
+pub use range_locks::{InvalidateSeq, RangeGuard, RangeLocks};

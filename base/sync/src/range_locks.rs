@@ -8,32 +8,32 @@
 //! in which it found nothing to unmap.
 //!
 //! ```text
-//! fault:        s = snapshot(block)     resolve the page    guard = lock(block)
-//!               guard.admits(s)?  no -> drop, retry         yes -> install, drop
-//! invalidation: begin: lock, busy += 1, unmap, drop   shoot down
-//!               end: lock, seq += 1, busy -= 1, drop
+//! fault:        s = invalidate_seq(block)     resolve the page    guard = lock(block)
+//!               guard.invalidate_retry(s)?  yes -> drop, again   no -> install, drop
+//! invalidation: invalidate_begin: lock, in_progress += 1, unmap, drop   shoot down
+//!               invalidate_end: lock, seq += 1, in_progress -= 1, drop
 //! ```
 //!
-//! Either the fault's critical section comes first, and `begin` finds and unmaps what it installed;
-//! or `begin` comes first, and the fault sees `busy > 0` or a moved `seq`. `seq` moves at the end,
-//! as in KVM (`Documentation/virt/kvm/locking.rst`), but per range lock: an invalidation makes only
-//! faults near it retry.
+//! Either the fault's critical section comes first, and `invalidate_begin` finds and unmaps what it
+//! installed; or `invalidate_begin` comes first, and the fault sees `in_progress > 0` or a moved
+//! `seq`. `seq` moves at the end, as in KVM (`Documentation/virt/kvm/locking.rst`), but per range
+//! lock: an invalidation makes only faults near it retry.
 
 use crate::shim::{AtomicU64, Ordering, spin_loop, yield_now};
 use std::ops::Range;
 
 /// One lock word: bit 0 locked, bits 1..=15 invalidations in progress, bits 16.. sequence.
 ///
-/// One word, so that a snapshot is one load and a guard's release is one store.
+/// One word, so that reading the sequence is one load and a guard's release is one store.
 const LOCKED: u64 = 1;
-const BUSY_ONE: u64 = 1 << 1;
-const BUSY_MASK: u64 = 0x7fff << 1;
+const IN_PROGRESS_ONE: u64 = 1 << 1;
+const IN_PROGRESS_MASK: u64 = 0x7fff << 1;
 const SEQ_ONE: u64 = 1 << 16;
 
 /// What a fault saw before it asked for its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
-pub struct Snapshot(u64);
+pub struct InvalidateSeq(u64);
 
 #[repr(align(64))]
 struct RangeLock(AtomicU64);
@@ -86,8 +86,8 @@ impl RangeLocks {
 
     /// Taken before the backing is asked for the page.
     #[inline]
-    pub fn snapshot(&self, block: u64) -> Snapshot {
-        Snapshot(self.locks[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
+    pub fn invalidate_seq(&self, block: u64) -> InvalidateSeq {
+        InvalidateSeq(self.locks[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
     }
 
     /// Takes the range lock of `block`.
@@ -127,10 +127,10 @@ impl RangeLocks {
     }
 }
 
-impl Snapshot {
+impl InvalidateSeq {
     /// Whether an invalidation was under way when it was taken: such a fault may as well wait.
-    pub const fn is_busy(self) -> bool {
-        self.0 & BUSY_MASK != 0
+    pub const fn invalidate_in_progress(self) -> bool {
+        self.0 & IN_PROGRESS_MASK != 0
     }
 }
 
@@ -138,30 +138,33 @@ impl RangeGuard<'_> {
     /// Whether what was resolved after `snapshot` may still be installed: no invalidation is under
     /// way and none has ended since.
     #[inline]
-    pub fn admits(&self, snapshot: Snapshot) -> bool {
-        self.value == snapshot.0 && self.value & BUSY_MASK == 0
+    pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
+        self.value != seq.0 || self.value & IN_PROGRESS_MASK != 0
     }
 
     /// Whether an invalidation is under way: somebody may have removed what is still being waited
     /// for.
     #[inline]
-    pub fn is_busy(&self) -> bool {
-        self.value & BUSY_MASK != 0
+    pub fn invalidate_in_progress(&self) -> bool {
+        self.value & IN_PROGRESS_MASK != 0
     }
 
     /// An invalidation of something under this range lock begins.
-    pub fn begin(&mut self) {
+    pub fn invalidate_begin(&mut self) {
         assert!(
-            self.value & BUSY_MASK != BUSY_MASK,
+            self.value & IN_PROGRESS_MASK != IN_PROGRESS_MASK,
             "too many invalidations at once"
         );
-        self.value += BUSY_ONE;
+        self.value += IN_PROGRESS_ONE;
     }
 
     /// It ends: its mappings are gone from every TLB.
-    pub fn end(&mut self) {
-        assert!(self.value & BUSY_MASK != 0, "end without begin");
-        self.value = (self.value - BUSY_ONE).wrapping_add(SEQ_ONE);
+    pub fn invalidate_end(&mut self) {
+        assert!(
+            self.value & IN_PROGRESS_MASK != 0,
+            "invalidate_end without invalidate_begin"
+        );
+        self.value = (self.value - IN_PROGRESS_ONE).wrapping_add(SEQ_ONE);
     }
 }
 

@@ -1,7 +1,7 @@
 //! From a stage-2 violation to an installed leaf.
 //!
 //! ```text
-//! snapshot -> slot -> most -> host.resolve -> Ready   -> lock, admits? -> install, rmap -> Mapped
+//! sequence -> slot -> most -> host.resolve -> Ready   -> lock, retry? -> install, rmap -> Mapped
 //!                                             Pending -> the caller waits, then tries again
 //! ```
 //! `most` is the largest leaf that the slot allows around the page; the host says what it has. A
@@ -54,8 +54,8 @@ impl Mmu {
     pub fn fault(&self, faulter: &mut Faulter, gfn: Gfn, access: Access) -> Outcome {
         for _ in 0..ATTEMPTS {
             // Before the slot is looked up: a slot that is deleted later moves the sequence.
-            let snapshot = self.stage2.snapshot(gfn);
-            if snapshot.is_busy() {
+            let seq = self.stage2.invalidate_seq(gfn);
+            if seq.invalidate_in_progress() {
                 return Outcome::Busy;
             }
             let Some(mut slot) = faulter.reader.find(gfn) else {
@@ -92,7 +92,7 @@ impl Mmu {
                 Access::Read | Access::Fetch => Leaf::clean(pfn),
             };
             let mut cursor = self.stage2.fault_cursor(gfn);
-            if !cursor.admits(snapshot) {
+            if cursor.invalidate_retry(seq) {
                 continue;
             }
             match self.install(&mut cursor, &slot.attach, gfn, leaf, level) {

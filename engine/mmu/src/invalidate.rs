@@ -1,10 +1,10 @@
 //! The host takes a range of pages back.
 //!
 //! ```text
-//! begin   for each slot with backing in the range, each 2 MiB block: take its lock, busy += 1,
-//!         unmap what the reverse map leads to: one leaf if it is huge, else each small one
+//! begin   for each slot with backing in the range, each 2 MiB block: take its lock,
+//!         in_progress += 1, unmap what the reverse map leads to
 //! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
-//!         take each lock again: seq += 1, busy -= 1: faults are admitted
+//!         take each lock again: seq += 1, in_progress -= 1: faults are admitted
 //! ```
 //! A page that nothing maps is excluded like any other. A block in which nothing was mapped needs
 //! no shoot-down, unless another invalidation was in progress under its range lock: that one may
@@ -94,7 +94,7 @@ impl<'m> Invalidation<'m> {
         for part in parts(gfns) {
             let mut cursor = self.mmu.stage2.fault_cursor(part.start());
             self.flush.join(cursor.unsettled());
-            cursor.begin();
+            cursor.invalidate_begin();
             let mut visit = Visit {
                 cursor: &mut cursor,
                 rmap: &slot.attach,
@@ -122,7 +122,7 @@ impl<'m> Invalidation<'m> {
         }
         for gfns in self.begun.iter() {
             for part in parts(gfns) {
-                self.mmu.stage2.fault_cursor(part.start()).end();
+                self.mmu.stage2.fault_cursor(part.start()).invalidate_end();
             }
         }
     }

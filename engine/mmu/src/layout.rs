@@ -91,7 +91,7 @@ impl Mmu {
         let mut cursor = self.stage2.cursor(slot.gfns);
         // A TLB may hold what reclaim has removed and not waited for.
         let mut flush = cursor.unsettled();
-        cursor.begin();
+        cursor.invalidate_begin();
         flush.join(cursor.unmap(slot.gfns, |removed| {
             slot.attach.clear(&removed);
             if removed.leaf.dirty {
@@ -105,7 +105,7 @@ impl Mmu {
             self.kick();
         }
         let done = publish();
-        self.stage2.cursor(slot.gfns).end();
+        self.stage2.cursor(slot.gfns).invalidate_end();
         done
     }
 

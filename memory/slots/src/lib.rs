@@ -19,7 +19,7 @@
 //! which cannot install anything without its invalidation snapshot being admitted. So the order is:
 //!
 //! ```text
-//! fault:   s = stage2.snapshot(gfn)    reader.find(gfn)    resolve    lock, admits(s)?, map
+//! fault:   s = stage2.invalidate_seq(gfn)    reader.find(gfn)    resolve    lock, retry(s)?, map
 //! remover: begin    unmap the range    flush    slots.remove(id)    end
 //! ```
 //! A fault that found the removed slot took `s` before `end`, so it is refused, or its mapping is

@@ -1,12 +1,12 @@
 //! The cursor is the lock: to change a mapping, hold a cursor over its gfn; `Drop` unlocks.
 //!
 //! ```text
-//! fault          s = snapshot(gfn)    find the slot, resolve the page (no lock)
-//!                c = fault_cursor(gfn)    c.admits(s)?  no -> drop, start again
+//! fault          s = invalidate_seq(gfn)  find the slot, resolve the page (no lock)
+//!                c = fault_cursor(gfn)    c.invalidate_retry(s)?  yes -> drop, start again
 //!                p = c.prepare(gfn, leaf)?    p.commit()    drop
-//! invalidation   c = cursor(range)    c.begin()    flush = c.unmap(range, ..)    drop
+//! invalidation   c = cursor(range)    c.invalidate_begin()    flush = c.unmap(range, ..)    drop
 //!                flush.finish(quiescence)     <- no lock is held while vCPUs are waited for
-//!                c = cursor(range)    c.end()    drop            now the frames may be reused
+//!                c = cursor(range)    c.invalidate_end()    drop    now the frames may be reused
 //! ```
 //!
 //! A cursor holds range locks (see `lacuna_sync::RangeLocks`), each a set of 2 MiB blocks,
@@ -17,7 +17,7 @@
 
 use crate::{Flush, Stage2};
 use lacuna_addr::{Gfn, GfnRange};
-use lacuna_sync::{RangeGuard, Snapshot};
+use lacuna_sync::{InvalidateSeq, RangeGuard};
 
 /// The right to change the mappings of a range.
 #[must_use = "a cursor that is dropped at once locked nothing for anybody"]
@@ -55,36 +55,36 @@ impl<'s> Cursor<'s> {
     /// On a cursor made for a range: it has no one sequence.
     #[inline]
     #[must_use]
-    pub fn admits(&self, snapshot: Snapshot) -> bool {
+    pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
         match &self.guards {
-            Guards::One(guard) => guard.admits(snapshot),
+            Guards::One(guard) => guard.invalidate_retry(seq),
             Guards::Many(_) => panic!("faults are admitted by a fault cursor"),
         }
     }
 
     /// An invalidation in this range begins: until its end no fault is admitted near it.
-    pub fn begin(&mut self) {
-        self.for_each_guard(RangeGuard::begin);
+    pub fn invalidate_begin(&mut self) {
+        self.for_each_guard(RangeGuard::invalidate_begin);
     }
 
     /// What others may have removed here and not waited for yet: nothing, unless an invalidation is
     /// in progress. Who finds nothing to unmap but must be sure that no TLB holds it asks before
-    /// [`Cursor::begin`], and finishes this.
+    /// [`Cursor::invalidate_begin`], and finishes this.
     pub fn unsettled(&self) -> Flush<'s> {
         let mut flush = self.flush();
-        let busy = match &self.guards {
-            Guards::One(guard) => guard.is_busy(),
-            Guards::Many(guards) => guards.iter().any(RangeGuard::is_busy),
+        let in_progress = match &self.guards {
+            Guards::One(guard) => guard.invalidate_in_progress(),
+            Guards::Many(guards) => guards.iter().any(RangeGuard::invalidate_in_progress),
         };
-        if busy {
+        if in_progress {
             flush.add_stale(self.range);
         }
         flush
     }
 
     /// The invalidation that a cursor over the same range began has ended: its flush is finished.
-    pub fn end(&mut self) {
-        self.for_each_guard(RangeGuard::end);
+    pub fn invalidate_end(&mut self) {
+        self.for_each_guard(RangeGuard::invalidate_end);
     }
 
     fn for_each_guard(&mut self, mut act: impl FnMut(&mut RangeGuard<'s>)) {

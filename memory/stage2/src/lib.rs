@@ -45,7 +45,7 @@ pub use collapse::{Collapsed, NotUniform};
 pub use cursor::Cursor;
 pub use entry::{Entry, EntryRef, Leaf, Write};
 pub use flush::{Flush, Shootdown, Waiting};
-pub use lacuna_sync::{Blocks, Snapshot};
+pub use lacuna_sync::{Blocks, InvalidateSeq};
 pub use lacuna_tables::{Arena, ArenaError, Exhausted, TableId, Usage};
 pub use map::{MapError, Mapped, Place};
 pub use pml::{LogFull, PmlLog};

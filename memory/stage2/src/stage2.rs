@@ -6,7 +6,7 @@ use crate::format::{block_of, block_range, blocks_of};
 use crate::{Counts, EntryRef};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::AtomicU64;
-use lacuna_sync::{RangeLocks, Snapshot};
+use lacuna_sync::{InvalidateSeq, RangeLocks};
 use lacuna_tables::{Arena, Exhausted, TableId};
 
 /// The tables of one VM, with the locks over them.
@@ -35,10 +35,10 @@ impl Stage2 {
     }
 
     /// The invalidation sequence near `gfn`. Take it *before* looking up the slot and asking the
-    /// host for the page, and show it to [`Cursor::admits`].
+    /// host for the page, and show it to [`Cursor::invalidate_retry`].
     #[inline]
-    pub fn snapshot(&self, gfn: Gfn) -> Snapshot {
-        self.range_locks.snapshot(block_of(gfn))
+    pub fn invalidate_seq(&self, gfn: Gfn) -> InvalidateSeq {
+        self.range_locks.invalidate_seq(block_of(gfn))
     }
 
     /// Locks the block of 512 frames around `gfn`. Allocates nothing.

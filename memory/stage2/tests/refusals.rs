@@ -191,32 +191,32 @@ fn a_range_must_be_held_whole() {
 #[should_panic(expected = "faults are admitted by a fault cursor")]
 fn a_range_has_no_one_sequence() {
     let stage2 = stage2(8);
-    let snapshot = stage2.snapshot(gfn(0));
-    let _ = stage2.cursor(GfnRange::page(gfn(0))).admits(snapshot);
+    let seq = stage2.invalidate_seq(gfn(0));
+    let _ = stage2.cursor(GfnRange::page(gfn(0))).invalidate_retry(seq);
 }
 
 #[test]
 fn an_invalidation_near_it_turns_a_fault_away() {
     let stage2 = stage2(8);
     let range = GfnRange::new(gfn(0), 2048).expect("a range");
-    let before = stage2.snapshot(gfn(600));
-    let elsewhere = stage2.snapshot(gfn(9000));
-    assert!(stage2.fault_cursor(gfn(600)).admits(before));
-    stage2.cursor(range).begin();
-    let during = stage2.snapshot(gfn(600));
-    assert!(during.is_busy());
-    assert!(!stage2.fault_cursor(gfn(600)).admits(before));
-    assert!(!stage2.fault_cursor(gfn(600)).admits(during));
-    stage2.cursor(range).end();
-    assert!(!stage2.fault_cursor(gfn(600)).admits(before));
-    assert!(!stage2.fault_cursor(gfn(600)).admits(during));
+    let before = stage2.invalidate_seq(gfn(600));
+    let elsewhere = stage2.invalidate_seq(gfn(9000));
+    assert!(!stage2.fault_cursor(gfn(600)).invalidate_retry(before));
+    stage2.cursor(range).invalidate_begin();
+    let during = stage2.invalidate_seq(gfn(600));
+    assert!(during.invalidate_in_progress());
+    assert!(stage2.fault_cursor(gfn(600)).invalidate_retry(before));
+    assert!(stage2.fault_cursor(gfn(600)).invalidate_retry(during));
+    stage2.cursor(range).invalidate_end();
+    assert!(stage2.fault_cursor(gfn(600)).invalidate_retry(before));
+    assert!(stage2.fault_cursor(gfn(600)).invalidate_retry(during));
     assert!(
-        stage2
+        !stage2
             .fault_cursor(gfn(600))
-            .admits(stage2.snapshot(gfn(600)))
+            .invalidate_retry(stage2.invalidate_seq(gfn(600)))
     );
     assert!(
-        stage2.fault_cursor(gfn(9000)).admits(elsewhere),
+        !stage2.fault_cursor(gfn(9000)).invalidate_retry(elsewhere),
         "not near it"
     );
 }
@@ -225,13 +225,21 @@ fn an_invalidation_near_it_turns_a_fault_away() {
 fn a_range_wider_than_all_range_locks_takes_each_once() {
     let stage2 = stage2(8);
     let range = GfnRange::new(gfn(0), 512 * 1000 + 1).expect("a range");
-    stage2.cursor(range).begin();
-    stage2.cursor(range).end();
+    stage2.cursor(range).invalidate_begin();
+    stage2.cursor(range).invalidate_end();
     let odd = GfnRange::new(gfn(512 * 200), 512 * 120).expect("a range");
-    stage2.cursor(odd).begin();
-    assert!(stage2.snapshot(gfn(512 * 310)).is_busy());
-    stage2.cursor(odd).end();
-    assert!(!stage2.snapshot(gfn(512 * 310)).is_busy());
+    stage2.cursor(odd).invalidate_begin();
+    assert!(
+        stage2
+            .invalidate_seq(gfn(512 * 310))
+            .invalidate_in_progress()
+    );
+    stage2.cursor(odd).invalidate_end();
+    assert!(
+        !stage2
+            .invalidate_seq(gfn(512 * 310))
+            .invalidate_in_progress()
+    );
 }
 
 #[test]

@@ -83,7 +83,7 @@ impl World {
 
     fn fault(&self, page: u64, violation: Violation) {
         let gfn = gfn_of(page);
-        let snapshot = self.stage2.snapshot(gfn);
+        let seq = self.stage2.invalidate_seq(gfn);
         let Some(pfn) = self.resolve(page) else {
             return;
         };
@@ -93,7 +93,7 @@ impl World {
             Leaf::clean(pfn)
         };
         let mut cursor = self.stage2.fault_cursor(gfn);
-        if cursor.admits(snapshot) {
+        if !cursor.invalidate_retry(seq) {
             let _ = cursor
                 .map(gfn, leaf)
                 .expect("the same frame, and room for tables");
@@ -105,7 +105,7 @@ impl World {
         for page in victims {
             let gfn = gfn_of(*page);
             let mut cursor = self.stage2.fault_cursor(gfn);
-            cursor.begin();
+            cursor.invalidate_begin();
             let host = self.host.lock().expect("host");
             let Page::Leaving(pfn) = host.pages[*page as usize] else {
                 panic!("our victim")
@@ -137,7 +137,7 @@ impl World {
         self.unmap(&victims).finish(&self.quiescence);
         for page in &victims {
             self.write_out(*page, saved);
-            self.stage2.fault_cursor(gfn_of(*page)).end();
+            self.stage2.fault_cursor(gfn_of(*page)).invalidate_end();
         }
     }
 

@@ -61,19 +61,19 @@ impl World {
 
     /// One attempt of a stage-2 fault. The order of its first two lines is the protocol.
     fn fault(&self) {
-        let snapshot = self.range_locks.snapshot(BLOCK);
+        let seq = self.range_locks.invalidate_seq(BLOCK);
         if !self.resident.load(Ordering::Relaxed) {
             return;
         }
         let guard = self.range_locks.lock(BLOCK);
-        if guard.admits(snapshot) {
+        if !guard.invalidate_retry(seq) {
             self.mapped.store(true, Ordering::Release);
         }
     }
 
     fn begin_and_unmap(&self) {
         let mut guard = self.range_locks.lock(BLOCK);
-        guard.begin();
+        guard.invalidate_begin();
         self.mapped.swap(false, Ordering::AcqRel);
     }
 
@@ -89,7 +89,7 @@ impl World {
         self.begin_and_unmap();
         self.resident.store(false, Ordering::Relaxed);
         self.shoot_down();
-        self.range_locks.lock(BLOCK).end();
+        self.range_locks.lock(BLOCK).invalidate_end();
         self.reuse();
     }
 }
@@ -201,11 +201,11 @@ fn the_end_of_one_invalidation_opens_no_door_into_another() {
             thread::spawn(move || world.fault())
         };
         // A neighbour under the same range lock is invalidated too, and ends first.
-        world.range_locks.lock(BLOCK).begin();
+        world.range_locks.lock(BLOCK).invalidate_begin();
         world.begin_and_unmap();
-        world.range_locks.lock(BLOCK).end();
+        world.range_locks.lock(BLOCK).invalidate_end();
         world.resident.store(false, Ordering::Relaxed);
-        world.range_locks.lock(BLOCK).end();
+        world.range_locks.lock(BLOCK).invalidate_end();
         fault.join().expect("fault");
         assert!(
             !world.mapped.load(Ordering::Relaxed),

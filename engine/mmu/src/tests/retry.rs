@@ -11,15 +11,15 @@ fn one_slot() -> Arc<Mmu> {
 
 const HOME: u64 = SLOTS[0].0;
 
-/// Whether a fault that took its snapshot at the start of `meanwhile` is admitted after it.
+/// Whether a fault that read its sequence number at the start of `meanwhile` is admitted after it.
 fn admitted(mmu: &Mmu, at: u64, meanwhile: impl FnOnce()) -> bool {
-    let snapshot = mmu.stage2.snapshot(gfn(at));
+    let seq = mmu.stage2.invalidate_seq(gfn(at));
     meanwhile();
-    mmu.stage2.fault_cursor(gfn(at)).admits(snapshot)
+    !mmu.stage2.fault_cursor(gfn(at)).invalidate_retry(seq)
 }
 
 #[test]
-fn a_fault_is_refused_if_an_invalidation_began_after_its_snapshot() {
+fn a_fault_is_refused_if_an_invalidation_began_after_its_sequence_was_read() {
     let mmu = one_slot();
     let begin = |page, pages| mmu.begin_invalidation(Shape::PerLevel, &[range(page, pages)]);
     let mut open = None;

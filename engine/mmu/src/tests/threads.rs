@@ -61,7 +61,7 @@ impl World {
     /// A fault, as `Mmu::fault` does it.
     fn fault(&self, page: u64, access: Access, rng: &mut Rng) {
         let (mmu, at) = (&self.mmu, gfn(HOME + page));
-        let snapshot = mmu.stage2.snapshot(at);
+        let seq = mmu.stage2.invalidate_seq(at);
         let whole = self.whole.load(Ordering::SeqCst) >> (page / 512) & 1 == 1;
         let mut block = page & !511..(page & !511) + 512;
         let there = |page| self.generation(page).is_multiple_of(2);
@@ -82,7 +82,7 @@ impl World {
             std::thread::yield_now();
         }
         let mut cursor = mmu.stage2.fault_cursor(at);
-        if cursor.admits(snapshot) {
+        if !cursor.invalidate_retry(seq) {
             let _ = mmu
                 .install(&mut cursor, &slot.attach, at, leaf, has)
                 .expect("tables");
