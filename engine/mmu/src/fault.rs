@@ -1,11 +1,12 @@
 //! From a stage-2 violation to an installed leaf.
 //!
 //! ```text
-//! sequence -> slot -> most -> host.resolve -> Ready   -> lock, retry? -> install, rmap -> Mapped
-//!                                             Pending -> the caller waits, then tries again
+//! sequence -> slot -> max_level -> host.resolve
+//!     -> Ready   -> lock, retry? -> install, rmap -> Mapped
+//!     -> Pending -> the caller waits, then tries again
 //! ```
-//! `most` is the largest leaf that the slot allows around the page; the host says what it has. A
-//! 2 MiB leaf needs both. Nothing here sleeps, allocates on the resident path, or holds a lock
+//! `max_level` is the largest leaf that the slot allows around the page; the host says what it has.
+//! A 2 MiB leaf needs both. Nothing here sleeps, allocates on the resident path, or holds a lock
 //! while the host is asked.
 
 use crate::dirty::Count;
@@ -78,14 +79,16 @@ impl Mmu {
                 };
                 slot = again;
             }
-            let (hva, most) = (slot.hva(gfn), slot.attach.most(gfn));
-            let Frame { pfn, level } =
-                match self.host.resolve(hva, access, most, &mut faulter.cache) {
-                    Resolution::Ready(frame) => frame,
-                    Resolution::Pending(ticket) => return Outcome::Pending(ticket),
-                    Resolution::NoMemory => return Outcome::NoMemory,
-                    Resolution::Lost(page) => return Outcome::Lost(page),
-                };
+            let max_level = slot.attach.max_level(gfn);
+            let found = self
+                .host
+                .resolve(slot.hva(gfn), access, max_level, &mut faulter.cache);
+            let Frame { pfn, level } = match found {
+                Resolution::Ready(frame) => frame,
+                Resolution::Pending(ticket) => return Outcome::Pending(ticket),
+                Resolution::NoMemory => return Outcome::NoMemory,
+                Resolution::Lost(page) => return Outcome::Lost(page),
+            };
             let leaf = match access {
                 _ if read_only => Leaf::read_only(pfn),
                 Access::Write => Leaf::dirty(pfn),

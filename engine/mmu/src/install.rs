@@ -30,11 +30,11 @@ impl Mmu {
     ) -> Result<Level, Exhausted> {
         // Asked again: it may have been disallowed since the host was.
         // And where every first write counts, a huge leaf would count for 512 pages.
-        let most = match rmap.log().is_on() {
+        let max_level = match rmap.log().is_on() {
             true => Level::L4K,
-            false => rmap.most(gfn),
+            false => rmap.max_level(gfn),
         };
-        if has.min(most) >= Level::L2M && self.install_huge(cursor, rmap, gfn, leaf)? {
+        if has.min(max_level) >= Level::L2M && self.install_huge(cursor, rmap, gfn, leaf)? {
             return Ok(Level::L2M);
         }
         install_small(cursor, rmap, gfn, leaf)

@@ -8,9 +8,9 @@ use lacuna_stage2::{Cursor, Exhausted};
 
 impl Mmu {
     /// The largest leaf that the slots allow around `gfn`; `None` where there is no slot.
-    pub fn most(&self, gfn: Gfn) -> Option<Level> {
+    pub fn max_level(&self, gfn: Gfn) -> Option<Level> {
         let slots = self.slots.read();
-        slots.find(gfn).map(|slot| slot.attach.most(gfn))
+        slots.find(gfn).map(|slot| slot.attach.max_level(gfn))
     }
 
     /// From here on every page of `gfns`, and of the blocks that it cuts, has a leaf of its own if
@@ -74,7 +74,7 @@ impl Mmu {
     pub(crate) fn could_be_huge(&self, slot: &Slot<Rmap>, gfn: Gfn) -> Option<Pfn> {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
-        (rmap.most(gfn) == Level::L2M && rmap.block(gfn) == FULL)
+        (rmap.max_level(gfn) == Level::L2M && rmap.block(gfn) == FULL)
             .then(|| self.host.compound_page(slot.hva(gfn)))
             .flatten()
     }

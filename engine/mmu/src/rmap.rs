@@ -129,7 +129,7 @@ impl Rmap {
 
     /// The largest leaf that may map `gfn`. Good for good only under the block's range lock.
     #[inline]
-    pub(crate) fn most(&self, gfn: Gfn) -> Level {
+    pub(crate) fn max_level(&self, gfn: Gfn) -> Level {
         match self.block_of(gfn).disallow.load(Ordering::Relaxed) {
             0 => Level::L2M,
             _ => Level::L4K,

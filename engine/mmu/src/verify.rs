@@ -38,7 +38,7 @@ impl Mmu {
                     InBlock::Nothing => {}
                     InBlock::Small(count) => small += u64::from(count),
                     InBlock::Huge(_) => {
-                        assert_eq!(fresh.most(part.start()), Level::L2M, "{part:?}: huge");
+                        assert_eq!(fresh.max_level(part.start()), Level::L2M, "{part:?}: huge");
                         huge += 1;
                     }
                 }

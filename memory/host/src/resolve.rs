@@ -45,8 +45,8 @@ impl Host {
     /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
     /// install it under the protection of the invalidation sequence that was read before this call.
     ///
-    /// `most` is the largest leaf that the caller can map there: the most that is worth making for
-    /// a page that nobody has touched yet.
+    /// `max_level` is the largest leaf that the caller can map there: the most that is worth making
+    /// for a page that nobody has touched yet.
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
@@ -55,14 +55,14 @@ impl Host {
         &self,
         hva: Hva,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &mut PerCpuPages,
     ) -> Resolution {
         assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );
-        self.core.resolve(PageNo::of(hva), access, most, cache)
+        self.core.resolve(PageNo::of(hva), access, max_level, cache)
     }
 }
 
@@ -72,7 +72,7 @@ impl Core {
         &self,
         page: PageNo,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &mut PerCpuPages,
     ) -> Resolution {
         cache.shared.pin(page);
@@ -82,12 +82,12 @@ impl Core {
         loop {
             // Who can map a whole block asks the head at once: 512 pages are likely to share it,
             // and a page word that nobody reads costs not even the memory that it is in.
-            if most >= Level::L2M
+            if max_level >= Level::L2M
                 && self.huge != HugePages::Never
                 && let Some(head) = cache.region().head(page).map(Head::load)
                 && head != HeadState::Small
             {
-                match self.by_head(page, head, access, most, cache) {
+                match self.by_head(page, head, access, max_level, cache) {
                     Some(resolution) => return resolution,
                     None => continue,
                 }
@@ -102,7 +102,7 @@ impl Core {
                 }
                 PageState::Empty => match cache.region().head(page).map(Head::load) {
                     None | Some(HeadState::Small) => self.fill(page, access, cache),
-                    Some(head) => self.by_head(page, head, access, most, cache),
+                    Some(head) => self.by_head(page, head, access, max_level, cache),
                 },
                 PageState::Evicting { .. } | PageState::Writeback { .. } => {
                     self.rescue(page, state, access, cache)
@@ -110,7 +110,7 @@ impl Core {
                 PageState::Swapped { .. } => self.begin_read(page, state, cache),
                 PageState::Reading { .. } => self.join_read(page, cache),
                 PageState::Merged => match cache.region().head(page).map(Head::load) {
-                    Some(head) => self.by_head(page, head, access, most, cache),
+                    Some(head) => self.by_head(page, head, access, max_level, cache),
                     None => unreachable!("{page:?} is merged, but its block has no head"),
                 },
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
@@ -138,11 +138,11 @@ impl Core {
         page: PageNo,
         head: HeadState,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &mut PerCpuPages,
     ) -> Option<Resolution> {
         match head {
-            HeadState::Untouched => self.fill_block(page, access, most, cache),
+            HeadState::Untouched => self.fill_block(page, access, max_level, cache),
             HeadState::Whole { block } => {
                 FaultCounters::bump(&cache.shared.count.resident);
                 Some(self.ready_in(block, page, access))
@@ -173,13 +173,13 @@ impl Core {
         &self,
         page: PageNo,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &PerCpuPages,
     ) -> Option<Resolution> {
         let region = cache.region();
         let head = region.head(page)?;
         let mut block = None;
-        if most >= Level::L2M && region.wants_huge(self.huge, page) {
+        if max_level >= Level::L2M && region.wants_huge(self.huge, page) {
             block = self.frames.take_block();
             if block.is_none() {
                 FaultCounters::bump(&cache.shared.count.huge_fallback);

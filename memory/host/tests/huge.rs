@@ -53,14 +53,14 @@ fn one_fault_makes_a_block() {
 
 #[test]
 fn the_policy_and_what_can_be_mapped_decide() {
-    for (huge, most) in [
+    for (huge, max_level) in [
         (HugePages::Never, Level::L2M),
         (HugePages::Madvise, Level::L2M),
         (HugePages::Always, Level::L4K),
     ] {
         let (host, clock) = host(4096, huge);
         let mut vm = Vm::new(&host, &clock, 2 * BLOCK);
-        vm.most = most;
+        vm.max_level = max_level;
         write_all(&mut vm, 0..2 * BLOCK);
         let stats = host.stats();
         assert_eq!((stats.huge_pages, stats.huge_fallbacks), (0, 0), "{huge:?}");
@@ -192,7 +192,7 @@ fn a_block_in_use_everywhere_survives_its_trials() {
 fn pages_in_use_become_a_block() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, 3 * BLOCK);
-    vm.most = Level::L4K;
+    vm.max_level = Level::L4K;
     // Block 0 is full and in use, block 1 lacks a few pages, block 2 has few pages.
     write_all(&mut vm, 0..2 * BLOCK - 20);
     write_all(&mut vm, 2 * BLOCK..2 * BLOCK + 50);
@@ -220,7 +220,7 @@ fn pages_in_use_become_a_block() {
 fn pages_not_in_use_are_left_alone() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
     let mut vm = Vm::new(&host, &clock, BLOCK);
-    vm.most = Level::L4K;
+    vm.max_level = Level::L4K;
     write_all(&mut vm, 0..BLOCK);
     let all: Vec<_> = (0..BLOCK)
         .map(|page| HvaRange::new(vm.hva(page), 1).unwrap())

@@ -62,9 +62,9 @@ enum Op {
         page: u64,
     },
     /// From here on the VM can map leaves up to this level.
-    Most {
+    MaxLevel {
         vm: usize,
-        most: Level,
+        max_level: Level,
     },
 }
 
@@ -118,7 +118,7 @@ fn op(size: Size) -> impl Strategy<Value = Op> {
         3 => Just(Op::Collapse),
         1 => (vm.clone(), page).prop_map(|(vm, page)| Op::Advise { vm, page }),
         1 => (vm, prop_oneof![Just(Level::L4K), Just(Level::L2M)])
-            .prop_map(|(vm, most)| Op::Most { vm, most }),
+            .prop_map(|(vm, max_level)| Op::MaxLevel { vm, max_level }),
     ]
 }
 
@@ -220,7 +220,7 @@ impl World {
                 let range = range.intersect(HvaRange::new(from, 1000).unwrap()).unwrap();
                 self.host.advise_huge(range).unwrap();
             }
-            Op::Most { vm, most } => self.vms[vm].most = most,
+            Op::MaxLevel { vm, max_level } => self.vms[vm].max_level = max_level,
         }
         self.host.verify();
     }

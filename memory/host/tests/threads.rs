@@ -169,7 +169,7 @@ struct Vcpu {
     first: u64,
     step: u64,
     /// The largest leaf that it can map.
-    most: Level,
+    max_level: Level,
     model: HashMap<u64, u64>,
 }
 
@@ -191,7 +191,7 @@ impl Vcpu {
                 Access::Read
             };
             let seq = self.stage2.seq.load(Ordering::SeqCst);
-            match self.host.resolve(hva, access, self.most, &mut cache) {
+            match self.host.resolve(hva, access, self.max_level, &mut cache) {
                 Resolution::Ready(frame) => self.access(hva, frame, access, seq),
                 Resolution::Pending(ticket) if self.rng.bool() => self.host.start(&ticket),
                 Resolution::Pending(ticket) => self.host.wait(&ticket)?,
@@ -297,7 +297,7 @@ impl World {
             rng: fastrand::Rng::with_seed(first),
             first,
             step: 3,
-            most: Level::L2M,
+            max_level: Level::L2M,
             model: HashMap::new(),
         }
     }
@@ -501,7 +501,7 @@ fn three_vcpus_while_their_pages_become_blocks() {
         std::thread::scope(|scope| {
             let vcpus = [0, 1, 2].map(|first| {
                 let mut vcpu = world.vcpu(first);
-                vcpu.most = Level::L4K;
+                vcpu.max_level = Level::L4K;
                 scope.spawn(move || vcpu.run(8_000))
             });
             scope.spawn(|| {

@@ -46,19 +46,19 @@ fn only_whole_blocks_with_backing_aligned_alike_are_huge() {
 fn a_disallow_count_returns_to_where_it_began() {
     let mmu = mmu(4096);
     add(&mmu, &[(0, 0, PAGES - 1)]);
-    let most = || [0, 600, 1024, 1536].map(|at| mmu.most(gfn(at)).expect("a slot"));
+    let max_level = || [0, 600, 1024, 1536].map(|at| mmu.max_level(gfn(at)).expect("a slot"));
     let (small, huge) = (Level::L4K, Level::L2M);
-    assert_eq!(most(), [huge, huge, huge, small], "the tail is cut");
+    assert_eq!(max_level(), [huge, huge, huge, small], "the tail is cut");
     let cut = GfnRange::new(gfn(511), 2).expect("a range");
     let all = GfnRange::new(gfn(0), PAGES).expect("a range");
     mmu.disallow_huge(cut).expect("tables");
     mmu.disallow_huge(all).expect("tables");
-    assert_eq!(most(), [small; 4]);
+    assert_eq!(max_level(), [small; 4]);
     mmu.allow_huge(cut);
-    assert_eq!(most(), [small; 4]);
+    assert_eq!(max_level(), [small; 4]);
     mmu.allow_huge(all);
-    assert_eq!(most(), [huge, huge, huge, small]);
-    assert_eq!(mmu.most(gfn(PAGES)), None);
+    assert_eq!(max_level(), [huge, huge, huge, small]);
+    assert_eq!(mmu.max_level(gfn(PAGES)), None);
 }
 
 #[test]

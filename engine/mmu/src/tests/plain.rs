@@ -327,7 +327,7 @@ fn compare(mmu: &Mmu, model: &Model) {
     }
     for (id, ((first, _, pages), _)) in &model.slots {
         for block in (*first..first + pages).step_by(256) {
-            let huge = mmu.most(gfn(block)) == Some(Level::L2M);
+            let huge = mmu.max_level(gfn(block)) == Some(Level::L2M);
             assert_eq!(huge, model.allows_huge(block), "slot {id}, gfn {block:#x}");
         }
     }

@@ -53,7 +53,7 @@ fn what_cannot_be_disallowed_everywhere_is_allowed_as_before() {
         .expect("a table");
     assert!(mmu.disallow_huge(all).is_err());
     for block in 0..4 {
-        assert_eq!(mmu.most(gfn(block * 512)), Some(Level::L2M));
+        assert_eq!(mmu.max_level(gfn(block * 512)), Some(Level::L2M));
     }
     mmu.verify();
 }

@@ -176,7 +176,7 @@ pub struct Vm {
     pub range: HvaRange,
     clock: Arc<VirtualClock>,
     /// The largest leaf that this VM can map.
-    pub most: Level,
+    pub max_level: Level,
     /// The expected content of every page: its first word, repeated. Absent means zero.
     pub model: BTreeMap<u64, u64>,
 }
@@ -237,7 +237,7 @@ impl Vm {
             mmu,
             range,
             clock: clock.clone(),
-            most: Level::L2M,
+            max_level: Level::L2M,
             model: BTreeMap::new(),
         }
     }
@@ -272,7 +272,10 @@ impl Vm {
     pub fn fault(&mut self, page: u64, access: Access) -> Result<Frame, HostError> {
         let hva = self.hva(page);
         loop {
-            match self.host.resolve(hva, access, self.most, &mut self.cache) {
+            match self
+                .host
+                .resolve(hva, access, self.max_level, &mut self.cache)
+            {
                 Resolution::Ready(frame) => return Ok(frame),
                 Resolution::Pending(ticket) => {
                     self.host.start(&ticket);
