@@ -67,7 +67,7 @@ impl SoftBus {
     pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         let vm = &self.vm;
         // Before the walk: whoever unmaps what it finds must know whom to ask.
-        vm.quiescence().vcpu(self.index).note(gfn.block());
+        vm.qsbr().vcpu(self.index).note(gfn.block());
         if let Walk::Hit(hit) = vm.mmu.walk(&mut self.faulter, gfn, access) {
             let page = Page {
                 pfn: hit.pfn,
@@ -112,7 +112,7 @@ impl SoftBus {
         // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as
         // long as the host lives, which the VM holds. That it stays *this page's* frame until the
         // next quiescent point: the leaf that named it was read, or installed, while this vCPU was
-        // online; whoever unmaps it requests an epoch afterwards and waits for this vCPU before the
+        // online; whoever unmaps it requests a grace period afterwards and waits for this vCPU before the
         // frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and their like). Everyone who
         // touches frames of mapped pages uses atomics (`lacuna_host`'s contract for `frame`).
         let page = unsafe { HostPage::new(base, writable, tracked) };
@@ -151,7 +151,7 @@ impl SoftBus {
 
 // SAFETY: see `host_page`. Frames are handed out only while the vCPU is online (`Vcpu::step` brings
 // it online around every entry of the processor), and the processor's TLB is flushed before it
-// comes online again after any epoch.
+// comes online again after any grace period.
 #[allow(unsafe_code, reason = "the vCPU's guest-memory fast path")]
 unsafe impl Bus for SoftBus {
     #[inline]
@@ -171,15 +171,15 @@ unsafe impl Bus for SoftBus {
         vm.mmu.flush_log(&mut self.faulter);
         // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
         // track pages at the same time must not wait for each other.
-        let quiescence = vm.quiescence();
-        let epoch = quiescence.request();
-        quiescence.offline(self.index);
-        Shootdown::wait(quiescence, epoch);
+        let qsbr = vm.qsbr();
+        let grace = qsbr.request();
+        qsbr.offline(self.index);
+        Shootdown::wait(qsbr, grace);
         vm.code.settle(gfn);
         Err(Stop::Again)
     }
 
     fn code_written(&mut self, gfn: Gfn) {
-        self.vm.code.written(gfn, self.index, self.vm.quiescence());
+        self.vm.code.written(gfn, self.index, self.vm.qsbr());
     }
 }

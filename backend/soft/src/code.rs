@@ -12,7 +12,7 @@
 
 use crate::frame_set::FrameSet;
 use lacuna_addr::{Gfn, NoRoom, room_for};
-use lacuna_sync::{Quiescence, VcpuSlot};
+use lacuna_sync::{Qsbr, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 
@@ -79,16 +79,16 @@ impl CodeMap {
     }
 
     /// vCPU `writer` has changed code in `gfn`: tells the others.
-    pub(crate) fn written(&self, gfn: Gfn, writer: usize, quiescence: &Quiescence) {
-        self.tell(gfn, quiescence, |index| index != writer);
+    pub(crate) fn written(&self, gfn: Gfn, writer: usize, qsbr: &Qsbr) {
+        self.tell(gfn, qsbr, |index| index != writer);
     }
 
     /// The VMM has changed code in `gfn`: tells every vCPU.
-    pub(crate) fn written_by_host(&self, gfn: Gfn, quiescence: &Quiescence) {
-        self.tell(gfn, quiescence, |_| true);
+    pub(crate) fn written_by_host(&self, gfn: Gfn, qsbr: &Qsbr) {
+        self.tell(gfn, qsbr, |_| true);
     }
 
-    fn tell(&self, gfn: Gfn, quiescence: &Quiescence, whom: impl Fn(usize) -> bool) {
+    fn tell(&self, gfn: Gfn, qsbr: &Qsbr, whom: impl Fn(usize) -> bool) {
         for (index, inbox) in self.inboxes.iter().enumerate().filter(|(i, _)| whom(*i)) {
             let mut inbox = inbox.lock().expect("no panic under this lock");
             match &mut *inbox {
@@ -98,15 +98,15 @@ impl CodeMap {
                 full => *full = Stale::All,
             }
             drop(inbox);
-            quiescence.vcpu(index).request(VcpuSlot::CODE);
+            qsbr.vcpu(index).request(VcpuSlot::CODE);
         }
     }
 
     /// Memory slots have moved: every vCPU drops everything.
-    pub(crate) fn forget_all(&self, quiescence: &Quiescence) {
+    pub(crate) fn forget_all(&self, qsbr: &Qsbr) {
         for (index, inbox) in self.inboxes.iter().enumerate() {
             *inbox.lock().expect("no panic under this lock") = Stale::All;
-            quiescence.vcpu(index).request(VcpuSlot::CODE);
+            qsbr.vcpu(index).request(VcpuSlot::CODE);
         }
     }
 
@@ -129,27 +129,27 @@ mod tests {
 
     #[test]
     fn a_write_reaches_every_other_vcpu_once() {
-        let quiescence = Quiescence::new(3);
+        let qsbr = Qsbr::new(3);
         let map = CodeMap::new(128, 3);
         map.track(gfn(100));
         assert!(map.is_write_tracked(gfn(100)) && !map.is_write_tracked(gfn(99)));
         assert!(!map.is_settled(gfn(100)));
         map.settle(gfn(100));
         assert!(map.is_settled(gfn(100)));
-        map.written(gfn(100), 1, &quiescence);
-        map.written(gfn(100), 1, &quiescence);
+        map.written(gfn(100), 1, &qsbr);
+        map.written(gfn(100), 1, &qsbr);
         assert_eq!(map.take(0), Stale::Pages(vec![gfn(100)]));
         assert_eq!(map.take(0), Stale::Pages(vec![]));
         assert_eq!(map.take(1), Stale::Pages(vec![]));
         assert_eq!(map.take(2), Stale::Pages(vec![gfn(100)]));
-        assert_eq!(quiescence.vcpu(0).take(), VcpuSlot::CODE);
+        assert_eq!(qsbr.vcpu(0).take(), VcpuSlot::CODE);
     }
 
     #[test]
     fn an_overfull_inbox_means_everything() {
-        let quiescence = Quiescence::new(2);
+        let qsbr = Qsbr::new(2);
         let map = CodeMap::new(4096, 2);
-        (0..=INBOX_MAX as u64).for_each(|n| map.written(gfn(n), 0, &quiescence));
+        (0..=INBOX_MAX as u64).for_each(|n| map.written(gfn(n), 0, &qsbr));
         assert_eq!(map.take(1), Stale::All);
     }
 }

@@ -7,7 +7,7 @@ use lacuna_addr::{Access, Gfn};
 use lacuna_cpu::{HostPage, Stop};
 use lacuna_host::Ticket;
 use lacuna_machine::VcpuError;
-use lacuna_sync::{Epoch, Quiescence, VcpuSlot};
+use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
 use lacuna_x86::Cpu;
 use std::sync::Arc;
 
@@ -20,19 +20,19 @@ pub(crate) struct Entry {
     /// Why the guest's own words could not be read or written, though there is memory.
     pub(crate) failed: Option<VcpuError>,
     /// When the TLB was last known to hold nothing stale.
-    flushed: Epoch,
+    flushed: GracePeriod,
 }
 
 /// A vCPU that is online; offline again on drop, also when it panics: shoot-downs must not wait for
 /// a thread that is gone.
 struct Online<'a> {
-    quiescence: &'a Quiescence,
+    qsbr: &'a Qsbr,
     index: usize,
 }
 
 impl Drop for Online<'_> {
     fn drop(&mut self) {
-        self.quiescence.offline(self.index);
+        self.qsbr.offline(self.index);
     }
 }
 
@@ -54,13 +54,13 @@ impl Entry {
             vm,
             index,
             failed: None,
-            flushed: Epoch::default(),
+            flushed: GracePeriod::default(),
         })
     }
 
     /// Does what others have requested of this vCPU.
     pub(crate) fn handle_requests(&mut self) {
-        if self.vm.quiescence().vcpu(self.index).take() & VcpuSlot::CODE == 0 {
+        if self.vm.qsbr().vcpu(self.index).take() & VcpuSlot::CODE == 0 {
             return;
         }
         match self.vm.code.take(self.index) {
@@ -76,15 +76,15 @@ impl Entry {
 
     /// One instruction with the machine to itself.
     pub(crate) fn run_alone(&mut self) -> lacuna_x86::Exit {
-        let quiescence = self.vm.quiescence();
-        self.vm.exclusive.alone(quiescence, self.index, || {
-            let epoch = quiescence.online(self.index);
+        let qsbr = self.vm.qsbr();
+        self.vm.exclusive.alone(qsbr, self.index, || {
+            let grace = qsbr.online(self.index);
             let _online = Online {
-                quiescence,
+                qsbr,
                 index: self.index,
             };
-            let slot = quiescence.vcpu(self.index);
-            flush_since(&mut self.cpu, slot, &mut self.flushed, epoch);
+            let slot = qsbr.vcpu(self.index);
+            flush_since(&mut self.cpu, slot, &mut self.flushed, grace);
             let exit = self.cpu.run_exclusive(&mut self.bus, slot);
             self.bus.leave();
             exit
@@ -110,24 +110,24 @@ impl Entry {
 
     /// Runs `body` between two quiescent points.
     fn online<R>(&mut self, body: impl FnOnce(&mut Cpu, &mut SoftBus, &VcpuSlot) -> R) -> R {
-        let quiescence = self.vm.quiescence();
-        let epoch = self.vm.exclusive.online(quiescence, self.index);
+        let qsbr = self.vm.qsbr();
+        let grace = self.vm.exclusive.online(qsbr, self.index);
         let _online = Online {
-            quiescence,
+            qsbr,
             index: self.index,
         };
-        let slot = quiescence.vcpu(self.index);
-        flush_since(&mut self.cpu, slot, &mut self.flushed, epoch);
+        let slot = qsbr.vcpu(self.index);
+        flush_since(&mut self.cpu, slot, &mut self.flushed, grace);
         let done = body(&mut self.cpu, &mut self.bus, slot);
         self.bus.leave();
         done
     }
 }
 
-fn flush_since(cpu: &mut Cpu, slot: &VcpuSlot, flushed: &mut Epoch, epoch: Epoch) {
-    if epoch > *flushed {
+fn flush_since(cpu: &mut Cpu, slot: &VcpuSlot, flushed: &mut GracePeriod, grace: GracePeriod) {
+    if grace > *flushed {
         cpu.flush_tlb();
         slot.flushed();
-        *flushed = epoch;
+        *flushed = grace;
     }
 }

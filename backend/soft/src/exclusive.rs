@@ -5,7 +5,7 @@
 //! vCPU that wants to come online meanwhile steps back. Rare by nature: compilers do not emit split
 //! locks.
 
-use lacuna_sync::{Quiescence, VcpuSlot};
+use lacuna_sync::{Qsbr, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::thread::yield_now;
@@ -36,35 +36,30 @@ impl Drop for Active<'_> {
 
 impl Exclusive {
     /// Brings vCPU `index` online, unless another one has the machine to itself.
-    pub(crate) fn online(&self, quiescence: &Quiescence, index: usize) -> lacuna_sync::Epoch {
+    pub(crate) fn online(&self, qsbr: &Qsbr, index: usize) -> lacuna_sync::GracePeriod {
         loop {
             // Not by announcing itself again and again: the one who waits to be alone must find a
             // moment at which all others are offline.
             while self.active.load(Ordering::Acquire) {
                 yield_now();
             }
-            let epoch = quiescence.online(index);
+            let grace = qsbr.online(index);
             fence(Ordering::SeqCst);
             if !self.active.load(Ordering::SeqCst) {
-                return epoch;
+                return grace;
             }
-            quiescence.offline(index);
+            qsbr.offline(index);
         }
     }
 
     /// Runs `body` while no other vCPU executes guest code. The caller is offline.
-    pub(crate) fn alone<R>(
-        &self,
-        quiescence: &Quiescence,
-        index: usize,
-        body: impl FnOnce() -> R,
-    ) -> R {
+    pub(crate) fn alone<R>(&self, qsbr: &Qsbr, index: usize, body: impl FnOnce() -> R) -> R {
         // Waiting for the turn holds nothing that the present owner needs: this vCPU is offline.
         let turn = self.turn.lock().expect("a panicking vCPU ends the run");
         let active = Active::raise(&self.active);
-        while !quiescence.alone(index) {
-            for other in (0..quiescence.len()).filter(|&i| i != index) {
-                quiescence.vcpu(other).request(VcpuSlot::KICK);
+        while !qsbr.alone(index) {
+            for other in (0..qsbr.len()).filter(|&i| i != index) {
+                qsbr.vcpu(other).request(VcpuSlot::KICK);
             }
             yield_now();
         }

@@ -46,6 +46,6 @@ impl Vm {
     }
 
     fn forget_code(&self) {
-        self.code.forget_all(self.quiescence());
+        self.code.forget_all(self.qsbr());
     }
 }

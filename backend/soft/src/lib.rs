@@ -22,7 +22,7 @@
 //! # Unsafe
 //! One `unsafe impl` (in `bus`): the promise that a page handed to a processor stays valid until
 //! the vCPU's next quiescent point. It rests on the shoot-down protocol of
-//! `lacuna_sync::Quiescence`.
+//! `lacuna_sync::Qsbr`.
 #![deny(unsafe_code)]
 
 mod apf;

@@ -72,7 +72,7 @@ impl Vm {
             // sees the other.
             fence(Ordering::SeqCst);
             if self.code.is_write_tracked(gfn) {
-                self.code.written_by_host(gfn, self.quiescence());
+                self.code.written_by_host(gfn, self.qsbr());
             }
         }
         Ok(())

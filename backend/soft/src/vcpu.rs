@@ -375,7 +375,7 @@ impl Vcpu {
 
     /// Whether somebody wants its attention: an interrupt, a shoot-down.
     pub(crate) fn is_poked(&self) -> bool {
-        self.vm.quiescence().vcpu(self.index).has_request()
+        self.vm.qsbr().vcpu(self.index).has_request()
     }
 
     /// What a vCPU that waits for a frame does about it ([`Wait::Memory`]): takes pages from

@@ -13,7 +13,7 @@ use lacuna_host::{Host, HostError};
 use lacuna_machine::{Apf, Boot, BootError, Image, Kick, Layout};
 use lacuna_mmu::{Mmu, MmuError};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
-use lacuna_sync::{Clock, Quiescence, VcpuSlot};
+use lacuna_sync::{Clock, Qsbr, VcpuSlot};
 use lacuna_x86::ApicBus;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -57,7 +57,7 @@ pub enum SoftError {
 
 /// What wakes vCPUs: flags for those that run, parkers for those that sleep.
 pub(crate) struct VcpuKicks {
-    pub(crate) quiescence: Arc<Quiescence>,
+    pub(crate) qsbr: Arc<Qsbr>,
     parkers: Box<[Parker]>,
 }
 
@@ -69,7 +69,7 @@ impl VcpuKicks {
 
 impl Wake for VcpuKicks {
     fn wake(&self, index: usize) {
-        self.quiescence.vcpu(index).request(VcpuSlot::KICK);
+        self.qsbr.vcpu(index).request(VcpuSlot::KICK);
         self.parkers[index].wake();
     }
 }
@@ -113,11 +113,11 @@ impl Vm {
             return Err(SoftError::Vcpus(vcpus));
         }
         let layout = Layout::new(memory)?;
-        let quiescence = Arc::new(Quiescence::new(vcpus));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), TABLES_MAX)?;
+        let qsbr = Arc::new(Qsbr::new(vcpus));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), TABLES_MAX)?;
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
         let kicks = Arc::new(VcpuKicks {
-            quiescence,
+            qsbr,
             parkers,
         });
         let wake: Arc<dyn Wake> = Arc::clone(&kicks) as Arc<dyn Wake>;
@@ -280,8 +280,8 @@ impl Vm {
             .collect()
     }
 
-    pub(crate) fn quiescence(&self) -> &Quiescence {
-        &self.kicks.quiescence
+    pub(crate) fn qsbr(&self) -> &Qsbr {
+        &self.kicks.qsbr
     }
 
     /// After [`Kick::kick_all`], once every vCPU has come back: vCPUs may be run again.

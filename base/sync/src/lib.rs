@@ -5,7 +5,7 @@
 //! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses
 //!   [`VirtualClock`].
 //! * [`LatencySetting`]: a latency that can be changed while a device works.
-//! * [`Quiescence`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
+//! * [`Qsbr`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
 //!   protocol).
 //! * [`CachePadded`]: cache lines of one's own.
 //! * [`RangeLocks`]: the range lock of the stage-2 cursor with its invalidation sequence.
@@ -17,7 +17,7 @@ mod clock;
 mod footprint;
 mod latency_setting;
 mod padded;
-mod quiescence;
+mod qsbr;
 mod range_locks;
 pub mod shim;
 
@@ -25,5 +25,5 @@ pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use footprint::Blocks;
 pub use latency_setting::LatencySetting;
 pub use padded::CachePadded;
-pub use quiescence::{Epoch, KickAll, Quiescence, VcpuSlot};
+pub use qsbr::{GracePeriod, KickAll, Qsbr, VcpuSlot};
 pub use range_locks::{InvalidateSeq, RangeGuard, RangeLocks};

@@ -1,86 +1,86 @@
 //! Which vCPUs a shoot-down requests.
 #![cfg(not(loom))]
 
-use lacuna_sync::{Blocks, Epoch, Quiescence, VcpuSlot};
+use lacuna_sync::{Blocks, GracePeriod, Qsbr, VcpuSlot};
 use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// One vCPU, online, whose TLB residency filter is in use and has noted `blocks`.
-fn noted(blocks: &[u64]) -> Quiescence {
-    let quiescence = Quiescence::new(1);
-    quiescence.online(0);
-    quiescence.vcpu(0).flushed();
-    blocks.iter().for_each(|b| quiescence.vcpu(0).note(*b));
-    quiescence
+fn noted(blocks: &[u64]) -> Qsbr {
+    let qsbr = Qsbr::new(1);
+    qsbr.online(0);
+    qsbr.vcpu(0).flushed();
+    blocks.iter().for_each(|b| qsbr.vcpu(0).note(*b));
+    qsbr
 }
 
-fn is_addressed(quiescence: &Quiescence, blocks: &Blocks) -> bool {
-    let epoch = quiescence.request_for(blocks);
-    let requested = quiescence.vcpu(0).take() & VcpuSlot::FLUSH != 0;
+fn is_addressed(qsbr: &Qsbr, blocks: &Blocks) -> bool {
+    let grace = qsbr.request_for(blocks);
+    let requested = qsbr.vcpu(0).take() & VcpuSlot::FLUSH != 0;
     assert_eq!(
         requested,
-        !quiescence.passed(epoch),
+        !qsbr.passed(grace),
         "requested but not waited for, or the reverse"
     );
-    quiescence.online(0);
-    assert!(quiescence.passed(epoch), "it has flushed");
+    qsbr.online(0);
+    assert!(qsbr.passed(grace), "it has flushed");
     requested
 }
 
 #[test]
 fn a_vcpu_that_keeps_no_footprint_is_always_addressed() {
-    let quiescence = Quiescence::new(1);
-    quiescence.online(0);
-    assert!(is_addressed(&quiescence, &Blocks::one(77)));
-    quiescence.vcpu(0).note(5);
+    let qsbr = Qsbr::new(1);
+    qsbr.online(0);
+    assert!(is_addressed(&qsbr, &Blocks::one(77)));
+    qsbr.vcpu(0).note(5);
     assert!(
-        is_addressed(&quiescence, &Blocks::one(77)),
+        is_addressed(&qsbr, &Blocks::one(77)),
         "it has never said that it flushed"
     );
 }
 
 #[test]
 fn a_vcpu_is_addressed_for_what_it_has_noted_until_it_flushes() {
-    let quiescence = noted(&[1, 4096]);
-    assert!(is_addressed(&quiescence, &Blocks::one(1)));
+    let qsbr = noted(&[1, 4096]);
+    assert!(is_addressed(&qsbr, &Blocks::one(1)));
     assert!(
-        is_addressed(&quiescence, &Blocks::one(0)),
+        is_addressed(&qsbr, &Blocks::one(0)),
         "0 and 4096 look the same"
     );
-    assert!(!is_addressed(&quiescence, &Blocks::one(2)));
-    assert!(!is_addressed(&quiescence, &Blocks::none()));
-    quiescence.vcpu(0).flushed();
-    assert!(!is_addressed(&quiescence, &Blocks::one(1)));
+    assert!(!is_addressed(&qsbr, &Blocks::one(2)));
+    assert!(!is_addressed(&qsbr, &Blocks::none()));
+    qsbr.vcpu(0).flushed();
+    assert!(!is_addressed(&qsbr, &Blocks::one(1)));
 }
 
 #[test]
 fn nobody_else_is_disturbed() {
-    let quiescence = Quiescence::new(3);
+    let qsbr = Qsbr::new(3);
     for index in 0..3 {
-        quiescence.online(index);
-        quiescence.vcpu(index).flushed();
-        quiescence.vcpu(index).note(index as u64);
+        qsbr.online(index);
+        qsbr.vcpu(index).flushed();
+        qsbr.vcpu(index).note(index as u64);
     }
-    let epoch = quiescence.request_for(&Blocks::one(1));
-    let requested = [0, 1, 2].map(|index| quiescence.vcpu(index).has_request());
+    let grace = qsbr.request_for(&Blocks::one(1));
+    let requested = [0, 1, 2].map(|index| qsbr.vcpu(index).has_request());
     assert_eq!(requested, [false, true, false]);
-    assert!(!quiescence.passed(epoch));
-    assert_eq!(quiescence.online(0), Epoch::default(), "nothing to flush");
-    assert_eq!(quiescence.online(1), epoch);
-    assert!(quiescence.passed(epoch));
+    assert!(!qsbr.passed(grace));
+    assert_eq!(qsbr.online(0), GracePeriod::default(), "nothing to flush");
+    assert_eq!(qsbr.online(1), grace);
+    assert!(qsbr.passed(grace));
 }
 
 #[test]
 fn a_vcpu_that_is_offline_is_not_waited_for_but_must_flush() {
-    let quiescence = noted(&[9]);
-    quiescence.offline(0);
-    let epoch = quiescence.request_for(&Blocks::one(9));
-    assert!(quiescence.passed(epoch));
-    assert_eq!(quiescence.online(0), epoch);
-    quiescence.offline(0);
-    let everybody = quiescence.request();
-    assert!(everybody > epoch);
-    assert_eq!(quiescence.online(0), everybody);
+    let qsbr = noted(&[9]);
+    qsbr.offline(0);
+    let grace = qsbr.request_for(&Blocks::one(9));
+    assert!(qsbr.passed(grace));
+    assert_eq!(qsbr.online(0), grace);
+    qsbr.offline(0);
+    let everybody = qsbr.request();
+    assert!(everybody > grace);
+    assert_eq!(qsbr.online(0), everybody);
 }
 
 /// A small generator, with the same numbers in each run.

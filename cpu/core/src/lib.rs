@@ -7,7 +7,7 @@
 //! This room is the vCPU's guest-memory fast path. A [`HostPage`] is a raw pointer to a page that
 //! other threads write too; every access through it is an atomic (aligned, up to 8 bytes) or a
 //! series of byte atomics, and no reference to guest memory is ever formed. The pointer stays valid
-//! until the vCPU's next quiescent point (`lacuna_sync::Quiescence`), which is a promise of the
+//! until the vCPU's next quiescent point (`lacuna_sync::Qsbr`), which is a promise of the
 //! `unsafe trait Bus`.
 
 mod bus;

@@ -6,7 +6,7 @@ use lacuna_addr::{Access, Gfn, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
 use lacuna_mmu::{Faulter, Mmu, Outcome, Shape};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
-use lacuna_sync::{HostClock, Quiescence};
+use lacuna_sync::{HostClock, Qsbr};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ fn world(count: u16) -> (Arc<Mmu>, Faulter, Hva) {
         clock: Arc::new(HostClock::default()),
     })
     .expect("a small host");
-    let mmu = Mmu::new(Arc::clone(&host), Arc::new(Quiescence::new(1)), 4096).expect("an MMU");
+    let mmu = Mmu::new(Arc::clone(&host), Arc::new(Qsbr::new(1)), 4096).expect("an MMU");
     let pages = PageCount::new(u64::from(count) * 2 * BLOCK);
     let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
     let backing = host.add_region(pages, notifier).expect("a region");

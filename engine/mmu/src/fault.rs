@@ -126,7 +126,7 @@ impl Mmu {
     /// Whether it is worth trying again when tables are exhausted.
     #[cold]
     fn tables_to_come(&self) -> Tables {
-        if self.stage2.reap(&*self.quiescence) > 0 {
+        if self.stage2.reap(&*self.qsbr) > 0 {
             return Tables::Freed;
         }
         let usage = self.stage2.arena().usage();

@@ -111,7 +111,7 @@ impl Mmu {
     }
 
     /// Marks what the vCPU has logged. To be called at every exit from guest code, *before* the
-    /// vCPU goes offline in the VM's `Quiescence`: a harvest waits for that and for nothing else.
+    /// vCPU goes offline in the VM's `Qsbr`: a harvest waits for that and for nothing else.
     #[inline]
     pub fn flush_log(&self, faulter: &mut Faulter) {
         if !faulter.log.is_empty() {

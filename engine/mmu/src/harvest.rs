@@ -116,7 +116,7 @@ impl Mmu {
                 self.rearm(slot, pages.in_blocks(slot.gfns), &mut flush);
             }
         });
-        flush.finish(&*self.quiescence);
+        flush.finish(&*self.qsbr);
         count
     }
 

@@ -68,7 +68,7 @@ impl Mmu {
             return Ok(false);
         };
         rmap.collapse(gfn, collapsed.at);
-        table.retire(&*self.quiescence);
+        table.retire(&*self.qsbr);
         Ok(true)
     }
 

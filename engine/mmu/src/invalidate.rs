@@ -118,7 +118,7 @@ impl<'m> Invalidation<'m> {
     /// Waits until no vCPU can use the ranges, then admits faults again.
     pub fn finish(self) {
         if !self.flush.is_empty() {
-            self.flush.finish(&*self.mmu.quiescence);
+            self.flush.finish(&*self.mmu.qsbr);
         }
         for gfns in self.begun.iter() {
             for part in parts(gfns) {

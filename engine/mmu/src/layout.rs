@@ -99,7 +99,7 @@ impl Mmu {
             }
         }));
         drop(cursor);
-        flush.finish(&*self.quiescence);
+        flush.finish(&*self.qsbr);
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
             // What is in a log is known by its old address: marked while that is still right.
             self.kick();

@@ -59,7 +59,7 @@ impl Mmu {
                 && let Ok(Some((collapsed, table))) = cursor.collapse(gfn)
             {
                 rmap.collapse(gfn, collapsed.at);
-                table.retire(&*self.quiescence);
+                table.retire(&*self.qsbr);
             }
         });
     }

@@ -169,7 +169,7 @@ impl Mmu {
                 cursor.preset_dirty(part);
             }
         }
-        flush.retire(&*self.quiescence);
+        flush.retire(&*self.qsbr);
         // Pages were logged until their D was there again: nobody shall find them later.
         self.sync();
     }
@@ -180,7 +180,7 @@ impl Mmu {
         for part in parts(slot.gfns) {
             self.arm(&slot.attach, part, [part], &mut flush);
         }
-        flush.finish(&*self.quiescence);
+        flush.finish(&*self.qsbr);
     }
 
     /// From the flush on, the next write to each of `runs`, which lie in `part` of one block, is
@@ -217,8 +217,8 @@ impl Mmu {
 
     /// Every vCPU that runs guest code leaves it, and flushes its log on the way.
     pub(crate) fn kick(&self) {
-        let kick = self.quiescence.kick_all();
-        while !self.quiescence.all_left(&kick) {
+        let kick = self.qsbr.kick_all();
+        while !self.qsbr.all_left(&kick) {
             yield_now();
         }
     }

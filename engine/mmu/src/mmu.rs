@@ -6,7 +6,7 @@ use lacuna_addr::Gfn;
 use lacuna_host::Host;
 use lacuna_slots::{Limits, Slots, Snapshot};
 use lacuna_stage2::{Arena, ArenaError, Counts, Exhausted, Stage2};
-use lacuna_sync::Quiescence;
+use lacuna_sync::Qsbr;
 use std::sync::{Arc, Mutex};
 
 /// Why an [`Mmu`] cannot be made.
@@ -25,27 +25,23 @@ pub struct Mmu {
     pub(crate) slots: Slots<Rmap>,
     pub(crate) stage2: Stage2,
     pub(crate) host: Arc<Host>,
-    pub(crate) quiescence: Arc<Quiescence>,
+    pub(crate) qsbr: Arc<Qsbr>,
     /// One change of the layout, of the disallow counts or of logging, or one harvest, at a time.
     pub(crate) layout: Mutex<()>,
     pub(crate) dirty: Tracking,
 }
 
 impl Mmu {
-    /// No slots yet. `tables` is the most table pages it may use; `quiescence` knows every vCPU
+    /// No slots yet. `tables` is the most table pages it may use; `qsbr` knows every vCPU
     /// that will translate through it.
-    pub fn new(
-        host: Arc<Host>,
-        quiescence: Arc<Quiescence>,
-        tables: u32,
-    ) -> Result<Arc<Self>, MmuError> {
+    pub fn new(host: Arc<Host>, qsbr: Arc<Qsbr>, tables: u32) -> Result<Arc<Self>, MmuError> {
         let stage2 = Stage2::new(Arena::new(tables)?)?;
         let slots = Slots::new(Limits::default());
         Ok(Arc::new(Self {
             slots,
             stage2,
             host,
-            quiescence,
+            qsbr,
             layout: Mutex::new(()),
             dirty: Tracking::default(),
         }))

@@ -26,7 +26,7 @@ impl MmuNotifier for Mmu {
     /// Nobody waits for it: a vCPU that runs on with old TLB entries for a while only delays an A
     /// bit.
     fn end_of_aging(&self) {
-        let _ = self.quiescence.request();
+        let _ = self.qsbr.request();
     }
 
     fn shatter(&self, range: HvaRange) {
@@ -80,7 +80,7 @@ impl Mmu {
                 }
             }));
         });
-        flush.finish(&*self.quiescence);
+        flush.finish(&*self.qsbr);
     }
 
     /// Whether `look` finds any leaf young that maps a page of `range`. All are looked at.

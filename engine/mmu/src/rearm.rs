@@ -32,7 +32,7 @@ impl Mmu {
             blocks_of_words(slot.gfns, first_page, words),
             &mut flush,
         );
-        flush.finish(&*self.quiescence);
+        flush.finish(&*self.qsbr);
     }
 
     /// Arms the pages of `blocks`, which are in `slot`, and adds to `flush` the TLB flush that this

@@ -15,7 +15,7 @@ use lacuna_addr::{Access, Gfn, GfnRange, Hva, HvaRange, Level, PAGE_SIZE, PageCo
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::{Age, Exhausted, Leaf};
-use lacuna_sync::{HostClock, Quiescence};
+use lacuna_sync::{HostClock, Qsbr};
 use std::sync::{Arc, OnceLock};
 
 /// Pages of backing: four blocks.
@@ -53,7 +53,7 @@ fn host() -> Arc<Host> {
 
 /// An MMU with no slots, at most `tables` table pages, and vCPUs that are offline.
 fn mmu(tables: u32) -> Arc<Mmu> {
-    Mmu::new(host(), Arc::new(Quiescence::new(2)), tables).expect("an MMU")
+    Mmu::new(host(), Arc::new(Qsbr::new(2)), tables).expect("an MMU")
 }
 
 fn spec(id: u16, (gfn, page, pages): Place) -> SlotSpec {

@@ -6,7 +6,7 @@ use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io, MmuNotifi
 use lacuna_mmu::{Faulter, Mmu, Outcome};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::Walk;
-use lacuna_sync::{Clock, Quiescence, VirtualClock};
+use lacuna_sync::{Clock, Qsbr, VirtualClock};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ struct Bench {
     store: FaultyStore,
     host: Arc<Host>,
     mmu: Arc<Mmu>,
-    quiescence: Arc<Quiescence>,
+    qsbr: Arc<Qsbr>,
     faulter: Faulter,
     backing: Hva,
     contents: BTreeMap<u64, u64>,
@@ -57,8 +57,8 @@ impl Bench {
             clock: Arc::clone(&clock) as Arc<dyn Clock>,
         });
         let host = host.unwrap();
-        let quiescence = Arc::new(Quiescence::new(1));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), 4096).unwrap();
+        let qsbr = Arc::new(Qsbr::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), 4096).unwrap();
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
         let backing = host
             .add_region(PageCount::new(PAGES), notifier)
@@ -71,7 +71,7 @@ impl Bench {
             store,
             host,
             mmu,
-            quiescence,
+            qsbr,
             faulter,
             backing,
             contents,
@@ -377,8 +377,8 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
     bench.check(HOME, Some(7));
     let (mmu, gfn) = (Arc::clone(&bench.mmu), Gfn::new(HOME).unwrap());
     let page = HvaRange::new(bench.backing, 1).unwrap();
-    let quiescence = Arc::clone(&bench.quiescence);
-    let _ = quiescence.online(0);
+    let qsbr = Arc::clone(&bench.qsbr);
+    let _ = qsbr.online(0);
     std::thread::scope(|scope| {
         let change = scope.spawn(|| mmu.delete_slot(SlotId(0)));
         while mmu.is_mapped(gfn) {
@@ -388,7 +388,7 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
         // Long enough for a call that does not wait to return; one that waits cannot return at all.
         std::thread::sleep(std::time::Duration::from_millis(50));
         let waited = !change.is_finished() && !reclaim.is_finished();
-        quiescence.offline(0);
+        qsbr.offline(0);
         change.join().unwrap().unwrap();
         reclaim.join().unwrap();
         assert!(waited, "a frame could have been reused under a vCPU");

@@ -26,8 +26,8 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 /// thread that reclaims.
 pub trait MmuNotifier: Send + Sync {
     /// Unmaps `ranges`, ascending and disjoint. On return nothing maps them and no vCPU can touch
-    /// them: it waits for quiescence. Calls [`crate::Host::mark_dirty`] for every leaf it removed
-    /// that had D set.
+    /// them: it waits for a grace period. Calls [`crate::Host::mark_dirty`] for every leaf it
+    /// removed that had D set.
     fn invalidate(&self, ranges: &[HvaRange]);
 
     /// Tests and clears the accessed bit of every leaf that maps a page of `ranges[i]`, and stores

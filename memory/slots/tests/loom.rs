@@ -20,7 +20,7 @@ use dirty_ring::{RingConsumer, RingProducer, RingSize, Room, dirty_ring as new_r
 use lacuna_slots::{DirtyBitmap, SlotId};
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, AtomicU64, Ordering};
-use lacuna_sync::{Epoch, Quiescence};
+use lacuna_sync::{GracePeriod, Qsbr};
 
 const SLOT: SlotId = SlotId(0);
 
@@ -29,7 +29,7 @@ struct World {
     bitmap: DirtyBitmap,
     open: AtomicBool,
     data: AtomicU64,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
 }
 
 impl World {
@@ -38,7 +38,7 @@ impl World {
             bitmap: DirtyBitmap::new(1),
             open: AtomicBool::new(false),
             data: AtomicU64::new(0),
-            quiescence: Quiescence::new(1),
+            qsbr: Qsbr::new(1),
         })
     }
 
@@ -50,8 +50,8 @@ impl World {
     }
 
     fn flush(&self) {
-        let epoch = self.quiescence.request();
-        while !self.quiescence.passed(epoch) {
+        let grace = self.qsbr.request();
+        while !self.qsbr.passed(grace) {
             yield_now();
         }
     }
@@ -83,12 +83,12 @@ impl World {
 struct Vcpu<'w> {
     world: &'w World,
     tlb: bool,
-    flushed_at: Epoch,
+    flushed_at: GracePeriod,
 }
 
 impl<'w> Vcpu<'w> {
     fn online(world: &'w World) -> Self {
-        let flushed_at = world.quiescence.online(0);
+        let flushed_at = world.qsbr.online(0);
         Self {
             world,
             tlb: false,
@@ -98,12 +98,12 @@ impl<'w> Vcpu<'w> {
 
     /// The point between two basic blocks.
     fn boundary(&mut self) {
-        let slot = self.world.quiescence.vcpu(0);
+        let slot = self.world.qsbr.vcpu(0);
         if slot.has_request() {
             slot.take();
-            let epoch = self.world.quiescence.online(0);
-            self.tlb &= self.flushed_at >= epoch;
-            self.flushed_at = epoch;
+            let grace = self.world.qsbr.online(0);
+            self.tlb &= self.flushed_at >= grace;
+            self.flushed_at = grace;
         }
     }
 
@@ -119,7 +119,7 @@ impl<'w> Vcpu<'w> {
     }
 
     fn offline(self) {
-        self.world.quiescence.offline(0);
+        self.world.qsbr.offline(0);
     }
 }
 

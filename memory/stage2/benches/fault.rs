@@ -4,7 +4,7 @@
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, Mapped, Stage2, Walk};
-use lacuna_sync::Quiescence;
+use lacuna_sync::Qsbr;
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::Instant;
@@ -71,7 +71,7 @@ fn map_threads(threads: u64) -> f64 {
 
 fn unmap_and_map() -> f64 {
     let stage2 = mapped(512);
-    let nobody = Quiescence::new(1);
+    let nobody = Qsbr::new(1);
     let at = map(&stage2, 7, Leaf::dirty(Pfn::new(7))).at();
     per_step(1_000_000, |_| {
         let mut cursor = stage2.fault_cursor(gfn(7));
@@ -105,7 +105,7 @@ fn empty() -> Stage2 {
         let _ = map(&stage2, i, Leaf::clean(Pfn::new(0)));
     }
     let flush = stage2.cursor(range).unmap(range, |_| {});
-    flush.finish(&Quiescence::new(0));
+    flush.finish(&Qsbr::new(0));
     stage2
 }
 

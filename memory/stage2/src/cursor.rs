@@ -5,7 +5,7 @@
 //!                c = fault_cursor(gfn)    c.invalidate_retry(s)?  yes -> drop, start again
 //!                p = c.prepare(gfn, leaf)?    p.commit()    drop
 //! invalidation   c = cursor(range)    c.invalidate_begin()    flush = c.unmap(range, ..)    drop
-//!                flush.finish(quiescence)     <- no lock is held while vCPUs are waited for
+//!                flush.finish(qsbr)     <- no lock is held while vCPUs are waited for
 //!                c = cursor(range)    c.invalidate_end()    drop    now the frames may be reused
 //! ```
 //!

@@ -166,7 +166,7 @@ impl Stage2 {
     /// never allowed, or others change the leaf all the time.
     ///
     /// The page counts as written *from here on*: tell whoever wants to know afterwards. The caller
-    /// is online in the VM's `Quiescence`, as for a walk.
+    /// is online in the VM's `Qsbr`, as for a walk.
     pub fn repair(&self, gfn: Gfn) -> Option<Translation> {
         (0..TRIES).find_map(|_| {
             let at = self.find(gfn)?;

@@ -14,30 +14,30 @@ use crate::Stage2;
 use crate::format::blocks_of;
 use lacuna_addr::GfnRange;
 use lacuna_sync::shim::{spin_loop, yield_now};
-use lacuna_sync::{Blocks, Epoch, Quiescence};
+use lacuna_sync::{Blocks, GracePeriod, Qsbr};
 use lacuna_tables::Detached;
 
 /// Who makes the vCPUs forget. Called without any lock held.
 pub trait Shootdown {
     /// Asks every vCPU to flush its TLB, after the entries are gone. Does not wait.
-    fn request(&self) -> Epoch;
+    fn request(&self) -> GracePeriod;
 
     /// Asks those vCPUs only that may hold something of `blocks`. By default everybody: right for
     /// who does not know better.
-    fn request_for(&self, blocks: &Blocks) -> Epoch {
+    fn request_for(&self, blocks: &Blocks) -> GracePeriod {
         let _ = blocks;
         self.request()
     }
 
-    /// Whether every vCPU that was asked has done so, or run no guest code, since `epoch` was
+    /// Whether every vCPU that was asked has done so, or run no guest code, since `grace` was
     /// requested.
-    fn passed(&self, epoch: Epoch) -> bool;
+    fn passed(&self, grace: GracePeriod) -> bool;
 
     /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline first, or it
     /// waits for itself.
-    fn wait(&self, epoch: Epoch) {
+    fn wait(&self, grace: GracePeriod) {
         let mut spins = 0u32;
-        while !self.passed(epoch) {
+        while !self.passed(grace) {
             // A vCPU passes within a basic block, unless its thread was preempted: then let it run.
             spins += 1;
             if spins < 64 { spin_loop() } else { yield_now() }
@@ -45,17 +45,17 @@ pub trait Shootdown {
     }
 }
 
-impl Shootdown for Quiescence {
-    fn request(&self) -> Epoch {
+impl Shootdown for Qsbr {
+    fn request(&self) -> GracePeriod {
         Self::request(self)
     }
 
-    fn request_for(&self, blocks: &Blocks) -> Epoch {
+    fn request_for(&self, blocks: &Blocks) -> GracePeriod {
         Self::request_for(self, blocks)
     }
 
-    fn passed(&self, epoch: Epoch) -> bool {
-        Self::passed(self, epoch)
+    fn passed(&self, grace: GracePeriod) -> bool {
+        Self::passed(self, grace)
     }
 }
 
@@ -82,7 +82,7 @@ enum Stale {
 #[must_use = "frames may be reused only after the wait"]
 pub struct Waiting<'s> {
     stage2: &'s Stage2,
-    epoch: Option<Epoch>,
+    grace: Option<GracePeriod>,
 }
 
 impl<'s> Flush<'s> {
@@ -126,14 +126,14 @@ impl<'s> Flush<'s> {
     /// Requests the shoot-down, if anything is stale.
     pub fn start(mut self, shootdown: &impl Shootdown) -> Waiting<'s> {
         let blocks = core::mem::take(&mut self.blocks);
-        let epoch = (!blocks.is_empty()).then(|| {
-            let epoch = shootdown.request_for(&blocks);
-            self.stage2.arena.retire(self.tables.drain(..), epoch);
-            epoch
+        let grace = (!blocks.is_empty()).then(|| {
+            let grace = shootdown.request_for(&blocks);
+            self.stage2.arena.retire(self.tables.drain(..), grace);
+            grace
         });
         Waiting {
             stage2: self.stage2,
-            epoch,
+            grace,
         }
     }
 
@@ -180,8 +180,8 @@ impl Drop for Flush<'_> {
 impl Waiting<'_> {
     /// Waits until every vCPU has passed, then frees the tables that were waiting for it.
     pub fn wait(self, shootdown: &impl Shootdown) {
-        if let Some(epoch) = self.epoch {
-            shootdown.wait(epoch);
+        if let Some(grace) = self.grace {
+            shootdown.wait(grace);
             self.stage2.reap(shootdown);
         }
     }
@@ -191,6 +191,6 @@ impl Stage2 {
     /// Frees the unlinked tables whose shoot-down has passed, and returns how many: worth a try
     /// when tables are exhausted and some are in limbo.
     pub fn reap(&self, shootdown: &impl Shootdown) -> u32 {
-        self.arena.reap(|epoch| shootdown.passed(epoch))
+        self.arena.reap(|grace| shootdown.passed(grace))
     }
 }

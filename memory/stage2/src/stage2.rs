@@ -21,7 +21,8 @@ impl Stage2 {
     /// Enough range locks that two of a few dozen vCPUs seldom meet, few enough to lock them all.
     pub const RANGE_LOCKS: usize = 256;
 
-    /// Empty tables in `arena`, which becomes this VM's own: limbo is tagged with one VM's epochs.
+    /// Empty tables in `arena`, which becomes this VM's own: limbo is tagged with one VM's grace
+    /// periods.
     pub fn new(arena: Arena) -> Result<Self, Exhausted> {
         let root = arena.alloc()?;
         Ok(Self {

@@ -217,7 +217,7 @@ fn removal(found: Entry) -> Entry {
 mod tests {
     use crate::{Arena, Entry, Leaf, Stage2};
     use lacuna_addr::{Gfn, Pfn};
-    use lacuna_sync::Quiescence;
+    use lacuna_sync::Qsbr;
 
     #[test]
     fn a_dead_table_is_frozen_so_that_a_walk_inside_starts_again() {
@@ -230,7 +230,7 @@ mod tests {
         let flush = cursor.unmap(cursor.range(), |_| {});
         drop(cursor);
         assert_eq!(stage2.read(at), Entry::Frozen);
-        flush.finish(&Quiescence::new(0));
+        flush.finish(&Qsbr::new(0));
         let again = stage2.fault_cursor(gfn).map(gfn, leaf).expect("room").at();
         assert_eq!(
             (again, stage2.read(at)),

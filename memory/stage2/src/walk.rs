@@ -2,7 +2,7 @@
 //!
 //! Without a lock, against every change: each step reads one entry once. A and D are set by
 //! compare-and-swap on the value that was judged, so a leaf that is unmapped or write-protected
-//! meanwhile is judged again. Whoever walks must be online in the VM's `Quiescence`, or hold the
+//! meanwhile is judged again. Whoever walks must be online in the VM's `Qsbr`, or hold the
 //! cursor over the gfn: that is what keeps the tables, and the frame in the answer, from being
 //! reused.
 

@@ -11,7 +11,7 @@
 
 use lacuna_addr::{Access, Gfn, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, Stage2, Walk, Write};
-use lacuna_sync::Quiescence;
+use lacuna_sync::Qsbr;
 use lacuna_sync::shim::Arc;
 use lacuna_sync::shim::thread;
 
@@ -23,7 +23,7 @@ const TABLES: u32 = 4;
 
 struct World {
     stage2: Stage2,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
 }
 
 impl World {
@@ -31,7 +31,7 @@ impl World {
         let arena = Arena::new(TABLES).expect("a small arena");
         Self {
             stage2: Stage2::new(arena).expect("a root"),
-            quiescence: Quiescence::new(1),
+            qsbr: Qsbr::new(1),
         }
     }
 
@@ -57,20 +57,20 @@ impl World {
 
     /// A vCPU's access, from online to offline. Returns whether it succeeded.
     fn access(&self, access: Access) -> bool {
-        self.quiescence.online(0);
-        self.quiescence.vcpu(0).flushed();
-        self.quiescence.vcpu(0).note(0);
+        self.qsbr.online(0);
+        self.qsbr.vcpu(0).flushed();
+        self.qsbr.vcpu(0).note(0);
         let outcome = self.stage2.walk(gfn(PAGE), access);
         if let Walk::Hit(hit) = outcome {
             assert_eq!(hit.pfn, Pfn::new(FIRST + PAGE as u32), "another frame");
         }
-        self.quiescence.offline(0);
+        self.qsbr.offline(0);
         matches!(outcome, Walk::Hit(_))
     }
 
     /// Gives guest block 1 a leaf table, if one is free.
     fn use_a_free_table(&self) {
-        self.stage2.reap(&self.quiescence);
+        self.stage2.reap(&self.qsbr);
         let other = gfn(512 + PAGE);
         let leaf = Leaf::dirty(Pfn::new(77));
         let _ = self.stage2.fault_cursor(other).map(other, leaf);
@@ -81,7 +81,7 @@ impl World {
         let at = gfn(PAGE);
         let gone = self.stage2.fault_cursor(at).unmap_page(at);
         let (removed, flush) = gone.expect("still mapped");
-        flush.finish(&self.quiescence);
+        flush.finish(&self.qsbr);
         removed.leaf.dirty
     }
 }
@@ -132,7 +132,7 @@ fn collapse(world: &World) {
     let (collapsed, flush) = done.expect("there is a table");
     assert_eq!(collapsed.leaf.level, Level::L2M);
     drop(cursor);
-    flush.retire(&world.quiescence);
+    flush.retire(&world.qsbr);
 }
 
 fn split(world: &World) {

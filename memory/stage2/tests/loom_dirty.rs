@@ -12,11 +12,11 @@
 use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
 use lacuna_stage2::{Arena, Flush, Leaf, PmlLog, Stage2, Walk, Write};
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
-use lacuna_sync::{Epoch, Quiescence};
+use lacuna_sync::{GracePeriod, Qsbr};
 
 struct World {
     stage2: Stage2,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
     /// One word of the dirty bitmap.
     marked: AtomicU64,
     /// The page.
@@ -28,7 +28,7 @@ struct Vcpu<'w> {
     world: &'w World,
     log: PmlLog,
     tlb_writable: bool,
-    flushed: Epoch,
+    flushed: GracePeriod,
 }
 
 /// How a write is detected.
@@ -53,7 +53,7 @@ impl World {
         assert!(mapped.is_ok());
         Self {
             stage2,
-            quiescence: Quiescence::new(1),
+            qsbr: Qsbr::new(1),
             marked: AtomicU64::new(0),
             data: AtomicU64::new(0),
         }
@@ -71,15 +71,15 @@ impl World {
     /// The copy, if the page was marked.
     fn harvest(&self, by: By) -> Option<u64> {
         if by == By::Log {
-            let kick = self.quiescence.kick_all();
-            while !self.quiescence.all_left(&kick) {
+            let kick = self.qsbr.kick_all();
+            while !self.qsbr.all_left(&kick) {
                 thread::yield_now();
             }
         }
         if self.marked.swap(0, Ordering::Acquire) == 0 {
             return None;
         }
-        self.rearm(by).finish(&self.quiescence);
+        self.rearm(by).finish(&self.qsbr);
         Some(self.data.load(Ordering::Relaxed))
     }
 }
@@ -88,14 +88,14 @@ impl Vcpu<'_> {
     /// Goes online, writes `value`, and goes offline.
     fn write(&mut self, value: u64) {
         let world = self.world;
-        let epoch = world.quiescence.online(0);
-        if epoch > self.flushed {
-            self.flushed = epoch;
+        let grace = world.qsbr.online(0);
+        if grace > self.flushed {
+            self.flushed = grace;
             self.tlb_writable = false;
-            world.quiescence.vcpu(0).flushed();
+            world.qsbr.vcpu(0).flushed();
         }
         if !self.tlb_writable {
-            world.quiescence.vcpu(0).note(0);
+            world.qsbr.vcpu(0).note(0);
             let walk = world
                 .stage2
                 .walk_logged(page(), Access::Write, &mut self.log);
@@ -109,7 +109,7 @@ impl Vcpu<'_> {
         self.log.take().iter().for_each(|_| {
             world.marked.fetch_or(1, Ordering::Release);
         });
-        world.quiescence.offline(0);
+        world.qsbr.offline(0);
     }
 }
 
@@ -127,7 +127,7 @@ fn no_write_is_lost(write: Write, by: By) {
                     world: &world,
                     log: PmlLog::new(),
                     tlb_writable: false,
-                    flushed: Epoch::default(),
+                    flushed: GracePeriod::default(),
                 };
                 vcpu.write(1);
                 vcpu.write(2);

@@ -21,7 +21,7 @@ use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, MapError, PmlLog, Stage2, Walk, Write};
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
-use lacuna_sync::{Epoch, Quiescence};
+use lacuna_sync::{GracePeriod, Qsbr};
 
 /// The frame of block 0's first page.
 const FIRST: u32 = 512;
@@ -32,7 +32,7 @@ const TABLES: u32 = 4;
 
 struct World {
     stage2: Stage2,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
     /// The slot's state: it logs.
     logs: AtomicBool,
 }
@@ -42,7 +42,7 @@ struct Vcpu<'w> {
     world: &'w World,
     log: PmlLog,
     tlb_writable: bool,
-    flushed: Epoch,
+    flushed: GracePeriod,
 }
 
 fn gfn(raw: u64) -> Gfn {
@@ -68,15 +68,15 @@ impl World {
         }
         Self {
             stage2,
-            quiescence: Quiescence::new(1),
+            qsbr: Qsbr::new(1),
             logs: AtomicBool::new(true),
         }
     }
 
     fn end(&self) {
         self.logs.store(false, Ordering::Release);
-        let kick = self.quiescence.kick_all();
-        while !self.quiescence.all_left(&kick) {
+        let kick = self.qsbr.kick_all();
+        while !self.qsbr.all_left(&kick) {
             yield_now();
         }
         let mut cursor = self.stage2.fault_cursor(gfn(0));
@@ -87,7 +87,7 @@ impl World {
             Some((collapsed, table)) => {
                 assert_eq!(collapsed.leaf.level, Level::L2M);
                 drop(cursor);
-                table.retire(&self.quiescence);
+                table.retire(&self.qsbr);
             }
             // A vCPU's fault was first.
             None => cursor.preset_dirty(GfnRange::page(gfn(0))),
@@ -96,7 +96,7 @@ impl World {
 
     /// Protects a page of block 1, if a table for it is free.
     fn use_a_free_table(&self) -> bool {
-        self.stage2.reap(&self.quiescence);
+        self.stage2.reap(&self.qsbr);
         let leaf = Leaf::clean(Pfn::new(77));
         let other = gfn(512 + PAGE);
         self.stage2.fault_cursor(other).map(other, leaf).is_ok()
@@ -106,7 +106,7 @@ impl World {
     fn last_leaf(&self, gfn: Gfn) -> Leaf {
         let gone = self.stage2.fault_cursor(gfn).unmap_page(gfn);
         let (removed, flush) = gone.expect("still mapped");
-        flush.finish(&self.quiescence);
+        flush.finish(&self.qsbr);
         removed.leaf
     }
 }
@@ -115,10 +115,10 @@ impl Vcpu<'_> {
     /// Goes online, writes the page, and goes offline.
     fn write(&mut self) {
         let world = self.world;
-        let epoch = world.quiescence.online(0);
-        let slot = world.quiescence.vcpu(0);
-        if epoch > self.flushed {
-            self.flushed = epoch;
+        let grace = world.qsbr.online(0);
+        let slot = world.qsbr.vcpu(0);
+        if grace > self.flushed {
+            self.flushed = grace;
             self.tlb_writable = false;
             slot.flushed();
         }
@@ -134,7 +134,7 @@ impl Vcpu<'_> {
             self.tlb_writable = true;
         }
         self.log.take();
-        world.quiescence.offline(0);
+        world.qsbr.offline(0);
     }
 
     /// As `Mmu::fault`, for a host that has the whole block.
@@ -157,7 +157,7 @@ impl Vcpu<'_> {
                 let done = cursor.collapse_to(at, huge).expect("uniform");
                 let (_, table) = done.expect("it is occupied by a table");
                 drop(cursor);
-                table.retire(&self.world.quiescence);
+                table.retire(&self.world.qsbr);
             }
             Err(error) => panic!("{error}"),
         }
@@ -181,7 +181,7 @@ fn no_write_is_lost(armed: Write) {
                     world: &world,
                     log: PmlLog::new(),
                     tlb_writable: false,
-                    flushed: Epoch::default(),
+                    flushed: GracePeriod::default(),
                 };
                 vcpu.write();
                 vcpu.write();

@@ -2,7 +2,7 @@
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Leaf, LogFull, PmlLog, Stage2, Walk, Write};
-use lacuna_sync::Quiescence;
+use lacuna_sync::Qsbr;
 use proptest::prelude::*;
 
 fn gfn(raw: u64) -> Gfn {
@@ -33,7 +33,7 @@ fn hit(stage2: &Stage2, page: u64, access: Access, log: &mut PmlLog) {
 fn last(stage2: &Stage2, page: u64) -> Leaf {
     let gone = stage2.fault_cursor(gfn(page)).unmap_page(gfn(page));
     let (removed, flush) = gone.expect("mapped");
-    flush.finish(&Quiescence::new(0));
+    flush.finish(&Qsbr::new(0));
     removed.leaf
 }
 
@@ -90,7 +90,7 @@ fn a_full_log_stops_what_would_set_a_or_d() {
 #[test]
 fn preset_pages_make_no_entry_and_cleared_ones_one_each_time() {
     let stage2 = armed(512);
-    let (mut log, nobody) = (PmlLog::new(), Quiescence::new(0));
+    let (mut log, nobody) = (PmlLog::new(), Qsbr::new(0));
     let all = GfnRange::new(gfn(0), 512).expect("a block");
     let write_all = |log: &mut PmlLog| (0..512).for_each(|p| hit(&stage2, p, Access::Write, log));
     stage2.cursor(all).preset_dirty(all);
@@ -122,7 +122,7 @@ fn a_large_leaf_is_write_protected_instead() {
         .fault_cursor(gfn(7))
         .clear_dirty([page], |was| told.push(was.leaf));
     assert_eq!(told, [large]);
-    flush.finish(&Quiescence::new(0));
+    flush.finish(&Qsbr::new(0));
     assert_eq!(stage2.repair(gfn(7)), None, "one D would speak for 512");
     assert!(!last(&stage2, 0).is_writable());
 }
@@ -134,7 +134,7 @@ proptest! {
         ops in prop::collection::vec((0u64..64, any::<bool>(), 0u8..20), 1..2000),
     ) {
         let stage2 = armed(64);
-        let (mut log, nobody) = (PmlLog::new(), Quiescence::new(0));
+        let (mut log, nobody) = (PmlLog::new(), Qsbr::new(0));
         let (mut got, mut want, mut dirty) = (Vec::new(), Vec::new(), [false; 64]);
         for (page, write, clear) in ops {
             let access = if write { Access::Write } else { Access::Read };

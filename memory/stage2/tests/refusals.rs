@@ -2,7 +2,7 @@
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Cause, EntryRef, Leaf, MapError, Stage2, Violation, Write};
-use lacuna_sync::Quiescence;
+use lacuna_sync::Qsbr;
 
 fn stage2(tables: u32) -> Stage2 {
     Stage2::new(Arena::new(tables).expect("address space")).expect("a root")
@@ -106,7 +106,7 @@ fn a_block_that_cannot_be_split_stays_as_it_is() {
     // The whole block is removed, and the result says so.
     let mut removed = Vec::new();
     let flush = stage2.cursor(part).unmap(part, |gone| removed.push(gone));
-    flush.finish(&Quiescence::new(0));
+    flush.finish(&Qsbr::new(0));
     assert_eq!(removed.len(), 1);
     assert_eq!(
         (removed[0].gfn, removed[0].leaf.level),
@@ -184,7 +184,7 @@ fn a_range_must_be_held_whole() {
     stage2
         .fault_cursor(gfn(0))
         .unmap(two_blocks, |_| {})
-        .finish(&Quiescence::new(0));
+        .finish(&Qsbr::new(0));
 }
 
 #[test]

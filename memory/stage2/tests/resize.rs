@@ -8,7 +8,7 @@
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Age, Arena, Cause, Leaf, MapError, Mapped, Stage2, Translation, Walk};
-use lacuna_sync::{Epoch, Quiescence, VcpuSlot};
+use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
@@ -29,7 +29,7 @@ enum Way {
 struct World {
     way: Way,
     stage2: Stage2,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
     values: Vec<AtomicU64>,
     done: AtomicBool,
 }
@@ -47,7 +47,7 @@ impl World {
         Self {
             way,
             stage2,
-            quiescence: Quiescence::new(VCPUS),
+            qsbr: Qsbr::new(VCPUS),
             values: (0..PAGES).map(|_| AtomicU64::new(0)).collect(),
             done: AtomicBool::new(false),
         }
@@ -88,7 +88,7 @@ impl World {
         .expect("frames never change");
         drop(cursor);
         if let Some((_, flush)) = collapsed {
-            flush.retire(&self.quiescence);
+            flush.retire(&self.qsbr);
         }
     }
 
@@ -104,7 +104,7 @@ impl World {
             }
         });
         drop(cursor);
-        flush.finish(&self.quiescence);
+        flush.finish(&self.qsbr);
         for gfn in dirty.into_iter().flat_map(GfnRange::iter) {
             let page = gfn.get() as usize;
             saved[page] = self.values[page].load(Ordering::Relaxed);
@@ -116,13 +116,13 @@ struct Vcpu<'w> {
     world: &'w World,
     index: usize,
     tlb: Vec<Option<Translation>>,
-    flushed_at: Epoch,
+    flushed_at: GracePeriod,
 }
 
 /// Also on a panic: no thread may wait for this vCPU then.
 impl Drop for Vcpu<'_> {
     fn drop(&mut self) {
-        self.world.quiescence.offline(self.index);
+        self.world.qsbr.offline(self.index);
     }
 }
 
@@ -145,7 +145,7 @@ impl Vcpu<'_> {
                 self.online();
             }
             if i % 500 == 0 {
-                self.world.quiescence.offline(self.index);
+                self.world.qsbr.offline(self.index);
                 thread::yield_now();
                 self.online();
             }
@@ -153,14 +153,14 @@ impl Vcpu<'_> {
     }
 
     fn slot(&self) -> &VcpuSlot {
-        self.world.quiescence.vcpu(self.index)
+        self.world.qsbr.vcpu(self.index)
     }
 
     fn online(&mut self) {
-        let epoch = self.world.quiescence.online(self.index);
-        if self.flushed_at < epoch {
+        let grace = self.world.qsbr.online(self.index);
+        if self.flushed_at < grace {
             self.flush();
-            self.flushed_at = epoch;
+            self.flushed_at = grace;
         }
     }
 
@@ -188,8 +188,8 @@ impl Vcpu<'_> {
                     self.tlb[page as usize] = self.world.fault(page, level);
                     if self.tlb[page as usize].is_none() {
                         // The tables in limbo wait for this vCPU.
-                        self.world.quiescence.offline(self.index);
-                        self.world.stage2.reap(&self.world.quiescence);
+                        self.world.qsbr.offline(self.index);
+                        self.world.stage2.reap(&self.world.qsbr);
                         thread::yield_now();
                         self.online();
                     }
@@ -252,7 +252,7 @@ fn change_sizes(way: Way) {
                     world: &world,
                     index,
                     tlb: vec![None; PAGES as usize],
-                    flushed_at: Epoch::default(),
+                    flushed_at: GracePeriod::default(),
                 };
                 s.spawn(move || vcpu.run())
             })
@@ -316,7 +316,7 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
             .expect("uniform")
             .expect("a table");
         drop(cursor);
-        flush.retire(&world.quiescence);
+        flush.retire(&world.qsbr);
         assert_eq!(world.stage2.verify().pages(), PAGES);
         collapsed.leaf
     };
@@ -339,7 +339,7 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
         .expect("a table");
     drop(cursor);
     flush.join(table);
-    flush.finish(&world.quiescence);
+    flush.finish(&world.qsbr);
     assert!(collapsed.leaf.is_writable() && collapsed.leaf.dirty);
     assert_eq!(collapsed.leaf.span(at), block);
 }

@@ -9,7 +9,7 @@ use lacuna_addr::{Access, Gfn, GfnRange, Pfn};
 use lacuna_stage2::{
     Age, Arena, Cause, Flush, Leaf, Shootdown, Stage2, Translation, Violation, Walk,
 };
-use lacuna_sync::{Epoch, Quiescence, VcpuSlot};
+use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
@@ -40,7 +40,7 @@ struct Host {
 
 struct World {
     stage2: Stage2,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
     host: Mutex<Host>,
     frames: Vec<Frame>,
     increments: Vec<AtomicU64>,
@@ -56,7 +56,7 @@ impl World {
         };
         Self {
             stage2: Stage2::new(arena).expect("a root"),
-            quiescence: Quiescence::new(VCPUS),
+            qsbr: Qsbr::new(VCPUS),
             host: Mutex::new(host),
             frames: (0..FRAMES).map(|_| Frame::default()).collect(),
             increments: (0..PAGES).map(|_| AtomicU64::new(0)).collect(),
@@ -134,7 +134,7 @@ impl World {
             .into_iter()
             .filter(|page| self.leave(*page))
             .collect();
-        self.unmap(&victims).finish(&self.quiescence);
+        self.unmap(&victims).finish(&self.qsbr);
         for page in &victims {
             self.write_out(*page, saved);
             self.stage2.fault_cursor(gfn_of(*page)).invalidate_end();
@@ -178,7 +178,7 @@ struct Vcpu<'w> {
     world: &'w World,
     index: usize,
     tlb: Vec<Option<Translation>>,
-    flushed_at: Epoch,
+    flushed_at: GracePeriod,
 }
 
 impl Vcpu<'_> {
@@ -199,22 +199,22 @@ impl Vcpu<'_> {
                 self.online();
             }
             if i % 1000 == 0 {
-                self.world.quiescence.offline(self.index);
+                self.world.qsbr.offline(self.index);
                 self.online();
             }
         }
-        self.world.quiescence.offline(self.index);
+        self.world.qsbr.offline(self.index);
     }
 
     fn slot(&self) -> &VcpuSlot {
-        self.world.quiescence.vcpu(self.index)
+        self.world.qsbr.vcpu(self.index)
     }
 
     fn online(&mut self) {
-        let epoch = self.world.quiescence.online(self.index);
-        if self.flushed_at < epoch {
+        let grace = self.world.qsbr.online(self.index);
+        if self.flushed_at < grace {
             self.tlb.fill(None);
-            self.flushed_at = epoch;
+            self.flushed_at = grace;
         }
     }
 
@@ -229,7 +229,7 @@ impl Vcpu<'_> {
                 Walk::Violation(violation) => {
                     self.world.fault(page, violation);
                     // A fault ends the basic block: the reclaimer may be waiting for this vCPU.
-                    self.world.quiescence.offline(self.index);
+                    self.world.qsbr.offline(self.index);
                     thread::yield_now();
                     self.online();
                 }
@@ -265,7 +265,7 @@ fn no_write_is_lost_and_no_frame_is_met_after_reuse() {
                         world,
                         index,
                         tlb,
-                        flushed_at: Epoch::default(),
+                        flushed_at: GracePeriod::default(),
                     }
                     .run(index as u64)
                 })
@@ -338,7 +338,7 @@ fn walks_survive_the_removal_of_their_tables() {
     // Tables are unlinked, freed and used again while a vCPU walks all the time. It must see the
     // right frame or nothing, never a frame of the block that got the table next.
     let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
-    let quiescence = Quiescence::new(1);
+    let qsbr = Qsbr::new(1);
     let done = AtomicBool::new(false);
     let gfn = |block: u64, page: u64| Gfn::new(block << 18 | page).expect("a frame");
     thread::scope(|s| {
@@ -349,8 +349,8 @@ fn walks_survive_the_removal_of_their_tables() {
                     if done.load(Ordering::Relaxed) {
                         break;
                     }
-                    quiescence.vcpu(0).take();
-                    quiescence.online(0);
+                    qsbr.vcpu(0).take();
+                    qsbr.online(0);
                 }
                 let block = i % 3;
                 if let Walk::Hit(t) = stage2.walk(gfn(block, 5), Access::Read) {
@@ -358,7 +358,7 @@ fn walks_survive_the_removal_of_their_tables() {
                     hits += 1;
                 }
             }
-            quiescence.offline(0);
+            qsbr.offline(0);
             hits
         });
         for i in 0..300u64 {
@@ -368,7 +368,7 @@ fn walks_survive_the_removal_of_their_tables() {
             assert!(mapped.is_ok(), "{mapped:?}");
             let all = GfnRange::new(gfn(0, 0), 3 << 18).expect("3 GiB");
             let flush = stage2.cursor(all).unmap(all, |_| {});
-            flush.finish(&quiescence);
+            flush.finish(&qsbr);
         }
         done.store(true, Ordering::Relaxed);
         walker.join().expect("walker");
@@ -383,7 +383,7 @@ fn walks_survive_the_removal_of_their_tables() {
 #[test]
 fn a_table_is_not_reused_while_a_vcpu_may_walk_it() {
     let stage2 = Stage2::new(Arena::new(4).expect("address space")).expect("a root");
-    let quiescence = Quiescence::new(1);
+    let qsbr = Qsbr::new(1);
     let at = Gfn::new(0).expect("zero");
     assert!(
         stage2
@@ -391,9 +391,9 @@ fn a_table_is_not_reused_while_a_vcpu_may_walk_it() {
             .map(at, Leaf::clean(Pfn::new(1)))
             .is_ok()
     );
-    quiescence.online(0);
+    qsbr.online(0);
     let block = stage2.fault_cursor(at).range();
-    let waiting = stage2.cursor(block).unmap(block, |_| {}).start(&quiescence);
+    let waiting = stage2.cursor(block).unmap(block, |_| {}).start(&qsbr);
     assert_eq!(stage2.arena().usage().limbo, 1);
     let other = Gfn::new(512).expect("a frame");
     let refused = stage2
@@ -403,8 +403,8 @@ fn a_table_is_not_reused_while_a_vcpu_may_walk_it() {
         refused.is_err(),
         "the only table left is in limbo: {refused:?}"
     );
-    quiescence.offline(0);
-    waiting.wait(&quiescence);
+    qsbr.offline(0);
+    waiting.wait(&qsbr);
     let mapped = stage2
         .fault_cursor(other)
         .map(other, Leaf::clean(Pfn::new(1)));
@@ -416,10 +416,10 @@ fn a_table_is_not_reused_while_a_vcpu_may_walk_it() {
 fn a_flush_of_nothing_asks_nobody() {
     struct Never;
     impl Shootdown for Never {
-        fn request(&self) -> Epoch {
+        fn request(&self) -> GracePeriod {
             panic!("nothing is stale")
         }
-        fn passed(&self, _: Epoch) -> bool {
+        fn passed(&self, _: GracePeriod) -> bool {
             panic!("nothing is stale")
         }
     }
@@ -437,10 +437,10 @@ fn a_flush_of_nothing_asks_nobody() {
 fn a_flush_is_finished_when_everybody_has_passed() {
     struct Slow(AtomicU64);
     impl Shootdown for Slow {
-        fn request(&self) -> Epoch {
-            Epoch::default()
+        fn request(&self) -> GracePeriod {
+            GracePeriod::default()
         }
-        fn passed(&self, _: Epoch) -> bool {
+        fn passed(&self, _: GracePeriod) -> bool {
             self.0.fetch_add(1, Ordering::Relaxed) >= 200
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::backing::Backing;
 use crate::{Index, TableId};
-use lacuna_sync::Epoch;
+use lacuna_sync::GracePeriod;
 use lacuna_sync::shim::{AtomicU64, Mutex, MutexGuard, Ordering};
 use std::collections::VecDeque;
 
@@ -66,9 +66,9 @@ struct Lists {
     /// Ids from here up were never handed out, and so are zero.
     fresh: u32,
     free: Vec<TableId>,
-    /// In the order of retirement. Epochs of one VM only grow, but two flushes may retire in the
-    /// other order: `reap` stops at the first that has not passed, which only delays the rest.
-    limbo: VecDeque<(Epoch, TableId)>,
+    /// In the order of retirement. Grace periods of one VM only grow, but two flushes may retire in
+    /// the other order: `reap` stops at the first that has not passed, which only delays the rest.
+    limbo: VecDeque<(GracePeriod, TableId)>,
     detached: u32,
 }
 
@@ -158,20 +158,20 @@ impl Arena {
         Detached(id)
     }
 
-    /// Puts unlinked tables in limbo until the shoot-down `epoch` has passed.
-    pub fn retire(&self, tables: impl IntoIterator<Item = Detached>, epoch: Epoch) {
+    /// Puts unlinked tables in limbo until `grace` has passed.
+    pub fn retire(&self, tables: impl IntoIterator<Item = Detached>, grace: GracePeriod) {
         let mut lists = self.lists();
         for Detached(id) in tables {
             lists.detached -= 1;
-            lists.limbo.push_back((epoch, id));
+            lists.limbo.push_back((grace, id));
         }
     }
 
-    /// Frees the tables whose epoch has passed; returns how many.
-    pub fn reap(&self, passed: impl Fn(Epoch) -> bool) -> u32 {
+    /// Frees the tables whose grace period has passed; returns how many.
+    pub fn reap(&self, passed: impl Fn(GracePeriod) -> bool) -> u32 {
         let mut lists = self.lists();
         let mut reaped = 0;
-        while let Some((_, id)) = lists.limbo.pop_front_if(|(epoch, _)| passed(*epoch)) {
+        while let Some((_, id)) = lists.limbo.pop_front_if(|(grace, _)| passed(*grace)) {
             lists.free.push(id);
             reaped += 1;
         }

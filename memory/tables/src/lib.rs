@@ -5,10 +5,10 @@
 //! forged id reads the wrong table, which `verify()` finds, and never memory that is not a table.
 //!
 //! ```text
-//!          alloc                detach                 retire(epoch)          reap(passed)
+//!          alloc                detach                 retire(grace)          reap(passed)
 //!  free ----------> in use -----------> detached ---------------------> limbo ------------> free
 //!         zeroed           unlinked: no      waits for the shoot-down         nobody can be
-//!                          new walk enters   with this epoch                  inside any more
+//!                          new walk enters   in this grace period            inside any more
 //! ```
 //!
 //! Imports `addr` and `sync`. An *unsafe room*: one mapping, and references into it.

@@ -1,7 +1,7 @@
 //! The arena's promises: new tables are zero, no table is given out twice, limbo waits for its
 //! grace period, and the cap holds.
 
-use lacuna_sync::{Epoch, Quiescence};
+use lacuna_sync::{GracePeriod, Qsbr};
 use lacuna_tables::{Arena, ArenaError, Exhausted, Index, TableId, Usage};
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
@@ -18,10 +18,10 @@ fn is_zero(arena: &Arena, id: TableId) -> bool {
     Index::all().all(|i| arena.entry(id, i).load(Ordering::Relaxed) == 0)
 }
 
-/// Two epochs, the second requested after the first.
-fn two_epochs() -> (Epoch, Epoch) {
-    let quiescence = Quiescence::new(1);
-    (quiescence.request(), quiescence.request())
+/// Two grace periods, the second requested after the first.
+fn two_grace_periods() -> (GracePeriod, GracePeriod) {
+    let qsbr = Qsbr::new(1);
+    (qsbr.request(), qsbr.request())
 }
 
 #[test]
@@ -46,9 +46,9 @@ fn entries_of_different_tables_are_different_memory() {
 }
 
 #[test]
-fn a_used_table_comes_back_zeroed_after_its_epoch_only() {
+fn a_used_table_comes_back_zeroed_after_its_grace_period_only() {
     let arena = arena(2);
-    let (early, late) = two_epochs();
+    let (early, late) = two_grace_periods();
     let (a, b) = (arena.alloc().expect("one"), arena.alloc().expect("two"));
     fill(&arena, a);
     fill(&arena, b);
@@ -73,8 +73,8 @@ fn a_used_table_comes_back_zeroed_after_its_epoch_only() {
     );
     assert_eq!(arena.alloc(), Err(Exhausted { cap: 2, limbo: 2 }));
     assert_eq!(arena.reap(|_| false), 0);
-    assert_eq!(arena.reap(|epoch| epoch <= early), 1);
-    let again = arena.alloc().expect("the one whose epoch passed");
+    assert_eq!(arena.reap(|grace| grace <= early), 1);
+    let again = arena.alloc().expect("the one whose grace period passed");
     assert_eq!(again, a);
     assert!(is_zero(&arena, again));
     assert_eq!(arena.alloc(), Err(Exhausted { cap: 2, limbo: 1 }));

@@ -5,11 +5,11 @@
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
-use lacuna_sync::{Blocks, Epoch, Quiescence, VcpuSlot};
+use lacuna_sync::{Blocks, GracePeriod, Qsbr, VcpuSlot};
 use loom::cell::UnsafeCell;
 
 struct World {
-    quiescence: Quiescence,
+    qsbr: Qsbr,
     mapped: [AtomicBool; 2],
     frames: [UnsafeCell<()>; 2],
 }
@@ -22,19 +22,19 @@ unsafe impl Send for World {}
 impl World {
     fn new() -> Arc<Self> {
         Arc::new(Self {
-            quiescence: Quiescence::new(1),
+            qsbr: Qsbr::new(1),
             mapped: [AtomicBool::new(true), AtomicBool::new(true)],
             frames: [UnsafeCell::new(()), UnsafeCell::new(())],
         })
     }
 
-    fn unmap_and_request(&self, block: usize) -> Epoch {
+    fn unmap_and_request(&self, block: usize) -> GracePeriod {
         self.mapped[block].swap(false, Ordering::AcqRel);
-        self.quiescence.request_for(&Blocks::one(block as u64))
+        self.qsbr.request_for(&Blocks::one(block as u64))
     }
 
-    fn wait_and_reuse(&self, block: usize, epoch: Epoch) {
-        while !self.quiescence.passed(epoch) {
+    fn wait_and_reuse(&self, block: usize, grace: GracePeriod) {
+        while !self.qsbr.passed(grace) {
             yield_now();
         }
         self.frames[block].with_mut(|_| ());
@@ -49,7 +49,7 @@ impl World {
 struct Vcpu {
     world: Arc<World>,
     tlb: [bool; 2],
-    flushed_at: Epoch,
+    flushed_at: GracePeriod,
 }
 
 impl Vcpu {
@@ -58,7 +58,7 @@ impl Vcpu {
         let mut vcpu = Self {
             world: Arc::clone(world),
             tlb: [false; 2],
-            flushed_at: Epoch::default(),
+            flushed_at: GracePeriod::default(),
         };
         vcpu.online();
         vcpu.slot().flushed();
@@ -66,14 +66,14 @@ impl Vcpu {
     }
 
     fn slot(&self) -> &VcpuSlot {
-        self.world.quiescence.vcpu(0)
+        self.world.qsbr.vcpu(0)
     }
 
     fn online(&mut self) {
-        let epoch = self.world.quiescence.online(0);
-        if self.flushed_at < epoch {
+        let grace = self.world.qsbr.online(0);
+        if self.flushed_at < grace {
             self.flush();
-            self.flushed_at = epoch;
+            self.flushed_at = grace;
         }
     }
 
@@ -100,7 +100,7 @@ impl Vcpu {
     }
 
     fn offline(&self) {
-        self.world.quiescence.offline(0);
+        self.world.qsbr.offline(0);
     }
 }
 
@@ -181,8 +181,8 @@ fn shoot_downs_of_two_blocks_do_not_cover_for_each_other() {
             thread::spawn(move || world.unmap_and_request(1))
         };
         world.invalidate(0);
-        let epoch = other.join().expect("other remover");
-        world.wait_and_reuse(1, epoch);
+        let grace = other.join().expect("other remover");
+        world.wait_and_reuse(1, grace);
         vcpu.join().expect("vCPU");
     });
 }
@@ -193,7 +193,7 @@ fn a_noted_vcpu_lets_the_remover_go_on() {
     run(
         |vcpu| {
             vcpu.access(0);
-            while vcpu.tlb[0] && vcpu.flushed_at == Epoch::default() {
+            while vcpu.tlb[0] && vcpu.flushed_at == GracePeriod::default() {
                 yield_now();
                 vcpu.boundary();
             }

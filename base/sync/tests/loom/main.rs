@@ -1,4 +1,4 @@
-//! The protocols of `RangeLocks` and `Quiescence`, model-checked.
+//! The protocols of `RangeLocks` and `Qsbr`, model-checked.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
@@ -16,13 +16,13 @@ mod footprint;
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
-use lacuna_sync::{Epoch, Quiescence, RangeLocks, VcpuSlot};
+use lacuna_sync::{GracePeriod, Qsbr, RangeLocks, VcpuSlot};
 use loom::cell::UnsafeCell;
 
 /// One page of guest memory, its mapping and its state.
 struct World {
     range_locks: RangeLocks,
-    quiescence: Quiescence,
+    qsbr: Qsbr,
     /// The answer of the host: the page has its frame.
     resident: AtomicBool,
     /// The stage-2 entry: present or not.
@@ -42,7 +42,7 @@ impl World {
     fn new(vcpus: usize) -> Arc<Self> {
         Arc::new(Self {
             range_locks: RangeLocks::new(1),
-            quiescence: Quiescence::new(vcpus),
+            qsbr: Qsbr::new(vcpus),
             resident: AtomicBool::new(true),
             mapped: AtomicBool::new(false),
             frame: UnsafeCell::new(()),
@@ -78,8 +78,8 @@ impl World {
     }
 
     fn shoot_down(&self) {
-        let epoch = self.quiescence.request();
-        while !self.quiescence.passed(epoch) {
+        let grace = self.qsbr.request();
+        while !self.qsbr.passed(grace) {
             yield_now();
         }
     }
@@ -99,7 +99,7 @@ struct Vcpu<'w> {
     world: &'w World,
     index: usize,
     tlb: bool,
-    flushed_at: Epoch,
+    flushed_at: GracePeriod,
 }
 
 impl<'w> Vcpu<'w> {
@@ -108,22 +108,22 @@ impl<'w> Vcpu<'w> {
             world,
             index,
             tlb: false,
-            flushed_at: Epoch::default(),
+            flushed_at: GracePeriod::default(),
         }
     }
 
     /// Comes online, or passes a quiescent point: both do the same.
     fn online(&mut self) {
-        let epoch = self.world.quiescence.online(self.index);
-        if self.flushed_at < epoch {
+        let grace = self.world.qsbr.online(self.index);
+        if self.flushed_at < grace {
             self.tlb = false;
-            self.flushed_at = epoch;
+            self.flushed_at = grace;
         }
     }
 
     /// The point between two basic blocks.
     fn boundary(&mut self) {
-        let slot: &VcpuSlot = self.world.quiescence.vcpu(self.index);
+        let slot: &VcpuSlot = self.world.qsbr.vcpu(self.index);
         if slot.has_request() {
             slot.take();
             self.online();
@@ -139,7 +139,7 @@ impl<'w> Vcpu<'w> {
     }
 
     fn offline(&self) {
-        self.world.quiescence.offline(self.index);
+        self.world.qsbr.offline(self.index);
     }
 }
 
@@ -252,7 +252,7 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
                 let mut vcpu = Vcpu::new(&world, 0);
                 vcpu.online();
                 vcpu.access();
-                while vcpu.flushed_at == Epoch::default() {
+                while vcpu.flushed_at == GracePeriod::default() {
                     yield_now();
                     vcpu.boundary();
                 }
@@ -267,7 +267,7 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
 }
 
 /// A remover beside a thread that makes another request and does not wait.
-fn a_remover_beside(request: fn(&Quiescence)) {
+fn a_remover_beside(request: fn(&Qsbr)) {
     loom::model(move || {
         let world = World::new(1);
         world.mapped.store(true, Ordering::Release);
@@ -285,7 +285,7 @@ fn a_remover_beside(request: fn(&Quiescence)) {
         let other = {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                request(&world.quiescence);
+                request(&world.qsbr);
             })
         };
         world.mapped.swap(false, Ordering::AcqRel);
@@ -299,12 +299,12 @@ fn a_remover_beside(request: fn(&Quiescence)) {
 #[test]
 fn a_request_that_nobody_waits_for_disturbs_no_remover() {
     // An aging pass makes such a request.
-    a_remover_beside(|quiescence| drop(quiescence.request()));
+    a_remover_beside(|qsbr| drop(qsbr.request()));
 }
 
 #[test]
 fn a_pass_keeps_no_tlb_from_its_flush() {
-    a_remover_beside(|quiescence| drop(quiescence.kick_all()));
+    a_remover_beside(|qsbr| drop(qsbr.kick_all()));
 }
 
 #[test]
@@ -328,8 +328,8 @@ fn after_a_pass_nobody_does_what_was_forbidden_before() {
             })
         };
         world.mapped.store(false, Ordering::Relaxed);
-        let kick = world.quiescence.kick_all();
-        while !world.quiescence.all_left(&kick) {
+        let kick = world.qsbr.kick_all();
+        while !world.qsbr.all_left(&kick) {
             yield_now();
         }
         world.reuse();

@@ -15,7 +15,7 @@ pub mod signals;
 use iced_x86::code_asm::CodeAssembler;
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_cpu::{Bus, HostPage, Stop, Wake};
-use lacuna_sync::{Quiescence, VirtualClock};
+use lacuna_sync::{Qsbr, VirtualClock};
 use lacuna_x86::{ApicBus, Cpu, Exit, Regs, System};
 use std::alloc::Layout;
 use std::ptr::NonNull;
@@ -156,7 +156,7 @@ impl Wake for NoWake {
 pub struct Machine {
     pub cpu: Cpu,
     pub memory: Flat,
-    pub slots: Quiescence,
+    pub slots: Qsbr,
     pub clock: Arc<VirtualClock>,
 }
 
@@ -181,7 +181,7 @@ impl Machine {
         Self {
             cpu,
             memory,
-            slots: Quiescence::new(1),
+            slots: Qsbr::new(1),
             clock,
         }
     }

@@ -67,9 +67,9 @@ fn nothing_unmapped_needs_no_shootdown_unless_somebody_is_at_work_there() {
 #[test]
 fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
     let mmu = one_slot();
-    let quiescence = &mmu.quiescence;
-    let vcpu = quiescence.vcpu(0);
-    let _ = quiescence.online(0);
+    let qsbr = &mmu.qsbr;
+    let vcpu = qsbr.vcpu(0);
+    let _ = qsbr.online(0);
     vcpu.flushed();
     vcpu.note((HOME + 512) / 512);
     for at in [HOME, HOME + 512] {
@@ -87,7 +87,7 @@ fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
             std::thread::yield_now();
         }
         assert!(!other.is_finished());
-        quiescence.offline(0);
+        qsbr.offline(0);
         other.join().expect("the vCPU has passed");
     });
 }

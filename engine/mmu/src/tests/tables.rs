@@ -83,7 +83,7 @@ proptest! {
                 }
             }
             mmu.verify();
-            let _ = mmu.stage2.reap(&*mmu.quiescence);
+            let _ = mmu.stage2.reap(&*mmu.qsbr);
         }
     }
 }

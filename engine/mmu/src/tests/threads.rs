@@ -27,7 +27,7 @@ struct Gone<'w>(&'w World, usize);
 
 impl Drop for Gone<'_> {
     fn drop(&mut self) {
-        self.0.mmu.quiescence.offline(self.1);
+        self.0.mmu.qsbr.offline(self.1);
         self.0.done.store(true, Ordering::Relaxed);
     }
 }
@@ -90,20 +90,20 @@ impl World {
     }
 
     fn vcpu(&self, index: usize) -> u64 {
-        let (quiescence, mut rng) = (&self.mmu.quiescence, Rng(7 + index as u64));
+        let (qsbr, mut rng) = (&self.mmu.qsbr, Rng(7 + index as u64));
         let (mut tlb, mut hits) = (HashMap::new(), 0);
         let _gone = Gone(self, index);
         let mut last = None;
         while !self.done.load(Ordering::Relaxed) {
             // Before it comes online: a request after that stays.
-            let requested = quiescence.vcpu(index).take() != 0;
-            let wanted = quiescence.online(index);
+            let requested = qsbr.vcpu(index).take() != 0;
+            let wanted = qsbr.online(index);
             if requested || last != Some(wanted) {
                 tlb.clear();
-                quiescence.vcpu(index).flushed();
+                qsbr.vcpu(index).flushed();
                 last = Some(wanted);
             }
-            while !quiescence.vcpu(index).has_request() && !self.done.load(Ordering::Relaxed) {
+            while !qsbr.vcpu(index).has_request() && !self.done.load(Ordering::Relaxed) {
                 // Two of the four blocks are more this vCPU's than the other's.
                 let own = (index as u64 * 2 + rng.below(2)) % 4 * 512 + rng.below(512);
                 let page = [own, rng.below(PAGES)][usize::from(rng.below(8) == 0)];
@@ -112,7 +112,7 @@ impl World {
                     hits += 1;
                     continue;
                 }
-                quiescence.vcpu(index).note((HOME + page) / 512);
+                qsbr.vcpu(index).note((HOME + page) / 512);
                 let access = [Access::Read, Access::Write][rng.below(2) as usize];
                 match self.mmu.stage2.walk(gfn(HOME + page), access) {
                     Walk::Hit(hit) => {
@@ -123,7 +123,7 @@ impl World {
                 }
             }
             if rng.below(4) == 0 {
-                quiescence.offline(index);
+                qsbr.offline(index);
             }
         }
         hits

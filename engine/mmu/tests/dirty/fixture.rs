@@ -5,7 +5,7 @@ use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
 use lacuna_mmu::{Backup, Delivery, DirtyError, Faulter, Mmu, Outcome, RingSize, Room};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::Walk;
-use lacuna_sync::{Epoch, HostClock, Quiescence};
+use lacuna_sync::{GracePeriod, HostClock, Qsbr};
 use std::collections::HashMap;
 use std::sync::{Arc, RwLock};
 use std::thread::yield_now;
@@ -29,7 +29,7 @@ pub fn ring(backup: Backup) -> Delivery {
 pub struct Fixture {
     pub host: Arc<Host>,
     pub mmu: Arc<Mmu>,
-    pub quiescence: Arc<Quiescence>,
+    pub qsbr: Arc<Qsbr>,
     pub backing: HvaRange,
     /// Held shared by a monitor that reaps the rings and copies. Held exclusively by one that puts
     /// back what was reaped since the last reset, because other monitors may have reaped it.
@@ -47,7 +47,7 @@ pub struct Vcpu {
     index: usize,
     faulter: Faulter,
     tlb: HashMap<u64, Hit>,
-    flushed: Epoch,
+    flushed: GracePeriod,
 }
 
 /// What prevents an access of a vCPU.
@@ -70,8 +70,8 @@ impl Fixture {
             clock: Arc::new(HostClock::default()),
         };
         let host = Host::new(config).unwrap();
-        let quiescence = Arc::new(Quiescence::new(vcpus));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), 4096).unwrap();
+        let qsbr = Arc::new(Qsbr::new(vcpus));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), 4096).unwrap();
         mmu.set_delivery(delivery).unwrap();
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
         let backing = host.add_region(PageCount::new(PAGES), notifier).unwrap();
@@ -87,13 +87,13 @@ impl Fixture {
             index,
             faulter: mmu.faulter().unwrap(),
             tlb: HashMap::new(),
-            flushed: Epoch::default(),
+            flushed: GracePeriod::default(),
         };
         let vcpus = (0..vcpus).map(vcpu).collect();
         let fixture = Self {
             host,
             mmu,
-            quiescence,
+            qsbr,
             backing,
             collecting: RwLock::new(()),
         };
@@ -171,15 +171,15 @@ impl Vcpu {
 
     /// Whether another thread has kicked it.
     pub fn is_poked(&self, fixture: &Fixture) -> bool {
-        fixture.quiescence.vcpu(self.index).has_request()
+        fixture.qsbr.vcpu(self.index).has_request()
     }
 
     pub fn enter(&mut self, fixture: &Fixture) {
-        let q = &fixture.quiescence;
+        let q = &fixture.qsbr;
         q.vcpu(self.index).take();
-        let epoch = q.online(self.index);
-        if epoch > self.flushed {
-            self.flushed = epoch;
+        let grace = q.online(self.index);
+        if grace > self.flushed {
+            self.flushed = grace;
             self.tlb.clear();
             q.vcpu(self.index).flushed();
         }
@@ -187,7 +187,7 @@ impl Vcpu {
 
     pub fn leave(&mut self, fixture: &Fixture) {
         fixture.mmu.flush_log(&mut self.faulter);
-        fixture.quiescence.offline(self.index);
+        fixture.qsbr.offline(self.index);
     }
 
     pub fn online(
@@ -217,7 +217,7 @@ impl Vcpu {
     }
 
     fn miss(&mut self, fixture: &Fixture, gfn: Gfn, access: Access) -> Result<Hit, Outcome> {
-        fixture.quiescence.vcpu(self.index).note(gfn.block());
+        fixture.qsbr.vcpu(self.index).note(gfn.block());
         let hit = match fixture.mmu.walk(&mut self.faulter, gfn, access) {
             Walk::Hit(hit) => Hit {
                 pfn: hit.pfn,

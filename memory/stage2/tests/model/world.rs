@@ -6,12 +6,12 @@ use lacuna_addr::{Access, GfnRange, Level};
 use lacuna_stage2::{
     Age, Arena, Cause, Counts, Entry, Leaf, MapError, Mapped, Removed, Stage2, Walk, Write,
 };
-use lacuna_sync::Quiescence;
+use lacuna_sync::Qsbr;
 
 pub(crate) struct World {
     pub(crate) stage2: Stage2,
     pub(crate) model: Model,
-    pub(crate) nobody: Quiescence,
+    pub(crate) nobody: Qsbr,
 }
 
 impl World {
@@ -20,7 +20,7 @@ impl World {
         Self {
             stage2,
             model: Model::default(),
-            nobody: Quiescence::new(1),
+            nobody: Qsbr::new(1),
         }
     }
 

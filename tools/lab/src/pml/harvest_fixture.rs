@@ -8,7 +8,7 @@ use lacuna_soft::{
     Apf, Delivery, Detection, Fault, Faulter, Host, HugePages, LatencySetting, Logging, Mmu,
     MmuNotifier, Room, SlotFlags, SlotId, SlotSpec, Swap, VmBuilder, Walk,
 };
-use lacuna_sync::{Clock, HostClock, Quiescence};
+use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::hint::spin_loop;
 use std::ops::Range;
 use std::sync::Arc;
@@ -65,8 +65,8 @@ impl Fixture {
     ) -> Result<T, LabError> {
         assert!(pages.is_power_of_two(), "{pages} pages");
         let host = host(pages)?;
-        let quiescence = Arc::new(Quiescence::new(1));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&quiescence), TABLES)?;
+        let qsbr = Arc::new(Qsbr::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), TABLES)?;
         mmu.set_delivery(delivery)?;
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
         let region = host.add_region(PageCount::new(pages), notifier)?;
@@ -81,7 +81,7 @@ impl Fixture {
         let (told, answers) = channel();
         let writer = Writer {
             mmu: &mmu,
-            quiescence: &quiescence,
+            qsbr: &qsbr,
             faulter: mmu.faulter()?,
             pages,
             order: 0..0,
@@ -210,7 +210,7 @@ fn host(pages: u64) -> Result<Arc<Host>, LabError> {
 /// The thread that writes.
 struct Writer<'a> {
     mmu: &'a Mmu,
-    quiescence: &'a Quiescence,
+    qsbr: &'a Qsbr,
     faulter: Faulter,
     pages: u64,
     order: Range<u64>,
@@ -227,13 +227,13 @@ enum Wanted {
 impl Writer<'_> {
     fn run(mut self) {
         loop {
-            let vcpu = self.quiescence.vcpu(0);
+            let vcpu = self.qsbr.vcpu(0);
             let _ = vcpu.take();
-            let _ = self.quiescence.online(0);
+            let _ = self.qsbr.online(0);
             vcpu.flushed();
             let wanted = self.online();
             self.mmu.flush_log(&mut self.faulter);
-            self.quiescence.offline(0);
+            self.qsbr.offline(0);
             if matches!(wanted, Wanted::No) {
                 return;
             }
@@ -242,7 +242,7 @@ impl Writer<'_> {
 
     /// Between two quiescent points.
     fn online(&mut self) -> Wanted {
-        while !self.quiescence.vcpu(0).has_request() {
+        while !self.qsbr.vcpu(0).has_request() {
             let Some(place) = self.order.next() else {
                 match self.orders.try_recv() {
                     Ok(order) => self.order = order,
@@ -276,7 +276,7 @@ impl Writer<'_> {
 
     fn write(&mut self, page: u64) -> Result<(), String> {
         let gfn = FIRST.checked_add(page).expect("inside the slot");
-        self.quiescence.vcpu(0).note(gfn.block());
+        self.qsbr.vcpu(0).note(gfn.block());
         loop {
             if let Walk::Hit(_) = self.mmu.walk(&mut self.faulter, gfn, Access::Write) {
                 return Ok(());

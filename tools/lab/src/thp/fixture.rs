@@ -7,7 +7,7 @@ use lacuna_soft::{
     Apf, Fault, Faulter, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
     SlotSpec, Swap, VmBuilder,
 };
-use lacuna_sync::{Clock, HostClock, Quiescence};
+use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::sync::Arc;
 
 /// Pages of a block.
@@ -47,8 +47,8 @@ impl Fixture {
         };
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(clock)?;
-        let quiescence = Arc::new(Quiescence::new(1));
-        let mmu = Mmu::new(Arc::clone(&host), quiescence, TABLES)?;
+        let qsbr = Arc::new(Qsbr::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), qsbr, TABLES)?;
         let mut fixture = Self {
             faulter: mmu.faulter()?,
             host,

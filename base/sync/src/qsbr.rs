@@ -33,11 +33,11 @@ use crate::shim::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// A moment in the order of shoot-downs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
-pub struct Epoch(u64);
+pub struct GracePeriod(u64);
 
 const OFFLINE: u64 = u64::MAX;
 
-/// The stays of the vCPUs that were online at the time of a [`Quiescence::kick_all`].
+/// The stays of the vCPUs that were online at the time of a [`Qsbr::kick_all`].
 #[must_use = "it has to be waited for"]
 pub struct KickAll(Box<[Option<u64>]>);
 
@@ -55,12 +55,12 @@ pub struct VcpuSlot {
 }
 
 /// The vCPUs of one VM.
-pub struct Quiescence {
-    epoch: AtomicU64,
+pub struct Qsbr {
+    grace: AtomicU64,
     vcpus: Box<[VcpuSlot]>,
 }
 
-impl Quiescence {
+impl Qsbr {
     /// All vCPUs start offline, with a footprint of everything.
     pub fn new(vcpus: usize) -> Self {
         let slot = || VcpuSlot {
@@ -71,7 +71,7 @@ impl Quiescence {
             footprint: Footprint::everything(),
         };
         Self {
-            epoch: AtomicU64::new(0),
+            grace: AtomicU64::new(0),
             vcpus: (0..vcpus).map(|_| slot()).collect(),
         }
     }
@@ -92,43 +92,43 @@ impl Quiescence {
     }
 
     /// Asks every vCPU to flush; call after the entries are gone. Does not wait.
-    pub fn request(&self) -> Epoch {
+    pub fn request(&self) -> GracePeriod {
         self.address(|_| true)
     }
 
     /// Asks those vCPUs to flush that may hold something of `blocks`; call after the entries are
     /// gone. Does not wait, and has passed at once when there are none.
-    pub fn request_for(&self, blocks: &Blocks) -> Epoch {
+    pub fn request_for(&self, blocks: &Blocks) -> GracePeriod {
         // Against the fence in `note`.
         fence(Ordering::SeqCst);
         self.address(|vcpu| vcpu.footprint.meets(blocks))
     }
 
-    /// A new epoch, wanted of every vCPU that `whom` names; epoch zero, which has always passed,
+    /// A new grace period, wanted of every vCPU that `whom` names; grace period zero, which has always passed,
     /// when it names none.
-    fn address(&self, mut whom: impl FnMut(&VcpuSlot) -> bool) -> Epoch {
-        let mut epoch = 0;
+    fn address(&self, mut whom: impl FnMut(&VcpuSlot) -> bool) -> GracePeriod {
+        let mut grace = 0;
         for vcpu in self.vcpus.iter().filter(|vcpu| whom(vcpu)) {
-            if epoch == 0 {
-                epoch = self.epoch.fetch_add(1, Ordering::SeqCst) + 1;
+            if grace == 0 {
+                grace = self.grace.fetch_add(1, Ordering::SeqCst) + 1;
             }
             // The greatest wins: two removers may arrive here in the other order.
-            vcpu.wanted.fetch_max(epoch, Ordering::SeqCst);
+            vcpu.wanted.fetch_max(grace, Ordering::SeqCst);
         }
-        if epoch != 0 {
+        if grace != 0 {
             fence(Ordering::SeqCst);
-            for vcpu in self.vcpus.iter().filter(|vcpu| !vcpu.passed(epoch)) {
+            for vcpu in self.vcpus.iter().filter(|vcpu| !vcpu.passed(grace)) {
                 vcpu.request(VcpuSlot::FLUSH);
             }
         }
-        Epoch(epoch)
+        GracePeriod(grace)
     }
 
-    /// Whether every vCPU that `epoch` addressed has flushed, or has been offline, since.
+    /// Whether every vCPU that `grace` addressed has flushed, or has been offline, since.
     ///
-    /// One that only a later epoch addressed is waited for too: it has a request as well.
-    pub fn passed(&self, epoch: Epoch) -> bool {
-        self.vcpus.iter().all(|vcpu| vcpu.passed(epoch.0))
+    /// One that only a later grace period addressed is waited for too: it has a request as well.
+    pub fn passed(&self, grace: GracePeriod) -> bool {
+        self.vcpus.iter().all(|vcpu| vcpu.passed(grace.0))
     }
 
     /// Makes every vCPU that is online go offline once. Does not wait.
@@ -161,7 +161,7 @@ impl Quiescence {
     /// Whether every vCPU but `index` is offline: nobody else executes guest code.
     ///
     /// Meaningful to a caller that keeps the others from coming online, by a flag that they test
-    /// after [`Quiescence::online`]; the fences on both sides are SeqCst.
+    /// after [`Qsbr::online`]; the fences on both sides are SeqCst.
     pub fn alone(&self, index: usize) -> bool {
         fence(Ordering::SeqCst);
         let offline = |vcpu: &VcpuSlot| vcpu.seen.load(Ordering::SeqCst) == OFFLINE;
@@ -171,9 +171,9 @@ impl Quiescence {
             .all(|(i, vcpu)| i == index || offline(vcpu))
     }
 
-    /// The vCPU is about to run guest code. Returns the epoch that its TLB must have been flushed
+    /// The vCPU is about to run guest code. Returns the grace period that its TLB must have been flushed
     /// at or after.
-    pub fn online(&self, index: usize) -> Epoch {
+    pub fn online(&self, index: usize) -> GracePeriod {
         let slot = &self.vcpus[index];
         let mut wanted = slot.wanted.load(Ordering::Acquire);
         loop {
@@ -181,7 +181,7 @@ impl Quiescence {
             fence(Ordering::SeqCst);
             let again = slot.wanted.load(Ordering::SeqCst);
             if again == wanted {
-                return Epoch(wanted);
+                return GracePeriod(wanted);
             }
             wanted = again;
         }
@@ -235,7 +235,7 @@ impl VcpuSlot {
     }
 
     /// Acquire: whoever sees it comes after all that the vCPU did before.
-    fn passed(&self, epoch: u64) -> bool {
-        self.seen.load(Ordering::SeqCst) >= epoch || self.wanted.load(Ordering::SeqCst) < epoch
+    fn passed(&self, grace: u64) -> bool {
+        self.seen.load(Ordering::SeqCst) >= grace || self.wanted.load(Ordering::SeqCst) < grace
     }
 }
