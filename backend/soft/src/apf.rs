@@ -60,12 +60,12 @@ impl x86::Guest for Entry {
             Err(Absent::NoMemory) => Err(Unwritable),
             Ok(None) | Err(Absent::Pending(_) | Absent::Busy) => {
                 // As in KVM, the vCPU waits for this one.
-                let (mmu, faulter) = (&self.vm.mmu, self.bus.faulter());
+                let (mmu, vcpu_mmu) = (&self.vm.mmu, self.bus.vcpu_mmu());
                 let written = self.vm.write_past(
                     at,
                     &value.to_le_bytes(),
                     |slot, gfn| Ok(mmu.vcpu_write(slot, gfn)),
-                    |writing| writing.done_by(faulter),
+                    |writing| writing.done_by(vcpu_mmu),
                 );
                 self.note(written)
             }

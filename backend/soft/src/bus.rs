@@ -4,7 +4,7 @@ use crate::Vm;
 use lacuna_addr::{Access, Gfn, Gpa, Level};
 use lacuna_cpu::{Bus, HostPage, Stop};
 use lacuna_host::{HostError, Ticket};
-use lacuna_mmu::{Faulter, Outcome, Page, Room};
+use lacuna_mmu::{Outcome, Page, Room, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
 
@@ -35,30 +35,30 @@ pub(crate) enum Blocked {
 pub(crate) struct SoftBus {
     vm: Arc<Vm>,
     index: usize,
-    faulter: Faulter,
+    vcpu_mmu: VcpuMmu,
     pub(crate) blocked: Option<Blocked>,
 }
 
 impl SoftBus {
     pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, HostError> {
-        let faulter = vm.mmu.faulter()?;
+        let vcpu_mmu = vm.mmu.vcpu_mmu()?;
         Ok(Self {
             vm,
             index,
-            faulter,
+            vcpu_mmu,
             blocked: None,
         })
     }
 
-    pub(crate) fn faulter(&mut self) -> &mut Faulter {
-        &mut self.faulter
+    pub(crate) fn vcpu_mmu(&mut self) -> &mut VcpuMmu {
+        &mut self.vcpu_mmu
     }
 
     /// The vCPU leaves guest code: what it has logged is marked before it is offline, for who
     /// harvests waits for that.
     #[inline]
     pub(crate) fn leave(&mut self) {
-        self.vm.mmu.flush_log(&mut self.faulter);
+        self.vm.mmu.flush_log(&mut self.vcpu_mmu);
     }
 
     /// [`Bus::page`], also with a full ring, which has a reserve: for the few pages that the vCPU
@@ -68,7 +68,7 @@ impl SoftBus {
         let vm = &self.vm;
         // Before the walk: whoever unmaps what it finds must know whom to ask.
         vm.qsbr().vcpu(self.index).note(gfn.block());
-        if let Walk::Hit(hit) = vm.mmu.walk(&mut self.faulter, gfn, access) {
+        if let Walk::Hit(hit) = vm.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
                 pfn: hit.pfn,
                 level: hit.level,
@@ -82,7 +82,7 @@ impl SoftBus {
     /// Out of line: in `page_now` each walk that hits would pay for its stack frame.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
-        match self.vm.mmu.fault(&mut self.faulter, gfn, access) {
+        match self.vm.mmu.fault(&mut self.vcpu_mmu, gfn, access) {
             Outcome::Mapped(page) => Ok(self.host_page(gfn, page)),
             other => Err(self.stop(gfn, access, other)),
         }
@@ -156,7 +156,7 @@ impl SoftBus {
 unsafe impl Bus for SoftBus {
     #[inline]
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
-        match self.faulter.room() {
+        match self.vcpu_mmu.room() {
             Room::Yes => self.page_now(gfn, access),
             Room::SoftFull => Err(self.ring_full()),
         }
@@ -168,7 +168,7 @@ unsafe impl Bus for SoftBus {
             return Ok(());
         }
         vm.code.track(gfn);
-        vm.mmu.flush_log(&mut self.faulter);
+        vm.mmu.flush_log(&mut self.vcpu_mmu);
         // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
         // track pages at the same time must not wait for each other.
         let qsbr = vm.qsbr();

@@ -126,7 +126,7 @@ impl Vcpu {
     pub fn step(&mut self, fuel: u64) -> Step {
         if self.entry.cpu.retired() != self.held_at {
             self.held_at = self.entry.cpu.retired();
-            self.entry.bus.faulter().retired();
+            self.entry.bus.vcpu_mmu().retired();
         }
         self.entry.handle_requests();
         // Before anything is written: a ring has no room for many pages beyond its soft limit. And
@@ -163,7 +163,7 @@ impl Vcpu {
 
     /// Whether the vCPU has to leave for its VMM until its ring of dirty pages is reset.
     fn is_ring_full(&mut self) -> bool {
-        self.entry.bus.faulter().room() == Room::SoftFull
+        self.entry.bus.vcpu_mmu().room() == Room::SoftFull
     }
 
     /// Tells the guest of pages that have come; how many.
@@ -383,7 +383,7 @@ impl Vcpu {
     /// stopped.
     pub fn reclaim(&mut self) -> Result<(), VcpuError> {
         let vm = &self.vm;
-        let frames = self.entry.bus.faulter().frames();
+        let frames = self.entry.bus.vcpu_mmu().frames();
         match vm.host.reclaim_direct_until(frames, &vm.stopping) {
             Ok(_) => Ok(()),
             Err(e) => Err(VcpuError::NoMemory {
@@ -408,7 +408,7 @@ impl lacuna_machine::Vcpu for Vcpu {
                 Step::Wait(Wait::Halt(until)) => {
                     if self.vm.host.wants_balance() {
                         // Others need the free frames that this vCPU keeps at hand.
-                        self.entry.bus.faulter().frames().flush();
+                        self.entry.bus.vcpu_mmu().frames().flush();
                     }
                     self.vm
                         .kicks

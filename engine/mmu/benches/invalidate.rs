@@ -4,7 +4,7 @@
 
 use lacuna_addr::{Access, Gfn, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{Faulter, Mmu, Outcome, Shape};
+use lacuna_mmu::{Mmu, Outcome, RmapWalk, VcpuMmu};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
 use lacuna_sync::{HostClock, Qsbr};
 use std::hint::black_box;
@@ -15,17 +15,17 @@ const BLOCK: u64 = 512;
 
 fn main() {
     for count in [1, 8, 64, 512] {
-        let (mmu, mut faulter, backing) = world(count);
+        let (mmu, mut vcpu, backing) = world(count);
         let block = HvaRange::new(backing, BLOCK).expect("a block");
-        for shape in Shape::ALL {
+        for shape in RmapWalk::ALL {
             let rounds = match shape {
-                Shape::PageLoop | Shape::RangeThenPages => 300,
-                Shape::PerLevel | Shape::Walk => 30_000,
+                RmapWalk::PageLoop | RmapWalk::RangeThenPages => 300,
+                RmapWalk::PerLevel | RmapWalk::Walk => 30_000,
             };
             let (mut work, mut whole) = (Vec::new(), Vec::new());
             let mut steps = None;
             for _ in 0..rounds {
-                map(&mmu, &mut faulter);
+                map(&mmu, &mut vcpu);
                 let start = Instant::now();
                 let begun = mmu.begin_invalidation(shape, &[block]);
                 work.push(start.elapsed());
@@ -57,7 +57,7 @@ fn median(times: &mut [Duration]) -> u128 {
 }
 
 /// `count` slots of two blocks, side by side in the guest and in the backing.
-fn world(count: u16) -> (Arc<Mmu>, Faulter, Hva) {
+fn world(count: u16) -> (Arc<Mmu>, VcpuMmu, Hva) {
     let host = Host::new(HostConfig {
         budget: PageCount::new(16 * BLOCK),
         huge: HugePages::Always,
@@ -81,15 +81,15 @@ fn world(count: u16) -> (Arc<Mmu>, Faulter, Hva) {
         };
         mmu.add_slot(spec).expect("room");
     }
-    let faulter = mmu.faulter().expect("the budget is large enough");
-    (mmu, faulter, backing.start())
+    let vcpu = mmu.vcpu_mmu().expect("the budget is large enough");
+    (mmu, vcpu, backing.start())
 }
 
-fn map(mmu: &Mmu, faulter: &mut Faulter) {
+fn map(mmu: &Mmu, vcpu: &mut VcpuMmu) {
     let first = Gfn::new(0).expect("zero is a frame");
     let Outcome::Mapped(page) = black_box(mmu.fault(faulter, first, Access::Read)) else {
         panic!("no other thread is here");
     };
     assert_eq!(page.level.pages(), BLOCK, "the host has blocks");
-    faulter.retired();
+    vcpu.retired();
 }

@@ -10,7 +10,7 @@
 //! while the host is asked.
 
 use crate::dirty::Count;
-use crate::{Faulter, Mmu};
+use crate::{Mmu, VcpuMmu};
 use lacuna_addr::{Access, Gfn, Level, Pfn};
 use lacuna_host::{Frame, LostPage, Resolution, Ticket};
 use lacuna_slots::SlotFlags;
@@ -52,14 +52,14 @@ const ATTEMPTS: usize = 4;
 impl Mmu {
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
     #[inline]
-    pub fn fault(&self, faulter: &mut Faulter, gfn: Gfn, access: Access) -> Outcome {
+    pub fn fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
         for _ in 0..ATTEMPTS {
             // Before the slot is looked up: a slot that is deleted later moves the sequence.
             let seq = self.stage2.invalidate_seq(gfn);
             if seq.invalidate_in_progress() {
                 return Outcome::Busy;
             }
-            let Some(mut slot) = faulter.reader.find(gfn) else {
+            let Some(mut slot) = vcpu.reader.find(gfn) else {
                 return Outcome::Mmio;
             };
             let read_only = slot.flags.contains(SlotFlags::READONLY);
@@ -67,14 +67,14 @@ impl Mmu {
                 return Outcome::Mmio;
             }
             if access.is_write() && slot.attach.log().is_on() {
-                if let Some(hit) = self.repair(faulter, gfn) {
+                if let Some(hit) = self.repair(vcpu, gfn) {
                     return Outcome::Mapped(Page {
                         pfn: hit.pfn,
                         level: hit.level,
                         writable: true,
                     });
                 }
-                let Some(again) = faulter.reader.find(gfn) else {
+                let Some(again) = vcpu.reader.find(gfn) else {
                     return Outcome::Mmio;
                 };
                 slot = again;
@@ -82,7 +82,7 @@ impl Mmu {
             let max_level = slot.attach.max_level(gfn);
             let found = self
                 .host
-                .resolve(slot.hva(gfn), access, max_level, &mut faulter.cache);
+                .resolve(slot.hva(gfn), access, max_level, &mut vcpu.cache);
             let Frame { pfn, level } = match found {
                 Resolution::Ready(frame) => frame,
                 Resolution::Pending(ticket) => return Outcome::Pending(ticket),
@@ -102,7 +102,7 @@ impl Mmu {
                 Ok(level) => {
                     // Under the range lock, where who turns the log on has been or will come.
                     if access.is_write() && slot.attach.log().is_on() {
-                        faulter.marker.mark(slot, gfn, Count::Fault);
+                        vcpu.marker.mark(slot, gfn, Count::Fault);
                     }
                     return Outcome::Mapped(Page {
                         pfn,

@@ -13,7 +13,7 @@
 //! nobody writes in between.
 
 use crate::dirty::{Count, DirtyError};
-use crate::{Faulter, Mmu, Rmap};
+use crate::{Mmu, Rmap, VcpuMmu};
 use lacuna_addr::Gfn;
 use lacuna_slots::Slot;
 use lacuna_sync::shim::{Ordering, fence};
@@ -71,9 +71,9 @@ impl Writing {
     }
 
     /// All is written, by this vCPU.
-    pub fn done_by(self, faulter: &mut Faulter) {
+    pub fn done_by(self, vcpu: &mut VcpuMmu) {
         if self.logs {
-            faulter.marker.mark(&self.slot, self.gfn, Count::Fault);
+            vcpu.marker.mark(&self.slot, self.gfn, Count::Fault);
         }
     }
 }

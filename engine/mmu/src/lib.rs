@@ -4,7 +4,7 @@
 //! | file | job |
 //! |---|---|
 //! | `fault` | from a stage-2 violation to an installed leaf, or to what there is to wait for |
-//! | `faulter` | one vCPU's side of it, and how it tells of the pages it writes |
+//! | `vcpu_mmu` | the MMU context of one vCPU, and how it marks the pages that it writes |
 //! | `install` | at which level, and what of the leaves that are there |
 //! | `rmap` | from a page or block of a slot to its leaf |
 //! | `notifier` | what the host's memory manager asks |
@@ -26,7 +26,6 @@
 
 mod dirty;
 mod fault;
-mod faulter;
 mod harvest;
 mod host_write;
 mod install;
@@ -39,6 +38,7 @@ mod notifier;
 mod rearm;
 mod rmap;
 mod shape;
+mod vcpu_mmu;
 mod verify;
 
 #[cfg(test)]
@@ -48,12 +48,12 @@ pub use dirty::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
 };
 pub use fault::{Outcome, Page};
-pub use faulter::Faulter;
 pub use host_write::Writing;
 pub use invalidate::{Invalidation, Steps};
 pub use mmu::{Mmu, MmuError};
 pub use rmap::Rmap;
 pub use shape::Shape;
+pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};
 

@@ -22,7 +22,7 @@ use lacuna_sync::shim::Ordering;
 use std::thread::yield_now;
 
 impl Mmu {
-    /// Where marks go, for the VM's whole life: before its first vCPU ([`Mmu::faulter`]) and its
+    /// Where marks go, for the VM's whole life: before its first vCPU ([`Mmu::vcpu_mmu`]) and its
     /// first log. Bitmaps unless this is called.
     ///
     /// # Errors

@@ -42,7 +42,7 @@ impl Rmap {
 }
 
 /// A vCPU's side, in a VM whose delivery is the bitmap.
-struct Faulter {
+struct VcpuMmu {
     marker: Marker,
 }
 
@@ -111,7 +111,7 @@ impl World {
             By::Vcpu => {
                 let writing = self.mmu.vcpu_write(&self.slot, gfn);
                 store();
-                writing.done_by(&mut Faulter { marker: Marker });
+                writing.done_by(&mut VcpuMmu { marker: Marker });
             }
         }
     }

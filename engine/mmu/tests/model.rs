@@ -3,7 +3,7 @@
 
 use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io, MmuNotifier};
-use lacuna_mmu::{Faulter, Mmu, Outcome};
+use lacuna_mmu::{Mmu, Outcome, VcpuMmu};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::Walk;
 use lacuna_sync::{Clock, Qsbr, VirtualClock};
@@ -24,7 +24,7 @@ struct Bench {
     host: Arc<Host>,
     mmu: Arc<Mmu>,
     qsbr: Arc<Qsbr>,
-    faulter: Faulter,
+    vcpu: VcpuMmu,
     backing: Hva,
     contents: BTreeMap<u64, u64>,
     slots: BTreeMap<u16, SlotSpec>,
@@ -64,7 +64,7 @@ impl Bench {
             .add_region(PageCount::new(PAGES), notifier)
             .unwrap()
             .start();
-        let faulter = mmu.faulter().unwrap();
+        let vcpu = mmu.vcpu_mmu().unwrap();
         let (contents, slots) = (BTreeMap::new(), BTreeMap::new());
         let mut bench = Self {
             clock,
@@ -72,7 +72,7 @@ impl Bench {
             host,
             mmu,
             qsbr,
-            faulter,
+            vcpu,
             backing,
             contents,
             slots,
@@ -117,8 +117,8 @@ impl Bench {
         };
         let gfn = Gfn::new(gfn).unwrap();
         for _ in 0..10_000 {
-            if let Walk::Hit(hit) = self.mmu.walk(&mut self.faulter, gfn, access) {
-                self.faulter.retired();
+            if let Walk::Hit(hit) = self.mmu.walk(&mut self.vcpu, gfn, access) {
+                self.vcpu.retired();
                 let frame = self.host.frame(hit.pfn);
                 if let Some(value) = write {
                     assert!(
@@ -131,7 +131,7 @@ impl Bench {
                 frame.read(8, &mut bytes);
                 return Seen::Value(u64::from_le_bytes(bytes));
             }
-            match self.mmu.fault(&mut self.faulter, gfn, access) {
+            match self.mmu.fault(&mut self.vcpu, gfn, access) {
                 Outcome::Mapped(_) => {}
                 Outcome::Busy => panic!("no invalidation is in progress"),
                 Outcome::Pending(ticket) => {
@@ -140,7 +140,7 @@ impl Bench {
                     assert!(ticket.is_done());
                 }
                 Outcome::NoMemory => {
-                    let _ = self.host.reclaim_direct(self.faulter.frames()).unwrap();
+                    let _ = self.host.reclaim_direct(self.vcpu.frames()).unwrap();
                     self.pass_time(100_000);
                 }
                 Outcome::Mmio => return Seen::Mmio,

@@ -2,7 +2,7 @@
 
 use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{Backup, Delivery, DirtyError, Faulter, Mmu, Outcome, RingSize, Room};
+use lacuna_mmu::{Backup, Delivery, DirtyError, Mmu, Outcome, RingSize, Room, VcpuMmu};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
 use lacuna_stage2::Walk;
 use lacuna_sync::{GracePeriod, HostClock, Qsbr};
@@ -45,7 +45,7 @@ struct Hit {
 
 pub struct Vcpu {
     index: usize,
-    faulter: Faulter,
+    vcpu: VcpuMmu,
     tlb: HashMap<u64, Hit>,
     flushed: GracePeriod,
 }
@@ -85,7 +85,7 @@ impl Fixture {
         mmu.add_slot(spec).unwrap();
         let vcpu = |index| Vcpu {
             index,
-            faulter: mmu.faulter().unwrap(),
+            vcpu: mmu.vcpu_mmu().unwrap(),
             tlb: HashMap::new(),
             flushed: GracePeriod::default(),
         };
@@ -166,7 +166,7 @@ impl Vcpu {
 
     /// Whether its ring has room.
     pub fn has_room(&mut self) -> bool {
-        self.faulter.room() == Room::Yes
+        self.vcpu.room() == Room::Yes
     }
 
     /// Whether another thread has kicked it.
@@ -186,7 +186,7 @@ impl Vcpu {
     }
 
     pub fn leave(&mut self, fixture: &Fixture) {
-        fixture.mmu.flush_log(&mut self.faulter);
+        fixture.mmu.flush_log(&mut self.vcpu);
         fixture.qsbr.offline(self.index);
     }
 
@@ -205,7 +205,7 @@ impl Vcpu {
             Some(hit) if hit.writable || write.is_none() => *hit,
             _ => self.miss(fixture, gfn, access)?,
         };
-        self.faulter.retired();
+        self.vcpu.retired();
         let (frame, at) = (fixture.host.frame(hit.pfn), 8 * self.index);
         if let Some(value) = write {
             assert!(hit.writable);
@@ -218,12 +218,12 @@ impl Vcpu {
 
     fn miss(&mut self, fixture: &Fixture, gfn: Gfn, access: Access) -> Result<Hit, Outcome> {
         fixture.qsbr.vcpu(self.index).note(gfn.block());
-        let hit = match fixture.mmu.walk(&mut self.faulter, gfn, access) {
+        let hit = match fixture.mmu.walk(&mut self.vcpu, gfn, access) {
             Walk::Hit(hit) => Hit {
                 pfn: hit.pfn,
                 writable: hit.writable,
             },
-            Walk::Violation(_) => match fixture.mmu.fault(&mut self.faulter, gfn, access) {
+            Walk::Violation(_) => match fixture.mmu.fault(&mut self.vcpu, gfn, access) {
                 Outcome::Mapped(page) => Hit {
                     pfn: page.pfn,
                     writable: page.writable,
@@ -245,7 +245,7 @@ impl Vcpu {
                 let _ = fixture.host.wait(&ticket);
             }
             Outcome::NoMemory => {
-                let _ = fixture.host.reclaim_direct(self.faulter.frames()).unwrap();
+                let _ = fixture.host.reclaim_direct(self.vcpu.frames()).unwrap();
             }
             Outcome::Mmio => return Err(Stuck::NoSlot),
             Outcome::Lost(page) => panic!("{page}"),

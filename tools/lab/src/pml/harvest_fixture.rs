@@ -5,7 +5,7 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Access, Gfn, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Delivery, Detection, Fault, Faulter, Host, HugePages, LatencySetting, Logging, Mmu,
+    Apf, Delivery, Detection, Fault, VcpuMmu, Host, HugePages, LatencySetting, Logging, Mmu,
     MmuNotifier, Room, SlotFlags, SlotId, SlotSpec, Swap, VmBuilder, Walk,
 };
 use lacuna_sync::{Clock, HostClock, Qsbr};
@@ -82,7 +82,7 @@ impl Fixture {
         let writer = Writer {
             mmu: &mmu,
             qsbr: &qsbr,
-            faulter: mmu.faulter()?,
+            vcpu_mmu: mmu.vcpu_mmu()?,
             pages,
             order: 0..0,
             orders: taken,
@@ -211,7 +211,7 @@ fn host(pages: u64) -> Result<Arc<Host>, LabError> {
 struct Writer<'a> {
     mmu: &'a Mmu,
     qsbr: &'a Qsbr,
-    faulter: Faulter,
+    vcpu_mmu: VcpuMmu,
     pages: u64,
     order: Range<u64>,
     orders: Receiver<Range<u64>>,
@@ -232,7 +232,7 @@ impl Writer<'_> {
             let _ = self.qsbr.online(0);
             vcpu.flushed();
             let wanted = self.online();
-            self.mmu.flush_log(&mut self.faulter);
+            self.mmu.flush_log(&mut self.vcpu_mmu);
             self.qsbr.offline(0);
             if matches!(wanted, Wanted::No) {
                 return;
@@ -261,7 +261,7 @@ impl Writer<'_> {
             let answer = match wrote {
                 Err(why) => Some(Err(why)),
                 Ok(()) if self.order.is_empty() => Some(Ok(Wrote::All)),
-                Ok(()) if self.faulter.room() == Room::SoftFull => {
+                Ok(()) if self.vcpu_mmu.room() == Room::SoftFull => {
                     Some(Ok(Wrote::RingFull(std::mem::take(&mut self.order))))
                 }
                 Ok(()) => None,
@@ -278,11 +278,11 @@ impl Writer<'_> {
         let gfn = FIRST.checked_add(page).expect("inside the slot");
         self.qsbr.vcpu(0).note(gfn.block());
         loop {
-            if let Walk::Hit(_) = self.mmu.walk(&mut self.faulter, gfn, Access::Write) {
+            if let Walk::Hit(_) = self.mmu.walk(&mut self.vcpu_mmu, gfn, Access::Write) {
                 return Ok(());
             }
-            let fault = self.mmu.fault(&mut self.faulter, gfn, Access::Write);
-            self.faulter.retired();
+            let fault = self.mmu.fault(&mut self.vcpu_mmu, gfn, Access::Write);
+            self.vcpu_mmu.retired();
             match fault {
                 Fault::Mapped(_) => return Ok(()),
                 Fault::Busy => {}

@@ -1,10 +1,11 @@
-//! One VM's memory without its processors: slots, tables and a host, and a faulter that stands in
-//! for a vCPU. What is timed here is the work on tables and reverse maps, nothing of a guest.
+//! One VM's memory without its processors: slots, tables and a host, and a per-vCPU MMU context
+//! that stands in for a vCPU. What is timed here is the work on tables and reverse maps, nothing of
+//! a guest.
 
 use crate::experiment::LabError;
 use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Fault, Faulter, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
+    Apf, Fault, VcpuMmu, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
     SlotSpec, Swap, VmBuilder,
 };
 use lacuna_sync::{Clock, HostClock, Qsbr};
@@ -22,7 +23,7 @@ const TARGET_SLOT: SlotId = SlotId(0);
 pub struct Fixture {
     host: Arc<Host>,
     mmu: Arc<Mmu>,
-    faulter: Faulter,
+    vcpu_mmu: VcpuMmu,
     first: Gfn,
     blocks: u64,
     others: Vec<HvaRange>,
@@ -50,7 +51,7 @@ impl Fixture {
         let qsbr = Arc::new(Qsbr::new(1));
         let mmu = Mmu::new(Arc::clone(&host), qsbr, TABLES)?;
         let mut fixture = Self {
-            faulter: mmu.faulter()?,
+            vcpu_mmu: mmu.vcpu_mmu()?,
             host,
             mmu,
             first: Gfn::new(TARGET / PAGE_SIZE as u64).expect("a small address"),
@@ -141,13 +142,13 @@ impl Fixture {
     pub fn fault(&mut self, page: u64, level: Level) -> Result<(), LabError> {
         let gfn = self.first.checked_add(page).expect("inside the slot");
         let found = loop {
-            match self.mmu.fault(&mut self.faulter, gfn, Access::Write) {
+            match self.mmu.fault(&mut self.vcpu_mmu, gfn, Access::Write) {
                 Fault::Mapped(page) => break page.level,
                 Fault::Busy => {}
                 _ => return Err(LabError::Guest("a resident fault cannot be had".into())),
             }
         };
-        self.faulter.retired();
+        self.vcpu_mmu.retired();
         if found != level {
             return Err(LabError::Guest(format!(
                 "the host gave a page of {found:?} where {level:?} was wanted"

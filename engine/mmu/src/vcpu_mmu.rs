@@ -1,5 +1,5 @@
-//! One vCPU's side: what it keeps between faults so that it shares nothing, and how it tells of the
-//! pages it writes.
+//! The MMU context of one vCPU: what it keeps between faults so that it shares nothing, and how it
+//! tells of the pages it writes.
 
 use crate::dirty::{Count, Counts, Delivery};
 use crate::{Mmu, Rmap};
@@ -10,8 +10,8 @@ use lacuna_stage2::{PmlLog, Translation, Walk};
 use lacuna_sync::shim::Ordering;
 use std::sync::Arc;
 
-/// One vCPU's side of the fault path.
-pub struct Faulter {
+/// The MMU context of one vCPU: its side of the fault path.
+pub struct VcpuMmu {
     pub(crate) reader: Reader<Rmap>,
     pub(crate) cache: PerCpuPages,
     pub(crate) marker: Marker,
@@ -64,11 +64,11 @@ impl Marker {
 }
 
 impl Mmu {
-    /// A new vCPU's faulter.
+    /// The MMU context of a new vCPU.
     ///
     /// # Errors
     /// The budget cannot promise one more vCPU its progress.
-    pub fn faulter(&self) -> Result<Faulter, HostError> {
+    pub fn vcpu_mmu(&self) -> Result<VcpuMmu, HostError> {
         let cache = self.host.per_cpu_pages()?;
         let ring = match self.dirty.settled_delivery() {
             Delivery::Bitmap => None,
@@ -82,7 +82,7 @@ impl Mmu {
         let counts = Arc::<Counts>::default();
         let mut all = self.dirty.counts.lock().expect("no panic under this lock");
         all.push(Arc::clone(&counts));
-        Ok(Faulter {
+        Ok(VcpuMmu {
             reader: self.slots.reader(),
             cache,
             marker: Marker {
@@ -97,41 +97,41 @@ impl Mmu {
     /// [`Stage2::walk`](lacuna_stage2::Stage2::walk), logged while the VM's vCPUs log. A log that
     /// is full is flushed on the way: hardware would leave the guest for it.
     #[inline]
-    pub fn walk(&self, faulter: &mut Faulter, gfn: Gfn, access: Access) -> Walk {
+    pub fn walk(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Walk {
         if !self.dirty.vcpus_log.load(Ordering::Relaxed) {
             return self.stage2.walk(gfn, access);
         }
         loop {
-            if let Ok(walk) = self.stage2.walk_logged(gfn, access, &mut faulter.log) {
+            if let Ok(walk) = self.stage2.walk_logged(gfn, access, &mut vcpu.log) {
                 return walk;
             }
-            faulter.marker.counts.add(Count::LogFull, 1);
-            self.flush_log(faulter);
+            vcpu.marker.counts.add(Count::LogFull, 1);
+            self.flush_log(vcpu);
         }
     }
 
     /// Marks what the vCPU has logged. To be called at every exit from guest code, *before* the
     /// vCPU goes offline in the VM's `Qsbr`: a harvest waits for that and for nothing else.
     #[inline]
-    pub fn flush_log(&self, faulter: &mut Faulter) {
-        if !faulter.log.is_empty() {
-            faulter.flush();
+    pub fn flush_log(&self, vcpu: &mut VcpuMmu) {
+        if !vcpu.log.is_empty() {
+            vcpu.flush();
         }
     }
 
     /// A write fault that only wants to be known of: repaired without a lock, and marked.
-    pub(crate) fn repair(&self, faulter: &mut Faulter, gfn: Gfn) -> Option<Translation> {
+    pub(crate) fn repair(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Translation> {
         let hit = self.stage2.repair(gfn)?;
         // Looked up again: should the slot have moved meanwhile, W was given to a leaf of the new
         // one.
-        if let Some(slot) = faulter.reader.find(gfn) {
-            faulter.marker.mark(slot, gfn, Count::Repair);
+        if let Some(slot) = vcpu.reader.find(gfn) {
+            vcpu.marker.mark(slot, gfn, Count::Repair);
         }
         Some(hit)
     }
 }
 
-impl Faulter {
+impl VcpuMmu {
     /// The instruction that faulted has retired: reclaim may have its pages.
     pub fn retired(&mut self) {
         self.cache.unpin_all();
