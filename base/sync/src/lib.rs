@@ -14,16 +14,16 @@
 #![forbid(unsafe_code)]
 
 mod clock;
-mod footprint;
 mod latency_setting;
 mod padded;
 mod qsbr;
 mod range_locks;
 pub mod shim;
+mod tlb_filter;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
-pub use footprint::Blocks;
 pub use latency_setting::LatencySetting;
 pub use padded::CachePadded;
 pub use qsbr::{GracePeriod, KickAll, Qsbr, VcpuSlot};
 pub use range_locks::{InvalidateSeq, RangeGuard, RangeLocks};
+pub use tlb_filter::Blocks;

@@ -8,15 +8,15 @@
 //! remover                                vCPU
 //! unmap the leaves                       online():  seen = wanted; fence; wanted still the same?
 //! e = request_for(blocks):                          flush the TLB if last flushed before seen,
-//!    fence; who has noted a block?                  then flushed(): the footprint is empty
-//!    their wanted = e; fence;            requested: online() again
-//!    request those with seen < e            walk:      note(block), then read the tables
+//!    fence; who has noted a block?                  then flushed(): the filter is empty
+//!    their wanted = e; fence;            request:   online() again
+//!    request where seen < e          walk:      note(block), then read the tables
 //! until passed(e):                       offline(): seen = OFFLINE
 //!    every wanted < e or seen >= e
 //! reuse the frames
 //! ```
 //!
-//! Two Dekker exchanges. Footprint: either the remover sees that the vCPU has noted the block, or
+//! Two Dekker exchanges. Filter: either the remover sees that the vCPU has noted the block, or
 //! the vCPU's walk sees that the leaf is gone. Online: either the remover sees the vCPU online and
 //! waits for it, or the vCPU, coming online, sees what is wanted and flushes before its first
 //! access. A vCPU that is offline keeps its TLB, so it is addressed too; only nobody waits for it.
@@ -25,11 +25,11 @@
 //! Who only has to know that each vCPU has left guest code once asks for a [`KickAll`]: the online
 //! exchange again, but no TLB loses anything.
 //!
-//! Footprints start as *everything*, so a vCPU that keeps none is always addressed: keeping one
+//! Filters start as *everything*, so a vCPU that keeps none is always addressed: keeping one
 //! begins with the first [`VcpuSlot::flushed`].
 
-use crate::footprint::{Blocks, Footprint};
 use crate::shim::{AtomicU32, AtomicU64, Ordering, fence};
+use crate::tlb_filter::{Blocks, TlbFilter};
 
 /// A moment in the order of shoot-downs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
@@ -51,7 +51,7 @@ pub struct VcpuSlot {
     /// How often it went offline.
     stays: AtomicU64,
     requests: AtomicU32,
-    footprint: Footprint,
+    filter: TlbFilter,
 }
 
 /// The vCPUs of one VM.
@@ -61,14 +61,14 @@ pub struct Qsbr {
 }
 
 impl Qsbr {
-    /// All vCPUs start offline, with a footprint of everything.
+    /// All vCPUs start offline, with a filter of everything.
     pub fn new(vcpus: usize) -> Self {
         let slot = || VcpuSlot {
             seen: AtomicU64::new(OFFLINE),
             wanted: AtomicU64::new(0),
             stays: AtomicU64::new(0),
             requests: AtomicU32::new(0),
-            footprint: Footprint::everything(),
+            filter: TlbFilter::everything(),
         };
         Self {
             grace: AtomicU64::new(0),
@@ -101,11 +101,11 @@ impl Qsbr {
     pub fn request_for(&self, blocks: &Blocks) -> GracePeriod {
         // Against the fence in `note`.
         fence(Ordering::SeqCst);
-        self.address(|vcpu| vcpu.footprint.meets(blocks))
+        self.address(|vcpu| vcpu.filter.meets(blocks))
     }
 
-    /// A new grace period, wanted of every vCPU that `whom` names; grace period zero, which has always passed,
-    /// when it names none.
+    /// A new grace period, wanted of every vCPU that `whom` names; grace period zero, which has
+    /// always passed, when it names none.
     fn address(&self, mut whom: impl FnMut(&VcpuSlot) -> bool) -> GracePeriod {
         let mut grace = 0;
         for vcpu in self.vcpus.iter().filter(|vcpu| whom(vcpu)) {
@@ -171,8 +171,8 @@ impl Qsbr {
             .all(|(i, vcpu)| i == index || offline(vcpu))
     }
 
-    /// The vCPU is about to run guest code. Returns the grace period that its TLB must have been flushed
-    /// at or after.
+    /// The vCPU is about to run guest code. Returns the grace period that its TLB must have been
+    /// flushed at or after.
     pub fn online(&self, index: usize) -> GracePeriod {
         let slot = &self.vcpus[index];
         let mut wanted = slot.wanted.load(Ordering::Acquire);
@@ -225,13 +225,13 @@ impl VcpuSlot {
     /// the vCPU itself, online, *before* the walk, and before a fault that may follow it.
     #[inline]
     pub fn note(&self, block: u64) {
-        self.footprint.note(block);
+        self.filter.note(block);
     }
 
     /// The vCPU's TLB is empty: nothing is noted any more. For the vCPU itself, at a quiescent
     /// point, right after the flush, and only if it notes every walk from now on.
     pub fn flushed(&self) {
-        self.footprint.clear();
+        self.filter.clear();
     }
 
     /// Acquire: whoever sees it comes after all that the vCPU did before.

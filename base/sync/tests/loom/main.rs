@@ -9,10 +9,10 @@
 //! fails if, in any interleaving and any reordering that the memory model allows, an access is not
 //! ordered before it or can come after it.
 //!
-//! [`footprint`] does the same for shoot-downs that address only some vCPUs.
+//! [`tlb_filter`] does the same for shoot-downs that address only some vCPUs.
 #![cfg(loom)]
 
-mod footprint;
+mod tlb_filter;
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};

@@ -1,7 +1,7 @@
 //! Which blocks a vCPU's TLB may hold something of.
 //!
-//! A *block* is 512 guest frames, 2 MiB. A footprint has one bit for every block number modulo
-//! [`Footprint::BITS`]: set too often it costs a needless flush, never a missed one.
+//! A *block* is 512 guest frames, 2 MiB. A TLB residency filter has one bit for every block number
+//! modulo [`TlbFilter::BITS`]: set too often it costs a needless flush, never a missed one.
 //!
 //! ```text
 //! remover                                vCPU
@@ -17,11 +17,11 @@ use std::ops::Range;
 /// A loom model has few blocks, and every word is a state that it explores.
 const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
 
-/// One vCPU's footprint, on cache lines of its own: only the vCPU writes it.
+/// One vCPU's TLB residency filter, on cache lines of its own: only the vCPU writes it.
 #[repr(align(64))]
-pub(crate) struct Footprint([AtomicU64; WORDS]);
+pub(crate) struct TlbFilter([AtomicU64; WORDS]);
 
-impl Footprint {
+impl TlbFilter {
     /// Blocks that are told apart: 4096, which is 8 GiB.
     pub(crate) const BITS: u64 = WORDS as u64 * 64;
 
@@ -64,7 +64,7 @@ impl Footprint {
     }
 }
 
-/// A set of blocks, no finer than a footprint can tell them apart. One block, or a run of
+/// A set of blocks, no finer than a filter can tell them apart. One block, or a run of
 /// neighbours, needs no allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocks(Set);
@@ -73,7 +73,7 @@ pub struct Blocks(Set);
 enum Set {
     /// These; none when empty.
     Run(Range<u64>),
-    /// One bit a block number modulo [`Footprint::BITS`].
+    /// One bit a block number modulo [`TlbFilter::BITS`].
     Bits(Box<[u64; WORDS]>),
 }
 
@@ -138,7 +138,7 @@ impl Blocks {
         }
     }
 
-    /// The footprint words that it concerns, each with the bits in it.
+    /// The filter words that it concerns, each with the bits in it.
     fn masks(&self) -> impl Iterator<Item = (usize, u64)> {
         let (run, bits) = match &self.0 {
             Set::Run(run) => (run.clone(), None),
@@ -153,9 +153,9 @@ fn set(bits: &mut [u64; WORDS], run: &Range<u64>) {
     run_masks(run).for_each(|(word, mask)| bits[word] |= mask);
 }
 
-/// Word by word; a run longer than the footprint meets every bit once.
+/// Word by word; a run longer than the filter meets every bit once.
 fn run_masks(run: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
-    let end = run.end.min(run.start.saturating_add(Footprint::BITS));
+    let end = run.end.min(run.start.saturating_add(TlbFilter::BITS));
     let mut next = run.start;
     std::iter::from_fn(move || {
         if next >= end {
@@ -170,5 +170,5 @@ fn run_masks(run: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
 }
 
 const fn place(block: u64) -> (usize, u64) {
-    ((block % Footprint::BITS / 64) as usize, 1 << (block % 64))
+    ((block % TlbFilter::BITS / 64) as usize, 1 << (block % 64))
 }

@@ -28,7 +28,7 @@ fn is_addressed(qsbr: &Qsbr, blocks: &Blocks) -> bool {
 }
 
 #[test]
-fn a_vcpu_that_keeps_no_footprint_is_always_addressed() {
+fn a_vcpu_that_keeps_no_filter_is_always_addressed() {
     let qsbr = Qsbr::new(1);
     qsbr.online(0);
     assert!(is_addressed(&qsbr, &Blocks::one(77)));
@@ -103,7 +103,7 @@ impl Random {
 }
 
 #[test]
-fn blocks_are_a_set_of_numbers_modulo_the_footprint() {
+fn blocks_are_a_set_of_numbers_modulo_the_filter() {
     let mut random = Random(7);
     for _ in 0..300 {
         let mut sets: [(Blocks, BTreeSet<u64>); 2] = Default::default();
