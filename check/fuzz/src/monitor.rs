@@ -56,7 +56,7 @@ const OPERATIONS: &[Operation] = &[
     ("invalidate", 6, Monitor::invalidate),
     ("write-protect", 3, Monitor::write_protect),
     ("age", 4, Monitor::age),
-    ("shatter", 3, Monitor::shatter),
+    ("split_huge", 3, Monitor::split_huge),
     ("huge leaves", 4, Monitor::limit_huge),
     ("host write", 8, Monitor::write),
     ("host read", 4, Monitor::read),
@@ -350,9 +350,9 @@ impl Monitor {
         }
     }
 
-    fn shatter(&mut self, subject: &Subject) {
+    fn split_huge(&mut self, subject: &Subject) {
         if let Some(range) = self.backing(subject) {
-            subject.vm.mmu().shatter(range);
+            subject.vm.mmu().split_huge(range);
         }
     }
 

@@ -70,7 +70,7 @@ impl Mmu {
     /// answer is admitted after that.
     ///
     /// Under its range lock: should the host split it meanwhile, it says so next
-    /// ([`lacuna_host::MmuNotifier::shatter`]), and that finds what is made of this answer.
+    /// ([`lacuna_host::MmuNotifier::split_huge`]), and that finds what is made of this answer.
     pub(crate) fn could_be_huge(&self, slot: &Slot<Rmap>, gfn: Gfn) -> Option<Pfn> {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;

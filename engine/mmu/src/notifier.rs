@@ -29,7 +29,7 @@ impl MmuNotifier for Mmu {
         let _ = self.qsbr.request();
     }
 
-    fn shatter(&self, range: HvaRange) {
+    fn split_huge(&self, range: HvaRange) {
         self.each_part(range, |cursor, rmap, part| {
             // Without a table, the block's bits go on speaking for all of its pages.
             let _ = self.split(cursor, rmap, part.start());

@@ -183,7 +183,7 @@ enum Op {
     Run(u64),
     Balance,
     Collapse,
-    Shatter(u64),
+    SplitHuge(u64),
     Time(u64),
     Delete(u16),
     Add(u16),
@@ -207,7 +207,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..2u16, 0..0x2_0000u64).prop_map(|(id, gfn)| Op::Move(id, gfn)),
         1 => (0..2u16, 0..256u64).prop_map(|(id, block)| Op::Move(id, block * 512)),
         1 => Just(Op::Collapse),
-        1 => (0..3u64).prop_map(Op::Shatter),
+        1 => (0..3u64).prop_map(Op::SplitHuge),
         1 => (0..2u16, any::<bool>()).prop_map(|(id, on)| Op::ReadOnly(id, on)),
     ]
 }
@@ -219,9 +219,9 @@ fn apply(bench: &mut Bench, op: &Op) {
         Op::Run(gfn) => (gfn..gfn + 512).for_each(|gfn| bench.check(gfn, None)),
         Op::Balance => drop(bench.host.balance()),
         Op::Collapse => drop(bench.host.collapse_step()),
-        Op::Shatter(block) => {
+        Op::SplitHuge(block) => {
             let start = bench.backing.checked_add_pages(block * 512).unwrap();
-            bench.mmu.shatter(HvaRange::new(start, 512).unwrap());
+            bench.mmu.split_huge(HvaRange::new(start, 512).unwrap());
         }
         Op::Time(ns) => bench.pass_time(ns),
         Op::Delete(id) => {

@@ -22,7 +22,7 @@ struct Unmapped;
 impl MmuNotifier for Unmapped {
     fn invalidate(&self, _ranges: &[HvaRange]) {}
     fn age(&self, _ranges: &[HvaRange], _young: &mut [bool]) {}
-    fn shatter(&self, _range: HvaRange) {}
+    fn split_huge(&self, _range: HvaRange) {}
     fn end_of_aging(&self) {}
 }
 

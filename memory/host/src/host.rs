@@ -212,7 +212,7 @@ impl Host {
     }
 
     /// The first frame of the compound page that holds `hva`, if there is one. It may be split a
-    /// moment later; its notifier is told by [`MmuNotifier::shatter`].
+    /// moment later; its notifier is told by [`MmuNotifier::split_huge`].
     pub fn compound_page(&self, hva: Hva) -> Option<Pfn> {
         let page = PageNo::of(hva);
         let region = self.core.regions.find(page)?;

@@ -37,7 +37,7 @@ pub trait MmuNotifier: Send + Sync {
     /// From here on each page of the 2 MiB block `range` has an accessed and a dirty bit of its
     /// own, if it is mapped: the host is going to look at them one by one. Best effort: where there
     /// is no room for a table, the block's bits go on speaking for all of its pages.
-    fn shatter(&self, range: HvaRange);
+    fn split_huge(&self, range: HvaRange);
 
     /// An aging pass is over. Processors that cache translations set A only on a miss: bump the TLB
     /// generation once, or hot pages look cold.

@@ -175,7 +175,7 @@ impl Core {
         self.frames.parts(span, whole.block).split(whole.first);
         self.stats.note_loose();
         Counters::add(&self.stats.splits, 1);
-        whole.region.notifier.shatter(whole.first.block_range());
+        whole.region.notifier.split_huge(whole.first.block_range());
     }
 
     /// The trial is over: the block is whole again if its pages are in use more than those in swap

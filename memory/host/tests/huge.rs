@@ -260,8 +260,8 @@ impl MmuNotifier for Writer {
         young.fill(true);
     }
 
-    fn shatter(&self, range: HvaRange) {
-        self.mmu.shatter(range);
+    fn split_huge(&self, range: HvaRange) {
+        self.mmu.split_huge(range);
     }
 
     fn end_of_aging(&self) {}

@@ -34,7 +34,7 @@ const BLOCK: u64 = 2 << 20;
 
 impl Block {
     /// Gives each page a leaf of its own.
-    fn shatter(&mut self, start: u64) {
+    fn split_huge(&mut self, start: u64) {
         let Some(whole) = self.whole.take() else {
             return;
         };
@@ -118,7 +118,7 @@ impl MmuNotifier for Stage2 {
                 } else if part.pages() == 512 {
                     block.whole = None;
                 } else {
-                    block.shatter(start);
+                    block.split_huge(start);
                 }
                 block.pages.retain(|page, leaf| {
                     let inside = part.contains(Hva::new(*page));
@@ -145,8 +145,8 @@ impl MmuNotifier for Stage2 {
         }
     }
 
-    fn shatter(&self, range: HvaRange) {
-        self.visit(range, |block, start, _| block.shatter(start));
+    fn split_huge(&self, range: HvaRange) {
+        self.visit(range, |block, start, _| block.split_huge(start));
     }
 
     fn end_of_aging(&self) {}

@@ -11,7 +11,7 @@ enum Op {
     Age(u64, u64),
     TestYoung(u64, u64),
     Protect(u64, u64),
-    Shatter(u64),
+    SplitHuge(u64),
     Disallow(u64, u64),
     Allow,
     Delete(u16),
@@ -236,8 +236,8 @@ fn step(mmu: &Mmu, model: &mut Model, op: Op) {
                 model.leaves.get_mut(&gfn).expect("a leaf").write = false;
             });
         }
-        Op::Shatter(block) => {
-            mmu.shatter(range(block * 512, 512));
+        Op::SplitHuge(block) => {
+            mmu.split_huge(range(block * 512, 512));
             for gfns in model.gfns(block * 512, 512) {
                 gfns.step_by(64).for_each(|gfn| model.split(gfn));
             }
@@ -363,7 +363,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => pages().prop_map(|(page, pages)| Op::Age(page, pages)),
         1 => pages().prop_map(|(page, pages)| Op::TestYoung(page, pages)),
         2 => pages().prop_map(|(page, pages)| Op::Protect(page, pages)),
-        2 => (0..4u64).prop_map(Op::Shatter),
+        2 => (0..4u64).prop_map(Op::SplitHuge),
         1 => (guest_frame(), 1..1500u64).prop_map(|(gfn, pages)| Op::Disallow(gfn, pages)),
         2 => Just(Op::Allow),
         1 => (0..4u16).prop_map(Op::Delete),

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 #[derive(Clone, Copy, Debug)]
 enum Make {
     Touch(usize, u64, Level),
-    Shatter(u64),
+    SplitHuge(u64),
 }
 
 fn make(mmu: &Mmu, steps: &[Make]) {
@@ -20,7 +20,7 @@ fn make(mmu: &Mmu, steps: &[Make]) {
                 let done = touch(mmu, first + page % pages, Access::Write, has);
                 let _ = done.expect("a slot").expect("tables");
             }
-            Make::Shatter(block) => mmu.shatter(range(block * 512, 512)),
+            Make::SplitHuge(block) => mmu.split_huge(range(block * 512, 512)),
         }
     }
 }
@@ -29,7 +29,7 @@ fn any_make() -> impl Strategy<Value = Make> {
     let level = prop::sample::select(vec![Level::L4K, Level::L4K, Level::L2M]);
     prop_oneof![
         6 => (0..4usize, 0..PAGES, level).prop_map(|(s, page, level)| Make::Touch(s, page, level)),
-        1 => (0..4u64).prop_map(Make::Shatter),
+        1 => (0..4u64).prop_map(Make::SplitHuge),
     ]
 }
 

@@ -28,7 +28,7 @@ fn what_cannot_be_split_goes_whole() {
 #[test]
 fn what_cannot_be_split_answers_for_all_its_pages() {
     let mmu = full();
-    mmu.shatter(range(0, 512));
+    mmu.split_huge(range(0, 512));
     mmu.write_protect(range(10, 1));
     assert_eq!(mmu.stage2.counts().leaves, [1, 1, 0]);
     let mut young = [false; 2];
@@ -73,7 +73,7 @@ proptest! {
             match what {
                 0..3 => drop(touch(&mmu, home + page, Access::Write, Level::L2M)),
                 3 => drop(touch(&mmu, home + page, Access::Read, Level::L4K)),
-                4 => mmu.shatter(range(page & !511, 512)),
+                4 => mmu.split_huge(range(page & !511, 512)),
                 5 => mmu.write_protect(range(page, pages)),
                 _ => {
                     let _ = mmu.invalidate_as(Shape::PerLevel, range(page, pages));

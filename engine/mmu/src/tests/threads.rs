@@ -152,7 +152,7 @@ impl World {
                 2 => self.take_back(page, 1 + rng.below(700)),
                 3 => self.take_back(block * 512, 512),
                 4 => drop(self.whole.fetch_xor(1 << block, Ordering::SeqCst)),
-                5 => self.mmu.shatter(range(block * 512, 512)),
+                5 => self.mmu.split_huge(range(block * 512, 512)),
                 6 => self.mmu.write_protect(range(page, 1 + rng.below(300))),
                 _ => match disallowed.pop() {
                     Some(gfns) => self.mmu.allow_huge(gfns),

@@ -217,7 +217,7 @@ impl Chaos {
             4 => drop(fixture.host.collapse_step()),
             5 => {
                 let start = fixture.backing.start().checked_add_pages(page).unwrap();
-                fixture.mmu.shatter(HvaRange::new(start, 300).unwrap());
+                fixture.mmu.split_huge(HvaRange::new(start, 300).unwrap());
             }
             6 => fixture.move_to(rng.of(&PLACES)),
             7 => {

@@ -40,7 +40,7 @@ enum Op {
     Restart(Initially, HugeLeaves),
     Balance,
     Collapse,
-    Shatter(u64),
+    SplitHuge(u64),
     Disallow(u64, u64),
     Allow,
     Move(usize),
@@ -64,7 +64,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => (initially, huge).prop_map(|(i, h)| Op::Restart(i, h)),
         3 => Just(Op::Balance),
         2 => Just(Op::Collapse),
-        2 => (0..3u64).prop_map(Op::Shatter),
+        2 => (0..3u64).prop_map(Op::SplitHuge),
         1 => (page(), 1..700u64).prop_map(|(p, n)| Op::Disallow(p, n.min(PAGES - p))),
         1 => Just(Op::Allow),
         2 => (0..2usize).prop_map(Op::Move),
@@ -176,10 +176,10 @@ impl World {
             Op::Restart(initially, huge) => self.restart(initially, huge),
             Op::Balance => drop(self.fixture.host.balance()),
             Op::Collapse => drop(self.fixture.host.collapse_step()),
-            Op::Shatter(block) => {
+            Op::SplitHuge(block) => {
                 let start = self.fixture.backing.start().checked_add_pages(block * 512);
                 let block = HvaRange::new(start.unwrap(), 512).unwrap();
-                self.fixture.mmu.shatter(block);
+                self.fixture.mmu.split_huge(block);
             }
             Op::Disallow(page, pages) => {
                 let gfns = GfnRange::new(self.fixture.gfn(page), pages).unwrap();

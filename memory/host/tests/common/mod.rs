@@ -71,7 +71,7 @@ impl Leaves {
         found
     }
 
-    fn shatter(&mut self, start: u64) {
+    fn split_huge(&mut self, start: u64) {
         let Some(whole) = self.blocks.remove(&start) else {
             return;
         };
@@ -120,7 +120,7 @@ impl MmuNotifier for FakeMmu {
             for start in leaves.blocks_of(range) {
                 let block = HvaRange::new(Hva::new(start), 512).unwrap();
                 if block.intersect(range) != Some(block) {
-                    leaves.shatter(start);
+                    leaves.split_huge(start);
                 } else if let Some(leaf) = leaves.blocks.remove(&start)
                     && leaf.dirty
                 {
@@ -152,10 +152,10 @@ impl MmuNotifier for FakeMmu {
         }
     }
 
-    fn shatter(&self, range: HvaRange) {
+    fn split_huge(&self, range: HvaRange) {
         assert!(range.pages() == 512 && range.start().get().is_multiple_of(BLOCK));
         let mut leaves = self.leaves.lock().unwrap();
-        leaves.shatter(range.start().get());
+        leaves.split_huge(range.start().get());
     }
 
     fn end_of_aging(&self) {}
