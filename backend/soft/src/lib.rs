@@ -52,7 +52,7 @@ pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
     RingSize, Room,
 };
-pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, Shape, Steps, VcpuMmu};
+pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, RmapWalk, Steps, VcpuMmu};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use lacuna_stage2::Walk;
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};

@@ -12,7 +12,7 @@ use lacuna_addr::{Gfn, GfnRange, Gpa, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::MmuNotifier as _;
 use lacuna_machine::GuestMemory as _;
 use lacuna_soft::{
-    Apf, Delivery, Detection, Host, LatencySetting, Recovery, Shape, SlotFlags, SlotId, Vm,
+    Apf, Delivery, Detection, Host, LatencySetting, Recovery, RmapWalk, SlotFlags, SlotId, Vm,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -330,8 +330,8 @@ impl Monitor {
 
     fn invalidate(&mut self, subject: &Subject) {
         if let Some(range) = self.backing(subject) {
-            let shape = values::pick(&mut self.rng, &Shape::ALL);
-            let _ = subject.vm.mmu().invalidate_as(shape, range);
+            let walk = values::pick(&mut self.rng, &RmapWalk::ALL);
+            let _ = subject.vm.mmu().invalidate_as(walk, range);
         }
     }
 

@@ -27,7 +27,7 @@ fn main() {
             for _ in 0..rounds {
                 map(&mmu, &mut vcpu);
                 let start = Instant::now();
-                let begun = mmu.begin_invalidation(shape, &[block]);
+                let begun = mmu.begin_invalidation(walk, &[block]);
                 work.push(start.elapsed());
                 steps = Some(begun.steps());
                 begun.finish();
@@ -37,7 +37,7 @@ fn main() {
             println!(
                 "{count:3} slots, {:15} work {:7} ns, whole {:7} ns: {} slots, {} words, \
                  {} entries, {} leaf",
-                format!("{shape:?}:"),
+                format!("{walk:?}:"),
                 median(&mut work),
                 median(&mut whole),
                 steps.slots,

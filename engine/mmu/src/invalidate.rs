@@ -15,7 +15,7 @@
 //! is to be had for that, all of it goes.
 
 use crate::rmap::{BLOCK, Rmap, parts};
-use crate::shape::Shape;
+use crate::rmap_walk::RmapWalk;
 use crate::{InBlock, Mmu};
 use lacuna_addr::{Gfn, GfnRange, HvaRange};
 use lacuna_slots::{Overlap, Snapshot};
@@ -61,9 +61,9 @@ pub(crate) struct Visit<'v, 's> {
 
 impl Mmu {
     /// Unmaps `ranges` and excludes faults there; what is left to do is
-    /// [`Invalidation::finish`]. `shape` is the way to find what is mapped:
-    /// [`Shape::PerLevel`], unless ways are to be compared.
-    pub fn begin_invalidation(&self, shape: Shape, ranges: &[HvaRange]) -> Invalidation<'_> {
+    /// [`Invalidation::finish`]. `walk` is the way to find what is mapped:
+    /// [`RmapWalk::PerLevel`], unless ways are to be compared.
+    pub fn begin_invalidation(&self, walk: RmapWalk, ranges: &[HvaRange]) -> Invalidation<'_> {
         let slots = self.slots.read();
         let mut done = Invalidation {
             mmu: self,
@@ -72,15 +72,15 @@ impl Mmu {
             steps: Steps::default(),
         };
         for &range in ranges {
-            let nodes = slots.overlapping(range, |overlap| done.begin(&slots, shape, overlap));
-            done.steps.slots += shape.slots_for_range(&slots, range).unwrap_or(nodes as u64);
+            let nodes = slots.overlapping(range, |overlap| done.begin(&slots, walk, overlap));
+            done.steps.slots += walk.slots_for_range(&slots, range).unwrap_or(nodes as u64);
         }
         done
     }
 
     /// Invalidates `range` by one of the ways to do it, and says what it took.
-    pub fn invalidate_as(&self, shape: Shape, range: HvaRange) -> Steps {
-        let begun = self.begin_invalidation(shape, &[range]);
+    pub fn invalidate_as(&self, walk: RmapWalk, range: HvaRange) -> Steps {
+        let begun = self.begin_invalidation(walk, &[range]);
         let steps = begun.steps();
         begun.finish();
         steps
@@ -88,7 +88,7 @@ impl Mmu {
 }
 
 impl<'m> Invalidation<'m> {
-    fn begin(&mut self, slots: &Snapshot<Rmap>, shape: Shape, overlap: Overlap<'_, Rmap>) {
+    fn begin(&mut self, slots: &Snapshot<Rmap>, walk: RmapWalk, overlap: Overlap<'_, Rmap>) {
         let Overlap { slot, gfns } = overlap;
         self.begun.push(gfns);
         for part in parts(gfns) {
@@ -101,7 +101,7 @@ impl<'m> Invalidation<'m> {
                 flush: &mut self.flush,
                 steps: &mut self.steps,
             };
-            shape.unmap(self.mmu, slots, slot, part, &mut visit);
+            walk.unmap(self.mmu, slots, slot, part, &mut visit);
         }
     }
 

@@ -9,7 +9,7 @@
 //! | `rmap` | from a page or block of a slot to its leaf |
 //! | `notifier` | what the host's memory manager asks |
 //! | `invalidate` | the host takes pages back |
-//! | `shape` | older ways to find what is mapped, for comparison |
+//! | `rmap_walk` | older ways to find what is mapped, for comparison |
 //! | `level` | where huge leaves are not wanted for a while |
 //! | `dirty` | which pages are written: states and rules |
 //! | `logging` | a slot's log goes on and off; how writes are noticed |
@@ -37,7 +37,7 @@ mod mmu;
 mod notifier;
 mod rearm;
 mod rmap;
-mod shape;
+mod rmap_walk;
 mod vcpu_mmu;
 mod verify;
 
@@ -52,7 +52,7 @@ pub use host_write::Writing;
 pub use invalidate::{Invalidation, Steps};
 pub use mmu::{Mmu, MmuError};
 pub use rmap::Rmap;
-pub use shape::Shape;
+pub use rmap_walk::RmapWalk;
 pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};

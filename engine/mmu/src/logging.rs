@@ -13,7 +13,7 @@
 
 use crate::dirty::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
-use crate::{InBlock, Mmu, Recovery, Shape};
+use crate::{InBlock, Mmu, Recovery, RmapWalk};
 use lacuna_addr::{GfnRange, HvaRange, Level};
 use lacuna_host::Host;
 use lacuna_slots::{Slot, SlotId};
@@ -122,7 +122,7 @@ impl Mmu {
             let pages = (all.pages() - first).min(AT_ONCE);
             let start = all.start().checked_add_pages(first);
             let some = start.and_then(|start| HvaRange::new(start, pages));
-            self.invalidate_as(Shape::PerLevel, some.expect("a part of a range"));
+            self.invalidate_as(RmapWalk::PerLevel, some.expect("a part of a range"));
         }
     }
 

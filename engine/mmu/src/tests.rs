@@ -5,12 +5,12 @@
 mod legality;
 mod plain;
 mod retry;
-mod shapes;
+mod rmap_walks;
 mod tables;
 mod threads;
 
 use crate::rmap::parts;
-use crate::{InBlock, Mmu, Shape};
+use crate::{InBlock, Mmu, RmapWalk};
 use lacuna_addr::{Access, Gfn, GfnRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
 use lacuna_slots::{SlotFlags, SlotId, SlotSpec};

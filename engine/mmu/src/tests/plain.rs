@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Touch(u64, Access, Level),
-    Invalidate(u64, u64, Shape),
+    Invalidate(u64, u64, RmapWalk),
     Age(u64, u64),
     TestYoung(u64, u64),
     Protect(u64, u64),
@@ -205,8 +205,8 @@ fn step(mmu: &Mmu, model: &mut Model, op: Op) {
                 assert_eq!(level.expect("tables") == Level::L2M, huge);
             }
         }
-        Op::Invalidate(page, pages, shape) => {
-            let steps = mmu.invalidate_as(shape, range(page, pages));
+        Op::Invalidate(page, pages, walk) => {
+            let steps = mmu.invalidate_as(walk, range(page, pages));
             let mut removed = 0;
             model.each(page, pages, true, |model, gfn| {
                 removed += u64::from(model.leaves.remove(&gfn).is_some());
@@ -358,8 +358,8 @@ fn op() -> impl Strategy<Value = Op> {
     let place = prop::sample::select(vec![0x3_0000u64, 0x3_0001, 0x3_0200, 0x3_0000 + 300, 0x480]);
     prop_oneof![
         16 => (guest_frame(), access, level).prop_map(|(g, a, l)| Op::Touch(g, a, l)),
-        4 => (pages(), prop::sample::select(Shape::ALL.to_vec()))
-            .prop_map(|((page, pages), shape)| Op::Invalidate(page, pages, shape)),
+        4 => (pages(), prop::sample::select(RmapWalk::ALL.to_vec()))
+            .prop_map(|((page, pages), walk)| Op::Invalidate(page, pages, walk)),
         2 => pages().prop_map(|(page, pages)| Op::Age(page, pages)),
         1 => pages().prop_map(|(page, pages)| Op::TestYoung(page, pages)),
         2 => pages().prop_map(|(page, pages)| Op::Protect(page, pages)),

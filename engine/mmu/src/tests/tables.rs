@@ -16,10 +16,10 @@ fn full() -> Arc<Mmu> {
 
 #[test]
 fn what_cannot_be_split_goes_whole() {
-    for shape in Shape::ALL {
+    for walk in RmapWalk::ALL {
         let mmu = full();
-        let steps = mmu.invalidate_as(shape, range(10, 1));
-        assert_eq!(steps.leaves, 1, "{shape:?}");
+        let steps = mmu.invalidate_as(walk, range(10, 1));
+        assert_eq!(steps.leaves, 1, "{walk:?}");
         assert_eq!(mmu.stage2.counts().leaves, [1, 0, 0]);
         mmu.verify();
     }
@@ -47,7 +47,7 @@ fn what_cannot_be_disallowed_everywhere_is_allowed_as_before() {
     let mmu = full();
     let all = GfnRange::new(gfn(0), PAGES).expect("a range");
     // The first block is empty by now, and the third is huge: the refusal comes half-way.
-    let _ = mmu.invalidate_as(Shape::PerLevel, range(0, 512));
+    let _ = mmu.invalidate_as(RmapWalk::PerLevel, range(0, 512));
     let _ = touch(&mmu, 1024, Access::Read, Level::L2M)
         .expect("a slot")
         .expect("a table");
@@ -76,7 +76,7 @@ proptest! {
                 4 => mmu.split_huge(range(page & !511, 512)),
                 5 => mmu.write_protect(range(page, pages)),
                 _ => {
-                    let _ = mmu.invalidate_as(Shape::PerLevel, range(page, pages));
+                    let _ = mmu.invalidate_as(RmapWalk::PerLevel, range(page, pages));
                     for at in page..(page + pages).min(PAGES) {
                         prop_assert_eq!(mmu.stage2.find(gfn(home + at)), None);
                     }

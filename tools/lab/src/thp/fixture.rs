@@ -161,7 +161,7 @@ impl Fixture {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna_soft::Shape;
+    use lacuna_soft::RmapWalk;
 
     #[test]
     fn every_shape_removes_what_was_faulted_in() {
@@ -171,10 +171,10 @@ mod tests {
         ] {
             let mut fixture = Fixture::new(5, 2, huge).unwrap();
             assert_eq!(fixture.others().len(), 4);
-            for shape in Shape::ALL {
+            for walk in RmapWalk::ALL {
                 fixture.fault_in(2, level).unwrap();
-                let steps = fixture.mmu().invalidate_as(shape, fixture.range(2));
-                assert_eq!(steps.leaves, leaves, "{shape:?}");
+                let steps = fixture.mmu().invalidate_as(walk, fixture.range(2));
+                assert_eq!(steps.leaves, leaves, "{walk:?}");
             }
             fixture.renew().unwrap();
             fixture.fault_in(2, level).unwrap();

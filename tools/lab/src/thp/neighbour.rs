@@ -8,7 +8,7 @@ use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::Level;
-use lacuna_soft::{HugePages, Shape};
+use lacuna_soft::{HugePages, RmapWalk};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -224,7 +224,7 @@ fn idle(
         for _ in 0..calls {
             fixture.fault_in(1, level)?;
             let start = Instant::now();
-            let steps = fixture.mmu().invalidate_as(Shape::PerLevel, range);
+            let steps = fixture.mmu().invalidate_as(RmapWalk::PerLevel, range);
             let spent = start.elapsed();
             assert_eq!(steps.leaves, BLOCK / level.pages(), "all of it was there");
             spread.record(spent);

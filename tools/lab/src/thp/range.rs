@@ -12,7 +12,7 @@ use crate::report::{align, time};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_addr::Level;
-use lacuna_soft::{HugePages, Shape, Steps};
+use lacuna_soft::{HugePages, RmapWalk, Steps};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -72,12 +72,12 @@ const SLOTS: [(u64, usize, Option<f64>); 4] = [
 pub const STEPS: u64 = SLOTS.len() as u64 + 1;
 
 /// Ours twice, the second is the null; then the others.
-const ARMS: [(&str, Shape); 5] = [
-    ("per_level", Shape::PerLevel),
-    ("null", Shape::PerLevel),
-    ("page_loop", Shape::PageLoop),
-    ("range_then_pages", Shape::RangeThenPages),
-    ("walk", Shape::Walk),
+const ARMS: [(&str, RmapWalk); 5] = [
+    ("per_level", RmapWalk::PerLevel),
+    ("null", RmapWalk::PerLevel),
+    ("page_loop", RmapWalk::PageLoop),
+    ("range_then_pages", RmapWalk::RangeThenPages),
+    ("walk", RmapWalk::Walk),
 ];
 const OURS: usize = 0;
 const NULL: usize = 1;
@@ -147,7 +147,7 @@ fn huge(level: Level) -> HugePages {
 fn slice(
     fixture: &mut Fixture,
     work: &Work,
-    shape: Shape,
+    walk: RmapWalk,
     calls: u64,
     took: &mut Took,
 ) -> Result<f64, LabError> {
@@ -156,7 +156,7 @@ fn slice(
     for _ in 0..calls {
         fixture.fault_in(work.blocks, work.level)?;
         let start = Instant::now();
-        let begun = fixture.mmu().begin_invalidation(shape, &[range]);
+        let begun = fixture.mmu().begin_invalidation(walk, &[range]);
         let spent = start.elapsed();
         took.steps = begun.steps();
         begun.finish();
@@ -287,7 +287,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
         slice(
             fixture,
             &HUGE_PAGE,
-            Shape::PerLevel,
+            RmapWalk::PerLevel,
             HUGE_PAGE.calls,
             &mut took[arm],
         )
@@ -306,7 +306,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let fixture = &fixtures[1];
     let places = fixture.others().iter().copied().chain([fixture.range(1)]);
     let looked_at = places.map(|range| {
-        let begun = fixture.mmu().begin_invalidation(Shape::PerLevel, &[range]);
+        let begun = fixture.mmu().begin_invalidation(RmapWalk::PerLevel, &[range]);
         let steps = begun.steps();
         begun.finish();
         steps.slots as f64

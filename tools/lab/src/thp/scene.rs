@@ -6,7 +6,7 @@ use crate::native::thread_cpu_ns;
 use crate::session::resident;
 use lacuna_addr::{Gfn, Gpa, HvaRange, PAGE_SIZE};
 use lacuna_machine::{Exit, Image, Kick as _, Segment, Vcpu as _};
-use lacuna_soft::{HugePages, Shape, Vcpu, Vm, VmBuilder, VmConfig};
+use lacuna_soft::{HugePages, RmapWalk, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -80,7 +80,7 @@ impl Scene {
     /// The host takes the range.
     pub fn take(&self) -> Taken {
         let start = Instant::now();
-        let steps = self.vm.mmu().invalidate_as(Shape::PerLevel, self.range);
+        let steps = self.vm.mmu().invalidate_as(RmapWalk::PerLevel, self.range);
         let spent = start.elapsed();
         Taken {
             spent,

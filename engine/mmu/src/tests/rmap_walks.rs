@@ -45,11 +45,11 @@ proptest! {
         pages in 1..PAGES,
     ) {
         let mut results = Vec::new();
-        for shape in Shape::ALL {
+        for walk in RmapWalk::ALL {
             let mmu = mmu(4096);
             make(&mmu, &steps);
             let before = leaves(&mmu).len();
-            let done = mmu.invalidate_as(shape, range(page, pages));
+            let done = mmu.invalidate_as(walk, range(page, pages));
             mmu.verify();
             results.push((before, done.leaves, leaves(&mmu)));
         }
@@ -76,7 +76,7 @@ fn rows(count: u16, has: Level) -> Arc<Mmu> {
 #[test]
 fn one_huge_page_costs_what_is_written_down() {
     for slots in [1u16, 64, 500] {
-        let steps = |shape| rows(slots, Level::L2M).invalidate_as(shape, range(0, 512));
+        let steps = |walk| rows(slots, Level::L2M).invalidate_as(walk, range(0, 512));
         let s = u64::from(slots);
         let expected = |slots, words, entries| Steps {
             slots,
@@ -84,11 +84,11 @@ fn one_huge_page_costs_what_is_written_down() {
             entries,
             leaves: 1,
         };
-        assert_eq!(steps(Shape::PageLoop), expected(512 * s, 1024, 1));
-        assert_eq!(steps(Shape::RangeThenPages), expected(s, 1024, 1));
-        let per_level = steps(Shape::PerLevel);
+        assert_eq!(steps(RmapWalk::PageLoop), expected(512 * s, 1024, 1));
+        assert_eq!(steps(RmapWalk::RangeThenPages), expected(s, 1024, 1));
+        let per_level = steps(RmapWalk::PerLevel);
         assert_eq!(per_level, expected(per_level.slots, 1, 1));
-        assert_eq!(steps(Shape::Walk), expected(per_level.slots, 0, 3));
+        assert_eq!(steps(RmapWalk::Walk), expected(per_level.slots, 0, 3));
         let most = u64::from(slots.next_power_of_two().ilog2()) + 2;
         assert!(
             per_level.slots <= most,
@@ -100,23 +100,23 @@ fn one_huge_page_costs_what_is_written_down() {
 
 #[test]
 fn small_pages_cost_what_is_written_down() {
-    let steps = |shape| rows(1, Level::L4K).invalidate_as(shape, range(0, 512));
+    let steps = |walk| rows(1, Level::L4K).invalidate_as(walk, range(0, 512));
     let expected = |slots, words, entries| Steps {
         slots,
         words,
         entries,
         leaves: 512,
     };
-    assert_eq!(steps(Shape::PageLoop), expected(512, 1024, 512));
-    assert_eq!(steps(Shape::RangeThenPages), expected(1, 1024, 512));
-    assert_eq!(steps(Shape::PerLevel), expected(1, 1, 3 + 512));
-    assert_eq!(steps(Shape::Walk), expected(1, 0, 3 + 512));
+    assert_eq!(steps(RmapWalk::PageLoop), expected(512, 1024, 512));
+    assert_eq!(steps(RmapWalk::RangeThenPages), expected(1, 1024, 512));
+    assert_eq!(steps(RmapWalk::PerLevel), expected(1, 1, 3 + 512));
+    assert_eq!(steps(RmapWalk::Walk), expected(1, 0, 3 + 512));
 }
 
 #[test]
 fn an_empty_range_costs_a_word_a_block() {
     let mmu = rows(1, Level::L2M);
-    let steps = mmu.invalidate_as(Shape::PerLevel, range(512, 512));
+    let steps = mmu.invalidate_as(RmapWalk::PerLevel, range(512, 512));
     let expected = Steps {
         slots: 1,
         words: 1,

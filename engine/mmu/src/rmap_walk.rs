@@ -1,7 +1,7 @@
 //! The ways to find what is mapped in a range, for comparison: they hold the same lock, and end in
 //! the same removal of the same leaves.
 //!
-//! | shape | for a range of n pages in one of s slots |
+//! | strategy | for a range of n pages in one of s slots |
 //! |---|---|
 //! | `PageLoop` | for each page: every slot is compared, then a word at every level: n (s + 2) |
 //! | `RangeThenPages` | the slots once; then for each page a word at every level: s + 2n |
@@ -13,7 +13,7 @@
 //!
 //! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
 //! `PerLevel` the whole of it and what Lacuna does, `Walk` what KVM does where it has no reverse
-//! maps. Which range locks to take is found by the index in each shape, uncounted: the lock is not
+//! maps. Which range locks to take is found by the index in each walk, uncounted: the lock is not
 //! what is compared.
 
 use crate::invalidate::Visit;
@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 /// A way to find what is mapped in a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Shape {
+pub enum RmapWalk {
     /// Page by page, each over all slots and levels.
     PageLoop,
     /// Over the slots once, then page by page over all levels.
@@ -35,8 +35,8 @@ pub enum Shape {
     Walk,
 }
 
-impl Shape {
-    /// Every shape, oldest first.
+impl RmapWalk {
+    /// Every walk, oldest first.
     pub const ALL: [Self; 4] = [
         Self::PageLoop,
         Self::RangeThenPages,
