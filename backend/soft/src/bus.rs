@@ -112,9 +112,10 @@ impl SoftBus {
         // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as
         // long as the host lives, which the VM holds. That it stays *this page's* frame until the
         // next quiescent point: the leaf that named it was read, or installed, while this vCPU was
-        // online; whoever unmaps it requests a grace period afterwards and waits for this vCPU before the
-        // frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and their like). Everyone who
-        // touches frames of mapped pages uses atomics (`lacuna_host`'s contract for `frame`).
+        // online; whoever unmaps it requests a grace period afterwards and waits for this vCPU
+        // before frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and their like).
+        // Everyone who touches frames of mapped pages uses atomics (`lacuna_host`'s contract for
+        // `frame`).
         let page = unsafe { HostPage::new(base, writable, tracked) };
         if level == Level::L4K || self.vm.code.is_block_write_tracked(gfn) {
             return page;

@@ -306,7 +306,9 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let fixture = &fixtures[1];
     let places = fixture.others().iter().copied().chain([fixture.range(1)]);
     let looked_at = places.map(|range| {
-        let begun = fixture.mmu().begin_invalidation(RmapWalk::PerLevel, &[range]);
+        let begun = fixture
+            .mmu()
+            .begin_invalidation(RmapWalk::PerLevel, &[range]);
         let steps = begun.steps();
         begun.finish();
         steps.slots as f64
