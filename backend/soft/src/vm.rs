@@ -116,10 +116,7 @@ impl Vm {
         let qsbr = Arc::new(Qsbr::new(vcpus));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), TABLES_MAX)?;
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
-        let kicks = Arc::new(VcpuKicks {
-            qsbr,
-            parkers,
-        });
+        let kicks = Arc::new(VcpuKicks { qsbr, parkers });
         let wake: Arc<dyn Wake> = Arc::clone(&kicks) as Arc<dyn Wake>;
         let end = layout
             .ranges()

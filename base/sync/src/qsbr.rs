@@ -10,7 +10,7 @@
 //! e = request_for(blocks):                          flush the TLB if last flushed before seen,
 //!    fence; who has noted a block?                  then flushed(): the filter is empty
 //!    their wanted = e; fence;            request:   online() again
-//!    request where seen < e          walk:      note(block), then read the tables
+//!    request where seen < e             walk:      note(block), then read the tables
 //! until passed(e):                       offline(): seen = OFFLINE
 //!    every wanted < e or seen >= e
 //! reuse the frames

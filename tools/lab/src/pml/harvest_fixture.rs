@@ -5,8 +5,8 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Access, Gfn, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Delivery, Detection, Fault, VcpuMmu, Host, HugePages, LatencySetting, Logging, Mmu,
-    MmuNotifier, Room, SlotFlags, SlotId, SlotSpec, Swap, VmBuilder, Walk,
+    Apf, Delivery, Detection, Fault, Host, HugePages, LatencySetting, Logging, Mmu, MmuNotifier,
+    Room, SlotFlags, SlotId, SlotSpec, Swap, VcpuMmu, VmBuilder, Walk,
 };
 use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::hint::spin_loop;

@@ -5,8 +5,8 @@
 use crate::experiment::LabError;
 use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_soft::{
-    Apf, Fault, VcpuMmu, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
-    SlotSpec, Swap, VmBuilder,
+    Apf, Fault, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
+    Swap, VcpuMmu, VmBuilder,
 };
 use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::sync::Arc;
