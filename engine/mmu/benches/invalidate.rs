@@ -17,8 +17,8 @@ fn main() {
     for count in [1, 8, 64, 512] {
         let (mmu, mut vcpu, backing) = world(count);
         let block = HvaRange::new(backing, BLOCK).expect("a block");
-        for shape in RmapWalk::ALL {
-            let rounds = match shape {
+        for walk in RmapWalk::ALL {
+            let rounds = match walk {
                 RmapWalk::PageLoop | RmapWalk::RangeThenPages => 300,
                 RmapWalk::PerLevel | RmapWalk::Walk => 30_000,
             };
@@ -87,7 +87,7 @@ fn world(count: u16) -> (Arc<Mmu>, VcpuMmu, Hva) {
 
 fn map(mmu: &Mmu, vcpu: &mut VcpuMmu) {
     let first = Gfn::new(0).expect("zero is a frame");
-    let Outcome::Mapped(page) = black_box(mmu.fault(faulter, first, Access::Read)) else {
+    let Outcome::Mapped(page) = black_box(mmu.fault(vcpu, first, Access::Read)) else {
         panic!("no other thread is here");
     };
     assert_eq!(page.level.pages(), BLOCK, "the host has blocks");

@@ -136,7 +136,7 @@ fn a_walk_is_seen_or_sees_that_the_leaf_is_gone() {
 }
 
 #[test]
-fn a_footprint_that_is_emptied_forgets_nothing_that_is_held() {
+fn a_filter_that_is_emptied_forgets_nothing_that_is_held() {
     // The vCPU flushes by itself, and then accesses the same block again. The remover may see the
     // bit before, between, or after.
     run(

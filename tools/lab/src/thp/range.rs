@@ -185,7 +185,7 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
 
 /// Lets some of [`ARMS`] take turns: the first ones.
 fn compare(
-    arms: &[(&str, Shape)],
+    arms: &[(&str, RmapWalk)],
     work: &Work,
     slots: u64,
     repeats: Rounds,
