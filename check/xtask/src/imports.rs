@@ -103,6 +103,18 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-guest",
         ],
     ),
+    (
+        "lacuna-conformance",
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-machine",
+            "lacuna-soft",
+            "lacuna-kvm",
+            "lacuna-guest",
+            "lacuna-skip",
+        ],
+    ),
     ("lacuna-skip", &[]),
     ("xtask", &[]),
 ];

@@ -1,0 +1,11 @@
+//! The behaviours, each a function over a backend. `Err` says what the backend lacks; what is wrong
+//! is a panic, as in every test.
+
+pub mod async_faults;
+pub mod dirty;
+pub mod exits;
+pub mod guests;
+pub mod memory;
+
+/// What a body returns.
+pub type Outcome = Result<(), crate::backend::Lacks>;

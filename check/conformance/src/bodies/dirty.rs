@@ -1,0 +1,207 @@
+//! Dirty tracking: a monitor copies what each harvest names, and at the end its copy is the
+//! guest's memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::thread;
+use std::time::Duration;
+
+use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_guest::status::Kind;
+use lacuna_machine::GuestMemory as _;
+use lacuna_soft::SlotId;
+
+use super::Outcome;
+use crate::backend::{Backend, Lacks, Made, Request, Tracking};
+use crate::running::{Running, Start, beside, guest, within};
+
+/// A heap that processes change all the time.
+const CHURN: &str = "transactions=5000 cold=5000 tick_us=20000";
+
+/// Its processes work only once the monitor is ready.
+const HELD: Start = Start::Held(Kind::Worker);
+
+type Page = [u8; PAGE_SIZE];
+
+fn read<B: Backend>(vm: &B::Vm, gfns: GfnRange, page: usize) -> Page {
+    let gfn = gfns
+        .start()
+        .checked_add(page as u64)
+        .expect("inside of the slot");
+    let mut bytes = [0; PAGE_SIZE];
+    vm.read(gfn.gpa(), &mut bytes).expect("guest memory");
+    bytes
+}
+
+/// A copy of all slots, page by page.
+struct Copy(BTreeMap<SlotId, (GfnRange, Vec<Page>)>);
+
+impl Copy {
+    /// Starts tracking, then copies everything.
+    fn begin<B: Backend>(vm: &B::Vm) -> Self {
+        B::start_tracking(vm);
+        let all = |(id, gfns): (SlotId, GfnRange)| {
+            let pages = (0..gfns.pages() as usize).map(|page| read::<B>(vm, gfns, page));
+            (id, (gfns, pages.collect()))
+        };
+        Self(B::slots(vm).into_iter().map(all).collect())
+    }
+
+    /// Copies what was written since the last time; how many pages.
+    fn harvest<B: Backend>(&mut self, vm: &B::Vm) -> usize {
+        let dirty = B::harvest(vm);
+        for (id, page) in &dirty {
+            let (gfns, pages) = self.0.get_mut(id).expect("a slot that was there");
+            pages[*page] = read::<B>(vm, *gfns, *page);
+        }
+        dirty.len()
+    }
+
+    /// The guest does not run, and everything written was harvested.
+    fn compare<B: Backend>(&self, vm: &B::Vm) {
+        for (id, (gfns, pages)) in &self.0 {
+            for (page, bytes) in pages.iter().enumerate() {
+                let same = *bytes == read::<B>(vm, *gfns, page);
+                assert!(same, "{id}: page {page} was written and no harvest has it");
+            }
+        }
+    }
+}
+
+/// Waits until the guest's processes are prepared: a kernel that boots writes the same pages over
+/// and over.
+fn prepared<B: Backend>(running: &Running<'_, B>) {
+    let ready = || {
+        let status = running.status()?;
+        Some(status.threads.first()?.counter > 0)
+    };
+    while !running.is_over() && ready() != Some(true) {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Runs `churn` beside a monitor with one and two vCPUs.
+fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        for vcpus in [1, 2] {
+            let request = Request {
+                tracking,
+                ..Request::new(16, 16, vcpus, CHURN)
+            };
+            let (finished, (mut copy, mut harvested)) =
+                beside(&backend, &request, &guest("churn"), HELD, |running| {
+                    prepared(running);
+                    let mut copy = Copy::begin::<B>(running.vm);
+                    if !running.is_over() {
+                        running.pause(0);
+                    }
+                    let mut harvested = 0;
+                    while !running.is_over() {
+                        thread::sleep(Duration::from_millis(5));
+                        harvested += copy.harvest::<B>(running.vm);
+                    }
+                    (copy, harvested)
+                })?;
+            let finished = finished.passed();
+            harvested += copy.harvest::<B>(&finished.vm);
+            copy.compare::<B>(&finished.vm);
+            assert!(
+                harvested > 1000,
+                "{tracking:?}, {vcpus} vCPUs: {harvested} pages"
+            );
+        }
+        Ok(())
+    })
+}
+
+/// Bits, detection as the backend has it.
+pub fn a_bitmap_has_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::Bitmap)
+}
+
+/// Bits, by write protection.
+pub fn a_bitmap_by_write_protection_has_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::WriteProtectBitmap)
+}
+
+/// Bits, by page-modification logging.
+pub fn a_bitmap_by_pml_has_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::PmlBitmap)
+}
+
+/// Rings, detection as the backend has it.
+pub fn rings_have_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::Ring)
+}
+
+/// Small rings, which are full now and then, by write protection.
+pub fn rings_by_write_protection_have_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::WriteProtectRing)
+}
+
+/// Small rings, which are full now and then, by page-modification logging.
+pub fn rings_by_pml_have_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::PmlRing)
+}
+
+/// The page tables of the host's kernel.
+pub fn the_page_map_has_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::PageMap)
+}
+
+/// What the VMM writes is harvested with the guest's writes, and only while a slot is tracked.
+pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
+    let all = [Tracking::Bitmap, Tracking::Ring, Tracking::PageMap];
+    let mut last = Err(Lacks::because("no way to track writes"));
+    for tracking in all {
+        let request = Request {
+            tracking,
+            ..Request::new(16, 16, 1, "")
+        };
+        let made = backend.make(&request, &guest("hello"));
+        let Ok(Made { vm, .. }) = made else {
+            last = last.and(made.map(drop));
+            continue;
+        };
+        let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).expect("guest memory");
+        write(0x3000);
+        // Every page is there: one that comes counts as written in the page map.
+        for (_, gfns) in B::slots(&vm) {
+            (0..gfns.pages() as usize).for_each(|page| drop(read::<B>(&vm, gfns, page).to_vec()));
+        }
+        let mut copy = Copy::begin::<B>(&vm);
+        assert_eq!(B::harvest(&vm), BTreeSet::new(), "{tracking:?}");
+        write(0x5fff);
+        write(0xff_f000);
+        let id = B::slots(&vm)[0].0;
+        let expected = [5, 6, 0xfff].map(|page| (id, page));
+        assert_eq!(B::harvest(&vm), BTreeSet::from(expected), "{tracking:?}");
+        assert_eq!(copy.harvest::<B>(&vm), 0, "{tracking:?}");
+        last = Ok(());
+    }
+    last
+}
+
+/// Tracking is switched on and off a hundred times while the guest checks its own memory.
+pub fn tracking_begins_and_ends_while_the_guest_runs<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let request = Request::new(16, 8, 2, "rounds=1");
+        let (finished, ()) = beside(
+            &backend,
+            &request,
+            &guest("verify"),
+            Start::Free,
+            |running| {
+                for _ in 0..100 {
+                    B::start_tracking(running.vm);
+                    thread::sleep(Duration::from_millis(1));
+                    B::harvest(running.vm);
+                    B::stop_tracking(running.vm);
+                }
+            },
+        )?;
+        drop(finished.passed());
+        Ok(())
+    })
+}

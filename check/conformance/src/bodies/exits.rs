@@ -1,0 +1,197 @@
+//! What a vCPU leaves for, and what it is answered.
+
+use std::time::Duration;
+
+use iced_x86::code_asm::*;
+use lacuna_machine::{Ending, Exit, Vcpu as _, Width};
+
+use super::Outcome;
+use crate::backend::{Backend, Made, Request};
+use crate::program::{DEVICE, STACK, assemble, image};
+use crate::running::{guest, run, within};
+
+const TEXT: &[u8] = b"one, two\n";
+
+fn small() -> Request {
+    Request::new(4, 4, 1, "")
+}
+
+/// One string instruction prints a text and another reads the line status; an absent device reads
+/// as ones and ignores writes; the exit port takes the code.
+pub fn string_ports_device_memory_and_the_exit_port<B: Backend>(backend: &B) -> Outcome {
+    backend.has_string_ports()?;
+    let code = assemble(|a| {
+        let mut text = a.create_label();
+        a.mov(dx, 0x3f8)?;
+        a.lea(rsi, ptr(text))?;
+        a.mov(ecx, TEXT.len() as u32)?;
+        a.rep().outsb()?;
+        a.mov(dx, 0x3fd)?;
+        a.mov(rdi, STACK)?;
+        a.mov(ecx, 4)?;
+        a.rep().insb()?;
+        a.mov(eax, dword_ptr(rdi - 4))?;
+        a.mov(rdi, DEVICE)?;
+        a.add(eax, dword_ptr(rdi))?;
+        a.mov(dword_ptr(rdi), eax)?;
+        a.mov(dx, 0xf4)?;
+        a.out(dx, eax)?;
+        a.hlt()?;
+        a.set_label(&mut text)?;
+        a.db(TEXT)
+    });
+    let backend = backend.clone();
+    within(move || {
+        let finished = run(&backend, &small(), &image(&code))?;
+        // The line status is 0x60, and one less is its sum with ones.
+        let ending = finished.ending;
+        assert!(matches!(ending, Ending::Exited(0x6060_605f)), "{ending:?}");
+        assert_eq!(finished.printed, ["one, two"]);
+        Ok(())
+    })
+}
+
+/// Ports of each width: the serial line's registers answer bytes only, and an absent device reads
+/// as ones.
+pub fn ports_have_every_width<B: Backend>(backend: &B) -> Outcome {
+    let code = assemble(|a| {
+        // 0x60, the line status.
+        a.mov(dx, 0x3fd)?;
+        a.xor(eax, eax)?;
+        a.in_(al, dx)?;
+        a.mov(ebx, eax)?;
+        // 0xffff, and 0xffff_ffff, which is one less.
+        a.xor(eax, eax)?;
+        a.in_(ax, dx)?;
+        a.add(ebx, eax)?;
+        a.mov(dx, 0x100)?;
+        a.in_(eax, dx)?;
+        a.add(ebx, eax)?;
+        a.out(dx, ax)?;
+        a.mov(eax, ebx)?;
+        a.mov(dx, 0xf4)?;
+        a.out(dx, eax)?;
+        a.hlt()
+    });
+    let backend = backend.clone();
+    within(move || {
+        let ending = run(&backend, &small(), &image(&code))?.ending;
+        const SUM: u32 = 0x60 + 0xffff - 1;
+        assert!(matches!(ending, Ending::Exited(SUM)), "{ending:?}");
+        Ok(())
+    })
+}
+
+/// What the guest printed before the end is not lost, though its line is not finished.
+pub fn an_unfinished_line_is_passed_on<B: Backend>(backend: &B) -> Outcome {
+    let code = assemble(|a| {
+        a.mov(dx, 0x3f8)?;
+        a.mov(al, i32::from(b'x'))?;
+        a.out(dx, al)?;
+        a.mov(dx, 0xf4)?;
+        a.out(dx, eax)?;
+        a.hlt()
+    });
+    let backend = backend.clone();
+    within(move || {
+        let finished = run(&backend, &small(), &image(&code))?;
+        assert_eq!(finished.printed, ["x"]);
+        assert!(matches!(finished.ending, Ending::Exited(_)));
+        Ok(())
+    })
+}
+
+/// Reads and writes of 1 to 8 bytes leave with their address, width and value, and a read gets the
+/// answer of the VMM.
+pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
+    let code = assemble(|a| {
+        a.mov(rdi, DEVICE)?;
+        a.mov(al, byte_ptr(rdi))?;
+        a.mov(byte_ptr(rdi + 1), al)?;
+        a.mov(ax, word_ptr(rdi + 2))?;
+        a.mov(word_ptr(rdi + 4), ax)?;
+        a.mov(eax, dword_ptr(rdi + 8))?;
+        a.mov(dword_ptr(rdi + 12), eax)?;
+        a.mov(rax, qword_ptr(rdi + 16))?;
+        a.mov(qword_ptr(rdi + 24), rax)?;
+        a.hlt()
+    });
+    let backend = backend.clone();
+    within(move || {
+        let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        let widths = [
+            (Width::Byte, 0, 1),
+            (Width::Word, 2, 4),
+            (Width::Long, 8, 12),
+            (Width::Quad, 16, 24),
+        ];
+        for (width, from, to) in widths {
+            let value = 0x8877_6655_4433_2211 & width.ones();
+            match vcpu.run().expect("a vCPU that can go on") {
+                Exit::MmioRead { gpa, width: read } => {
+                    assert_eq!((gpa.get(), read), (DEVICE + from, width));
+                }
+                other => panic!("{other:?} in place of a read of {width:?}"),
+            }
+            vcpu.complete_read(value);
+            match vcpu.run().expect("a vCPU that can go on") {
+                Exit::MmioWrite {
+                    gpa,
+                    width: written,
+                    value: stored,
+                } => {
+                    let expected = (DEVICE + to, width, value);
+                    assert_eq!((gpa.get(), written, stored & width.ones()), expected);
+                }
+                other => panic!("{other:?} in place of a write of {width:?}"),
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A triple fault ends the run, and the text has the instruction's address.
+pub fn a_triple_fault_says_where<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let request = Request::new(16, 16, 1, "");
+        let ending = format!("{:?}", run(&backend, &request, &guest("triple"))?.ending);
+        // A KVM that runs guest kernels in its instruction emulator gives up there instead.
+        let expected = ["triple fault", "KVM gave up"];
+        assert!(
+            expected.iter().any(|what| ending.contains(what)),
+            "{ending}"
+        );
+        assert!(ending.contains("rip 0x"), "{ending}");
+        Ok(())
+    })
+}
+
+/// A vCPU that has halted with interrupts off comes back when it is kicked, and again.
+pub fn a_kick_interrupts_a_halted_vcpu<B: Backend>(backend: &B) -> Outcome {
+    use lacuna_machine::Kick as _;
+    let code = assemble(|a| {
+        let mut again = a.create_label();
+        a.set_label(&mut again)?;
+        a.hlt()?;
+        a.jmp(again)
+    });
+    let backend = backend.clone();
+    within(move || {
+        let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        for _ in 0..3 {
+            std::thread::scope(|scope| {
+                let runner = scope.spawn(|| vcpu.run().expect("a vCPU that can go on"));
+                while !runner.is_finished() {
+                    std::thread::sleep(Duration::from_millis(1));
+                    vm.kick_all();
+                }
+                let exit = runner.join().expect("no panic");
+                assert_eq!(exit, Exit::Interrupted);
+            });
+        }
+        Ok(())
+    })
+}

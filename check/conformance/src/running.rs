@@ -1,0 +1,209 @@
+//! Running a guest to its end.
+
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use lacuna_addr::PAGE_SIZE;
+use lacuna_guest::status::{Kind, PAUSED_AT, Status};
+use lacuna_machine::{Ending, GuestMemory, Image, Kick, Next, PlatformDevices, Vcpu, dispatch};
+
+use crate::backend::{Backend, Lacks, Made, Request};
+
+/// Every guest here ends by itself; a host whose KVM emulates guest kernels takes minutes for what
+/// others do at once.
+const HANG: Duration = Duration::from_secs(900);
+
+/// Runs `body` on a thread of its own and panics if it takes too long. A vCPU that hangs in the
+/// host kernel cannot be ended: its thread is left behind.
+pub fn within<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, result) = channel();
+    let name = thread::current().name().unwrap_or("body").to_owned();
+    let thread = thread::Builder::new().name(name);
+    let thread = thread
+        .spawn(move || drop(done.send(body())))
+        .expect("a thread");
+    match result.recv_timeout(HANG) {
+        Ok(value) => value,
+        // The thread has dropped its end without a result, so it panicked.
+        Err(RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(panic) => panic::resume_unwind(panic),
+            Ok(()) => unreachable!("it would have sent its result"),
+        },
+        Err(RecvTimeoutError::Timeout) => panic!("no end after {HANG:?}"),
+    }
+}
+
+/// A built-in guest.
+///
+/// # Panics
+/// If there is none of this name.
+pub fn guest(name: &str) -> Image<'static> {
+    let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
+    Image::parse(image.elf).expect("the image of a built-in guest")
+}
+
+/// How a run went.
+pub struct Finished<B: Backend> {
+    /// Why it ended.
+    pub ending: Ending,
+    /// What the guest printed, in lines.
+    pub printed: Vec<String>,
+    /// Its VM.
+    pub vm: Arc<B::Vm>,
+    /// The guest's status page at the end, if it announced one.
+    pub status: Option<Status>,
+}
+
+impl<B: Backend> Finished<B> {
+    /// The same, if the guest ended as it should.
+    ///
+    /// # Panics
+    /// If it did not.
+    #[must_use]
+    pub fn passed(self) -> Self {
+        let printed = self.printed.join("\n");
+        let ending = &self.ending;
+        assert!(matches!(ending, Ending::Exited(0)), "{ending:?}\n{printed}");
+        self
+    }
+}
+
+/// A guest that runs.
+pub struct Running<'a, B: Backend> {
+    /// Its VM.
+    pub vm: &'a B::Vm,
+    /// Its devices.
+    pub devices: &'a PlatformDevices,
+    /// vCPUs whose threads have not ended.
+    left: &'a AtomicUsize,
+}
+
+impl<B: Backend> Running<'_, B> {
+    /// Whether every vCPU has left for good, so that no guest code runs any more.
+    pub fn is_over(&self) -> bool {
+        self.left.load(Ordering::Acquire) == 0
+    }
+
+    /// The guest's status page, once it has announced one.
+    pub fn status(&self) -> Option<Status> {
+        status(self.vm, self.devices)
+    }
+
+    /// Has the guest's processes of these kinds wait, or all go on.
+    pub fn pause(&self, kinds: u32) {
+        pause(self.vm, self.devices, kinds);
+    }
+}
+
+/// Runs `image` to its end.
+pub fn run<B: Backend>(
+    backend: &B,
+    request: &Request,
+    image: &Image<'_>,
+) -> Result<Finished<B>, Lacks> {
+    beside(backend, request, image, Start::Free, |_| ()).map(|(finished, ())| finished)
+}
+
+/// Which processes of a guest wait from the moment that it announces its status page, until
+/// [`Running::pause`] says otherwise.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Start {
+    /// None.
+    Free,
+    /// Those of this kind.
+    Held(Kind),
+}
+
+/// Runs `image` to its end, and `monitor` beside it. When the monitor returns, the guest goes on
+/// to its end; a monitor that panics ends it.
+pub fn beside<B: Backend, T>(
+    backend: &B,
+    request: &Request,
+    image: &Image<'_>,
+    start: Start,
+    monitor: impl FnOnce(&Running<'_, B>) -> T,
+) -> Result<(Finished<B>, T), Lacks> {
+    let Made { vm, vcpus, beside } = backend.make(request, image)?;
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let sink = Arc::clone(&lines);
+    let devices = PlatformDevices::new(move |line: &str| {
+        sink.lock()
+            .expect("no panic under this lock")
+            .push(line.to_owned());
+    });
+    let left = AtomicUsize::new(vcpus.len());
+    let found = thread::scope(|scope| {
+        for vcpu in vcpus {
+            scope.spawn(|| {
+                let driven = || drive(vcpu, &devices, &*vm, start);
+                let driven = panic::catch_unwind(AssertUnwindSafe(driven));
+                left.fetch_sub(1, Ordering::Release);
+                driven.unwrap_or_else(|why| {
+                    devices.end(Ending::Stopped, &*vm);
+                    panic::resume_unwind(why)
+                });
+            });
+        }
+        let running = Running {
+            vm: &*vm,
+            devices: &devices,
+            left: &left,
+        };
+        let found = panic::catch_unwind(AssertUnwindSafe(|| monitor(&running)));
+        found.unwrap_or_else(|why| {
+            devices.end(Ending::Stopped, &*vm);
+            panic::resume_unwind(why)
+        })
+    });
+    devices.flush();
+    drop(beside);
+    let printed = lines.lock().expect("no panic under this lock").clone();
+    let finished = Finished {
+        ending: devices.ending().expect("every vCPU has left"),
+        printed,
+        status: status(&*vm, &devices),
+        vm,
+    };
+    Ok((finished, found))
+}
+
+fn drive<V: Vcpu, M: GuestMemory + Kick>(
+    mut vcpu: V,
+    devices: &PlatformDevices,
+    vm: &M,
+    start: Start,
+) {
+    let mut held = vcpu.index() != 0;
+    while devices.ending().is_none() {
+        let exit = vcpu.run();
+        if dispatch(&mut vcpu, exit, devices, vm) == Next::Stop {
+            break;
+        }
+        if let (false, Start::Held(kind), Some(_)) = (held, start, devices.status_page()) {
+            pause(vm, devices, kind.paused_bit());
+            held = true;
+        }
+    }
+}
+
+fn pause(vm: &impl GuestMemory, devices: &PlatformDevices, kinds: u32) {
+    let page = devices.status_page().expect("it was announced");
+    let at = page.gpa().checked_add(PAUSED_AT as u64);
+    let at = at.expect("inside of a page");
+    vm.write(at, &kinds.to_le_bytes()).expect("guest memory");
+}
+
+fn status(vm: &impl GuestMemory, devices: &PlatformDevices) -> Option<Status> {
+    let mut page = [0; PAGE_SIZE];
+    vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
+    Status::parse(&page).ok()
+}
+
+/// The numbers of the bits that are set in `words`, in ascending order.
+pub fn set_bits(words: &[u64]) -> impl Iterator<Item = usize> {
+    (0..words.len() * 64).filter(|at| words[at / 64] >> (at % 64) & 1 == 1)
+}

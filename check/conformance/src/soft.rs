@@ -1,0 +1,138 @@
+//! The soft backend.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use lacuna_addr::{GfnRange, PageCount};
+use lacuna_machine::Image;
+use lacuna_soft::{
+    Backup, Delivery, Detection, HugePages, LatencySetting, Logging, RingSize, SlotId, Swap, Vcpu,
+    Vm, VmBuilder, VmConfig,
+};
+use lacuna_sync::{Clock, HostClock};
+
+use crate::backend::{Backend, Lacks, Made, Request, Tracking};
+
+/// VMs of the soft backend.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Soft {
+    /// Where their pages are 2 MiB.
+    pub huge: HugePages,
+}
+
+impl Default for Soft {
+    fn default() -> Self {
+        let huge = HugePages::Never;
+        Self { huge }
+    }
+}
+
+fn ring(bytes: usize) -> Delivery {
+    let size = RingSize::from_bytes(bytes).expect("a size of a ring");
+    let backup = Backup::Bitmap;
+    Delivery::Ring { size, backup }
+}
+
+/// How `tracking` is called here; `None` for a detection that is left as it is.
+fn modes(tracking: Tracking) -> Result<(Option<Detection>, Delivery), Lacks> {
+    let (largest, smallest) = (RingSize::BYTES_MAX, RingSize::BYTES_MIN);
+    Ok(match tracking {
+        Tracking::Bitmap => (None, Delivery::Bitmap),
+        Tracking::WriteProtectBitmap => (Some(Detection::WriteProtect), Delivery::Bitmap),
+        Tracking::PmlBitmap => (Some(Detection::Pml), Delivery::Bitmap),
+        Tracking::Ring => (None, ring(largest)),
+        Tracking::WriteProtectRing => (Some(Detection::WriteProtect), ring(smallest)),
+        Tracking::PmlRing => (Some(Detection::Pml), ring(smallest)),
+        Tracking::PageMap => {
+            let why = "soft: the memory is the backend's own, so Linux does not track it";
+            return Err(Lacks::because(why));
+        }
+    })
+}
+
+impl Backend for Soft {
+    type Vm = Vm;
+    type Vcpu = Vcpu;
+
+    fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
+        let (detection, delivery) = modes(request.tracking)?;
+        let builder = VmBuilder {
+            memory: PageCount::from_bytes(request.memory << 20),
+            resident: PageCount::from_bytes(request.resident << 20),
+            vcpus: request.vcpus,
+            huge: self.huge,
+            swap: Swap::File(std::env::temp_dir()),
+            latency: LatencySetting::default(),
+            apf: request.apf,
+            seed: None,
+            command_line: request.command_line.clone(),
+        };
+        builder.latency.set(request.latency);
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        let host = builder.host(Arc::clone(&clock)).expect("a host");
+        let config = VmConfig {
+            memory: builder.memory,
+            vcpus: builder.vcpus,
+            apf: builder.apf,
+        };
+        let vm = Vm::new(Arc::clone(&host), clock, config).expect("a VM");
+        vm.set_delivery(delivery).expect("before the first vCPU");
+        if let Some(detection) = detection {
+            vm.set_detection(detection);
+        }
+        let vcpus = vm
+            .boot(image, &builder.full_command_line())
+            .expect("room for the image");
+        let background = host.spawn_background().expect("a thread");
+        Ok(Made {
+            vm,
+            vcpus,
+            beside: Box::new(background),
+        })
+    }
+
+    fn has_string_ports(&self) -> Result<(), Lacks> {
+        let why = "soft: its processors have no INS and OUTS, which raise #UD";
+        Err(Lacks::because(why))
+    }
+
+    fn slots(vm: &Vm) -> Vec<(SlotId, GfnRange)> {
+        vm.mmu()
+            .slots()
+            .iter()
+            .map(|slot| (slot.id, slot.gfns))
+            .collect()
+    }
+
+    fn start_tracking(vm: &Vm) {
+        for id in vm.slots() {
+            vm.set_logging(id, Logging::LAZY).expect("its own slot");
+        }
+    }
+
+    fn stop_tracking(vm: &Vm) {
+        for id in vm.slots() {
+            vm.set_logging(id, Logging::Off).expect("its own slot");
+        }
+    }
+
+    fn harvest(vm: &Vm) -> BTreeSet<(SlotId, usize)> {
+        let mut dirty = BTreeSet::new();
+        if vm.mmu().delivery() != Delivery::Bitmap {
+            vm.collect_rings(|id, page| {
+                dirty.insert((id, page));
+            });
+            vm.reset_rings();
+        }
+        for (id, gfns) in Self::slots(vm) {
+            let mut words = vec![0; gfns.pages().div_ceil(64) as usize];
+            vm.get_dirty(id, &mut words).expect("its own slot");
+            dirty.extend(crate::running::set_bits(&words).map(|page| (id, page)));
+        }
+        dirty
+    }
+
+    fn brought_back(vm: &Vm) -> u64 {
+        vm.host().stats().swapped_in
+    }
+}

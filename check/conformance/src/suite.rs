@@ -1,0 +1,41 @@
+//! A `#[test]` for each body.
+
+/// Makes the tests of a backend: one for each body, named after it.
+#[macro_export]
+macro_rules! suite {
+    ($backend:expr) => {
+        $crate::suite!(@ $backend;
+            exits:
+                ports_have_every_width, string_ports_device_memory_and_the_exit_port,
+                an_unfinished_line_is_passed_on, device_memory_has_every_width,
+                a_triple_fault_says_where, a_kick_interrupts_a_halted_vcpu;
+            guests:
+                hello_prints_its_line, modified_code_is_seen, memory_order_and_split_locks,
+                a_kick_ends_an_endless_guest, the_watcher_reads_and_writes_guest_memory;
+            memory:
+                every_word_is_where_it_was_written, nothing_is_lost_at_4x_overcommit,
+                nothing_is_lost_with_late_pages, memory_outside_of_slots_is_refused;
+            async_faults:
+                every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
+                nothing_is_lost_with_async_faults;
+            dirty:
+                host_writes_are_tracked, a_bitmap_has_every_write,
+                a_bitmap_by_write_protection_has_every_write, a_bitmap_by_pml_has_every_write,
+                rings_have_every_write, rings_by_write_protection_have_every_write,
+                rings_by_pml_have_every_write, the_page_map_has_every_write,
+                tracking_begins_and_ends_while_the_guest_runs;
+        );
+    };
+    (@ $backend:expr; $($module:ident: $($body:ident),+;)+) => {
+        $(mod $module {
+            use super::*;
+            $(#[test]
+            fn $body() {
+                let backend = $backend;
+                if let Err(lacks) = $crate::bodies::$module::$body(&backend) {
+                    ::lacuna_skip::skip(lacks);
+                }
+            })+
+        })+
+    };
+}

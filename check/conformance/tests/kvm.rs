@@ -1,0 +1,3 @@
+//! Every behaviour on `/dev/kvm`.
+
+lacuna_conformance::suite!(lacuna_conformance::Kvm);
