@@ -330,7 +330,7 @@ impl Vm {
     /// guest's string instructions: see the host's log.
     pub fn collect_rings(&self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
-        self.kicks.kick();
+        self.kicks.flush();
         let mut all = 0;
         for (vcpu, ring) in state.rings.iter_mut().enumerate() {
             let harvest = ring.harvest(&mut each);

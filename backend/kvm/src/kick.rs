@@ -1,13 +1,16 @@
-//! Getting vCPUs out of `KVM_RUN`: for good, or once.
+//! Getting vCPUs out of `KVM_RUN`: to their VMM, for a moment, or for good.
 //!
 //! ```text
-//! kicker: stopping = 1; each vCPU that is entered: immediate_exit = 1, then a signal
-//!         once: waits until that entry has ended
-//! vCPU:   entered, immediate_exit = 0 (under its lock); stopping? ; KVM_RUN ; no longer entered
+//! kicker   request: stays until a run of that vCPU has returned Interrupted for it
+//!          flush:   all vCPUs out once, and waits until those entries have ended
+//!          stop:    for good
+//!          each: if the vCPU is entered, immediate_exit = 1, then a signal
+//! vCPU     entered, immediate_exit = requested (under its lock); stopping? ; KVM_RUN; not entered
 //! ```
-//! A vCPU that enters after the kicker has passed sees `stopping`. One that entered before gets
-//! both: `immediate_exit` if it is not in `KVM_RUN` yet, the signal if it is. The signal's handler
-//! does nothing; its arrival ends the sleep or the guest's run with `EINTR`.
+//! A vCPU that enters after the kicker has passed sees the request or `stopping`. One that entered
+//! before gets both: `immediate_exit` if it is not in `KVM_RUN` yet, the signal if it is. The
+//! signal's handler does nothing; its arrival ends the sleep or the guest's run with `EINTR`. With
+//! `immediate_exit` set, `KVM_RUN` first completes an access that was answered, then returns.
 //!
 //! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
 //! thread and the page exist while the vCPU is entered. It leaves under its `VcpuKick`'s lock.
@@ -45,6 +48,8 @@ struct State {
     entries: u64,
     /// How many wait for an entry to end.
     waiting: usize,
+    /// The VMM wants its vCPU back.
+    requested: bool,
 }
 
 /// One vCPU's.
@@ -84,6 +89,28 @@ impl VcpuKicks {
         self.stopping.load(Ordering::SeqCst)
     }
 
+    /// Requests that vCPU `index` returns to its VMM, from this run or else from its next.
+    pub fn request(&self, index: usize) {
+        let Some(vcpu) = self.vcpus.get(index) else {
+            return;
+        };
+        let mut state = vcpu.state();
+        state.requested = true;
+        if let Some(entered) = &state.entered {
+            entered.kick();
+        }
+    }
+
+    /// The same of every vCPU.
+    pub fn request_all(&self) {
+        (0..self.vcpus.len()).for_each(|index| self.request(index));
+    }
+
+    /// Whether vCPU `index` was requested; its VMM gets it now.
+    pub fn take_request(&self, index: usize) -> bool {
+        std::mem::take(&mut self.vcpus[index].state().requested)
+    }
+
     /// Gets every vCPU out, for good.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
@@ -96,7 +123,7 @@ impl VcpuKicks {
 
     /// Gets every vCPU out once, and returns when each has been outside since the call. Not for a
     /// vCPU's own thread.
-    pub fn kick(&self) {
+    pub fn flush(&self) {
         let kick = |vcpu: &VcpuKick| {
             let state = vcpu.state();
             state.entered.as_ref().inspect(|entered| entered.kick());
@@ -122,7 +149,8 @@ impl VcpuKicks {
         let mut state = vcpu.state();
         // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all that write it
         // hold the lock.
-        unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }.store(0, Ordering::SeqCst);
+        unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }
+            .store(u8::from(state.requested), Ordering::SeqCst);
         state.entries += 1;
         state.entered = Some(Entered {
             // SAFETY: 1. it has no preconditions.
@@ -202,19 +230,19 @@ mod tests {
             });
             for _ in 0..200 {
                 let before = entered.load(Ordering::SeqCst);
-                kicks.kick();
+                kicks.flush();
                 let now = entered.load(Ordering::SeqCst);
                 assert!((before..=before + 3).contains(&now), "{before} {now}");
             }
             while entered.load(Ordering::SeqCst) < 2 {
-                kicks.kick();
+                kicks.flush();
             }
             // It is inside, and stays there.
             let before = entered.load(Ordering::SeqCst);
             thread::sleep(Duration::from_millis(50));
             let inside = entered.load(Ordering::SeqCst);
             assert!(inside <= before + 1);
-            kicks.kick();
+            kicks.flush();
             thread::sleep(Duration::from_millis(50));
             assert_eq!(entered.load(Ordering::SeqCst), inside + 1);
             kicks.stop();

@@ -192,9 +192,9 @@ impl Source {
         failure.expect("no panic under this lock").clone()
     }
 
-    /// Has the thread look at the kicks: once they have rung for the end of the run, pages come
-    /// without latency, so that nobody has to wait for KVM's workers that still wait for them.
-    pub fn ring(&self) {
+    /// Wakes the thread, to see that the VM has stopped: pages then come without latency, so that
+    /// the VM's end does not wait for KVM's workers.
+    pub fn wake(&self) {
         let rung = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
         debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
     }
@@ -203,7 +203,7 @@ impl Source {
 impl Drop for Source {
     fn drop(&mut self) {
         self.shared.quit.store(true, Ordering::Release);
-        self.ring();
+        self.wake();
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the source does not panic");
@@ -563,7 +563,7 @@ mod tests {
             thread::yield_now();
         }
         kicks.stop();
-        source.ring();
+        source.wake();
         waits.join().unwrap();
         drop((source, ring));
     }

@@ -101,7 +101,7 @@ impl Vcpu {
             Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), &*data),
             Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), &*data),
             Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data),
-            Ok(VcpuExit::Intr) => return Ok(None),
+            Ok(VcpuExit::Intr) => return Ok(self.requested()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                 return Ok(Some(Exit::DirtyRingFull));
             }
@@ -117,12 +117,20 @@ impl Vcpu {
                 let what = format!("KVM stopped it: {other:?}");
                 return Err(self.failed(&what));
             }
-            Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => return Ok(None),
+            Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => {
+                return Ok(self.requested());
+            }
             Err(e) => return Err(self.failed(&format!("KVM_RUN: {e}"))),
         };
         let (data, bytes) = (NonNull::from(data).cast(), data.len());
         self.io = Some(self.accesses(direction, data, bytes));
         Ok(None)
+    }
+
+    /// The exit of a vCPU that its VMM has requested.
+    fn requested(&self) -> Option<Exit> {
+        let taken = self.vm.kicks.take_request(self.index);
+        taken.then_some(Exit::Interrupted)
     }
 
     fn accesses(&mut self, direction: Direction, data: NonNull<u8>, bytes: usize) -> Io {

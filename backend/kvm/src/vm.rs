@@ -207,16 +207,20 @@ fn use_rings(fd: &VmFd, size: RingSize) -> Result<(), KvmError> {
 }
 
 impl Kick for Vm {
+    fn kick(&self, index: usize) {
+        self.kicks.request(index);
+    }
+
     fn kick_all(&self) {
-        self.kicks.stop();
-        self.source.ring();
+        self.kicks.request_all();
     }
 }
 
 impl Drop for Vm {
     /// KVM waits for its workers, and they for pages.
     fn drop(&mut self) {
-        self.kick_all();
+        self.kicks.stop();
+        self.source.wake();
     }
 }
 

@@ -1,18 +1,21 @@
 //! From a description of a run to its end: what `lacuna run`, the lab and the tests have in common.
 
-use crate::{SimulatedVm, Simulator, SimulatorConfig, SoftError, Stalls, Trace, Vm, VmConfig};
-use lacuna_addr::{PAGE_SIZE, PageCount};
+use crate::{
+    SimulatedVm, Simulator, SimulatorConfig, SoftError, Stalls, Trace, Vcpu, Vm, VmConfig,
+};
+use lacuna_addr::PageCount;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
     FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting,
     MemoryStore, SwapStore,
 };
-use lacuna_machine::{Apf, Console, Ending, GuestMemory, Image, Layout, PlatformDevices};
+use lacuna_machine::{
+    Apf, Console, Ending, Image, Layout, Observed, PlatformDevices, RunEnd, run_watched,
+    status_page,
+};
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 
 /// Where pages go that have no frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -46,16 +49,6 @@ pub struct VmBuilder {
     pub command_line: String,
 }
 
-/// A run that is under way or over.
-pub struct Observed<'a> {
-    /// The VM.
-    pub vm: &'a Vm,
-    /// Its devices.
-    pub devices: &'a PlatformDevices,
-    /// The guest's time.
-    pub now: Nanos,
-}
-
 /// How a run went.
 pub struct RunSummary {
     /// Why it ended.
@@ -76,8 +69,6 @@ pub struct RunSummary {
     pub trace: Option<Trace>,
 }
 
-/// How often the watcher of a threaded run looks.
-const WATCH: Duration = Duration::from_millis(100);
 /// A swap transfer's virtual time without added latency: about the plain file's here.
 const VIRTUAL_IO_NS: u64 = 50_000;
 
@@ -125,13 +116,59 @@ impl VmBuilder {
         &self,
         image: &Image<'_>,
         console: impl Console + 'static,
-        watch: impl FnMut(&Observed<'_>),
+        mut watch: impl FnMut(&Observed<'_, Vm>),
     ) -> Result<RunSummary, SoftError> {
+        let devices = Arc::new(PlatformDevices::new(console));
+        let (end, trace) = self.run_with(image, devices, &mut watch)?;
+        Ok(RunSummary::of(end, trace))
+    }
+
+    /// As [`VmBuilder::run`], with devices of the caller's.
+    pub(crate) fn run_with(
+        &self,
+        image: &Image<'_>,
+        devices: Arc<PlatformDevices>,
+        watch: &mut dyn FnMut(&Observed<'_, Vm>),
+    ) -> Result<(RunEnd<Vm>, Option<Trace>), SoftError> {
+        let (vm, time) = self.vm()?;
+        let vcpus = vm.boot(image, &self.full_command_line())?;
+        let trace = match time {
+            Time::Real(clock) => {
+                let background = vm.host().spawn_background()?;
+                let run = run_watched(&vm, vcpus, &devices, &*clock, watch);
+                run.map_err(|error| HostError::Thread(error.to_string()))?;
+                drop(background);
+                // The status page may be in swap.
+                vm.host().end_latency();
+                None
+            }
+            Time::Virtual { clock, seed } => {
+                Some(simulate(&vm, vcpus, &devices, (clock, seed), watch))
+            }
+        };
+        let end = RunEnd {
+            ending: devices.ending().unwrap_or(Ending::Stopped),
+            end: vm.clock.now(),
+            status: status_page(&*vm, &devices),
+            trace_hash: trace.map(|trace| trace.hash),
+            vm,
+        };
+        Ok((end, trace))
+    }
+
+    /// Its VM, with a memory manager of its own.
+    pub(crate) fn vm(&self) -> Result<(Arc<Vm>, Time), SoftError> {
         self.check()?;
-        match self.seed {
-            None => self.run_threads(image, console, watch),
-            Some(seed) => self.run_seeded(seed, image, console, watch),
-        }
+        let time = match self.seed {
+            None => Time::Real(Arc::new(HostClock::default())),
+            Some(seed) => Time::Virtual {
+                clock: Arc::default(),
+                seed,
+            },
+        };
+        let clock = time.clock();
+        let host = self.host(Arc::clone(&clock))?;
+        Ok((Vm::new(host, clock, self.config())?, time))
     }
 
     /// Refuses sizes that no host can run, before memory and files are taken for them. The budget
@@ -154,101 +191,71 @@ impl VmBuilder {
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,
+            ..VmConfig::default()
         }
-    }
-
-    fn run_threads(
-        &self,
-        image: &Image<'_>,
-        console: impl Console + 'static,
-        mut watch: impl FnMut(&Observed<'_>),
-    ) -> Result<RunSummary, SoftError> {
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = self.host(Arc::clone(&clock))?;
-        let vm = Vm::new(Arc::clone(&host), Arc::clone(&clock), self.config())?;
-        let vcpus = vm.boot(image, &self.full_command_line())?;
-        let devices = PlatformDevices::new(console);
-        let background = host.spawn_background()?;
-        let watcher = thread::current();
-        thread::scope(|scope| {
-            let named = thread::Builder::new().name("lacuna-run".into());
-            let spawned = named.spawn_scoped(scope, || {
-                drop(lacuna_machine::run(vcpus, &devices, &*vm));
-                watcher.unpark();
-            });
-            let runner = spawned.map_err(|error| HostError::Thread(error.to_string()))?;
-            while !runner.is_finished() && devices.ending().is_none() {
-                watch(&Observed {
-                    vm: &vm,
-                    devices: &devices,
-                    now: clock.now(),
-                });
-                thread::park_timeout(WATCH);
-            }
-            Ok::<(), HostError>(())
-        })?;
-        drop(background);
-        let end = clock.now();
-        // The status page may be in swap.
-        host.end_latency();
-        Ok(RunSummary::of(&vm, &devices, end, None))
-    }
-
-    fn run_seeded(
-        &self,
-        seed: u64,
-        image: &Image<'_>,
-        console: impl Console + 'static,
-        mut watch: impl FnMut(&Observed<'_>),
-    ) -> Result<RunSummary, SoftError> {
-        let clock = Arc::new(VirtualClock::default());
-        let host = self.host(Arc::clone(&clock) as Arc<dyn Clock>)?;
-        let vm = Vm::new(
-            Arc::clone(&host),
-            Arc::clone(&clock) as Arc<dyn Clock>,
-            self.config(),
-        )?;
-        let vcpus = vm.boot(image, &self.full_command_line())?;
-        let devices = Arc::new(PlatformDevices::new(console));
-        let mut simulator = Simulator::new(SimulatorConfig {
-            seed,
-            clock: Arc::clone(&clock),
-            host,
-        });
-        simulator.add(SimulatedVm {
-            vm: Arc::clone(&vm),
-            vcpus,
-            devices: Arc::clone(&devices),
-        });
-        let trace = simulator.run(|| {
-            watch(&Observed {
-                vm: &vm,
-                devices: &devices,
-                now: clock.now(),
-            })
-        });
-        Ok(RunSummary::of(&vm, &devices, clock.now(), Some(trace)))
     }
 }
 
+/// Which clock a run has.
+pub(crate) enum Time {
+    /// The host's, and threads.
+    Real(Arc<dyn Clock>),
+    /// The simulator's.
+    Virtual {
+        /// Its clock.
+        clock: Arc<VirtualClock>,
+        /// Its seed.
+        seed: u64,
+    },
+}
+
+impl Time {
+    fn clock(&self) -> Arc<dyn Clock> {
+        match self {
+            Self::Real(clock) => Arc::clone(clock),
+            Self::Virtual { clock, .. } => Arc::clone(clock) as Arc<dyn Clock>,
+        }
+    }
+}
+
+fn simulate(
+    vm: &Arc<Vm>,
+    vcpus: Vec<Vcpu>,
+    devices: &Arc<PlatformDevices>,
+    (clock, seed): (Arc<VirtualClock>, u64),
+    watch: &mut dyn FnMut(&Observed<'_, Vm>),
+) -> Trace {
+    let mut simulator = Simulator::new(SimulatorConfig {
+        seed,
+        clock: Arc::clone(&clock),
+        host: Arc::clone(vm.host()),
+    });
+    simulator.add(SimulatedVm {
+        vm: Arc::clone(vm),
+        vcpus,
+        devices: Arc::clone(devices),
+    });
+    simulator.run(|| {
+        watch(&Observed {
+            vm: &**vm,
+            devices,
+            now: clock.now(),
+        })
+    })
+}
+
 impl RunSummary {
-    fn of(vm: &Vm, devices: &PlatformDevices, end: Nanos, trace: Option<Trace>) -> Self {
+    fn of(end: RunEnd<Vm>, trace: Option<Trace>) -> Self {
+        let vm = end.vm;
         Self {
-            ending: devices.ending().unwrap_or(Ending::Stopped),
+            ending: end.ending,
             host: vm.host().stats(),
             stalls: vm.stalls(),
             apf: vm.apf_stats(),
             retired: vm.retired(),
-            status: status_page(vm, devices),
-            end,
+            status: end.status,
+            end: end.end,
             trace,
         }
     }
-}
-
-/// A copy of the status page, from swap if need be.
-fn status_page(vm: &Vm, devices: &PlatformDevices) -> Option<Vec<u8>> {
-    let mut page = vec![0; PAGE_SIZE];
-    vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
-    Some(page)
 }

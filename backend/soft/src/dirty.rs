@@ -11,6 +11,7 @@
 //! harvests only has to ask all vCPUs to leave once. None of these calls is for a vCPU's thread.
 
 use crate::Vm;
+use lacuna_machine::{DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog};
 use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
 use lacuna_slots::SlotId;
 
@@ -88,6 +89,72 @@ impl Vm {
 
     /// What it has cost each vCPU.
     pub fn dirty_stats(&self) -> Vec<DirtyStats> {
+        self.mmu.dirty_stats()
+    }
+}
+
+impl DirtyTracking for Vm {
+    fn delivery(&self) -> Delivery {
+        self.mmu.delivery()
+    }
+
+    fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
+        self.mmu.set_logging(id, logging)
+    }
+
+    fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
+        self.mmu.get_dirty(id, out)
+    }
+
+    fn dirty_rings(&self) -> Option<&dyn DirtyRings> {
+        matches!(self.mmu.delivery(), Delivery::Ring { .. }).then_some(self)
+    }
+
+    fn two_step_log(&self) -> Option<&dyn TwoStepLog> {
+        self.mmu.delivery().has_bitmaps().then_some(self)
+    }
+
+    fn detection(&self) -> Option<&dyn DetectionChoice> {
+        Some(self)
+    }
+}
+
+impl DirtyRings for Vm {
+    fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
+        Ok(self.mmu.collect_rings(each))
+    }
+
+    fn reset_rings(&self) -> Result<usize, DirtyError> {
+        Ok(self.mmu.reset_rings())
+    }
+}
+
+impl TwoStepLog for Vm {
+    fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
+        self.mmu.peek_dirty(id, out)
+    }
+
+    fn clear_dirty(
+        &self,
+        id: SlotId,
+        first_page: usize,
+        pages: usize,
+        mask: &mut [u64],
+    ) -> Result<(), DirtyError> {
+        self.mmu.clear_dirty(id, first_page, pages, mask)
+    }
+}
+
+impl DetectionChoice for Vm {
+    fn current(&self) -> Detection {
+        self.mmu.detection()
+    }
+
+    fn choose(&self, detection: Detection) {
+        self.mmu.set_detection(detection);
+    }
+
+    fn dirty_stats(&self) -> Vec<DirtyStats> {
         self.mmu.dirty_stats()
     }
 }

@@ -5,7 +5,8 @@
 //! alias and executed through the other is not seen to change.
 
 use crate::Vm;
-use lacuna_addr::Gpa;
+use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
+use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 
 impl Vm {
@@ -47,5 +48,65 @@ impl Vm {
 
     fn forget_code(&self) {
         self.code.forget_all(self.qsbr());
+    }
+}
+
+impl MemorySlots for Vm {
+    fn memory_slots(&self) -> Vec<MemorySlot> {
+        let slots = self.mmu.slots();
+        let slot = |slot: &std::sync::Arc<lacuna_slots::Slot<_>>| MemorySlot {
+            id: slot.id,
+            gfns: slot.gfns,
+            flags: slot.flags,
+        };
+        slots.iter().map(slot).collect()
+    }
+
+    fn add_memory(
+        &self,
+        id: SlotId,
+        gfns: GfnRange,
+        flags: SlotFlags,
+    ) -> Result<(), MemorySlotError> {
+        let backing = self.add_backing(PageCount::new(gfns.pages()));
+        let backing = backing.map_err(|error| MemorySlotError::Host {
+            id,
+            cause: error.to_string(),
+        })?;
+        let added = self.mmu.add_slot(SlotSpec {
+            id,
+            guest: gfns.start().gpa().get(),
+            host: backing.start(),
+            bytes: gfns.pages() * PAGE_SIZE as u64,
+            flags,
+        });
+        if let Err(error) = added {
+            let removed = self.host.remove_region(backing);
+            debug_assert!(removed.is_ok(), "it was just added");
+            return Err(error.into());
+        }
+        self.keep_backing(Some(id), backing);
+        Ok(())
+    }
+
+    fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError> {
+        self.delete_slot(id)?;
+        let mut all = self.backing.lock().expect("no panic under this lock");
+        let place = all.iter().position(|(slot, _)| *slot == Some(id));
+        let backing = place.map(|place| all.swap_remove(place).1);
+        drop(all);
+        if let Some(backing) = backing {
+            let removed = self.host.remove_region(backing);
+            debug_assert!(removed.is_ok(), "this VM added it");
+        }
+        Ok(())
+    }
+
+    fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
+        Ok(Vm::move_slot(self, id, start.gpa())?)
+    }
+
+    fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), MemorySlotError> {
+        Ok(Vm::set_slot_flags(self, id, flags)?)
     }
 }

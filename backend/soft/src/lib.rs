@@ -13,6 +13,7 @@
 //! | `frame_set` | a set of guest frames, anywhere, read without a lock |
 //! | `exclusive` | the world-stop for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
+//! | `interface` | the backend interface of `lacuna_machine` |
 //! | `kind` | whether an error is due to the request, the guest or the host |
 //! | `builder` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
@@ -33,6 +34,7 @@ mod dirty;
 mod entry;
 mod exclusive;
 mod frame_set;
+mod interface;
 mod kind;
 mod layout;
 mod memory;
@@ -42,12 +44,12 @@ mod stall;
 mod vcpu;
 mod vm;
 
-pub use builder::{Observed, RunSummary, Swap, VmBuilder};
+pub use builder::{RunSummary, Swap, VmBuilder};
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
     Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuNotifier,
 };
-pub use lacuna_machine::{Apf, ErrorKind};
+pub use lacuna_machine::{Apf, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
     RingSize, Room,
@@ -58,4 +60,4 @@ pub use lacuna_stage2::Walk;
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 pub use stall::Stalls;
 pub use vcpu::{Step, Vcpu, Wait};
-pub use vm::{SoftError, Vm, VmConfig};
+pub use vm::{SoftError, Vm};

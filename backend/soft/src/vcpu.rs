@@ -66,14 +66,15 @@ pub struct Vcpu {
     index: usize,
     entry: Entry,
     apf: Queue,
-    boot: Boot,
+    /// Where it starts; none in a VM whose vCPUs are to be restored.
+    boot: Option<Boot>,
     /// Instructions retired when its holds were last let go.
     held_at: u64,
     stalled_since: Option<Nanos>,
 }
 
 impl Vcpu {
-    pub(crate) fn new(vm: Arc<Vm>, index: usize, boot: &Boot) -> Result<Self, SoftError> {
+    pub(crate) fn new(vm: Arc<Vm>, index: usize, boot: Option<Boot>) -> Result<Self, SoftError> {
         let kicks = Arc::clone(&vm.kicks);
         let features = vm.features();
         let id = u32::try_from(index).expect("at most 64 vCPUs");
@@ -82,7 +83,7 @@ impl Vcpu {
             apf: Queue::new(id, Control::new(features), move || kicks.wake(index)),
             vm,
             index,
-            boot: *boot,
+            boot,
             held_at: 0,
             stalled_since: None,
         };
@@ -100,8 +101,10 @@ impl Vcpu {
     fn start(&mut self) {
         let features = self.vm.features();
         self.entry.cpu.set_kvm_features(features.bits());
-        self.entry.cpu.set_system(boot_system(&self.boot));
-        self.entry.cpu.set_regs(&boot_regs(&self.boot));
+        if let Some(boot) = &self.boot {
+            self.entry.cpu.set_system(boot_system(boot));
+            self.entry.cpu.set_regs(&boot_regs(boot));
+        }
     }
 
     /// Its registers, for traces and debuggers.
@@ -258,7 +261,7 @@ impl Vcpu {
         fine_sleeps();
         let vm = Arc::clone(&self.vm);
         let _polling = vm.host.polling();
-        while !vm.is_stopping() {
+        while !self.meter().kicked.load(Ordering::Relaxed) {
             vm.host.poll(vm.clock.now());
             match (self.step(FUEL), vm.host.next_due()) {
                 (Step::Ran, _) => {}
@@ -271,6 +274,7 @@ impl Vcpu {
                 (other, _) => return other,
             }
         }
+        self.meter().kicked.store(false, Ordering::Release);
         Step::Exit(Exit::Interrupted)
     }
 
@@ -384,7 +388,10 @@ impl Vcpu {
     pub fn reclaim(&mut self) -> Result<(), VcpuError> {
         let vm = &self.vm;
         let frames = self.entry.bus.vcpu_mmu().frames();
-        match vm.host.reclaim_direct_until(frames, &vm.stopping) {
+        match vm
+            .host
+            .reclaim_direct_until(frames, &vm.meters[self.index].kicked)
+        {
             Ok(_) => Ok(()),
             Err(e) => Err(VcpuError::NoMemory {
                 vcpu: self.index,
@@ -403,7 +410,10 @@ impl lacuna_machine::Vcpu for Vcpu {
         loop {
             match self.run_until_idle() {
                 Step::Ran => {}
-                Step::Exit(exit) => return Ok(exit),
+                Step::Exit(exit) => {
+                    self.meter().exits.fetch_add(1, Ordering::Relaxed);
+                    return Ok(exit);
+                }
                 Step::Failed(error) => return Err(error),
                 Step::Wait(Wait::Halt(until)) => {
                     if self.vm.host.wants_balance() {
@@ -417,7 +427,7 @@ impl lacuna_machine::Vcpu for Vcpu {
                 }
                 // A failed read shows when the page is resolved again: it is lost then.
                 Step::Wait(Wait::Page(ticket)) => {
-                    let _ = self.vm.host.wait_until(&ticket, &self.vm.stopping);
+                    let _ = self.vm.host.wait_until(&ticket, &self.meter().kicked);
                 }
                 Step::Wait(Wait::Memory) => self.reclaim()?,
                 Step::Wait(Wait::Busy) => yield_now(),

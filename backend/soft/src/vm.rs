@@ -10,24 +10,13 @@ use lacuna_apf::Stats as ApfStats;
 use lacuna_apf::x86::Features;
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
-use lacuna_machine::{Apf, Boot, BootError, Image, Kick, Layout};
+use lacuna_machine::{Apf, Boot, BootError, Delivery, DirtyError, Image, Kick, Layout, VmConfig};
 use lacuna_mmu::{Mmu, MmuError};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_sync::{Clock, Qsbr, VcpuSlot};
 use lacuna_x86::ApicBus;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-
-/// What a VM has.
-#[derive(Clone, Copy, Debug)]
-pub struct VmConfig {
-    /// The memory that the guest believes it has.
-    pub memory: PageCount,
-    /// Its processors, 1 to 64.
-    pub vcpus: usize,
-    /// Asynchronous page faults.
-    pub apf: Apf,
-}
 
 /// Why a VM cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +39,9 @@ pub enum SoftError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// Writes cannot be recorded in that way.
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
     /// [`Vm::boot`] has made its vCPUs before.
     #[error("this VM was booted before; make another one, or reload the image and reset its vCPUs")]
     Booted,
@@ -74,11 +66,14 @@ impl Wake for VcpuKicks {
     }
 }
 
-/// What a vCPU reports while it runs, for whoever watches. On cache lines of its own.
+/// What a vCPU reports while it runs, and the kick that waits for it. On cache lines of its own.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Meter {
     pub(crate) retired: AtomicU64,
+    pub(crate) exits: AtomicU64,
+    /// A kick that no run has taken yet.
+    pub(crate) kicked: AtomicBool,
     pub(crate) stalls: Mutex<Stalls>,
     pub(crate) apf: Mutex<ApfStats>,
 }
@@ -94,11 +89,11 @@ pub struct Vm {
     pub(crate) code: CodeMap,
     pub(crate) exclusive: Exclusive,
     pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) stopping: AtomicBool,
     pub(crate) meters: Box<[Meter]>,
     booted: AtomicBool,
     apf_paused: AtomicBool,
-    backing: Mutex<Vec<HvaRange>>,
+    /// Regions of the host that hold this VM's memory: with the slot, where they go with it.
+    pub(crate) backing: Mutex<Vec<(Option<SlotId>, HvaRange)>>,
 }
 
 impl Vm {
@@ -108,13 +103,18 @@ impl Vm {
         clock: Arc<dyn Clock>,
         config: VmConfig,
     ) -> Result<Arc<Self>, SoftError> {
-        let VmConfig { memory, vcpus, apf } = config;
+        let VmConfig {
+            memory, vcpus, apf, ..
+        } = config;
         if !(1..=64).contains(&vcpus) {
             return Err(SoftError::Vcpus(vcpus));
         }
         let layout = Layout::new(memory)?;
         let qsbr = Arc::new(Qsbr::new(vcpus));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), TABLES_MAX)?;
+        if config.delivery != Delivery::Bitmap {
+            mmu.set_delivery(config.delivery)?;
+        }
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
         let kicks = Arc::new(VcpuKicks { qsbr, parkers });
         let wake: Arc<dyn Wake> = Arc::clone(&kicks) as Arc<dyn Wake>;
@@ -129,7 +129,6 @@ impl Vm {
             code: CodeMap::new(end, vcpus),
             apics: Arc::new(ApicBus::new(vcpus, wake)),
             exclusive: Exclusive::default(),
-            stopping: AtomicBool::new(false),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
             booted: AtomicBool::new(false),
             apf_paused: AtomicBool::new(apf == Apf::Off),
@@ -141,23 +140,16 @@ impl Vm {
             kicks,
             clock,
         };
-        vm.add_memory()?;
+        vm.add_boot_memory()?;
         Ok(Arc::new(vm))
     }
 
-    fn add_memory(&self) -> Result<(), SoftError> {
-        for (id, range) in (0..).zip(self.layout.ranges()) {
-            let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
-            let pages = PageCount::new(range.pages());
-            let backing = self.host.add_region(pages, notifier)?;
-            // What VMMs say of guest memory; the host's policy is to hear it or not.
-            self.host.advise_huge(backing)?;
-            self.backing
-                .lock()
-                .expect("no panic under this lock")
-                .push(backing);
+    fn add_boot_memory(&self) -> Result<(), SoftError> {
+        for (id, range) in (0..).map(SlotId).zip(self.layout.ranges()) {
+            let backing = self.add_backing(PageCount::new(range.pages()))?;
+            self.keep_backing(None, backing);
             self.mmu.add_slot(SlotSpec {
-                id: SlotId(id),
+                id,
                 guest: range.start().gpa().get(),
                 host: backing.start(),
                 bytes: range.pages() * PAGE_SIZE as u64,
@@ -165,6 +157,19 @@ impl Vm {
             })?;
         }
         Ok(())
+    }
+
+    /// New memory of the host, advised to be huge as VMMs do with guest memory.
+    pub(crate) fn add_backing(&self, pages: PageCount) -> Result<HvaRange, HostError> {
+        let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
+        let backing = self.host.add_region(pages, notifier)?;
+        self.host.advise_huge(backing)?;
+        Ok(backing)
+    }
+
+    pub(crate) fn keep_backing(&self, slot: Option<SlotId>, backing: HvaRange) {
+        let mut all = self.backing.lock().expect("no panic under this lock");
+        all.push((slot, backing));
     }
 
     /// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once: a
@@ -179,10 +184,29 @@ impl Vm {
         image: &Image<'_>,
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
+        self.make_once(|| {
+            let boot = Boot::load(image, &self.layout, command_line, &**self)?;
+            self.make_vcpus(Some(boot))
+        })
+    }
+
+    /// Makes the vCPUs without an image, in long mode with all registers zero: their states are to
+    /// be restored. Once, as [`Vm::boot`].
+    ///
+    /// # Errors
+    /// As [`Vm::boot`].
+    pub fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
+        self.make_once(|| self.make_vcpus(None))
+    }
+
+    fn make_once(
+        &self,
+        make: impl FnOnce() -> Result<Vec<Vcpu>, SoftError>,
+    ) -> Result<Vec<Vcpu>, SoftError> {
         if self.booted.swap(true, Ordering::AcqRel) {
             return Err(SoftError::Booted);
         }
-        let vcpus = self.make_vcpus(image, command_line);
+        let vcpus = make();
         if vcpus.is_err() {
             self.booted.store(false, Ordering::Release);
         }
@@ -199,23 +223,21 @@ impl Vm {
         Ok(())
     }
 
-    fn make_vcpus(
-        self: &Arc<Self>,
-        image: &Image<'_>,
-        command_line: &str,
-    ) -> Result<Vec<Vcpu>, SoftError> {
-        let boot = Boot::load(image, &self.layout, command_line, &**self)?;
+    fn make_vcpus(self: &Arc<Self>, boot: Option<Boot>) -> Result<Vec<Vcpu>, SoftError> {
         // The VM's tables may have left no address space for the vCPUs and their threads. The
         // tables of a vCPU fit into what a thread's arena leaves of its mapping.
         room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
         (0..self.config.vcpus)
-            .map(|index| Vcpu::new(Arc::clone(self), index, &boot))
+            .map(|index| Vcpu::new(Arc::clone(self), index, boot))
             .collect()
     }
 
     /// Its configuration.
     pub fn config(&self) -> VmConfig {
-        self.config
+        VmConfig {
+            delivery: self.mmu.delivery(),
+            ..self.config
+        }
     }
 
     /// Its memory-management unit.
@@ -281,14 +303,11 @@ impl Vm {
         &self.kicks.qsbr
     }
 
-    /// After [`Kick::kick_all`], once every vCPU has come back: vCPUs may be run again.
-    pub fn resume(&self) {
-        self.stopping.store(false, Ordering::Release);
-    }
-
-    /// Whether a vCPU that would wait should come back to its VMM instead.
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
+    /// Forgets every kick that no run has taken yet.
+    pub fn withdraw_kicks(&self) {
+        for meter in &self.meters {
+            meter.kicked.store(false, Ordering::Release);
+        }
     }
 }
 
@@ -301,15 +320,21 @@ const TABLES_MAX: u32 = 1 << 20;
 const THREADS_BESIDE: usize = 4;
 
 impl Kick for Vm {
+    fn kick(&self, index: usize) {
+        if let Some(meter) = self.meters.get(index) {
+            meter.kicked.store(true, Ordering::Release);
+            self.kicks.wake(index);
+        }
+    }
+
     fn kick_all(&self) {
-        self.stopping.store(true, Ordering::Release);
-        (0..self.config.vcpus).for_each(|index| self.kicks.wake(index));
+        (0..self.config.vcpus).for_each(|index| self.kick(index));
     }
 }
 
 impl Drop for Vm {
     fn drop(&mut self) {
-        for range in self
+        for (_, range) in self
             .backing
             .get_mut()
             .expect("no panic under this lock")

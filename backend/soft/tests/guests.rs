@@ -34,6 +34,8 @@ fn all_workloads_succeed() {
 struct NoKick;
 
 impl Kick for NoKick {
+    fn kick(&self, _: usize) {}
+
     fn kick_all(&self) {}
 }
 

@@ -267,6 +267,7 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
             memory: builder.memory,
             vcpus: 1,
             apf: builder.apf,
+            ..VmConfig::default()
         };
         let heir = Vm::new(Arc::clone(&bench.host), clock, config).unwrap();
         let ones = vec![1; 16 << 20];

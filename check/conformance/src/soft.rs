@@ -74,6 +74,7 @@ impl Backend for Soft {
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
+            ..VmConfig::default()
         };
         let vm = Vm::new(Arc::clone(&host), clock, config).expect("a VM");
         vm.set_delivery(delivery).expect("before the first vCPU");

@@ -142,6 +142,8 @@ fn set(file: &mut [u8], at: usize, size: usize, rng: &mut Rng) {
 struct Deaf;
 
 impl Kick for Deaf {
+    fn kick(&self, _: usize) {}
+
     fn kick_all(&self) {}
 }
 
@@ -160,6 +162,7 @@ fn try_image(
         memory: PageCount::new(MEMORY),
         vcpus: 1,
         apf: Apf::On,
+        ..VmConfig::default()
     };
     let time = Arc::clone(clock) as Arc<dyn Clock>;
     let vm = Vm::new(Arc::clone(host), time, config).expect("a VM");

@@ -270,6 +270,7 @@ impl World {
                 runner.stuck = 0;
             }
             Exit::Shutdown(_) => self.revive(index),
+            other => panic!("no such exit in this VM: {other:?}"),
         }
     }
 

@@ -94,6 +94,7 @@ pub const fn name_of(exit: &Exit) -> &'static str {
         Exit::Shutdown(_) => "shutdown",
         Exit::DirtyRingFull => "ring full",
         Exit::Interrupted => "interrupted",
+        _ => "other",
     }
 }
 

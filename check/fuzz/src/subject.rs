@@ -98,6 +98,8 @@ pub const FIRST_EXTRA: u16 = 10;
 struct Deaf;
 
 impl Kick for Deaf {
+    fn kick(&self, _: usize) {}
+
     fn kick_all(&self) {}
 }
 
@@ -133,6 +135,7 @@ impl Subject {
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
+            ..VmConfig::default()
         };
         let vm = Vm::new(Arc::clone(host), clock, config).expect("a VM");
         vm.set_delivery(plan.delivery).expect("before its vCPUs");

@@ -122,7 +122,7 @@ fn round(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
         .map(|guest| Arc::clone(&guest.subject.vm))
         .collect();
     let before = retired(&vms);
-    vms.iter().for_each(|vm| vm.resume());
+    vms.iter().for_each(|vm| vm.withdraw_kicks());
     thread::scope(|scope| {
         let kick = KickOnDrop(vms.clone());
         let mut monitors = Vec::new();
@@ -145,7 +145,7 @@ fn round(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
             match rng.u8(..16) {
                 0 => thread::sleep(Duration::from_micros(rng.u64(..2000))),
                 1 => subject.vm.kick_all(),
-                2 => subject.vm.resume(),
+                2 => subject.vm.withdraw_kicks(),
                 _ => thread::yield_now(),
             }
         }
@@ -182,6 +182,7 @@ impl Runner {
                     self.must_revive = true;
                     return;
                 }
+                other => panic!("no such exit in this VM: {other:?}"),
             }
         }
     }

@@ -6,14 +6,15 @@
 //! | 0xf4 | any | end of the run; the value is the exit code (QEMU's `isa-debug-exit`) |
 //! | 0x5c0 | long | frame number of the guest's status page (`lacuna-guest::status`) |
 //!
-//! Every other port reads as ones and ignores writes, as does device memory: a bus with nothing on
-//! it.
+//! An embedder adds [`Device`]s of its own, at ports and at guest-physical addresses. Every other
+//! port and address reads as ones and ignores writes, as a bus with nothing on it.
 
 use crate::{Kick, VcpuError, Width};
-use lacuna_addr::Gfn;
+use lacuna_addr::{Gfn, Gpa};
 use std::convert::Infallible;
-use std::sync::Mutex;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use vm_superio::{Serial, Trigger};
 
 /// Port numbers.
@@ -51,6 +52,69 @@ pub enum Ending {
     Failed(VcpuError),
     /// The VMM stopped it.
     Stopped,
+}
+
+/// A device of an embedder's own. Several vCPUs may access it at once.
+pub trait Device: Send + Sync {
+    /// A read, `offset` bytes from the beginning of the device's range. Bits beyond `width` are
+    /// dropped.
+    fn read(&self, offset: u64, width: Width) -> u64;
+
+    /// A write of `value`, zero-extended. The run ends where the device says so.
+    fn write(&self, offset: u64, width: Width, value: u64) -> Option<Ending>;
+}
+
+/// Why a device is not added.
+#[derive(Debug, thiserror::Error, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// Another device has a part of the range.
+    #[error("{from:#x}..={to:#x} overlaps a device that is there already: choose another range")]
+    Overlap {
+        /// First port or address.
+        from: u64,
+        /// Last port or address.
+        to: u64,
+    },
+    /// The range has no end, or no content.
+    #[error("a device of {bytes} bytes at {from:#x}: give it at least one byte, below 2^52")]
+    Range {
+        /// First address.
+        from: u64,
+        /// Its size.
+        bytes: u64,
+    },
+}
+
+/// Devices in one address space, each in a range that no other touches.
+#[derive(Default)]
+struct Space(Vec<(RangeInclusive<u64>, Arc<dyn Device>)>);
+
+impl Space {
+    fn add(
+        &mut self,
+        range: RangeInclusive<u64>,
+        device: Arc<dyn Device>,
+    ) -> Result<(), DeviceError> {
+        let (from, to) = (*range.start(), *range.end());
+        if self
+            .0
+            .iter()
+            .any(|(other, _)| from <= *other.end() && *other.start() <= to)
+        {
+            return Err(DeviceError::Overlap { from, to });
+        }
+        self.0.push((range, device));
+        Ok(())
+    }
+
+    /// The device that has all of an access, and the offset into it.
+    fn find(&self, at: u64, width: Width) -> Option<(&dyn Device, u64)> {
+        let last = at.checked_add(width as u64 - 1)?;
+        let mut devices = self.0.iter();
+        let (range, device) = devices.find(|(r, _)| r.contains(&at) && r.contains(&last))?;
+        Some((&**device, at - range.start()))
+    }
 }
 
 struct NoInterrupt;
@@ -109,10 +173,12 @@ pub struct PlatformDevices {
     serial: Mutex<Serial<NoInterrupt, vm_superio::serial::NoEvents, Lines>>,
     status: AtomicU64,
     ending: Mutex<Option<Ending>>,
+    ports: Space,
+    mmio: Space,
 }
 
 impl PlatformDevices {
-    /// Devices that print to `console`.
+    /// The serial line prints to `console`.
     pub fn new(console: impl Console + 'static) -> Self {
         let lines = Lines {
             console: Box::new(console),
@@ -122,7 +188,66 @@ impl PlatformDevices {
             serial: Mutex::new(Serial::new(NoInterrupt, lines)),
             status: AtomicU64::new(NO_STATUS),
             ending: Mutex::new(None),
+            ports: Space::default(),
+            mmio: Space::default(),
         }
+    }
+
+    /// Adds `device` at `ports`. The ports of the table above are taken.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; nothing has changed then.
+    pub fn add_ports(
+        &mut self,
+        ports: RangeInclusive<u16>,
+        device: Arc<dyn Device>,
+    ) -> Result<(), DeviceError> {
+        let (from, to) = (u64::from(*ports.start()), u64::from(*ports.end()));
+        if from > to {
+            return Err(DeviceError::Range { from, bytes: 0 });
+        }
+        let own = [port::SERIAL..=port::SERIAL_LAST, port::EXIT..=port::EXIT];
+        let mut own = own.iter().chain([&(port::STATUS..=port::STATUS)]);
+        if own.any(|own| ports.start() <= own.end() && own.start() <= ports.end()) {
+            return Err(DeviceError::Overlap { from, to });
+        }
+        self.ports.add(from..=to, device)
+    }
+
+    /// Adds `device` at `bytes` guest-physical addresses from `start` on. A memory slot there hides
+    /// it.
+    ///
+    /// # Errors
+    /// [`DeviceError`]; nothing has changed then.
+    pub fn add_mmio(
+        &mut self,
+        start: Gpa,
+        bytes: u64,
+        device: Arc<dyn Device>,
+    ) -> Result<(), DeviceError> {
+        let from = start.get();
+        let last = bytes
+            .checked_sub(1)
+            .and_then(|last| start.checked_add(last));
+        let last = last.ok_or(DeviceError::Range { from, bytes })?;
+        self.mmio.add(from..=last.get(), device)
+    }
+
+    /// A write to an address without memory.
+    pub fn mmio_write(&self, gpa: Gpa, width: Width, value: u64, kick: &impl Kick) {
+        let found = self.mmio.find(gpa.get(), width);
+        let ending = found.and_then(|(device, offset)| device.write(offset, width, value));
+        if let Some(ending) = ending {
+            self.end(ending, kick);
+        }
+    }
+
+    /// A read from an address without memory.
+    pub fn mmio_read(&self, gpa: Gpa, width: Width) -> u64 {
+        let found = self.mmio.find(gpa.get(), width);
+        found.map_or(width.ones(), |(device, offset)| {
+            device.read(offset, width) & width.ones()
+        })
     }
 
     /// A port write.
@@ -137,7 +262,15 @@ impl PlatformDevices {
             port::STATUS if width == Width::Long => {
                 self.status.store(u64::from(value), Ordering::Release);
             }
-            _ => {}
+            _ => {
+                let found = self.ports.find(u64::from(port), width);
+                let write = |(device, offset): (&dyn Device, u64)| {
+                    device.write(offset, width, u64::from(value))
+                };
+                if let Some(ending) = found.and_then(write) {
+                    self.end(ending, kick);
+                }
+            }
         }
     }
 
@@ -148,7 +281,10 @@ impl PlatformDevices {
                 let mut serial = self.serial.lock().expect("no panic under this lock");
                 u64::from(serial.read((port - port::SERIAL) as u8))
             }
-            _ => width.ones(),
+            _ => match self.ports.find(u64::from(port), width) {
+                Some((device, offset)) => device.read(offset, width) & width.ones(),
+                None => width.ones(),
+            },
         }
     }
 

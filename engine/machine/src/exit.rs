@@ -27,6 +27,7 @@ impl Width {
 /// What the VMM has to do before it enters the vCPU again. Halts, page waits and interrupts stay
 /// inside the backend, as with KVM's in-kernel interrupt controller.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Exit {
     /// `OUT`: the value is in the low bits.
     IoOut {

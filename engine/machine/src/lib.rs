@@ -1,11 +1,15 @@
 //! What a virtual machine looks like from outside: exits, devices, images and the run loop.
 //!
-//! * [`Vcpu`], [`Exit`]: the seam that every backend implements, named after `kvm-ioctls`.
-//! * [`GuestMemory`]: bytes of the guest, for whoever loads or inspects it.
+//! * [`Vm`], [`Builder`]: the interface that every backend implements, and its optional powers.
+//! * [`Vcpu`], [`Exit`]: one processor and why it returns to its VMM; [`SaveRestore`]: its whole
+//!   state as one value ([`VcpuState`]).
+//! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as pages that
+//!   were written.
 //! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry
 //!   state.
-//! * [`PlatformDevices`]: what a guest sees (serial line, exit port, status-page port).
-//! * [`run`]: one thread per vCPU until the guest ends.
+//! * [`PlatformDevices`]: what a guest sees (serial line, exit port, status-page port), and the
+//!   [`Device`]s that an embedder adds.
+//! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] with a watcher beside.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
 //! This crate knows no processor, no tables and no memory manager: it and `lacuna-mmu` are
@@ -16,19 +20,38 @@ mod apf;
 mod arch;
 pub mod boot;
 mod devices;
+mod dirty;
 mod exit;
 mod image;
+mod kick;
 mod kind;
 mod memory;
 mod run;
+mod slots;
+mod state;
+mod vm;
 
 pub use apf::Apf;
 pub use arch::Arch;
 pub use boot::x86::Boot;
 pub use boot::{BootError, Layout};
-pub use devices::{Console, Ending, PlatformDevices, port};
+pub use devices::{Console, Device, DeviceError, Ending, PlatformDevices, port};
+pub use dirty::{
+    DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog, harvest, set_logging_everywhere,
+};
 pub use exit::{Exit, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
+pub use kick::Kick;
 pub use kind::ErrorKind;
+pub use lacuna_slots::{
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
+    SlotError, SlotFlags, SlotId,
+};
 pub use memory::{GuestMemory, MemoryError};
-pub use run::{Kick, Next, dispatch, run};
+pub use run::{Next, dispatch, run, run_watched, status_page};
+pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
+pub use state::{SaveRestore, StateError, VcpuState, x86};
+pub use vm::{
+    ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, Observed, RunEnd,
+    VcpuStats, Vm, VmConfig, VmStats,
+};

@@ -1,17 +1,17 @@
 //! The run loop: one thread per vCPU until the guest ends.
 
-use crate::{Ending, Exit, PlatformDevices, Vcpu, VcpuError};
-use std::thread;
+use crate::{Ending, Exit, GuestMemory, Kick, Observed, PlatformDevices, Vcpu, VcpuError, Vm};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_sync::Clock;
+use std::sync::Arc;
 use std::time::Duration;
+use std::{io, thread};
 
 /// How long a vCPU without room for dirty pages leaves its core to others.
 const RING_FULL_NAP: Duration = Duration::from_micros(100);
 
-/// Gets vCPUs out of [`Vcpu::run`].
-pub trait Kick: Sync {
-    /// Every vCPU returns [`Exit::Interrupted`] soon, also one that is halted.
-    fn kick_all(&self);
-}
+/// How often the watcher of a run looks.
+const WATCH: Duration = Duration::from_millis(100);
 
 /// Whether a vCPU goes on after [`dispatch`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,8 +33,9 @@ pub fn dispatch(
     match exit {
         Ok(Exit::IoOut { port, width, value }) => devices.write(port, width, value, kick),
         Ok(Exit::IoIn { port, width }) => vcpu.complete_read(devices.read(port, width)),
-        Ok(Exit::MmioRead { width, .. }) => vcpu.complete_read(width.ones()),
-        Ok(Exit::MmioWrite { .. } | Exit::Interrupted) => {}
+        Ok(Exit::MmioRead { gpa, width }) => vcpu.complete_read(devices.mmio_read(gpa, width)),
+        Ok(Exit::MmioWrite { gpa, width, value }) => devices.mmio_write(gpa, width, value, kick),
+        Ok(Exit::Interrupted) => {}
         // Some other thread harvests, and needs a processor for it. The vCPU comes back until it
         // has room again.
         Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
@@ -101,4 +102,42 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) 
         devices.flush();
         vcpus
     })
+}
+
+/// Runs every vCPU of `vm` as [`run`] does, on threads of their own, while the calling thread calls
+/// `watch` several times a second until the guest ends.
+///
+/// # Errors
+/// A thread that cannot be started.
+pub fn run_watched<V: Vm>(
+    vm: &Arc<V>,
+    vcpus: Vec<V::Vcpu>,
+    devices: &PlatformDevices,
+    clock: &dyn Clock,
+    watch: &mut dyn FnMut(&Observed<'_, V>),
+) -> io::Result<()> {
+    let watcher = thread::current();
+    thread::scope(|scope| {
+        let named = thread::Builder::new().name("lacuna-run".into());
+        let runner = named.spawn_scoped(scope, || {
+            drop(run(vcpus, devices, &**vm));
+            watcher.unpark();
+        })?;
+        while !runner.is_finished() && devices.ending().is_none() {
+            watch(&Observed {
+                vm: &**vm,
+                devices,
+                now: clock.now(),
+            });
+            thread::park_timeout(WATCH);
+        }
+        Ok(())
+    })
+}
+
+/// A copy of the status page that the guest has announced, also where it has to be fetched.
+pub fn status_page(memory: &impl GuestMemory, devices: &PlatformDevices) -> Option<Vec<u8>> {
+    let mut page = vec![0; PAGE_SIZE];
+    memory.read(devices.status_page()?.gpa(), &mut page).ok()?;
+    Some(page)
 }

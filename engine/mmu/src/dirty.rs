@@ -13,81 +13,13 @@
 //! slots that log, while every vCPU logs.
 
 use crate::Rmap;
-use lacuna_slots::{ClearError, DirtyBitmap, RingConsumer, RingSize, Slot, SlotError, SlotId};
+use lacuna_slots::{DirtyBitmap, RingConsumer, Slot};
 use lacuna_sync::shim::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence, yield_now};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// How writes are noticed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Detection {
-    /// The first write to a page faults.
-    WriteProtect,
-    /// vCPUs log the pages whose D they set.
-    Pml,
-}
-
-/// Where a vCPU's marks go.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Delivery {
-    /// A bit a page, for each slot.
-    Bitmap,
-    /// A ring for each vCPU.
-    Ring {
-        /// Of each ring.
-        size: RingSize,
-        /// Where writes go that no vCPU does.
-        backup: Backup,
-    },
-}
-
-/// Where writes go that no vCPU does, beside rings.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Backup {
-    /// Nowhere: such writes to a slot that logs are refused, and so are the calls of a bitmap.
-    None,
-    /// Into a bitmap.
-    Bitmap,
-}
-
-/// Whether a slot logs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Logging {
-    /// It does not.
-    Off,
-    /// It does.
-    On {
-        /// What counts as written at first.
-        initially: Initially,
-        /// When huge leaves are split.
-        huge: HugeLeaves,
-    },
-}
-
-impl Logging {
-    /// From a clean slate, huge leaves split when they are written to.
-    pub const LAZY: Self = Self::On {
-        initially: Initially::Clean,
-        huge: HugeLeaves::Lazy,
-    };
-}
-
-/// What counts as written when logging begins.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Initially {
-    /// Nothing: all is armed at once.
-    Clean,
-    /// Everything: nothing is armed before it is cleared. Needs a bitmap.
-    AllSet,
-}
-
-/// When the huge leaves of a slot that logs become small ones.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum HugeLeaves {
-    /// At the first write to each.
-    Lazy,
-    /// When they are armed, as far as there are tables.
-    Eager,
-}
+pub use lacuna_slots::{
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
+};
 
 /// How huge leaves come back when logging ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,52 +29,6 @@ pub enum Recovery {
     /// What is mapped goes, and comes back huge by a fault: what KVM did before 2022. For
     /// comparison.
     Refault,
-}
-
-/// Why a call about dirty pages is refused. Nothing has changed then.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DirtyError {
-    /// No such slot.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
-    /// Not KVM's rules for what may be cleared.
-    #[error(transparent)]
-    Clear(#[from] ClearError),
-    /// Nobody asked this slot to log.
-    #[error("{0} does not log its writes: turn logging on first")]
-    NotLogging(SlotId),
-    /// The VM delivers by rings.
-    #[error("this VM delivers by rings without a backup bitmap: collect from the rings")]
-    NoBitmap,
-    /// There is a vCPU already.
-    #[error("the delivery of dirty pages is chosen once, before the first vCPU")]
-    TooLate,
-    /// A buffer that does not fit the slot.
-    #[error("{id} has {needed} words of dirty bits, not {given}")]
-    Words {
-        /// The slot.
-        id: SlotId,
-        /// Words of its bitmap.
-        needed: usize,
-        /// Words of the buffer.
-        given: usize,
-    },
-}
-
-/// What one vCPU's tracking of writes has cost, counted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct DirtyStats {
-    /// Write faults that a page was marked for, under the range lock.
-    pub faults: u64,
-    /// Write faults repaired without a lock.
-    pub repairs: u64,
-    /// Walks that ended because the log was full.
-    pub log_full: u64,
-    /// Flushes of a log with something in it.
-    pub flushes: u64,
-    /// Pages logged.
-    pub logged: u64,
 }
 
 /// The same, written by one vCPU, read by anybody. On cache lines of its own: those of two vCPUs
@@ -209,13 +95,7 @@ impl Tracking {
     }
 
     pub(crate) fn has_bitmaps(&self) -> bool {
-        !matches!(
-            self.delivery(),
-            Delivery::Ring {
-                backup: Backup::None,
-                ..
-            }
-        )
+        self.delivery().has_bitmaps()
     }
 
     pub(crate) fn detection(&self) -> Detection {

@@ -30,6 +30,7 @@
 
 mod by_hva;
 mod dirty_bitmap;
+mod dirty_log;
 mod dirty_ring;
 mod error;
 mod reader;
@@ -38,6 +39,9 @@ mod slots;
 mod snapshot;
 
 pub use dirty_bitmap::{ClearError, DirtyBitmap, Marked};
+pub use dirty_log::{
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
+};
 pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, Room, dirty_ring};
 pub use error::SlotError;
 pub use reader::Reader;

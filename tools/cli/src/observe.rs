@@ -4,7 +4,7 @@ use crate::snapshot::{Apf, Faults, GuestApf, Huge, Snapshot, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::GuestMemory;
-use lacuna_soft::{ApfStats, HostStats, HugePages, Observed, RunSummary, VmBuilder};
+use lacuna_soft::{ApfStats, HostStats, HugePages, Observed, RunSummary, Vm, VmBuilder};
 use std::time::Duration;
 
 /// Looks at a run now and then.
@@ -26,7 +26,7 @@ impl Observer {
     }
 
     /// The run now.
-    pub fn look(&mut self, now: &Observed<'_>) -> &Snapshot {
+    pub fn look(&mut self, now: &Observed<'_, Vm>) -> &Snapshot {
         let elapsed = Duration::from_nanos(now.now.0);
         if let Some(status) = read_status(now) {
             self.read(&status, elapsed);
@@ -130,7 +130,7 @@ fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
 
 /// The status page, where it costs nothing to look: a page that is swapped out is not fetched for
 /// it.
-fn read_status(now: &Observed<'_>) -> Option<Status> {
+fn read_status(now: &Observed<'_, Vm>) -> Option<Status> {
     let mut page = vec![0; PAGE_BYTES];
     let gpa = now.devices.status_page()?.gpa();
     now.vm

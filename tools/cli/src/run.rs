@@ -10,7 +10,7 @@ use crate::signals::{Signal, Signals};
 use crate::snapshot::{RunOptions, RunReport, Snapshot};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, LatencySetting, Observed, RunSummary, Swap, VmBuilder};
+use lacuna_soft::{Apf, LatencySetting, Observed, RunSummary, Swap, Vm, VmBuilder};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 
@@ -38,7 +38,7 @@ pub fn run(args: &RunArgs) -> Exit {
     let mut observer = Observer::new(&builder);
     let mut screen = Screen::new(args);
     let console = screen.console();
-    let done = builder.run(&image, console, |now: &Observed<'_>| {
+    let done = builder.run(&image, console, |now: &Observed<'_, Vm>| {
         screen.show(observer.look(now));
         if signals.caught().is_some() {
             now.devices.end(Ending::Stopped, now.vm);

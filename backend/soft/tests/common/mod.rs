@@ -104,6 +104,7 @@ pub fn boot_image(
         memory: builder.memory,
         vcpus: builder.vcpus,
         apf: builder.apf,
+        ..VmConfig::default()
     };
     let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
     before_vcpus(&vm);

@@ -74,6 +74,7 @@ impl Fixture {
             memory: PageCount::new(boot),
             vcpus,
             apf: Apf::Off,
+            ..VmConfig::default()
         };
         let vm = Vm::new(Arc::clone(&host), clock, config)?;
         let code = program(pages * PAGE_SIZE as u64);

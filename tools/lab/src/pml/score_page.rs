@@ -272,6 +272,7 @@ impl Rig {
             memory,
             vcpus: 1,
             apf: Apf::Off,
+            ..VmConfig::default()
         };
         let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
         vm.set_delivery(delivery)?;

@@ -228,6 +228,7 @@ impl Machine {
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
+            ..VmConfig::default()
         };
         let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
         vm.set_delivery(delivery)?;

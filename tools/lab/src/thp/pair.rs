@@ -121,6 +121,7 @@ impl Machine {
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
+            ..VmConfig::default()
         };
         let vm = Vm::new(host, clock, config)?;
         let vcpus = vm.boot(&image(name)?, &builder.full_command_line())?;

@@ -53,6 +53,7 @@ impl Scene {
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
+            ..VmConfig::default()
         };
         let vm = Vm::new(host, clock, config)?;
         let code = program(passes);

@@ -1,0 +1,101 @@
+//! The backend interface of `lacuna_machine`, as this backend has it.
+
+use crate::{SoftError, Vcpu, Vm, VmBuilder};
+use lacuna_addr::{GfnRange, PageCount};
+use lacuna_machine::{
+    Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image, Observed,
+    PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
+};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl BackendError for SoftError {
+    fn kind(&self) -> ErrorKind {
+        Self::kind(self)
+    }
+}
+
+impl lacuna_machine::Vm for Vm {
+    type Vcpu = Vcpu;
+    type Error = SoftError;
+
+    const BACKEND: Backend = Backend::Soft;
+
+    fn config(&self) -> VmConfig {
+        Self::config(self)
+    }
+
+    fn boot(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<Vcpu>, SoftError> {
+        Self::boot(self, image, command_line)
+    }
+
+    fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
+        Self::bare_vcpus(self)
+    }
+
+    fn stats(&self) -> VmStats {
+        let host = self.host.stats();
+        let mut stats = VmStats::default();
+        stats.resident = PageCount::new(host.resident);
+        stats.first_touches = host.faults_zero_fill;
+        stats.pages_in = host.swapped_in;
+        stats.pages_out = host.swapped_out;
+        let vcpu = |meter: &crate::vm::Meter| {
+            let mut vcpu = VcpuStats::default();
+            vcpu.exits = meter.exits.load(Ordering::Relaxed);
+            vcpu.instructions = Some(meter.retired.load(Ordering::Relaxed));
+            vcpu
+        };
+        stats.vcpus = self.meters.iter().map(vcpu).collect();
+        stats
+    }
+
+    fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
+        Some(self)
+    }
+
+    fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
+        Some(self)
+    }
+}
+
+impl HugePagePolicy for Vm {
+    fn disallow_huge(&self, gfns: GfnRange) -> Result<(), String> {
+        self.mmu.disallow_huge(gfns).map_err(|e| e.to_string())
+    }
+
+    fn allow_huge(&self, gfns: GfnRange) {
+        self.mmu.allow_huge(gfns);
+    }
+}
+
+impl ApfSwitch for Vm {
+    fn set_apf(&self, apf: Apf) {
+        Self::set_apf(self, apf);
+    }
+}
+
+impl Builder for VmBuilder {
+    type Vm = Vm;
+
+    fn build(&self) -> Result<Arc<Vm>, SoftError> {
+        self.vm().map(|(vm, _)| vm)
+    }
+
+    fn full_command_line(&self) -> String {
+        Self::full_command_line(self)
+    }
+
+    fn run(
+        &self,
+        image: &Image<'_>,
+        devices: Arc<PlatformDevices>,
+        watch: &mut dyn FnMut(&Observed<'_, Vm>),
+    ) -> Result<RunEnd<Vm>, SoftError> {
+        self.run_with(image, devices, watch).map(|(end, _)| end)
+    }
+}

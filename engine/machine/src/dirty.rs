@@ -1,0 +1,157 @@
+//! Dirty logging: which pages the guest writes.
+//!
+//! ```text
+//! set_logging(On)                     copy all memory
+//! get_dirty, or reap + reset          copy the pages they name; again and again
+//! set_logging(Off)
+//! ```
+//! A harvest has re-armed its pages and flushed the TLBs when it returns. Copy the pages after it,
+//! never before: a write that the copy lacks is then in the next harvest. No call here is for a
+//! vCPU's own thread, because a harvest waits until every vCPU has left the guest once.
+
+use crate::MemorySlots;
+use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotId};
+
+/// Dirty logging as every backend has it. [`Delivery`] is chosen with the VM.
+pub trait DirtyTracking {
+    /// Where writes are recorded.
+    fn delivery(&self) -> Delivery;
+
+    /// Turns the log of a slot on or off. When it returns, every later write is reported (on).
+    ///
+    /// # Errors
+    /// No such slot, or a mode that the backend lacks.
+    fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError>;
+
+    /// Moves a slot's dirty bits into `out`, one word for 64 pages, and re-arms those pages.
+    ///
+    /// # Errors
+    /// [`DirtyError`]; nothing is lost then.
+    fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
+
+    /// The vCPUs' rings, where the VM delivers by rings.
+    fn dirty_rings(&self) -> Option<&dyn DirtyRings>;
+
+    /// Reading and clearing in two steps, where the VM can.
+    fn two_step_log(&self) -> Option<&dyn TwoStepLog>;
+
+    /// The choice of detection, where it is the VMM's.
+    fn detection(&self) -> Option<&dyn DetectionChoice>;
+}
+
+/// Dirty rings, one for each vCPU.
+pub trait DirtyRings {
+    /// Hands out the pages in all rings, and returns how many. A page may come more than once. The
+    /// entries stay in use until [`DirtyRings::reset_rings`]; copy the pages after that.
+    ///
+    /// # Errors
+    /// [`DirtyError::Overflow`], from then on always.
+    fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError>;
+
+    /// Frees the entries that were reaped and re-arms their pages; returns how many. A vCPU that
+    /// left with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull) may be entered again.
+    ///
+    /// # Errors
+    /// [`DirtyError`].
+    fn reset_rings(&self) -> Result<usize, DirtyError>;
+}
+
+/// KVM's manual protect: the log is read first, and cleared in parts later.
+pub trait TwoStepLog {
+    /// Copies a slot's dirty bits into `out` and leaves them.
+    ///
+    /// # Errors
+    /// [`DirtyError`].
+    fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
+
+    /// Clears those dirty bits of `pages` pages from `first_page` on that `mask` names, and re-arms
+    /// the pages. The range begins and ends with a word, or with the slot. A backend that knows
+    /// removes from `mask` the pages that were not dirty.
+    ///
+    /// # Errors
+    /// [`DirtyError`].
+    fn clear_dirty(
+        &self,
+        id: SlotId,
+        first_page: usize,
+        pages: usize,
+        mask: &mut [u64],
+    ) -> Result<(), DirtyError>;
+}
+
+/// The choice of how writes are detected, and what that has cost.
+pub trait DetectionChoice {
+    /// How writes are detected now.
+    fn current(&self) -> Detection;
+
+    /// From here on, how writes are detected, also in slots that log already.
+    fn choose(&self, detection: Detection);
+
+    /// What dirty logging has cost each vCPU.
+    fn dirty_stats(&self) -> Vec<DirtyStats>;
+}
+
+/// Turns the log of every slot on or off.
+///
+/// # Errors
+/// The first refusal; the slots before it have changed.
+pub fn set_logging_everywhere<V>(vm: &V, logging: Logging) -> Result<(), DirtyError>
+where
+    V: DirtyTracking + MemorySlots + ?Sized,
+{
+    let mut slots = vm.memory_slots().into_iter();
+    slots.try_for_each(|slot| vm.set_logging(slot.id, logging))
+}
+
+/// Harvests every slot that logs, by whatever the VM delivers: hands out slot and page of each
+/// dirty page, perhaps more than once, and returns how many it handed out. The pages are re-armed:
+/// copy them now.
+///
+/// # Errors
+/// [`DirtyError`]; what was handed out before it is re-armed, too.
+pub fn harvest<V>(vm: &V, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError>
+where
+    V: DirtyTracking + MemorySlots + ?Sized,
+{
+    let mut count = 0;
+    if let Some(rings) = vm.dirty_rings() {
+        count += rings.reap_rings(&mut each)?;
+        rings.reset_rings()?;
+    }
+    if !vm.delivery().has_bitmaps() {
+        return Ok(count);
+    }
+    for slot in vm.memory_slots() {
+        let mut words = vec![0; slot.gfns.pages().div_ceil(64) as usize];
+        match vm.get_dirty(slot.id, &mut words) {
+            Ok(()) => {}
+            Err(DirtyError::NotLogging(_)) => continue,
+            Err(error) => return Err(error),
+        }
+        for page in pages(&words) {
+            each(slot.id, page);
+            count += 1;
+        }
+    }
+    Ok(count)
+}
+
+/// The pages whose bits are set.
+fn pages(words: &[u64]) -> impl Iterator<Item = usize> {
+    let of_word = |(index, word): (usize, &u64)| {
+        let (index, word) = (index * 64, *word);
+        (0..64).filter_map(move |bit| (word >> bit & 1 == 1).then_some(index + bit))
+    };
+    words.iter().enumerate().flat_map(of_word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pages;
+
+    #[test]
+    fn a_bit_is_a_page() {
+        let found: Vec<_> = pages(&[1 | 1 << 63, 0, 1 << 5]).collect();
+        assert_eq!(found, [0, 63, 133]);
+    }
+}

@@ -1,0 +1,80 @@
+//! Memory slots: which guest frames have memory behind them.
+
+use crate::ErrorKind;
+use lacuna_addr::{Gfn, GfnRange};
+use lacuna_slots::{SlotError, SlotFlags, SlotId};
+
+/// A memory slot of a VM.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemorySlot {
+    /// Its name.
+    pub id: SlotId,
+    /// The guest frames.
+    pub gfns: GfnRange,
+    /// What is special about it.
+    pub flags: SlotFlags,
+}
+
+/// Why a change of memory slots is refused. Nothing has changed then.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MemorySlotError {
+    /// The slot table refuses it.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The host has no memory for it, or its kernel refuses.
+    #[error("{id}: {cause}")]
+    Host {
+        /// The slot.
+        id: SlotId,
+        /// What the backend says.
+        cause: String,
+    },
+}
+
+impl MemorySlotError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Slot(SlotError::NoRoom { .. }) | Self::Host { .. } => ErrorKind::Host,
+            Self::Slot(_) => ErrorKind::Request,
+        }
+    }
+}
+
+/// The memory slots of a VM. They may be changed while its vCPUs run, by any thread that is not a
+/// vCPU's: a change waits until no vCPU can use what it removes.
+pub trait MemorySlots {
+    /// All slots, in ascending order of their guest frames.
+    fn memory_slots(&self) -> Vec<MemorySlot>;
+
+    /// Adds a slot with new memory behind it, all zeros. The memory is freed with the slot.
+    ///
+    /// # Errors
+    /// [`MemorySlotError`].
+    fn add_memory(
+        &self,
+        id: SlotId,
+        gfns: GfnRange,
+        flags: SlotFlags,
+    ) -> Result<(), MemorySlotError>;
+
+    /// Removes a slot. Memory that [`MemorySlots::add_memory`] made is freed; the guest's accesses
+    /// to those frames become MMIO.
+    ///
+    /// # Errors
+    /// [`MemorySlotError`].
+    fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError>;
+
+    /// Moves a slot with its content and its dirty log, so that it begins at `start`.
+    ///
+    /// # Errors
+    /// [`MemorySlotError`].
+    fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError>;
+
+    /// Replaces a slot's flags.
+    ///
+    /// # Errors
+    /// [`MemorySlotError`].
+    fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), MemorySlotError>;
+}

@@ -1,0 +1,85 @@
+//! The whole state of a vCPU as one value: saved by one backend, restored by the same or another.
+//!
+//! A state is data, and may come damaged or hostile from a file or a peer. A backend checks every
+//! field when it restores, and refuses with the field's name; a vCPU that refused keeps the state
+//! it had, unless the hypervisor below refuses half-way, when it must be restored again or dropped.
+
+pub mod x86;
+
+use crate::Vcpu;
+
+/// The state of a vCPU, tagged by its architecture.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum VcpuState {
+    /// An x86-64 processor.
+    X86(Box<x86::State>),
+}
+
+/// Why a state is not saved or not restored.
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum StateError {
+    /// The vCPU is in the middle of an instruction that a device has to answer.
+    #[error(
+        "vCPU {vcpu} has left for a device, and its instruction is not complete: answer it, kick \
+         the vCPU, and enter it until it returns `Interrupted`"
+    )]
+    MidInstruction {
+        /// Which vCPU.
+        vcpu: usize,
+    },
+    /// The state is of another architecture.
+    #[error("this state is of another architecture than the vCPU")]
+    Architecture,
+    /// No processor of this kind can have that value.
+    #[error("{field}: {value:#x} is no valid value")]
+    Invalid {
+        /// Which field.
+        field: &'static str,
+        /// Its value, or the bits of it that are wrong.
+        value: u64,
+    },
+    /// A valid value that this backend does not have.
+    #[error("{field}: this backend cannot take over {value:#x}")]
+    Unsupported {
+        /// Which field.
+        field: &'static str,
+        /// Its value, or the bits of it that are not supported.
+        value: u64,
+    },
+    /// A model-specific register that this backend does not have.
+    #[error("MSR {index:#x}: this backend cannot take over {value:#x}")]
+    Msr {
+        /// Which register.
+        index: u32,
+        /// Its value.
+        value: u64,
+    },
+    /// The hypervisor below refused.
+    #[error("cannot {step}: {cause}")]
+    Host {
+        /// What the backend was doing.
+        step: &'static str,
+        /// What the hypervisor said.
+        cause: String,
+    },
+}
+
+/// A vCPU whose state can be saved and restored, between two runs.
+///
+/// Pages on their way to the guest are not part of a state. A guest that has asynchronous page
+/// faults enabled is told after a restore to try again with all that it waits for (wake-all).
+pub trait SaveRestore: Vcpu {
+    /// The state that the vCPU has now. It stays as it is, and may be entered again.
+    ///
+    /// # Errors
+    /// [`StateError::MidInstruction`], or the hypervisor below refuses.
+    fn save(&mut self) -> Result<VcpuState, StateError>;
+
+    /// Puts the vCPU into `state`. Restore the guest's memory first.
+    ///
+    /// # Errors
+    /// [`StateError`], with the name of the field.
+    fn restore(&mut self, state: &VcpuState) -> Result<(), StateError>;
+}

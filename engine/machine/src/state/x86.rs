@@ -1,0 +1,208 @@
+//! The state of an x86-64 vCPU.
+//!
+//! Values are as the guest would read them, in the form of KVM's ioctls where the architecture
+//! leaves a choice. Every number is plain: a backend checks it when it restores.
+
+use std::collections::BTreeMap;
+
+/// Everything that a vCPU is.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct State {
+    /// General registers.
+    pub regs: Regs,
+    /// System registers.
+    pub system: System,
+    /// Debug registers.
+    pub debug: Debug,
+    /// Model-specific registers by index, other than those that have a field of their own here. A
+    /// register is left out where it has the value that a fresh vCPU has.
+    pub msrs: BTreeMap<u32, u64>,
+    /// The time-stamp counter.
+    pub tsc: Tsc,
+    /// The local interrupt controller with its timer.
+    pub apic: Apic,
+    /// What is to be delivered.
+    pub events: Events,
+    /// Asynchronous page faults: the guest's three MSRs.
+    pub apf: AsyncFaults,
+    /// The floating-point and vector state, in `XSAVE` form; `None` for a processor without.
+    pub xsave: Option<Vec<u32>>,
+    /// Extended control register 0; 1 for a processor without XSAVE.
+    pub xcr0: u64,
+    /// Whether it runs.
+    pub run: RunState,
+}
+
+/// General registers, RIP and RFLAGS.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Regs {
+    /// RAX RCX RDX RBX RSP RBP RSI RDI R8 to R15, in encoding order.
+    pub gpr: [u64; 16],
+    /// Address of the next instruction.
+    pub rip: u64,
+    /// Flags.
+    pub rflags: u64,
+}
+
+/// A segment register with its hidden part.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Segment {
+    /// The visible part.
+    pub selector: u16,
+    /// Linear base address.
+    pub base: u64,
+    /// Limit in bytes, inclusive.
+    pub limit: u32,
+    /// Access rights as in a descriptor's bytes 5 and 6: bits 3:0 type, 4 S, 6:5 DPL, 7 P, 12 AVL,
+    /// 13 L, 14 D/B, 15 G; and bit 16 for an unusable register, as VMX has it.
+    pub access: u32,
+}
+
+impl Segment {
+    /// [`Segment::access`]: the register holds no segment.
+    pub const UNUSABLE: u32 = 1 << 16;
+    /// [`Segment::access`]: 64-bit code.
+    pub const LONG: u32 = 1 << 13;
+    /// [`Segment::access`]: present.
+    pub const PRESENT: u32 = 1 << 7;
+
+    /// The descriptor privilege level.
+    pub const fn dpl(&self) -> u8 {
+        (self.access >> 5 & 3) as u8
+    }
+}
+
+/// GDTR or IDTR.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Table {
+    /// Linear base address.
+    pub base: u64,
+    /// Limit in bytes, inclusive.
+    pub limit: u16,
+}
+
+/// System registers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct System {
+    /// ES CS SS DS FS GS, in encoding order.
+    pub segments: [Segment; 6],
+    /// Task register.
+    pub tr: Segment,
+    /// Local descriptor table register.
+    pub ldtr: Segment,
+    /// Global descriptor table register.
+    pub gdtr: Table,
+    /// Interrupt descriptor table register.
+    pub idtr: Table,
+    /// CR0.
+    pub cr0: u64,
+    /// CR2.
+    pub cr2: u64,
+    /// CR3.
+    pub cr3: u64,
+    /// CR4.
+    pub cr4: u64,
+    /// `IA32_EFER`.
+    pub efer: u64,
+}
+
+/// Indices into [`System::segments`].
+pub mod segment {
+    /// CS.
+    pub const CS: usize = 1;
+    /// SS.
+    pub const SS: usize = 2;
+    /// FS.
+    pub const FS: usize = 4;
+    /// GS.
+    pub const GS: usize = 5;
+}
+
+/// Debug registers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Debug {
+    /// DR0 to DR3.
+    pub dr: [u64; 4],
+    /// DR6.
+    pub dr6: u64,
+    /// DR7.
+    pub dr7: u64,
+}
+
+/// The time-stamp counter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Tsc {
+    /// What RDTSC would read at the moment of the save.
+    pub value: u64,
+    /// Its frequency, which the guest has been told. A backend that cannot run at it refuses.
+    pub khz: u32,
+}
+
+/// The local APIC.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Apic {
+    /// `IA32_APIC_BASE`.
+    pub base: u64,
+    /// The register page, one entry for each 16 bytes of it, in xAPIC form: the ID is in bits 31:24
+    /// in x2APIC mode too, and ICR is in two halves. The current count is that at the save.
+    pub regs: [u32; 64],
+    /// `IA32_TSC_DEADLINE`; 0 when disarmed.
+    pub tsc_deadline: u64,
+}
+
+impl Default for Apic {
+    fn default() -> Self {
+        Self {
+            base: 0,
+            regs: [0; 64],
+            tsc_deadline: 0,
+        }
+    }
+}
+
+/// An exception that the next run begins with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Exception {
+    /// IDT vector, below 32.
+    pub vector: u8,
+    /// Error code, for the vectors that push one.
+    pub error: Option<u32>,
+    /// Faulting linear address, for a page fault.
+    pub cr2: Option<u64>,
+}
+
+/// What is to be delivered before the next instruction, and what keeps it from that.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Events {
+    /// An exception.
+    pub exception: Option<Exception>,
+    /// An interrupt that the APIC has in service and whose handler has not been entered.
+    pub interrupt: Option<u8>,
+    /// A non-maskable interrupt waits.
+    pub nmi_pending: bool,
+    /// A non-maskable interrupt is being handled.
+    pub nmi_masked: bool,
+    /// STI or MOV SS shadow: no interrupt before the next instruction is complete.
+    pub interrupt_shadow: bool,
+}
+
+/// `MSR_KVM_ASYNC_PF_EN` and `_INT`; `_ACK` has no state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct AsyncFaults {
+    /// EN.
+    pub enable: u64,
+    /// INT: the vector of page-ready.
+    pub vector: u64,
+}
+
+/// Whether a vCPU runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum RunState {
+    /// It executes instructions.
+    #[default]
+    Runnable,
+    /// HLT waits for an interrupt.
+    Halted,
+    /// It waits for INIT and start-up.
+    WaitingForStartup,
+}

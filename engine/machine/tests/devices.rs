@@ -1,0 +1,99 @@
+//! Devices of an embedder's own.
+
+use lacuna_addr::Gpa;
+use lacuna_machine::{Device, DeviceError, Ending, Kick, PlatformDevices, Width, port};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Keeps the last write, and ends the run on a write of 99.
+#[derive(Default)]
+struct Latch {
+    last: AtomicU64,
+    writes: Mutex<Vec<(u64, Width)>>,
+}
+
+impl Device for Latch {
+    fn read(&self, offset: u64, _: Width) -> u64 {
+        self.last.load(Ordering::Relaxed) + offset
+    }
+
+    fn write(&self, offset: u64, width: Width, value: u64) -> Option<Ending> {
+        self.writes.lock().unwrap().push((offset, width));
+        self.last.store(value, Ordering::Relaxed);
+        (value == 99).then_some(Ending::Exited(9))
+    }
+}
+
+#[derive(Default)]
+struct Kicks(AtomicUsize);
+
+impl Kick for Kicks {
+    fn kick(&self, _: usize) {}
+
+    fn kick_all(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+const BASE: Gpa = Gpa::truncate(0xd000_0000);
+
+fn with_latch() -> (PlatformDevices, Arc<Latch>) {
+    let mut devices = PlatformDevices::new(|_: &str| ());
+    let latch = Arc::<Latch>::default();
+    devices.add_ports(0x600..=0x603, latch.clone()).unwrap();
+    devices.add_mmio(BASE, 0x100, latch.clone()).unwrap();
+    (devices, latch)
+}
+
+#[test]
+fn a_device_gets_the_accesses_of_its_range_by_their_offset() {
+    let (devices, latch) = with_latch();
+    let kicks = Kicks::default();
+    devices.write(0x602, Width::Byte, 5, &kicks);
+    devices.mmio_write(Gpa::truncate(BASE.get() + 0xf8), Width::Quad, 7, &kicks);
+    let seen = latch.writes.lock().unwrap().clone();
+    assert_eq!(seen, [(2, Width::Byte), (0xf8, Width::Quad)]);
+    assert_eq!(devices.read(0x601, Width::Byte), 8);
+    assert_eq!(devices.mmio_read(BASE, Width::Long), 7);
+    assert_eq!(kicks.0.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn an_access_outside_or_across_the_end_reads_as_ones() {
+    let (devices, latch) = with_latch();
+    let end = Gpa::truncate(BASE.get() + 0xfc);
+    assert_eq!(devices.mmio_read(end, Width::Quad), u64::MAX);
+    assert_eq!(devices.mmio_read(Gpa::truncate(0x1000), Width::Byte), 0xff);
+    assert_eq!(devices.read(0x603, Width::Word), 0xffff);
+    devices.mmio_write(end, Width::Quad, 1, &Kicks::default());
+    assert!(latch.writes.lock().unwrap().is_empty());
+}
+
+#[test]
+fn a_device_ends_the_run() {
+    let (devices, _) = with_latch();
+    let kicks = Kicks::default();
+    devices.mmio_write(BASE, Width::Byte, 99, &kicks);
+    assert!(matches!(devices.ending(), Some(Ending::Exited(9))));
+    assert_eq!(kicks.0.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn devices_do_not_overlap() {
+    let (mut devices, latch) = with_latch();
+    for ports in [
+        0x5ff..=0x600,
+        0x603..=0x700,
+        port::EXIT..=port::EXIT,
+        0x3f0..=0x3f8,
+    ] {
+        let refused = devices.add_ports(ports, latch.clone());
+        assert!(matches!(refused, Err(DeviceError::Overlap { .. })));
+    }
+    let inside = Gpa::truncate(BASE.get() + 0xff);
+    let refused = devices.add_mmio(inside, 1, latch.clone());
+    assert!(matches!(refused, Err(DeviceError::Overlap { .. })));
+    let refused = devices.add_mmio(BASE, 0, latch.clone());
+    assert!(matches!(refused, Err(DeviceError::Range { .. })));
+    devices.add_ports(0x604..=0x604, latch).unwrap();
+}

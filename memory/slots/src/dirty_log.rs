@@ -1,0 +1,165 @@
+//! The words of dirty logging that every backend shares: modes, settings, refusals, counts.
+//!
+//! Dirty logging has two independent settings: how a write is detected ([`Detection`]), and where
+//! it is recorded ([`Delivery`]).
+
+use crate::{ClearError, RingSize, SlotError, SlotId};
+
+/// How a write is detected.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Detection {
+    /// The first write to a page faults.
+    WriteProtect,
+    /// Each vCPU logs the pages whose D bit its walks set, as PML does.
+    Pml,
+}
+
+/// Where a write is recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Delivery {
+    /// In a bitmap for each slot, one bit a page.
+    #[default]
+    Bitmap,
+    /// In a ring for each vCPU.
+    Ring {
+        /// The size of each ring.
+        size: RingSize,
+        /// Where a write is recorded that no vCPU does.
+        backup: Backup,
+    },
+}
+
+impl Delivery {
+    /// Whether a slot that logs has a bitmap: `get_dirty` works, and the VMM may write to the slot.
+    pub const fn has_bitmaps(self) -> bool {
+        !matches!(
+            self,
+            Self::Ring {
+                backup: Backup::None,
+                ..
+            }
+        )
+    }
+}
+
+/// Where writes are recorded that no vCPU does, beside rings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backup {
+    /// Nowhere. The VMM's writes to a slot that logs are refused, and so are the calls on bitmaps.
+    None,
+    /// In a bitmap for each slot.
+    Bitmap,
+}
+
+/// Whether a slot logs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Logging {
+    /// The slot does not log.
+    Off,
+    /// The slot logs.
+    On {
+        /// What counts as written at first.
+        initially: Initially,
+        /// When huge leaves are split.
+        huge: HugeLeaves,
+    },
+}
+
+impl Logging {
+    /// From a clean slate; a huge leaf is split by the first write to it.
+    pub const LAZY: Self = Self::On {
+        initially: Initially::Clean,
+        huge: HugeLeaves::Lazy,
+    };
+}
+
+/// What counts as written when logging begins.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Initially {
+    /// Nothing. All pages are write-protected, or lose D, at once.
+    Clean,
+    /// Everything. A page is write-protected, or loses D, when its bit is first cleared. This needs
+    /// a bitmap.
+    AllSet,
+}
+
+/// When the huge leaves of a slot that logs are split.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HugeLeaves {
+    /// At the first write to each.
+    Lazy,
+    /// When logging begins, as far as there are tables.
+    Eager,
+}
+
+/// Why a call on dirty pages is refused. Nothing has changed then.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DirtyError {
+    /// No such slot.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The range breaks KVM's rules for what may be cleared.
+    #[error(transparent)]
+    Clear(#[from] ClearError),
+    /// The slot does not log.
+    #[error("{0} does not log its writes: turn logging on first")]
+    NotLogging(SlotId),
+    /// The VM records writes in rings alone.
+    #[error("this VM delivers by rings without a backup bitmap: reap the rings")]
+    NoBitmap,
+    /// The VM has no rings.
+    #[error("this VM delivers by bitmaps: harvest those")]
+    NoRings,
+    /// There is a vCPU already.
+    #[error("the delivery of dirty pages is chosen once, before the first vCPU")]
+    TooLate,
+    /// The VM has nothing that can be read without taking it.
+    #[error("only KVM's own bitmap can be read and cleared in two steps: use `get_dirty`")]
+    OneStep,
+    /// The backend has no such mode.
+    #[error("{0}: this backend cannot do that")]
+    Unsupported(&'static str),
+    /// The kernel has written over entries of a ring before they were reaped.
+    #[error(
+        "the dirty ring of vCPU {vcpu} ran over, and the names of written pages are lost: \
+         copy all memory, and start again with a larger ring, or reap more often"
+    )]
+    Overflow {
+        /// The vCPU whose ring it was.
+        vcpu: usize,
+    },
+    /// A buffer that does not fit the slot.
+    #[error("{id} has {needed} words of dirty bits, not {given}")]
+    Words {
+        /// The slot.
+        id: SlotId,
+        /// Words of its bitmap.
+        needed: usize,
+        /// Words of the buffer.
+        given: usize,
+    },
+    /// The kernel refused.
+    #[error("dirty logging: cannot {step}: {}", std::io::Error::from_raw_os_error(*errno))]
+    Kernel {
+        /// What the backend was doing.
+        step: &'static str,
+        /// The kernel's error number.
+        errno: i32,
+    },
+}
+
+/// What dirty logging has cost one vCPU, counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DirtyStats {
+    /// Write faults that marked a page under its range lock.
+    pub faults: u64,
+    /// Write faults that the fast page fault handled, without a lock.
+    pub repairs: u64,
+    /// Walks that ended because the log was full.
+    pub log_full: u64,
+    /// Flushes of a log with something in it.
+    pub flushes: u64,
+    /// Pages logged.
+    pub logged: u64,
+}
