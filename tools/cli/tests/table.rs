@@ -408,7 +408,7 @@ fn every_limit_of_address_space_is_a_refusal_at_worst() {
 }
 
 #[test]
-fn help_and_the_page_of_commands_name_the_same_codes() {
+fn help_and_the_page_of_commands_agree() {
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/commands.md");
     let page = words(&std::fs::read_to_string(page).unwrap());
@@ -423,4 +423,8 @@ fn help_and_the_page_of_commands_name_the_same_codes() {
         );
     }
     assert!(page.contains(lacuna_cli::exit::EXIT_CODES), "{page}");
+    for guest in lacuna_guest::images() {
+        let name = format!("`{}`", guest.name);
+        assert!(page.contains(&name), "{name} is missing");
+    }
 }
