@@ -7,7 +7,7 @@ use crate::frames::Frames;
 use crate::host::{Core, Host, HugePages, NEVER, lock};
 use crate::patience::{Outlook, Patience};
 use crate::per_cpu_pages::PerCpuPages;
-use crate::reclaim::Mercy;
+use crate::reclaim::ScanPriority;
 use crate::stats::Counters;
 use crate::ticket::Ticket;
 use crate::turns::Turn;
@@ -77,7 +77,7 @@ impl Host {
             };
         }
         let before = core.freed();
-        let batch = self.reclaim_batch(Mercy::SecondChance);
+        let batch = self.reclaim_batch(ScanPriority::SpareAccessed);
         if let Some(error) = batch.error {
             core.note_reason(error);
         }
@@ -206,14 +206,14 @@ impl Host {
             && !stop.load(Ordering::Acquire)
         {
             let gentle = rounds < GENTLE && sweep.progress.scanned < 2 * core.frames.len();
-            let mercy = if gentle {
-                Mercy::SecondChance
+            let priority = if gentle {
+                ScanPriority::SpareAccessed
             } else if sweep.progress.scanned < 3 * core.frames.len() {
-                Mercy::Blocks
+                ScanPriority::SpareCompound
             } else {
-                Mercy::None
+                ScanPriority::TakeAll
             };
-            let batch = self.reclaim_batch(mercy);
+            let batch = self.reclaim_batch(priority);
             rounds += 1;
             sweep.progress.scanned += batch.scanned;
             sweep.error = batch.error.or(sweep.error);

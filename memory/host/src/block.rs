@@ -1,7 +1,7 @@
 //! What is known of a block of frames, and the two changes between whole and small.
 //!
 //! ```text
-//!            head CAS won                       isolate (CAS)
+//!            block word CAS won                       isolate (CAS)
 //!   Loose ----------------> Used <-----------------------------> Isolated
 //!     ^                                          publish            |
 //!     '-------------------------------------------------------------'
@@ -19,8 +19,8 @@
 //! ```
 //! One of them sees the other.
 
+use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::desc::{Desc, Dirt};
-use crate::head::{BlockNo, Head, HeadState};
 use crate::residency::{PageNo, PageState, PageWord};
 use lacuna_sync::shim::atomic::AtomicU8;
 use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
@@ -28,9 +28,9 @@ use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 /// Who has a block of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub enum BlockState {
+pub enum FrameBlockState {
     /// Nobody: see its frames.
-    Loose,
+    Split,
     /// A block of pages.
     Used,
     /// A block of pages, and somebody who may split it.
@@ -46,7 +46,7 @@ pub struct BlockDesc {
     /// Turns of the clock hand at which it was found accessed, the last one in the highest bit.
     history: AtomicU8,
     /// Split on trial: its pages have until the hand's next turn to show that they are in use.
-    trial: AtomicU8,
+    sampled: AtomicU8,
     /// How much more its pages were wanted than those in swap, in sixteenths, at its last trial.
     worth: AtomicU8,
     /// How many pages had ever been read back from swap when its trial began, modulo 2^32.
@@ -67,23 +67,23 @@ pub enum Marked {
     /// The block is whole, or whoever splits it sees the mark.
     Done,
     /// It may have been split before: mark the frames.
-    Loose,
+    Split,
 }
 
 impl BlockDesc {
     pub fn new() -> Self {
         Self {
             owner: AtomicU64::new(0),
-            state: AtomicU8::new(BlockState::Loose as u8),
+            state: AtomicU8::new(FrameBlockState::Split as u8),
             dirty: AtomicU8::new(0),
             history: AtomicU8::new(0),
-            trial: AtomicU8::new(0),
+            sampled: AtomicU8::new(0),
             worth: AtomicU8::new(UNTRIED),
             read_back: AtomicU32::new(0),
         }
     }
 
-    /// Before the head names a block of fresh frames: whose it is going to be.
+    /// Before the block word names a block of fresh frames: whose it is going to be.
     pub fn prepare(&self, owner: PageNo, dirty: Dirt) {
         self.adopt(owner);
         self.dirty
@@ -94,33 +94,35 @@ impl BlockDesc {
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.history.store(u8::MAX, Ordering::Relaxed);
-        self.trial.store(0, Ordering::Relaxed);
+        self.sampled.store(0, Ordering::Relaxed);
         self.worth.store(UNTRIED, Ordering::Relaxed);
     }
 
-    /// After the head names it, or when whoever isolated it lets it be.
+    /// After the block word names it, or when whoever isolated it lets it be.
     pub fn publish(&self) {
-        self.state.store(BlockState::Used as u8, Ordering::Release);
+        self.state
+            .store(FrameBlockState::Used as u8, Ordering::Release);
     }
 
     /// The isolated block's frames go their own ways.
-    pub fn loosen(&self) {
-        self.state.store(BlockState::Loose as u8, Ordering::Release);
+    pub fn mark_split(&self) {
+        self.state
+            .store(FrameBlockState::Split as u8, Ordering::Release);
         fence(Ordering::SeqCst);
     }
 
-    pub fn state(&self) -> BlockState {
+    pub fn state(&self) -> FrameBlockState {
         match self.state.load(Ordering::Acquire) {
-            0 => BlockState::Loose,
-            1 => BlockState::Used,
-            _ => BlockState::Isolated,
+            0 => FrameBlockState::Split,
+            1 => FrameBlockState::Used,
+            _ => FrameBlockState::Isolated,
         }
     }
 
     /// Takes the right to split the block, or the promise that nobody does. `None` when somebody
     /// else has it, or the block is loose.
     pub fn isolate(&self) -> Option<PageNo> {
-        let (used, isolated) = (BlockState::Used as u8, BlockState::Isolated as u8);
+        let (used, isolated) = (FrameBlockState::Used as u8, FrameBlockState::Isolated as u8);
         self.state
             .compare_exchange(used, isolated, Ordering::AcqRel, Ordering::Relaxed)
             .ok()
@@ -141,8 +143,8 @@ impl BlockDesc {
         // Also after a mark that was there already: it may be one that came too late.
         fence(Ordering::SeqCst);
         match self.state() {
-            BlockState::Loose => Marked::Loose,
-            BlockState::Used | BlockState::Isolated => Marked::Done,
+            FrameBlockState::Split => Marked::Split,
+            FrameBlockState::Used | FrameBlockState::Isolated => Marked::Done,
         }
     }
 
@@ -164,9 +166,9 @@ impl BlockDesc {
     }
 
     /// `read_back` is how many pages were ever read back from swap.
-    pub fn begin_trial(&self, read_back: u64) {
+    pub fn begin_sample(&self, read_back: u64) {
         self.read_back.store(read_back as u32, Ordering::Relaxed);
-        self.trial.store(1, Ordering::Relaxed);
+        self.sampled.store(1, Ordering::Relaxed);
     }
 
     /// How many of the `read_back` were read back since its trial began.
@@ -174,13 +176,13 @@ impl BlockDesc {
         (read_back as u32).wrapping_sub(self.read_back.load(Ordering::Relaxed))
     }
 
-    pub fn is_on_trial(&self) -> bool {
-        self.trial.load(Ordering::Relaxed) != 0
+    pub fn is_sampled(&self) -> bool {
+        self.sampled.load(Ordering::Relaxed) != 0
     }
 
     /// Whether it was on trial, which it is no more.
-    pub fn end_trial(&self) -> bool {
-        self.is_on_trial() && self.trial.swap(0, Ordering::Relaxed) != 0
+    pub fn end_sample(&self) -> bool {
+        self.is_sampled() && self.sampled.swap(0, Ordering::Relaxed) != 0
     }
 }
 
@@ -200,10 +202,10 @@ pub enum Youth {
     Old,
 }
 
-/// A block of pages: its head and its words, and those of the frames it is in or goes to.
+/// A block of pages: its block word and its words, and those of the frames it is in or goes to.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
-    pub head: &'a Head,
+    pub block_word: &'a BlockWord,
     pub words: &'a [PageWord],
     pub number: BlockNo,
     pub desc: &'a BlockDesc,
@@ -221,10 +223,10 @@ impl Parts<'_> {
                 .expect("no word of a whole block changes by itself");
         }
         let block = self.number;
-        self.head
-            .change(HeadState::Whole { block }, HeadState::Small)
-            .expect("only who isolated a block changes its head");
-        self.desc.loosen();
+        self.block_word
+            .change(PageBlockState::Compound { block }, PageBlockState::Split)
+            .expect("only who isolated a block changes its block_word");
+        self.desc.mark_split();
         if self.desc.dirty.swap(0, Ordering::AcqRel) != 0 {
             self.frames.iter().for_each(Desc::mark_dirty);
         }
@@ -233,22 +235,22 @@ impl Parts<'_> {
 
     /// Small -> Whole, if every page still is where the caller has put it: `from`, a word's state
     /// each. Otherwise all words are again as they were. A fault that meets a Merged word under a
-    /// head that says Small waits for the caller's lock.
-    pub fn merge(self, from: &[PageState]) -> Result<(), TakenBack> {
+    /// block word that says Small waits for the caller's lock.
+    pub fn collapse(self, from: &[PageState]) -> Result<(), TakenBack> {
         let pairs = || self.words.iter().zip(from);
         for (done, (word, &state)) in pairs().enumerate() {
-            if word.change(state, PageState::Merged).is_err() {
+            if word.change(state, PageState::Collapsed).is_err() {
                 for (word, &state) in pairs().take(done) {
-                    word.change(PageState::Merged, state)
-                        .expect("nobody moves a merged page");
+                    word.change(PageState::Collapsed, state)
+                        .expect("nobody moves a collapsed page");
                 }
                 return Err(TakenBack);
             }
         }
         let block = self.number;
-        self.head
-            .change(HeadState::Small, HeadState::Whole { block })
-            .expect("only who isolated its pages changes a head from Small");
+        self.block_word
+            .change(PageBlockState::Split, PageBlockState::Compound { block })
+            .expect("only who isolated its pages changes a block_word from Small");
         Ok(())
     }
 }

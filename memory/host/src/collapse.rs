@@ -13,10 +13,10 @@
 //!
 //! Entries go: a whole block has no copy in swap, and pages that had one count as dirty.
 
+use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::{Desc, Dirt, FrameState};
-use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, HugePages, lock};
-use crate::reclaim::{Mercy, Round};
+use crate::reclaim::{Round, ScanPriority};
 use crate::region::{Region, RegionList};
 use crate::residency::{PageNo, PageState};
 use crate::stats::Counters;
@@ -93,7 +93,7 @@ impl Host {
         if core.huge == HugePages::Never || core.is_low() {
             return Collapse::Idle;
         }
-        let mut round = Round::new(core, Mercy::SecondChance);
+        let mut round = Round::new(core, ScanPriority::SpareAccessed);
         let step = core.collapse_next(&mut round);
         round.end();
         step
@@ -116,7 +116,7 @@ impl Core {
         Collapse::Looked
     }
 
-    /// The next block that has a head; `None` once after the last.
+    /// The next block that has a block word; `None` once after the last.
     fn next_block(&self, regions: &RegionList) -> Option<(Arc<Region>, PageNo)> {
         let mut collapser = lock(&self.collapser);
         let next = regions.iter().find_map(|region| {
@@ -138,12 +138,12 @@ impl Core {
             return Collapse::Looked;
         }
         if let Some(block) = pages.block() {
-            self.merge_in_place(pages, block);
+            self.collapse_in_place(pages, block);
             return Collapse::Made;
         }
         self.spare(&pages, &young);
         let made = match self.frames.take_block() {
-            Some(block) => self.merge_by_copy(pages, block),
+            Some(block) => self.collapse_by_copy(pages, block),
             None => {
                 self.let_be(pages);
                 Collapse::Looked
@@ -158,7 +158,7 @@ impl Core {
     /// Isolates the pages of a small block if all of them are resident, or as good as.
     fn gather(&self, region: &Arc<Region>, first: PageNo) -> Option<Gathered> {
         let span = region.span(first)?;
-        if span.head.load() != HeadState::Small {
+        if span.block_word.load() != PageBlockState::Split {
             return None;
         }
         let mut pages = Gathered {
@@ -228,7 +228,7 @@ impl Core {
     }
 
     /// Makes pages whole that are in their places.
-    pub fn merge_in_place(&self, pages: Gathered, block: BlockNo) {
+    pub fn collapse_in_place(&self, pages: Gathered, block: BlockNo) {
         let span = pages.region.span(pages.first).expect("gathered from it");
         let parts = self.frames.parts(span, block);
         for (state, desc) in pages.states.iter().zip(parts.frames) {
@@ -238,15 +238,15 @@ impl Core {
         }
         parts.desc.adopt(pages.first);
         {
-            let _turn = lock(&self.merging);
-            parts.merge(&pages.states)
+            let _turn = lock(&self.collapsing);
+            parts.collapse(&pages.states)
         }
         .expect("nobody moves an isolated page that is resident");
         // They rest; their dirty marks stay.
         let rest = |desc: &Desc| desc.set_state(FrameState::Free);
         parts.frames.iter().for_each(rest);
         parts.desc.publish();
-        self.stats.note_whole();
+        self.stats.add_compound();
         Counters::add(&self.stats.collapses, 1);
         self.free_entries(&pages.states);
         let range = pages.first.block_range();
@@ -254,7 +254,7 @@ impl Core {
     }
 
     /// Moves pages to a block of their own.
-    fn merge_by_copy(&self, pages: Gathered, block: BlockNo) -> Collapse {
+    fn collapse_by_copy(&self, pages: Gathered, block: BlockNo) -> Collapse {
         let span = pages.region.span(pages.first).expect("gathered from it");
         let parts = self.frames.parts(span, block);
         let from: Vec<PageState> = pages
@@ -271,7 +271,7 @@ impl Core {
         let range = pages.first.block_range();
         pages.region.notifier.invalidate(&[range]);
         for (i, state) in pages.states.iter().enumerate() {
-            // SAFETY: the block comes from the free map, and no head names it yet.
+            // SAFETY: the block comes from the free map, and no block word names it yet.
             let to = unsafe { self.frames.pool.exclusive(block.frame(i)) };
             let Some(frame) = state.frame() else {
                 to.0.fill(0);
@@ -283,11 +283,11 @@ impl Core {
             }
         }
         parts.desc.prepare(pages.first, Dirt::Clean);
-        let merged = {
-            let _turn = lock(&self.merging);
-            parts.merge(&from)
+        let collapsed = {
+            let _turn = lock(&self.collapsing);
+            parts.collapse(&from)
         };
-        if merged.is_err() {
+        if collapsed.is_err() {
             for word in span.words {
                 // Err: a fault has taken it back, or it is Empty.
                 let _ = word.advance(PageState::rescued);
@@ -298,7 +298,7 @@ impl Core {
             return Collapse::Looked;
         }
         parts.desc.publish();
-        self.stats.note_whole();
+        self.stats.add_compound();
         Counters::add(&self.stats.collapses, 1);
         let moved = pages.frames().count();
         pages.region.add_resident((BLOCK - moved) as i64);

@@ -4,8 +4,8 @@
 //! on. So a copy isolates the frame while it runs, as a reclaimer does.
 
 use crate::balance::TICK;
+use crate::block_word::BlockNo;
 use crate::error::HostError;
-use crate::head::BlockNo;
 use crate::host::{Core, Host};
 use crate::per_cpu_pages::PerCpuPages;
 use crate::pool::FramePtr;
@@ -65,7 +65,7 @@ impl Host {
                 }),
                 Place::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
                 // A collapse is at it.
-                Place::Page(PageState::Merged) => None,
+                Place::Page(PageState::Collapsed) => None,
                 Place::Page(_) => return None,
             };
             let page = PageNo::of(hva);

@@ -10,10 +10,10 @@
 //! vCPU may need to make progress. A thread that finds no free frame waits in a queue, and each
 //! frame that becomes free is kept back for the first thread in it (`turns`).
 
-use crate::block::{BlockDesc, BlockState, Marked, Parts};
+use crate::block::{BlockDesc, FrameBlockState, Marked, Parts};
+use crate::block_word::{BLOCK, BlockNo};
 use crate::desc::{Desc, FrameState};
 use crate::free::FreeMap;
-use crate::head::{BLOCK, BlockNo};
 use crate::pool::{FramePtr, Pool, prefetch, table_of};
 use crate::region::Span;
 use crate::turns::{Turn, Turns};
@@ -109,7 +109,7 @@ impl Frames {
     pub fn parts<'a>(&'a self, span: Span<'a>, block: BlockNo) -> Parts<'a> {
         let first = block.index() * BLOCK;
         Parts {
-            head: span.head,
+            block_word: span.block_word,
             words: span.words,
             number: block,
             desc: self.block(block),
@@ -134,7 +134,7 @@ impl Frames {
 
     fn mark_block_dirty(&self, pfn: Pfn) {
         let block = BlockNo::of(pfn);
-        if self.block(block).mark_dirty() == Marked::Loose {
+        if self.block(block).mark_dirty() == Marked::Split {
             let first = block.index() * BLOCK;
             let frames = &self.descs[first..first + BLOCK];
             frames.iter().for_each(Desc::mark_dirty);
@@ -277,7 +277,7 @@ impl Frames {
         let mut frames = self.descs.iter().map(Desc::state);
         let mut blocks = self.blocks.iter().map(BlockDesc::state);
         frames.any(|state| state == FrameState::Isolated)
-            || blocks.any(|state| state == BlockState::Isolated)
+            || blocks.any(|state| state == FrameBlockState::Isolated)
     }
 
     /// The free map, for `verify`.

@@ -10,7 +10,7 @@
 //! Lowest first is what keeps blocks whole: frames in use gather at the low end. A block that is
 //! cut off by the pool's end is never whole.
 
-use crate::head::{BLOCK, BlockNo};
+use crate::block_word::{BLOCK, BlockNo};
 use lacuna_addr::Pfn;
 
 const WORDS: usize = BLOCK / 64;
@@ -22,7 +22,7 @@ pub(crate) struct FreeMap {
     /// Blocks that have free frames and others.
     partial: BlockSet,
     /// Blocks whose every frame is free.
-    whole: BlockSet,
+    free: BlockSet,
     len: usize,
 }
 
@@ -34,7 +34,7 @@ impl FreeMap {
             bits: vec![[0; WORDS]; blocks].into(),
             counts: vec![0; blocks].into(),
             partial: BlockSet::new(blocks),
-            whole: BlockSet::new(blocks),
+            free: BlockSet::new(blocks),
             len: 0,
         };
         (0..frames).for_each(|frame| map.give(frame as u32));
@@ -56,7 +56,7 @@ impl FreeMap {
     pub fn take(&mut self, count: usize, out: &mut Vec<u32>) {
         let end = out.len() + count;
         while out.len() < end {
-            let Some(block) = self.partial.first().or_else(|| self.whole.first()) else {
+            let Some(block) = self.partial.first().or_else(|| self.free.first()) else {
                 return;
             };
             let before = out.len();
@@ -74,7 +74,7 @@ impl FreeMap {
 
     /// Takes a whole block.
     pub fn take_block(&mut self) -> Option<BlockNo> {
-        let block = self.whole.first()?;
+        let block = self.free.first()?;
         self.bits[block] = [0; WORDS];
         self.len -= BLOCK;
         self.recount(block, 0);
@@ -105,14 +105,14 @@ impl FreeMap {
         match count {
             0 => {
                 self.partial.remove(block);
-                self.whole.remove(block);
+                self.free.remove(block);
             }
             BLOCK => {
                 self.partial.remove(block);
-                self.whole.insert(block);
+                self.free.insert(block);
             }
             _ => {
-                self.whole.remove(block);
+                self.free.remove(block);
                 self.partial.insert(block);
             }
         }
@@ -128,7 +128,7 @@ impl FreeMap {
                 usize::from(self.counts[block]),
                 "free in block {block}"
             );
-            assert_eq!(self.whole.contains(block), count == BLOCK, "block {block}");
+            assert_eq!(self.free.contains(block), count == BLOCK, "block {block}");
             let partial = 0 < count && count < BLOCK;
             assert_eq!(self.partial.contains(block), partial, "block {block}");
             len += count;

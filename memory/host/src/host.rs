@@ -1,20 +1,20 @@
 //! The manager: what it is made of, and regions coming and going.
 
+use crate::block_word::PageBlockState;
 use crate::collapse::Collapser;
 use crate::desc::Desc;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
-use crate::head::HeadState;
 use crate::io::{Executor, Io};
 use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, Shared};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
 use crate::region::{MmuNotifier, Regions};
 use crate::residency::PageNo;
+use crate::sampled_split::SampledSplits;
 use crate::settled::Settled;
 use crate::stats::Counters;
 use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
-use crate::trial::Trials;
 use crate::writeback::Failure;
 use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads};
 use lacuna_sync::{Clock, Nanos};
@@ -76,10 +76,10 @@ pub(crate) struct Core {
     /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
     /// Which whole block is to be split next though it is in use.
-    pub trials: Mutex<Trials>,
-    /// Held while page words become Merged and until their head says so: a fault that is caught in
-    /// between waits for it.
-    pub merging: Mutex<()>,
+    pub sampled_splits: Mutex<SampledSplits>,
+    /// Held while a collapse changes page words to Collapsed and then the block word to Compound. A
+    /// fault that sees a state in between waits for this lock.
+    pub collapsing: Mutex<()>,
     /// Where the collapse in the background is.
     pub collapser: Mutex<Collapser>,
     /// Room for copies of pages on their way out.
@@ -89,7 +89,7 @@ pub(crate) struct Core {
     /// Completions that some thread is delivering.
     pub completing: AtomicUsize,
     /// Pages in swap alone.
-    pub away: AtomicI64,
+    pub swapped_out_now: AtomicI64,
     /// Whether what is simulated of the device's latency is over.
     pub at_once: AtomicBool,
     pub settled: Settled,
@@ -141,13 +141,13 @@ impl Host {
             lost: Mutex::default(),
             caches: Mutex::default(),
             hand: AtomicUsize::new(0),
-            trials: Mutex::default(),
-            merging: Mutex::default(),
+            sampled_splits: Mutex::default(),
+            collapsing: Mutex::default(),
             collapser: Mutex::default(),
             buffers: Mutex::default(),
             writing: AtomicUsize::new(0),
             completing: AtomicUsize::new(0),
-            away: AtomicI64::new(0),
+            swapped_out_now: AtomicI64::new(0),
             at_once: AtomicBool::new(false),
             settled: Settled::default(),
             stats: Counters::default(),
@@ -216,8 +216,8 @@ impl Host {
     pub fn compound_page(&self, hva: Hva) -> Option<Pfn> {
         let page = PageNo::of(hva);
         let region = self.core.regions.find(page)?;
-        match region.head(page)?.load() {
-            HeadState::Whole { block } => Some(block.frame(0)),
+        match region.block_word(page)?.load() {
+            PageBlockState::Compound { block } => Some(block.frame(0)),
             _ => None,
         }
     }

@@ -1,49 +1,49 @@
-//! Where a guest's pages come from: real frames within a resident budget, and swap behind them.
+//! The host memory manager: a guest's pages in real frames within a resident budget, with swap
+//! behind them.
 //!
 //! ```text
-//!         resolve (never sleeps)           Ready(frame) | Pending(ticket) | NoMemory | Lost
-//! vCPU  ------------------------> page word -----------------------------------------------> vCPU
-//!                                   |   ^
-//!       reclaim: age, unmap, write  v   |   swap-in: whoever claims the ticket
-//! listeners <--------------------- frames <-------------------------------- SwapStore
+//!            resolve (never sleeps)       Ready(frame) | Pending(ticket) | NoMemory | Lost
+//! vCPU  --------------------------> page word ----------------------------------------------> vCPU
+//!                                     |   ^
+//!         reclaim: age, unmap, write  v   |   swap-in: the thread that claims the ticket
+//! MMU notifiers <------------------ frames <--------------------------------- SwapStore
 //! ```
-//! A [`Host`] is shared by one or more VMs. Their memory slots point into *regions* of its own
-//! numbering ([`lacuna_addr::Hva`]): never pointers. Which frame a page is in, if any, is one
-//! 64-bit word a page and one state machine (`residency`); who may take a frame from its page is
-//! the frame's descriptor (`desc`). 512 pages may be kept together, in one aligned block of frames:
-//! a head word a block says so (`head`), a descriptor a block says who may split it (`block`); the
-//! clock hand decides which are split (`trial`), the background makes others whole (`collapse`).
-//! Principles:
+//! VMs share a [`Host`]. Their memory slots point into *regions*, which the host numbers itself
+//! ([`lacuna_addr::Hva`]); these numbers are not pointers. One 64-bit word a page says where the
+//! page is (`residency`). One descriptor a frame says which thread may take the frame from its page
+//! (`desc`). 512 pages may be one compound page in an aligned block of frames: one word a block
+//! says so (`block_word`), and one descriptor says which thread may split it (`block`). Reclaim
+//! decides which compound pages are split (`sampled_split`); a background thread collapses pages
+//! into compound pages (`collapse`).
 //!
-//! * **Nothing waits under a lock.** [`Host::resolve`] never sleeps and does no I/O; what waits
-//!   ([`Host::wait`], [`Host::reclaim_direct`]) is called with no lock held, and so are listeners.
-//! * **D is the truth about writes.** A page not marked dirty is dropped without a write and keeps
-//!   its swap entry; a page is marked before a write access may go on, or when a leaf with D is
-//!   removed.
+//! * **No thread waits under a lock.** [`Host::resolve`] never sleeps and does no I/O.
+//!   [`Host::wait`] and [`Host::reclaim_direct`] wait; their caller holds no lock.
+//! * **D is the truth about writes.** A page that is not marked dirty is dropped without a write
+//!   and keeps its swap entry. It is marked before a write access goes on, and when a leaf with D
+//!   is removed.
 //! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
-//!   instruction retires. A budget of [`Host::minimum_budget`] suffices. No region is reclaimed
+//!   instruction retires. A budget of [`Host::minimum_budget`] suffices. Reclaim takes no region
 //!   below its floor for another.
-//! * **Nothing is silently zero, or wrong.** A page that cannot be read back as it was written (a
-//!   checksum tells) is lost and says why; one that cannot be written out stays where it is.
+//! * **No page is silently wrong.** A page whose checksum differs when it is read back is lost,
+//!   with a reason. A page that cannot be written out keeps its frame.
 //! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
 //! # Unsafe
-//! This crate is one of the workspace's unsafe rooms: the frame pool. Raw pointers are in `pool`
-//! only; the other blocks, in `resolve`, `collapse`, `swapin` and `io::ring`, state why they own
-//! the frame that they, or the kernel for them, fill. `region` allocates its words as zeros.
+//! This crate may contain `unsafe`, for the frame pool. Raw pointers are in `pool`. The blocks in
+//! `resolve`, `collapse`, `swapin` and `io::ring` state why the frame that they fill is theirs.
+//! `region` allocates its words as zeros.
 //!
-//! Neighbours: imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` turns a
-//! [`FramePtr`] into what its processors touch.
+//! Imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
 
 mod balance;
 mod block;
+mod block_word;
 mod collapse;
 mod copy;
 mod desc;
 mod error;
 mod frames;
 mod free;
-mod head;
 mod host;
 mod io;
 mod patience;
@@ -54,12 +54,12 @@ mod region;
 mod removal;
 mod residency;
 mod resolve;
+mod sampled_split;
 mod settled;
 mod stats;
 mod swap;
 mod swapin;
 mod ticket;
-mod trial;
 mod turns;
 mod verify;
 mod writeback;

@@ -11,11 +11,11 @@
 //! # Unsafe
 //! A frame is shared between vCPU threads, reclaim and I/O. Everything that may race goes through
 //! [`FramePtr`]: 8-byte or 1-byte relaxed atomics, never a `&` to the bytes. Only a frame that no
-//! page word, head or table names yet ([`Pool::zero`], [`Pool::zero_block`], [`Pool::exclusive`])
-//! is touched with plain stores.
+//! page word, block word or table names yet is written with plain stores ([`Pool::zero`],
+//! [`Pool::zero_block`], [`Pool::exclusive`]).
 
+use crate::block_word::{BLOCK, BlockNo};
 use crate::error::HostError;
-use crate::head::{BLOCK, BlockNo};
 use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
@@ -170,7 +170,7 @@ impl Pool {
     /// Fills a block of frames with zeros.
     ///
     /// # Safety
-    /// The caller owns the block: it came from the free map, and no head names it.
+    /// The caller owns the block: it came from the free map, and no block word names it.
     pub unsafe fn zero_block(&self, block: BlockNo) {
         let _ = self.at(block.frame(BLOCK - 1));
         // SAFETY: in bounds, because its last frame is; nobody else touches the bytes by the
@@ -203,7 +203,7 @@ impl Pool {
     /// # Safety
     /// The caller owns the frame for the life of the reference, and nothing maps it: its page word
     /// says Reading and the caller alone carries out that read, or the frame comes from the free
-    /// map and neither word nor head names it yet.
+    /// map and neither word nor block word names it yet.
     #[allow(
         clippy::mut_from_ref,
         reason = "the exclusivity is the caller's, by frame"
@@ -231,7 +231,8 @@ unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
             unsafe { _mm_stream_si128(at.add(part).as_ptr().cast(), zero) };
         }
     }
-    // These stores are ordered with nothing else: the head that names the block comes after them.
+    // Non-temporal stores are not ordered with later stores, and the block word that names this
+    // block is stored later.
     // SAFETY: as above.
     unsafe { _mm_sfence() };
 }

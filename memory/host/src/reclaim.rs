@@ -9,20 +9,20 @@
 //! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in,
 //! is passed over once. Held pages, pages of a region at its floor, and frames that somebody has
 //! isolated are not picked. Several threads may reclaim at once: the hand deals each its own window
-//! of frames. What it does about blocks that are whole is in `trial`.
+//! of frames. What it does about blocks that are whole is in `sampled_split`.
 //!
 //! Listeners are called with no lock held; a page can be taken back by a fault at any moment until
 //! its frame is free.
 
+use crate::block_word::BLOCK;
 use crate::desc::{Dirt, FrameState};
 use crate::error::HostError;
-use crate::head::BLOCK;
 use crate::host::{Core, Host};
 use crate::pool::{Content, Page};
 use crate::region::{MmuNotifier, Region, RegionList};
 use crate::residency::{PageNo, PageState, PageWord};
+use crate::sampled_split::Window;
 use crate::stats::Counters;
-use crate::trial::Window;
 use crate::writeback::CLUSTER;
 use lacuna_addr::{HvaRange, Pfn};
 use std::sync::Arc;
@@ -38,13 +38,13 @@ const _: () = assert!(BLOCK.is_multiple_of(WINDOW));
 
 /// What a batch does with pages in use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Mercy {
+pub(crate) enum ScanPriority {
     /// Spares pages accessed since the hand's last turn.
-    SecondChance,
+    SpareAccessed,
     /// Spares blocks: somebody waits, and a page is less to lose.
-    Blocks,
+    SpareCompound,
     /// None: there is nothing but blocks.
-    None,
+    TakeAll,
 }
 
 /// A frame that this thread has isolated, with the page it is to be taken from.
@@ -69,7 +69,7 @@ pub(crate) struct Batch {
 
 /// One batch's view of who has what, and whom it has asked.
 pub(crate) struct Round {
-    pub mercy: Mercy,
+    pub priority: ScanPriority,
     scanned: usize,
     pinned: Vec<PageNo>,
     regions: RegionList,
@@ -79,7 +79,7 @@ pub(crate) struct Round {
 }
 
 impl Round {
-    pub fn new(core: &Core, mercy: Mercy) -> Self {
+    pub fn new(core: &Core, priority: ScanPriority) -> Self {
         let regions = core.regions.snapshot();
         // What a store in memory has taken is no region's to share.
         let pages = core.frames.len() - core.frames.in_store();
@@ -88,7 +88,7 @@ impl Round {
             .map(|region| region.resident() - region.floor(pages, regions.len()))
             .collect();
         Self {
-            mercy,
+            priority,
             scanned: 0,
             pinned: core.pinned_pages(),
             regions,
@@ -134,13 +134,13 @@ impl Round {
 }
 
 impl Host {
-    pub(crate) fn reclaim_batch(&self, mercy: Mercy) -> Batch {
+    pub(crate) fn reclaim_batch(&self, priority: ScanPriority) -> Batch {
         let core = &*self.core;
-        let mut round = Round::new(core, mercy);
+        let mut round = Round::new(core, priority);
         let picked = core.pick(&mut round);
-        let victims = match mercy {
-            Mercy::SecondChance => core.spare_young(&mut round, picked),
-            Mercy::Blocks | Mercy::None => picked,
+        let victims = match priority {
+            ScanPriority::SpareAccessed => core.spare_young(&mut round, picked),
+            ScanPriority::SpareCompound | ScanPriority::TakeAll => picked,
         };
         round.end();
         let victims = core.evict(victims);
@@ -264,7 +264,7 @@ impl Core {
                 match victim.word().advance(PageState::dropped) {
                     Ok(before) => {
                         let swapped = i64::from(before.entry().is_some());
-                        self.away.fetch_add(swapped, Ordering::Relaxed);
+                        self.swapped_out_now.fetch_add(swapped, Ordering::Relaxed);
                         Counters::add(&self.stats.clean_dropped, 1);
                         out.freed.push(victim);
                     }

@@ -9,12 +9,12 @@
 //! page of a removed region, and must not reach another VM's. There are 2^52 of them: regions of
 //! 4 GiB, ten a second, last for thirteen years.
 //!
-//! A page word is 8 bytes, and a guest may have far more pages than it ever touches. So words are
-//! memory that the kernel has not backed yet. Nobody writes those of a block whose head says that
-//! none of its pages was asked for, and its removal does not read them either.
+//! A page word is 8 bytes, and a guest may have far more pages than it ever touches. So the words
+//! are allocated as zeros that the kernel does not back until they are written. No thread writes
+//! the page words of an untouched block, and its removal does not read them.
 
+use crate::block_word::{BLOCK, BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
-use crate::head::{BLOCK, BlockNo, Head, HeadState};
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
 use lacuna_addr::{HvaRange, PAGE_SHIFT, PageCount};
@@ -48,8 +48,8 @@ pub(crate) struct Region {
     first: PageNo,
     words: Box<[PageWord]>,
     /// Of every block that `words` fills.
-    heads: Box<[Head]>,
-    /// A bit a head: [`crate::Host::advise_huge`] was called.
+    block_words: Box<[BlockWord]>,
+    /// A bit a block word: [`crate::Host::advise_huge`] was called.
     advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
     /// Regions of one notifier have one number: their pages go in one call.
@@ -66,7 +66,7 @@ pub(crate) struct Region {
 #[derive(Clone, Copy)]
 pub(crate) struct Span<'a> {
     pub first: PageNo,
-    pub head: &'a Head,
+    pub block_word: &'a BlockWord,
     pub words: &'a [PageWord],
 }
 
@@ -95,50 +95,50 @@ impl Region {
             .get(page.get().wrapping_sub(self.first.get()) as usize)
     }
 
-    /// The head of `page`'s block; `None` where pages are always small.
+    /// The block word of `page`'s block; `None` where pages are always small.
     #[inline]
-    pub fn head(&self, page: PageNo) -> Option<&Head> {
-        self.heads
+    pub fn block_word(&self, page: PageNo) -> Option<&BlockWord> {
+        self.block_words
             .get(page.get().wrapping_sub(self.first.get()) as usize / BLOCK)
     }
 
     /// Where `page` is; `None` outside.
     pub fn place(&self, page: PageNo) -> Option<Place> {
-        // The head first: a word that says Empty is the truth only under a head that said Small
-        // before, or was Untouched.
-        match self.head(page).map(Head::load) {
-            Some(HeadState::Whole { block }) => Some(Place::Block(block)),
+        // The block word first: a page word that says Empty is the truth only if the block word
+        // said Split or Untouched before.
+        match self.block_word(page).map(BlockWord::load) {
+            Some(PageBlockState::Compound { block }) => Some(Place::Block(block)),
             _ => Some(Place::Page(self.word(page)?.load())),
         }
     }
 
     /// The block that `page` lies in; `None` where pages are always small.
     pub fn span(&self, page: PageNo) -> Option<Span<'_>> {
-        let head = self.head(page)?;
+        let block_word = self.block_word(page)?;
         let first = page.block_start();
         let at = (first.get() - self.first.get()) as usize;
         Some(Span {
             first,
-            head,
+            block_word,
             words: &self.words[at..at + BLOCK],
         })
     }
 
-    /// Every block that has a head.
+    /// Every block that has a block word.
     pub fn spans(&self) -> impl Iterator<Item = Span<'_>> {
-        let starts = (0..self.heads.len()).map(|i| self.first.plus(i * BLOCK));
+        let starts = (0..self.block_words.len()).map(|i| self.first.plus(i * BLOCK));
         starts.filter_map(|first| self.span(first))
     }
 
-    /// Every page with its word, of those that have no head.
-    pub fn headless(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
-        let from = self.heads.len() * BLOCK;
+    /// Every page with its word, of those that have no block word.
+    pub fn tail(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
+        let from = self.block_words.len() * BLOCK;
         numbered(self.first.plus(from), &self.words[from..])
     }
 
     /// Where those are; `None` where blocks fill the region.
-    pub fn headless_range(&self) -> Option<HvaRange> {
-        let from = self.heads.len() * BLOCK;
+    pub fn tail_range(&self) -> Option<HvaRange> {
+        let from = self.block_words.len() * BLOCK;
         let count = (self.words.len() - from) as u64;
         HvaRange::new(self.first.plus(from).hva(), count)
     }
@@ -292,12 +292,14 @@ impl Regions {
             .find(|region| Arc::ptr_eq(&region.notifier, &notifier));
         let listener = same.map_or(numbers.next_listener, |region| region.listener);
         numbers.next_listener = numbers.next_listener.max(listener + 1);
-        let heads = words.len() / BLOCK;
+        let block_words = words.len() / BLOCK;
         let region = Arc::new(Region {
             first,
             words,
-            heads: (0..heads).map(|_| Head::new()).collect(),
-            advised: (0..heads.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            block_words: (0..block_words).map(|_| BlockWord::new()).collect(),
+            advised: (0..block_words.div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
             notifier,
             listener,
             home: self.home.clone(),

@@ -9,12 +9,12 @@
 //!     free the frames
 //! ```
 //! A page without a frame is not mapped, so only its word and its swap entry are given up. A block
-//! that was never faulted has no page state but its head, so its page words are not read.
+//! that was never faulted on has no page state but its block word, so its page words are not read.
 
 use crate::balance::TICK;
+use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::FrameState;
 use crate::error::HostError;
-use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, lock};
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
@@ -40,8 +40,8 @@ impl Host {
         loop {
             let seen = self.core.settled.generation();
             let mut busy = 0;
-            if let Some(tail) = region.headless_range() {
-                let removal = self.core.remove_pages(&region, tail, region.headless());
+            if let Some(tail) = region.tail_range() {
+                let removal = self.core.remove_pages(&region, tail, region.tail());
                 busy += usize::from(removal == Removal::Busy);
             }
             for span in region.spans() {
@@ -58,14 +58,19 @@ impl Host {
 
 impl Core {
     fn remove_span(&self, region: &Region, span: Span<'_>) -> Removal {
-        match span.head.load() {
-            HeadState::Gone => Removal::Done,
-            HeadState::Untouched => match span.head.change(HeadState::Untouched, HeadState::Gone) {
+        match span.block_word.load() {
+            PageBlockState::Gone => Removal::Done,
+            PageBlockState::Untouched => match span
+                .block_word
+                .change(PageBlockState::Untouched, PageBlockState::Gone)
+            {
                 Ok(()) => Removal::Done,
                 Err(_) => Removal::Busy,
             },
-            HeadState::Whole { block } => self.remove_block(region, span, block),
-            HeadState::Small => self.remove_pages(region, span.first.block_range(), span.pages()),
+            PageBlockState::Compound { block } => self.remove_block(region, span, block),
+            PageBlockState::Split => {
+                self.remove_pages(region, span.first.block_range(), span.pages())
+            }
         }
     }
 
@@ -100,19 +105,19 @@ impl Core {
         match desc.isolate() {
             Some(owner) if owner == span.first => {}
             Some(_) => {
-                // Since `span.head` was read, the block was split and its frames were given to
+                // Since the block word was read, the block was split and its frames were given to
                 // another block of pages.
                 desc.publish();
                 return Removal::Busy;
             }
             None => return Removal::Busy,
         }
-        span.head
-            .change(HeadState::Whole { block }, HeadState::Gone)
-            .expect("only the thread that isolated a block changes its head");
+        span.block_word
+            .change(PageBlockState::Compound { block }, PageBlockState::Gone)
+            .expect("only the thread that isolated a block changes its block_word");
         region.notifier.invalidate(&[span.first.block_range()]);
-        desc.loosen();
-        self.stats.note_loose();
+        desc.mark_split();
+        self.stats.remove_compound();
         region.add_resident(-(BLOCK as i64));
         self.frames.give_block(block);
         self.settled.bump();
@@ -158,7 +163,7 @@ impl Core {
             self.free_entry(entry);
         }
         if let PageState::Swapped { .. } = state {
-            self.away.fetch_sub(1, Ordering::Relaxed);
+            self.swapped_out_now.fetch_sub(1, Ordering::Relaxed);
         }
         if state == PageState::Lost {
             lock(&self.lost).remove(&page);

@@ -1,4 +1,4 @@
-//! Where a page is: one state machine, one 64-bit word a page, one choke point for its changes.
+//! Where a page is: one state machine, and one 64-bit word a page that holds its state.
 //!
 //! ```text
 //!                 fault (zero-filled frame)                  read error
@@ -17,28 +17,30 @@
 //!         '- any state at rest --> Gone    '-> fault: Resident again (the swap cache)
 //!            (region removed)
 //! ```
-//! A page in `Evicting` or `Writeback` still has its frame: a fault takes it back with one
-//! compare-and-swap and the reclaimer, whose own then fails, lets go. Frames are moved away from a
-//! page only by whoever isolated their descriptor (see `desc`), so two reclaimers never meet here.
+//! A page in `Evicting` or `Writeback` still has its frame. A fault takes it back with one
+//! compare-and-swap; the compare-and-swap of the reclaimer then fails, and it leaves the page
+//! alone. Only the thread that has isolated the frame's descriptor moves a page out of its frame
+//! (see `desc`), so two reclaimers never work on one page.
 //!
-//! A ninth state, `Merged`, says that the page is part of a whole block and that the block's head
-//! tells the rest (see `head`): from Resident, Evicting or Empty by a collapse, to Resident by a
-//! split. `Empty` too asks the head: a block that was touched as a whole has only Empty words.
+//! `Collapsed` means that the page is part of a compound page, and that the block word says where
+//! it is (see `block_word`). A collapse changes Resident, Evicting or Empty to it; a split changes
+//! it to Resident. For `Empty` too the block word is read: a block whose first touch made a
+//! compound page has only Empty words.
 //!
-//! The word: bits 0..3 state, 3..32 frame, 32..64 entry + 1 (0 for none).
+//! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 
-use crate::head::BLOCK;
+use crate::block_word::BLOCK;
 use crate::swap::SwapEntry;
 use lacuna_addr::{Hva, HvaRange, PAGE_SHIFT, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
-/// Bits of a frame number in a page word.
+/// Number of bits of a frame number in a page word.
 pub const FRAME_BITS: u32 = 29;
 const STATE_BITS: u32 = 3;
 const ENTRY_SHIFT: u32 = 32;
 const _: () = assert!(STATE_BITS + FRAME_BITS == ENTRY_SHIFT);
 
-/// A page of the manager's numbering: an [`Hva`] divided by 4 KiB. Never zero for a real page.
+/// A page number: an [`Hva`] divided by 4 KiB. No page has number zero.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct PageNo(u64);
 
@@ -59,7 +61,7 @@ impl PageNo {
         Hva::new(self.0 << PAGE_SHIFT)
     }
 
-    /// The page `count` further on.
+    /// The page `count` pages later.
     pub const fn plus(self, count: usize) -> Self {
         Self(self.0 + count as u64)
     }
@@ -74,7 +76,7 @@ impl PageNo {
         Self(self.0 - self.in_block() as u64)
     }
 
-    /// The whole block that begins with this page.
+    /// The block that begins with this page.
     pub fn block_range(self) -> HvaRange {
         HvaRange::new(self.hva(), BLOCK as u64).expect("aligned")
     }
@@ -88,9 +90,9 @@ impl PageNo {
 /// Where a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
-    /// Nowhere: it reads as zeros.
+    /// It has no frame, and reads as zeros.
     Empty,
-    /// In `frame`; `entry`, if any, held the same bytes when the frame was last clean.
+    /// In `frame`. `entry`, if any, held the same bytes when the frame was last clean.
     Resident {
         frame: Pfn,
         entry: Option<SwapEntry>,
@@ -102,22 +104,22 @@ pub enum PageState {
     },
     /// In `frame`, unmapped, being written to `entry`.
     Writeback { frame: Pfn, entry: SwapEntry },
-    /// In `entry` alone.
+    /// In `entry` only.
     Swapped { entry: SwapEntry },
     /// In `entry`, being read into `frame`; a ticket exists.
     Reading { frame: Pfn, entry: SwapEntry },
-    /// Its entry could not be read.
+    /// Its content could not be read back.
     Lost,
     /// Its region was removed.
     Gone,
-    /// In its block's frames, or about to be: the block's head tells (see `head`).
-    Merged,
+    /// Part of a compound page, or a collapse is about to make it one: see `block_word`.
+    Collapsed,
 }
 
-use PageState::{Empty, Evicting, Gone, Lost, Merged, Reading, Resident, Swapped, Writeback};
+use PageState::{Collapsed, Empty, Evicting, Gone, Lost, Reading, Resident, Swapped, Writeback};
 
-/// The frame field of a page that is in none tells Merged from Gone.
-const MERGED: u64 = 1;
+/// Tag 7 is Gone, or Collapsed if the frame field has this value.
+const COLLAPSED: u64 = 1;
 
 impl PageState {
     #[inline]
@@ -138,7 +140,7 @@ impl PageState {
             Reading { frame, entry } => pack(5, frame.get(), Some(entry)),
             Lost => pack(6, 0, None),
             Gone => pack(7, 0, None),
-            Merged => pack(7, MERGED, None),
+            Collapsed => pack(7, COLLAPSED, None),
         }
     }
 
@@ -158,33 +160,33 @@ impl PageState {
             (4, Some(entry)) => Swapped { entry },
             (5, Some(entry)) => Reading { frame, entry },
             (6, _) => Lost,
-            (7, _) if frame.get() == MERGED => Merged,
+            (7, _) if frame.get() == COLLAPSED => Collapsed,
             (7, _) => Gone,
             _ => Empty,
         }
     }
 
-    /// The frame that the word names.
+    /// The frame in the word.
     pub const fn frame(self) -> Option<Pfn> {
         match self {
             Resident { frame, .. }
             | Evicting { frame, .. }
             | Writeback { frame, .. }
             | Reading { frame, .. } => Some(frame),
-            Empty | Swapped { .. } | Lost | Gone | Merged => None,
+            Empty | Swapped { .. } | Lost | Gone | Collapsed => None,
         }
     }
 
-    /// The entry that the word names.
+    /// The swap entry in the word.
     pub const fn entry(self) -> Option<SwapEntry> {
         match self {
             Resident { entry, .. } | Evicting { entry, .. } => entry,
             Writeback { entry, .. } | Swapped { entry } | Reading { entry, .. } => Some(entry),
-            Empty | Lost | Gone | Merged => None,
+            Empty | Lost | Gone | Collapsed => None,
         }
     }
 
-    /// A reclaimer that isolated the frame begins to take it.
+    /// A reclaimer that has isolated the frame begins to take it.
     pub const fn evicted(self) -> Option<Self> {
         match self {
             Resident { frame, entry } => Some(Evicting { frame, entry }),
@@ -192,7 +194,7 @@ impl PageState {
         }
     }
 
-    /// A fault takes the frame back, or the reclaimer changes its mind.
+    /// A fault takes the page back, or the reclaimer gives up.
     pub const fn rescued(self) -> Option<Self> {
         match self {
             Evicting { frame, entry } => Some(Resident { frame, entry }),
@@ -204,7 +206,7 @@ impl PageState {
         }
     }
 
-    /// The unmapped page is clean: its entry, or zeros, are as good.
+    /// The unmapped page is clean: its swap entry, or zeros, have the same bytes.
     pub const fn dropped(self) -> Option<Self> {
         match self {
             Evicting {
@@ -215,7 +217,7 @@ impl PageState {
         }
     }
 
-    /// The unmapped page holds only zeros.
+    /// The unmapped page contains only zeros.
     pub const fn zero_dropped(self) -> Option<Self> {
         match self {
             Evicting { .. } => Some(Empty),
@@ -223,7 +225,7 @@ impl PageState {
         }
     }
 
-    /// The unmapped page is going to `to`. Its old entry is the caller's to free.
+    /// The unmapped page is about to be written to `to`. The caller frees its old swap entry.
     pub const fn write_started(self, to: SwapEntry) -> Option<Self> {
         match self {
             Evicting { frame, .. } => Some(Writeback { frame, entry: to }),
@@ -239,7 +241,7 @@ impl PageState {
         }
     }
 
-    /// The entry holds nothing of use: the write failed, or the device needs the space.
+    /// The swap entry is given up: its write failed, or the device needs the space.
     pub const fn without_entry(self) -> Option<Self> {
         match self {
             Writeback { frame, .. } | Resident { frame, .. } => {
@@ -249,7 +251,7 @@ impl PageState {
         }
     }
 
-    /// A fault gives the swapped page a frame to be read into.
+    /// A fault gives the swapped-out page a frame to be read into.
     pub const fn read_started(self, into: Pfn) -> Option<Self> {
         match self {
             Swapped { entry } => Some(Reading { frame: into, entry }),
@@ -257,7 +259,7 @@ impl PageState {
         }
     }
 
-    /// The read is done; the entry stays valid as long as the page stays clean.
+    /// The read is done. The swap entry stays valid while the page stays clean.
     pub const fn read_done(self) -> Option<Self> {
         match self {
             Reading { frame, entry } => Some(Resident {
@@ -276,43 +278,44 @@ impl PageState {
         }
     }
 
-    /// The region goes away. A page in transit must come to rest first.
+    /// The region is removed. `None` while an operation on the page is in progress.
     pub const fn removed(self) -> Option<Self> {
         match self {
             Empty | Resident { .. } | Swapped { .. } | Lost => Some(Gone),
-            Evicting { .. } | Writeback { .. } | Reading { .. } | Gone | Merged => None,
+            Evicting { .. } | Writeback { .. } | Reading { .. } | Gone | Collapsed => None,
         }
     }
 
-    /// The page's block was whole and is split: the page has `frame` to itself.
+    /// The compound page is split: this page has `frame` from now on.
     pub const fn split_off(self, frame: Pfn) -> Option<Self> {
         match self {
-            Empty | Merged => Some(Resident { frame, entry: None }),
+            Empty | Collapsed => Some(Resident { frame, entry: None }),
             _ => None,
         }
     }
 }
 
-/// A page's word: all that a page costs that is nowhere.
+/// The state of one page. A page without a frame costs nothing else.
 pub struct PageWord(AtomicU64);
 
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<PageWord>() == 8);
 
 impl PageWord {
-    /// An empty page's.
+    /// The word of an empty page.
     #[cfg(loom)]
     pub fn new() -> Self {
         Self(AtomicU64::new(Empty.encode()))
     }
 
-    /// Where the page is now.
+    /// The state now.
     #[inline]
     pub fn load(&self) -> PageState {
         PageState::decode(self.0.load(Ordering::Acquire))
     }
 
-    /// The choke point: `from -> to`, unless somebody was quicker; then where the page is instead.
+    /// Changes the word from `from` to `to`. If another thread has changed it, returns the state
+    /// that it found. All changes pass here.
     #[inline]
     pub fn change(&self, from: PageState, to: PageState) -> Result<(), PageState> {
         self.0
@@ -326,8 +329,8 @@ impl PageWord {
             .map_err(PageState::decode)
     }
 
-    /// Applies a transition of [`PageState`] to whatever the state is, until it either wins (the
-    /// state before) or does not apply (the state that stands).
+    /// Applies `step` to the current state, again if another thread changes it meanwhile. Returns
+    /// the state before the change, or the current state if `step` does not apply to it.
     pub fn advance(
         &self,
         step: impl Fn(PageState) -> Option<PageState>,
@@ -368,7 +371,7 @@ mod tests {
             Reading { frame, entry },
             Lost,
             Gone,
-            Merged,
+            Collapsed,
         ] {
             assert_eq!(PageState::decode(state.encode()), state);
         }

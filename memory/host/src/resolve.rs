@@ -1,9 +1,9 @@
 //! From an address to a frame: the fault path. It never sleeps and does no I/O.
 
 use crate::block::Marked;
+use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::desc::Dirt;
 use crate::error::LostPage;
-use crate::head::{BlockNo, Head, HeadState};
 use crate::host::{Core, Host, HugePages, lock};
 use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
 use crate::residency::{PageNo, PageState, PageWord};
@@ -45,8 +45,8 @@ impl Host {
     /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
     /// install it under the protection of the invalidation sequence that was read before this call.
     ///
-    /// `max_level` is the largest leaf that the caller can map there: the most that is worth making
-    /// for a page that nobody has touched yet.
+    /// `most` is the largest leaf that the caller can map there: the most that is worth making for
+    /// a page that nobody has touched yet.
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
@@ -55,14 +55,14 @@ impl Host {
         &self,
         hva: Hva,
         access: Access,
-        max_level: Level,
+        most: Level,
         cache: &mut PerCpuPages,
     ) -> Resolution {
         assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );
-        self.core.resolve(PageNo::of(hva), access, max_level, cache)
+        self.core.resolve(PageNo::of(hva), access, most, cache)
     }
 }
 
@@ -72,7 +72,7 @@ impl Core {
         &self,
         page: PageNo,
         access: Access,
-        max_level: Level,
+        most: Level,
         cache: &mut PerCpuPages,
     ) -> Resolution {
         cache.shared.pin(page);
@@ -80,14 +80,14 @@ impl Core {
             return Resolution::Lost(self.lost_page(page));
         }
         loop {
-            // Who can map a whole block asks the head at once: 512 pages are likely to share it,
-            // and a page word that nobody reads costs not even the memory that it is in.
-            if max_level >= Level::L2M
+            // A caller that can map 2 MiB reads the block word first. The page words of a compound
+            // page are then never read, so the kernel need not back them.
+            if most >= Level::L2M
                 && self.huge != HugePages::Never
-                && let Some(head) = cache.region().head(page).map(Head::load)
-                && head != HeadState::Small
+                && let Some(block_word) = cache.region().block_word(page).map(BlockWord::load)
+                && block_word != PageBlockState::Split
             {
-                match self.by_head(page, head, access, max_level, cache) {
+                match self.by_block_word(page, block_word, access, most, cache) {
                     Some(resolution) => return resolution,
                     None => continue,
                 }
@@ -100,19 +100,25 @@ impl Core {
                     FaultCounters::bump(&cache.shared.count.resident);
                     Some(self.ready(frame, access))
                 }
-                PageState::Empty => match cache.region().head(page).map(Head::load) {
-                    None | Some(HeadState::Small) => self.fill(page, access, cache),
-                    Some(head) => self.by_head(page, head, access, max_level, cache),
+                PageState::Empty => match cache.region().block_word(page).map(BlockWord::load) {
+                    None | Some(PageBlockState::Split) => self.fill(page, access, cache),
+                    Some(block_word) => self.by_block_word(page, block_word, access, most, cache),
                 },
                 PageState::Evicting { .. } | PageState::Writeback { .. } => {
                     self.rescue(page, state, access, cache)
                 }
                 PageState::Swapped { .. } => self.begin_read(page, state, cache),
                 PageState::Reading { .. } => self.join_read(page, cache),
-                PageState::Merged => match cache.region().head(page).map(Head::load) {
-                    Some(head) => self.by_head(page, head, access, max_level, cache),
-                    None => unreachable!("{page:?} is merged, but its block has no head"),
-                },
+                PageState::Collapsed => {
+                    match cache.region().block_word(page).map(BlockWord::load) {
+                        Some(block_word) => {
+                            self.by_block_word(page, block_word, access, most, cache)
+                        }
+                        None => {
+                            unreachable!("{page:?} is collapsed, but its block has no block_word")
+                        }
+                    }
+                }
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
             };
             // None: somebody changed the page meanwhile; look again.
@@ -130,56 +136,56 @@ impl Core {
         Resolution::Ready(small(frame))
     }
 
-    /// The page's own word does not know; its block's head said `head`. Out of line: the paths of
-    /// small pages are the shorter for it.
+    /// The page word refers to the block word, which says `block_word`. Out of line, because that
+    /// makes the path of a resident 4 KiB page shorter.
     #[inline(never)]
-    fn by_head(
+    fn by_block_word(
         &self,
         page: PageNo,
-        head: HeadState,
+        block_word: PageBlockState,
         access: Access,
-        max_level: Level,
+        most: Level,
         cache: &mut PerCpuPages,
     ) -> Option<Resolution> {
-        match head {
-            HeadState::Untouched => self.fill_block(page, access, max_level, cache),
-            HeadState::Whole { block } => {
+        match block_word {
+            PageBlockState::Untouched => self.fill_block(page, access, most, cache),
+            PageBlockState::Compound { block } => {
                 FaultCounters::bump(&cache.shared.count.resident);
                 Some(self.ready_in(block, page, access))
             }
             // A collapse has got as far as this page: it is done, or undone, in microseconds. Or
             // the block has been split since the word was read.
-            HeadState::Small => {
-                drop(lock(&self.merging));
+            PageBlockState::Split => {
+                drop(lock(&self.collapsing));
                 None
             }
-            HeadState::Gone => Some(Resolution::Lost(self.lost_page(page))),
+            PageBlockState::Gone => Some(Resolution::Lost(self.lost_page(page))),
         }
     }
 
     /// The page is part of a whole block.
     fn ready_in(&self, block: BlockNo, page: PageNo, access: Access) -> Resolution {
         let pfn = block.frame_of(page);
-        if access.is_write() && self.frames.block(block).mark_dirty() == Marked::Loose {
+        if access.is_write() && self.frames.block(block).mark_dirty() == Marked::Split {
             self.frames.desc(pfn).mark_dirty();
         }
         let level = Level::L2M;
         Resolution::Ready(Frame { pfn, level })
     }
 
-    /// First touch of a block: 512 frames of zeros if they are wanted and there, or else the head
-    /// says from here on that its pages are made one by one.
+    /// First touch of a block: makes a compound page of zeros if the policy wants one and a block
+    /// of frames is free. Else the block word becomes Split, and the caller looks again.
     fn fill_block(
         &self,
         page: PageNo,
         access: Access,
-        max_level: Level,
+        most: Level,
         cache: &PerCpuPages,
     ) -> Option<Resolution> {
         let region = cache.region();
-        let head = region.head(page)?;
+        let block_word = region.block_word(page)?;
         let mut block = None;
-        if max_level >= Level::L2M && region.wants_huge(self.huge, page) {
+        if most >= Level::L2M && region.wants_huge(self.huge, page) {
             block = self.frames.take_block();
             if block.is_none() {
                 FaultCounters::bump(&cache.shared.count.huge_fallback);
@@ -187,11 +193,11 @@ impl Core {
         }
         let Some(block) = block else {
             // Whoever else may have changed it: the caller looks again.
-            let _ = head.change(HeadState::Untouched, HeadState::Small);
+            let _ = block_word.change(PageBlockState::Untouched, PageBlockState::Split);
             return None;
         };
         let begun = self.clock.now();
-        // SAFETY: the block comes from the free map and no head names it yet.
+        // SAFETY: the block comes from the free map and no block word names it yet.
         unsafe { self.frames.pool.zero_block(block) };
         let zeroing = self.clock.now().since(begun);
         FaultCounters::add(&cache.shared.count.zeroing_ns, zeroing);
@@ -199,8 +205,11 @@ impl Core {
         desc.prepare(page.block_start(), Dirt::Clean);
         // Two vCPUs may both have come this far: one has zeroed in vain, which happens less often
         // than anybody would otherwise have to wait for the other's zeroing.
-        if head
-            .change(HeadState::Untouched, HeadState::Whole { block })
+        if block_word
+            .change(
+                PageBlockState::Untouched,
+                PageBlockState::Compound { block },
+            )
             .is_err()
         {
             self.frames.give_block(block);
@@ -208,7 +217,7 @@ impl Core {
         }
         desc.publish();
         region.add_resident(Level::L2M.pages() as i64);
-        self.stats.note_whole();
+        self.stats.add_compound();
         FaultCounters::bump(&cache.shared.count.huge_fill);
         Some(self.ready_in(block, page, access))
     }
@@ -287,7 +296,7 @@ impl Core {
             }
             tickets.insert(page, ticket.clone());
         }
-        self.away.fetch_sub(1, Ordering::Relaxed);
+        self.swapped_out_now.fetch_sub(1, Ordering::Relaxed);
         cache.shared.allocated();
         FaultCounters::bump(&cache.shared.count.swap_in);
         Some(Resolution::Pending(ticket))

@@ -35,12 +35,12 @@ impl Counters {
     }
 
     /// One whole block more.
-    pub fn note_whole(&self) {
+    pub fn add_compound(&self) {
         Self::add(&self.huge_pages, 1);
     }
 
     /// One whole block less.
-    pub fn note_loose(&self) {
+    pub fn remove_compound(&self) {
         self.huge_pages.fetch_sub(1, Ordering::Relaxed);
     }
 

@@ -1,8 +1,8 @@
 //! The manager's books, audited: for tests, between steps, when nobody else is in it.
 
-use crate::block::BlockState;
+use crate::block::FrameBlockState;
+use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::FrameState;
-use crate::head::{BLOCK, BlockNo, HeadState};
 use crate::host::{Core, Host, lock};
 use crate::per_cpu_pages::Shared;
 use crate::region::{Region, Span};
@@ -16,8 +16,9 @@ impl Host {
     /// Walks everything and panics at the first contradiction:
     /// * every frame is in exactly one place: free map, per-CPU page cache, page, whole block,
     ///   swap store;
-    /// * a page's word and its frame's descriptor name each other, and so do a head and a block;
-    /// * the words of a block are what its head allows;
+    /// * a page word and a frame descriptor name each other, and so do a block word and a block of
+    ///   frames;
+    /// * the words of a block are what its block word allows;
     /// * every entry in use belongs to exactly one page or one write in flight;
     /// * reads in flight and tickets are the same set; the counts are right.
     ///
@@ -35,7 +36,7 @@ struct Found {
     blocks: BTreeSet<usize>,
     entries: BTreeSet<SwapEntry>,
     reading: usize,
-    away: i64,
+    swapped_out: i64,
 }
 
 impl Found {
@@ -101,12 +102,12 @@ impl Core {
         assert_eq!(total, self.frames.len(), "every frame is somewhere");
     }
 
-    /// Every block descriptor against the heads.
+    /// Every block descriptor against the block words.
     fn verify_blocks(&self, found: &Found) {
         for index in 0..self.frames.len() / BLOCK {
             let state = self.frames.block(BlockNo::new(index as u32)).state();
             assert_eq!(
-                state != BlockState::Loose,
+                state != FrameBlockState::Split,
                 found.blocks.contains(&index),
                 "block {index} is {state:?}"
             );
@@ -120,7 +121,7 @@ impl Core {
         let mut reported = 0;
         for region in self.regions.snapshot().iter() {
             reported += region.resident() + self.unreported_to(region);
-            for (page, word) in region.headless() {
+            for (page, word) in region.tail() {
                 self.verify_page(page, word, &mut found);
             }
             for span in region.spans() {
@@ -134,8 +135,11 @@ impl Core {
         );
         let tickets = lock(&self.tickets).len();
         assert_eq!(found.reading, tickets, "tickets against pages being read");
-        let away = self.away.load(Ordering::Relaxed);
-        assert_eq!(found.away, away, "pages counted as in swap alone");
+        let swapped_out = self.swapped_out_now.load(Ordering::Relaxed);
+        assert_eq!(
+            found.swapped_out, swapped_out,
+            "pages counted as in swap alone"
+        );
         // Entries of writes that were overtaken by a rescue are freed when the write completes.
         let used = lock(&self.entries).used();
         let entries = found.entries.len();
@@ -157,19 +161,24 @@ impl Core {
     }
 
     fn verify_span(&self, span: Span<'_>, found: &mut Found) {
-        let head = span.head.load();
+        let block_word = span.block_word.load();
         for (page, word) in span.pages() {
             let state = word.load();
-            let allowed = match head {
-                HeadState::Untouched => state == PageState::Empty,
-                HeadState::Whole { .. } => matches!(state, PageState::Empty | PageState::Merged),
-                HeadState::Small => state != PageState::Merged,
-                HeadState::Gone => false,
+            let allowed = match block_word {
+                PageBlockState::Untouched => state == PageState::Empty,
+                PageBlockState::Compound { .. } => {
+                    matches!(state, PageState::Empty | PageState::Collapsed)
+                }
+                PageBlockState::Split => state != PageState::Collapsed,
+                PageBlockState::Gone => false,
             };
-            assert!(allowed, "{page:?} is {state:?} in a block that is {head:?}");
+            assert!(
+                allowed,
+                "{page:?} is {state:?} in a block that is {block_word:?}"
+            );
             self.verify_page(page, word, found);
         }
-        if let HeadState::Whole { block } = head {
+        if let PageBlockState::Compound { block } = block_word {
             assert!(found.blocks.insert(block.index()), "{block:?} twice");
             let owner = self.frames.block(block).owner();
             assert_eq!(owner, span.first, "{block:?} belongs to other pages");
@@ -189,7 +198,7 @@ impl Core {
             let used = lock(&self.entries).is_used(entry);
             assert!(used, "{entry:?} of {page:?} is free");
         }
-        found.away += i64::from(matches!(state, PageState::Swapped { .. }));
+        found.swapped_out += i64::from(matches!(state, PageState::Swapped { .. }));
         if matches!(state, PageState::Reading { .. }) {
             found.reading += 1;
             let known = lock(&self.tickets).contains_key(&page);
@@ -209,7 +218,7 @@ fn verify_frame_state(page: PageState, frame: FrameState) {
         | PageState::Swapped { .. }
         | PageState::Lost
         | PageState::Gone
-        | PageState::Merged => false,
+        | PageState::Collapsed => false,
     };
     assert!(agree, "page {page:?} in a frame that is {frame:?}");
 }

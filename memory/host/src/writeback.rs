@@ -201,7 +201,8 @@ impl Core {
         }
         // Release: a thread that no longer counts the write counts its completion (`in_flight`).
         self.writing.fetch_sub(finished, Ordering::Release);
-        self.away.fetch_add(freed.len() as i64, Ordering::Relaxed);
+        self.swapped_out_now
+            .fetch_add(freed.len() as i64, Ordering::Relaxed);
         self.release(freed);
         self.settled.bump();
     }

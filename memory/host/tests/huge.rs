@@ -36,7 +36,7 @@ fn one_fault_makes_a_block() {
     assert_eq!((stats.resident, stats.faults_zero_fill), (BLOCK, 0));
     write_all(&mut vm, 0..2 * BLOCK + 100);
     assert_eq!(host.stats().huge_pages, 2, "the tail is no whole block");
-    assert_eq!(vm.mapped_whole(), 2);
+    assert_eq!(vm.mapped_huge(), 2);
     host.verify();
     vm.check_all();
     let mut word = [0; 8];

@@ -5,10 +5,10 @@
 #![cfg(loom)]
 #![allow(dead_code, reason = "the modules are whole, each model uses its part")]
 
+#[path = "../src/block_word.rs"]
+mod block_word;
 #[path = "../src/desc.rs"]
 mod desc;
-#[path = "../src/head.rs"]
-mod head;
 #[path = "../src/residency.rs"]
 mod residency;
 #[path = "../src/io/watch.rs"]

@@ -1,6 +1,6 @@
-//! The races of one block of pages, every interleaving. The block's state word, page words,
-//! descriptors, split and merge are the real ones, on two pages instead of 512; the other steps are
-//! the manager's, in the same order.
+//! Every interleaving of the races on one block of pages. The block word, page words, descriptors,
+//! split and collapse are the product's, on two pages instead of 512. The code around them does
+//! what the host does, in the same order.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom_huge --release`
 #![cfg(loom)]
@@ -8,19 +8,19 @@
 
 #[path = "../src/block.rs"]
 mod block;
+#[path = "../src/block_word.rs"]
+mod block_word;
 #[path = "../src/desc.rs"]
 mod desc;
-#[path = "../src/head.rs"]
-mod head;
 #[path = "../src/residency.rs"]
 mod residency;
 mod swap {
     pub use lacuna_host::SwapEntry;
 }
 
-use block::{BlockDesc, BlockState, Marked, Parts};
+use block::{BlockDesc, FrameBlockState, Marked, Parts};
+use block_word::{BlockNo, BlockWord, PageBlockState};
 use desc::{Desc, Dirt, FrameState};
-use head::{BlockNo, Head, HeadState};
 use lacuna_addr::Pfn;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
@@ -37,21 +37,21 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     builder.check(body);
 }
 
-/// A block of two pages, on which the real code for splits and merges runs, and two more frames for
+/// A block of two pages, on which the real code for splits and merges runs, and two frames more for
 /// pages that are not in the block.
 struct Block {
-    head: Head,
+    block_word: BlockWord,
     words: [PageWord; 2],
     desc: BlockDesc,
     frames: [Desc; 2],
-    /// The content of the block's frames, and of the other two.
+    /// What is in the block's frames, and in the other two.
     bytes: [AtomicU64; 2],
     elsewhere: [AtomicU64; 2],
-    merging: loom::sync::Mutex<()>,
+    collapsing: loom::sync::Mutex<()>,
 }
 
 const FIRST: PageNo = PageNo::new(1024);
-const WHOLE: BlockNo = BlockNo::new(3);
+const BLOCK_NO: BlockNo = BlockNo::new(3);
 
 /// What a fault on a page has found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,31 +64,31 @@ impl Block {
     fn new() -> Self {
         let number = |_| AtomicU64::new(0);
         Self {
-            head: Head::new(),
+            block_word: BlockWord::new(),
             words: [(); 2].map(|()| PageWord::new()),
             desc: BlockDesc::new(),
             frames: [(); 2].map(|()| Desc::new()),
             bytes: [0, 1].map(number),
             elsewhere: [0, 1].map(number),
-            merging: loom::sync::Mutex::new(()),
+            collapsing: loom::sync::Mutex::new(()),
         }
     }
 
     fn parts(&self) -> Parts<'_> {
         Parts {
-            head: &self.head,
+            block_word: &self.block_word,
             words: &self.words,
-            number: WHOLE,
+            number: BLOCK_NO,
             desc: &self.desc,
             frames: &self.frames,
         }
     }
 
     /// `Core::fill_block` after the zeroing.
-    fn first_touch(&self) -> Result<(), HeadState> {
+    fn first_touch(&self) -> Result<(), PageBlockState> {
         self.desc.prepare(FIRST, Dirt::Clean);
-        let whole = HeadState::Whole { block: WHOLE };
-        self.head.change(HeadState::Untouched, whole)?;
+        let whole = PageBlockState::Compound { block: BLOCK_NO };
+        self.block_word.change(PageBlockState::Untouched, whole)?;
         self.desc.publish();
         Ok(())
     }
@@ -108,14 +108,14 @@ impl Block {
                         return At::Frame(frame);
                     }
                 }
-                PageState::Empty | PageState::Merged => match self.head.load() {
-                    HeadState::Whole { .. } => {
-                        if self.desc.mark_dirty() == Marked::Loose {
+                PageState::Empty | PageState::Collapsed => match self.block_word.load() {
+                    PageBlockState::Compound { .. } => {
+                        if self.desc.mark_dirty() == Marked::Split {
                             self.frames[index].mark_dirty();
                         }
                         return At::Block;
                     }
-                    HeadState::Small => drop(self.merging.lock().unwrap()),
+                    PageBlockState::Split => drop(self.collapsing.lock().unwrap()),
                     other => panic!("{other:?}"),
                 },
                 other => panic!("{other:?}"),
@@ -124,7 +124,7 @@ impl Block {
     }
 
     fn mark(&self, index: usize, frame: Pfn) {
-        if frame == WHOLE.frame(index) {
+        if frame == BLOCK_NO.frame(index) {
             self.frames[index].mark_dirty();
         }
     }
@@ -135,13 +135,13 @@ impl Block {
         }
     }
 
-    /// Whether page `index` counts as written, in whichever state the block is.
+    /// Page `index`, whichever way it is kept, counts as written.
     fn is_dirty(&self, index: usize) -> bool {
         self.frames[index].dirt() == Dirt::Dirty
     }
 }
 
-/// Whether or not the fault sees the split, it finds the same frame, and its mark is not lost.
+/// Whether or not the fault sees the split: it finds the same frame, and its mark is not lost.
 #[test]
 fn a_write_while_its_block_is_split() {
     model(|| {
@@ -153,10 +153,13 @@ fn a_write_while_its_block_is_split() {
         };
         let at = block.fault(1);
         splitter.join().unwrap();
-        assert!(at == At::Block || at == At::Frame(WHOLE.frame(1)), "{at:?}");
+        assert!(
+            at == At::Block || at == At::Frame(BLOCK_NO.frame(1)),
+            "{at:?}"
+        );
         assert!(block.is_dirty(1), "the write is not forgotten");
-        assert_eq!(block.head.load(), HeadState::Small);
-        assert_eq!(block.desc.state(), BlockState::Loose);
+        assert_eq!(block.block_word.load(), PageBlockState::Split);
+        assert_eq!(block.desc.state(), FrameBlockState::Split);
         for (i, desc) in block.frames.iter().enumerate() {
             assert_eq!(
                 (desc.state(), desc.owner()),
@@ -166,8 +169,7 @@ fn a_write_while_its_block_is_split() {
     });
 }
 
-/// Two marks and a split: the second mark, whose thread finds the first one set and skips its own,
-/// counts too.
+/// Two marks and a split: the second, which finds the first's and goes by, counts too.
 #[test]
 fn two_writes_while_their_block_is_split() {
     model(|| {
@@ -186,8 +188,8 @@ fn two_writes_while_their_block_is_split() {
     });
 }
 
-/// One of the new pages is evicted at once. That happens only after the split is done with it, and
-/// the page leaves with the mark that a fault has set.
+/// A page of the new pages is evicted at once: never before the split is done with it, and what a
+/// fault has marked goes out with it.
 #[test]
 fn a_page_is_evicted_right_after_the_split() {
     model(|| {
@@ -198,11 +200,11 @@ fn a_page_is_evicted_right_after_the_split() {
             thread::spawn(move || {
                 let page = block.frames[1].isolate()?;
                 assert_eq!(page, FIRST.plus(1));
-                assert_eq!(block.head.load(), HeadState::Small);
+                assert_eq!(block.block_word.load(), PageBlockState::Split);
                 block.words[1].advance(PageState::evicted).unwrap();
                 let dirt = block.frames[1].take_dirty();
                 let gone = block.words[1].advance(PageState::dropped).is_ok();
-                // Dirty pages are written first.
+                // Dirty pages are written instead, of course.
                 gone.then_some(dirt)
             })
         };
@@ -213,7 +215,7 @@ fn a_page_is_evicted_right_after_the_split() {
     });
 }
 
-/// A first touch of the whole block and one of a page: one of the two decides the block's state.
+/// A first touch of the whole block and one of a page: one of them decides how the block is kept.
 #[test]
 fn a_first_touch_of_a_page_against_one_of_its_block() {
     model(|| {
@@ -224,11 +226,11 @@ fn a_first_touch_of_a_page_against_one_of_its_block() {
         };
         let entry = None;
         let small = block
-            .head
-            .change(HeadState::Untouched, HeadState::Small)
+            .block_word
+            .change(PageBlockState::Untouched, PageBlockState::Split)
             .is_ok();
         let frame = frame(7);
-        let filled = block.head.load() == HeadState::Small
+        let filled = block.block_word.load() == PageBlockState::Split
             && block.words[1]
                 .change(PageState::Empty, PageState::Resident { frame, entry })
                 .is_ok();
@@ -238,12 +240,12 @@ fn a_first_touch_of_a_page_against_one_of_its_block() {
 }
 
 impl Block {
-    /// Both pages are in frames elsewhere, isolated by the thread that is going to move them here.
+    /// Both pages in frames elsewhere, isolated by whoever is going to move them here.
     fn apart() -> Arc<Self> {
         let block = Self::new();
         block
-            .head
-            .change(HeadState::Untouched, HeadState::Small)
+            .block_word
+            .change(PageBlockState::Untouched, PageBlockState::Split)
             .unwrap();
         for (i, word) in block.words.iter().enumerate() {
             let (frame, entry) = (frame(i as u32), None);
@@ -254,13 +256,12 @@ impl Block {
         Arc::new(block)
     }
 
-    /// `Core::merge_by_copy`.
+    /// `Core::collapse_by_copy`.
     fn collapse(&self) -> bool {
         for word in &self.words {
             word.advance(PageState::evicted).unwrap();
         }
-        // The pages are unmapped everywhere: from here on only a fault that takes its page back can
-        // write.
+        // Unmapped everywhere: only a fault that rescues its page writes from here on.
         for (to, from) in self.bytes.iter().zip(&self.elsewhere) {
             to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
         }
@@ -269,11 +270,11 @@ impl Block {
             frame: frame(i),
             entry: None,
         });
-        let merged = {
-            let _turn = self.merging.lock().unwrap();
-            self.parts().merge(&from)
+        let collapsed = {
+            let _turn = self.collapsing.lock().unwrap();
+            self.parts().collapse(&from)
         };
-        if merged.is_err() {
+        if collapsed.is_err() {
             for word in &self.words {
                 let _ = word.advance(PageState::rescued);
             }
@@ -284,8 +285,8 @@ impl Block {
     }
 }
 
-/// A write while its block is collapsed by copy. Either it takes its page back and prevents the
-/// collapse, or it finds the copy. It never writes to the old frame.
+/// A write while its block is made whole by copy: it takes its page back and spoils that, or it
+/// finds the copy. Never does it write to what is left behind.
 #[test]
 fn a_write_while_its_block_is_collapsed() {
     model(|| {
@@ -293,8 +294,8 @@ fn a_write_while_its_block_is_collapsed() {
         let writer = {
             let block = block.clone();
             thread::spawn(move || {
-                // The page was unmapped. A fault that resolved before that is refused by the
-                // invalidation sequence, which is not modelled; it starts again.
+                // The page was unmapped: a fault that resolved before that is refused by the
+                // invalidation sequence, which is not modelled. It begins anew.
                 if matches!(block.words[1].load(), PageState::Resident { .. }) {
                     return None;
                 }
@@ -307,15 +308,15 @@ fn a_write_while_its_block_is_collapsed() {
                 Some(at)
             })
         };
-        let merged = block.collapse();
+        let collapsed = block.collapse();
         let wrote = writer.join().unwrap();
-        let whole = HeadState::Whole { block: WHOLE };
-        if merged {
-            assert_eq!(block.head.load(), whole);
+        let whole = PageBlockState::Compound { block: BLOCK_NO };
+        if collapsed {
+            assert_eq!(block.block_word.load(), whole);
             assert!(matches!(wrote, None | Some(At::Block)), "{wrote:?}");
             assert_eq!(block.bytes[0].load(Ordering::Relaxed), 10);
         } else {
-            assert_eq!(block.head.load(), HeadState::Small);
+            assert_eq!(block.block_word.load(), PageBlockState::Split);
             assert_eq!(wrote, Some(At::Frame(frame(1))));
             for (i, word) in block.words.iter().enumerate() {
                 let (frame, entry) = (frame(i as u32), None);
@@ -325,18 +326,18 @@ fn a_write_while_its_block_is_collapsed() {
     });
 }
 
-/// Pages that lie in their places become a block during a fault, and are split again.
+/// Pages that lie in their places become a block under a fault, and are split again.
 #[test]
-fn a_write_while_its_block_is_collapsed_in_place() {
+fn a_write_while_its_block_is_made_whole_in_place() {
     model(|| {
         let block = Arc::new(Block::new());
         block.first_touch().unwrap();
         block.split();
-        let merger = {
+        let collapser = {
             let block = block.clone();
             thread::spawn(move || {
                 let from = [0, 1].map(|i| PageState::Resident {
-                    frame: WHOLE.frame(i),
+                    frame: BLOCK_NO.frame(i),
                     entry: None,
                 });
                 for (i, desc) in block.frames.iter().enumerate() {
@@ -344,8 +345,8 @@ fn a_write_while_its_block_is_collapsed_in_place() {
                 }
                 block.desc.adopt(FIRST);
                 {
-                    let _turn = block.merging.lock().unwrap();
-                    block.parts().merge(&from).unwrap();
+                    let _turn = block.collapsing.lock().unwrap();
+                    block.parts().collapse(&from).unwrap();
                 }
                 block
                     .frames
@@ -356,8 +357,8 @@ fn a_write_while_its_block_is_collapsed_in_place() {
             })
         };
         block.fault(1);
-        merger.join().unwrap();
+        collapser.join().unwrap();
         assert!(block.is_dirty(1), "the write is not forgotten");
-        assert_eq!(block.head.load(), HeadState::Small);
+        assert_eq!(block.block_word.load(), PageBlockState::Split);
     });
 }

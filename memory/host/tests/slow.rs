@@ -203,7 +203,7 @@ fn reads_are_waited_for_though_swap_is_full() {
 
 /// A page whose read is never started will never arrive.
 #[test]
-fn a_ticket_that_nobody_starts_is_not_waited_for() {
+fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
     let world = World::new(Box::new(FaultyStore::new(PageCount::new(400))));
     let (room, held) = world.hold_room();
     let swapped = world.fill_until_full();
@@ -223,7 +223,7 @@ fn a_ticket_that_nobody_starts_is_not_waited_for() {
 
 /// The latency is longer than a thread waits without any progress.
 #[test]
-fn a_device_slower_than_anybodys_patience_is_waited_for() {
+fn a_device_slower_than_every_timeout_is_waited_for() {
     let slow = Latency::new(faulty(), LatencySetting::new(A_WHILE));
     let world = World::new(Box::new(slow));
     let budget = Host::minimum_budget(WRITERS as usize).get();

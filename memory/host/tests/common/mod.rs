@@ -362,7 +362,7 @@ impl Vm {
     }
 
     /// Blocks that one leaf maps.
-    pub fn mapped_whole(&self) -> usize {
+    pub fn mapped_huge(&self) -> usize {
         self.mmu.leaves.lock().unwrap().blocks.len()
     }
 }

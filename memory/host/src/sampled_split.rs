@@ -21,11 +21,11 @@
 //! and how often that is wanted is known: pages read back during the trial, by pages in swap. It
 //! costs little to be wrong: no page moves, and a block that is worth it is made whole in place.
 
-use crate::block::{BlockState, Warmth, Youth};
+use crate::block::{FrameBlockState, Warmth, Youth};
+use crate::block_word::{BLOCK, BlockNo};
 use crate::collapse::Gathered;
-use crate::head::{BLOCK, BlockNo};
 use crate::host::{Core, lock};
-use crate::reclaim::{Mercy, Round};
+use crate::reclaim::{Round, ScanPriority};
 use crate::region::Region;
 use crate::residency::PageNo;
 use crate::stats::Counters;
@@ -51,7 +51,7 @@ pub(crate) enum Window {
 
 /// The blocks of this round.
 #[derive(Default)]
-pub(crate) struct Trials {
+pub(crate) struct SampledSplits {
     met: usize,
     coldest: Option<(Warmth, BlockNo)>,
     /// Whose trial begins when the hand meets it.
@@ -61,7 +61,7 @@ pub(crate) struct Trials {
 }
 
 /// A whole block that this thread has isolated.
-struct Whole {
+struct IsolatedBlock {
     block: BlockNo,
     first: PageNo,
     region: Arc<Region>,
@@ -70,7 +70,7 @@ struct Whole {
 /// What becomes of a block that is in use.
 enum Verdict {
     Spared,
-    Trial,
+    Sampled,
 }
 
 /// Whether the hand leaves a split block's pages alone for a turn.
@@ -88,45 +88,51 @@ impl Core {
         };
         let first_window = start == block.frame(0);
         match desc.state() {
-            BlockState::Loose if round.mercy == Mercy::None => Window::Frames,
-            BlockState::Loose if first_window && desc.end_trial() => self.judge(round, block),
-            BlockState::Loose if desc.is_on_trial() => Window::Passed,
-            BlockState::Loose => Window::Frames,
-            BlockState::Used if first_window && round.mercy != Mercy::Blocks => {
-                self.meet_whole(round, block)
+            FrameBlockState::Split if round.priority == ScanPriority::TakeAll => Window::Frames,
+            FrameBlockState::Split if first_window && desc.end_sample() => self.judge(round, block),
+            FrameBlockState::Split if desc.is_sampled() => Window::Passed,
+            FrameBlockState::Split => Window::Frames,
+            FrameBlockState::Used
+                if first_window && round.priority != ScanPriority::SpareCompound =>
+            {
+                self.meet_compound(round, block)
             }
-            BlockState::Used | BlockState::Isolated => Window::Passed,
+            FrameBlockState::Used | FrameBlockState::Isolated => Window::Passed,
         }
     }
 
-    fn meet_whole(&self, round: &mut Round, block: BlockNo) -> Window {
-        let Some(whole) = self.isolate_whole(block) else {
+    fn meet_compound(&self, round: &mut Round, block: BlockNo) -> Window {
+        let Some(isolated) = self.isolate_compound(block) else {
             return Window::Passed;
         };
         let desc = self.frames.block(block);
-        if !round.may_take_from(whole.first) {
+        if !round.may_take_from(isolated.first) {
             desc.publish();
             return Window::Passed;
         }
         let mut young = [false];
-        if round.mercy == Mercy::SecondChance {
-            round.age(&whole.region, &[whole.first.block_range()], &mut young);
+        if round.priority == ScanPriority::SpareAccessed {
+            round.age(
+                &isolated.region,
+                &[isolated.first.block_range()],
+                &mut young,
+            );
         }
         if young == [true] {
             Counters::add(&self.stats.young, 1);
             let warmth = desc.remember(Youth::Young);
             match self.enter(warmth, block) {
                 Verdict::Spared => desc.publish(),
-                Verdict::Trial => self.split(whole, Grace::OneTurn),
+                Verdict::Sampled => self.split(isolated, Grace::OneTurn),
             }
             return Window::Passed;
         }
         let _ = desc.remember(Youth::Old);
-        self.split(whole, Grace::None);
+        self.split(isolated, Grace::None);
         Window::Frames
     }
 
-    fn isolate_whole(&self, block: BlockNo) -> Option<Whole> {
+    fn isolate_compound(&self, block: BlockNo) -> Option<IsolatedBlock> {
         let desc = self.frames.block(block);
         let first = desc.isolate()?;
         // None: the region is being removed, and whoever removes it wants the block.
@@ -135,7 +141,7 @@ impl Core {
             desc.publish();
         }
         let region = region?;
-        Some(Whole {
+        Some(IsolatedBlock {
             block,
             first,
             region,
@@ -146,36 +152,41 @@ impl Core {
     /// chosen waits for the hand to meet it, so that its pages have a whole turn.
     fn enter(&self, warmth: Warmth, block: BlockNo) -> Verdict {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
-        let mut trials = lock(&self.trials);
-        if trials.chosen.take_if(|chosen| *chosen == block).is_some() {
-            return Verdict::Trial;
+        let mut sampled = lock(&self.sampled_splits);
+        if sampled.chosen.take_if(|chosen| *chosen == block).is_some() {
+            return Verdict::Sampled;
         }
-        trials.met += 1;
-        if trials.coldest.is_none_or(|(least, _)| warmth < least) {
-            trials.coldest = Some((warmth, block));
+        sampled.met += 1;
+        if sampled.coldest.is_none_or(|(least, _)| warmth < least) {
+            sampled.coldest = Some((warmth, block));
         }
-        if trials.met == ROUND {
-            trials.met = 0;
-            let coldest = trials.coldest.take();
-            if read_back >= trials.read_back + READ_BACK {
-                trials.read_back = read_back;
-                trials.chosen = coldest.map(|(_, block)| block);
+        if sampled.met == ROUND {
+            sampled.met = 0;
+            let coldest = sampled.coldest.take();
+            if read_back >= sampled.read_back + READ_BACK {
+                sampled.read_back = read_back;
+                sampled.chosen = coldest.map(|(_, block)| block);
             }
         }
         Verdict::Spared
     }
 
-    fn split(&self, whole: Whole, grace: Grace) {
+    fn split(&self, isolated: IsolatedBlock, grace: Grace) {
         if grace == Grace::OneTurn {
             let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
-            self.frames.block(whole.block).begin_trial(read_back);
+            self.frames.block(isolated.block).begin_sample(read_back);
         }
-        let span = whole.region.span(whole.first);
-        let span = span.expect("a whole block has a head");
-        self.frames.parts(span, whole.block).split(whole.first);
-        self.stats.note_loose();
+        let span = isolated.region.span(isolated.first);
+        let span = span.expect("a whole block has a block_word");
+        self.frames
+            .parts(span, isolated.block)
+            .split(isolated.first);
+        self.stats.remove_compound();
         Counters::add(&self.stats.splits, 1);
-        whole.region.notifier.split_huge(whole.first.block_range());
+        isolated
+            .region
+            .notifier
+            .shatter(isolated.first.block_range());
     }
 
     /// The trial is over: the block is whole again if its pages are in use more than those in swap
@@ -188,7 +199,7 @@ impl Core {
         let in_use = young.iter().filter(|young| **young).count();
         let worth = self.worth(block, in_use);
         if worth > ASKED {
-            self.merge_in_place(pages, block);
+            self.collapse_in_place(pages, block);
             self.frames.block(block).note_worth(worth);
             return Window::Passed;
         }
@@ -202,8 +213,8 @@ impl Core {
     fn worth(&self, block: BlockNo, in_use: usize) -> u64 {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
         let wanted = u64::from(self.frames.block(block).read_back_since(read_back));
-        let away = self.away.load(Ordering::Relaxed).max(0) as u64;
-        16 * in_use as u64 * away / (wanted * BLOCK as u64).max(1)
+        let swapped = self.swapped_out_now.load(Ordering::Relaxed).max(0) as u64;
+        16 * in_use as u64 * swapped / (wanted * BLOCK as u64).max(1)
     }
 
     /// Has the hand pass over pages whose accessed bits were taken.
