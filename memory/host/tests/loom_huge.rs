@@ -1,6 +1,6 @@
-//! Every interleaving of the races on one block of pages. The block word, page words, descriptors,
-//! split and collapse are the product's, on two pages instead of 512. The code around them does
-//! what the host does, in the same order.
+//! The races of one block of pages, every interleaving. The block's state word, page words,
+//! descriptors, split and merge are the real ones, on two pages instead of 512; the other steps are
+//! the manager's, in the same order.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom_huge --release`
 #![cfg(loom)]
@@ -37,14 +37,14 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     builder.check(body);
 }
 
-/// A block of two pages, on which the real code for splits and merges runs, and two frames more for
+/// A block of two pages, on which the real code for splits and merges runs, and two more frames for
 /// pages that are not in the block.
 struct Block {
     block_word: BlockWord,
     words: [PageWord; 2],
     desc: BlockDesc,
     frames: [Desc; 2],
-    /// What is in the block's frames, and in the other two.
+    /// The content of the block's frames, and of the other two.
     bytes: [AtomicU64; 2],
     elsewhere: [AtomicU64; 2],
     collapsing: loom::sync::Mutex<()>,
@@ -135,13 +135,13 @@ impl Block {
         }
     }
 
-    /// Page `index`, whichever way it is kept, counts as written.
+    /// Whether page `index` counts as written, in whichever state the block is.
     fn is_dirty(&self, index: usize) -> bool {
         self.frames[index].dirt() == Dirt::Dirty
     }
 }
 
-/// Whether or not the fault sees the split: it finds the same frame, and its mark is not lost.
+/// Whether or not the fault sees the split, it finds the same frame, and its mark is not lost.
 #[test]
 fn a_write_while_its_block_is_split() {
     model(|| {
@@ -169,7 +169,8 @@ fn a_write_while_its_block_is_split() {
     });
 }
 
-/// Two marks and a split: the second, which finds the first's and goes by, counts too.
+/// Two marks and a split: the second mark, whose thread finds the first one set and skips its own,
+/// counts too.
 #[test]
 fn two_writes_while_their_block_is_split() {
     model(|| {
@@ -188,8 +189,8 @@ fn two_writes_while_their_block_is_split() {
     });
 }
 
-/// A page of the new pages is evicted at once: never before the split is done with it, and what a
-/// fault has marked goes out with it.
+/// One of the new pages is evicted at once. That happens only after the split is done with it, and
+/// the page leaves with the mark that a fault has set.
 #[test]
 fn a_page_is_evicted_right_after_the_split() {
     model(|| {
@@ -204,7 +205,7 @@ fn a_page_is_evicted_right_after_the_split() {
                 block.words[1].advance(PageState::evicted).unwrap();
                 let dirt = block.frames[1].take_dirty();
                 let gone = block.words[1].advance(PageState::dropped).is_ok();
-                // Dirty pages are written instead, of course.
+                // Dirty pages are written first.
                 gone.then_some(dirt)
             })
         };
@@ -215,7 +216,7 @@ fn a_page_is_evicted_right_after_the_split() {
     });
 }
 
-/// A first touch of the whole block and one of a page: one of them decides how the block is kept.
+/// A first touch of the whole block and one of a page: one of the two decides the block's state.
 #[test]
 fn a_first_touch_of_a_page_against_one_of_its_block() {
     model(|| {
@@ -240,7 +241,7 @@ fn a_first_touch_of_a_page_against_one_of_its_block() {
 }
 
 impl Block {
-    /// Both pages in frames elsewhere, isolated by whoever is going to move them here.
+    /// Both pages are in frames elsewhere, isolated by the thread that is going to move them here.
     fn apart() -> Arc<Self> {
         let block = Self::new();
         block
@@ -261,7 +262,8 @@ impl Block {
         for word in &self.words {
             word.advance(PageState::evicted).unwrap();
         }
-        // Unmapped everywhere: only a fault that rescues its page writes from here on.
+        // The pages are unmapped everywhere: from here on only a fault that takes its page back can
+        // write.
         for (to, from) in self.bytes.iter().zip(&self.elsewhere) {
             to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
         }
@@ -285,8 +287,8 @@ impl Block {
     }
 }
 
-/// A write while its block is made whole by copy: it takes its page back and spoils that, or it
-/// finds the copy. Never does it write to what is left behind.
+/// A write while its block is collapsed by copy. Either it takes its page back and prevents the
+/// collapse, or it finds the copy. It never writes to the old frame.
 #[test]
 fn a_write_while_its_block_is_collapsed() {
     model(|| {
@@ -294,8 +296,8 @@ fn a_write_while_its_block_is_collapsed() {
         let writer = {
             let block = block.clone();
             thread::spawn(move || {
-                // The page was unmapped: a fault that resolved before that is refused by the
-                // invalidation sequence, which is not modelled. It begins anew.
+                // The page was unmapped. A fault that resolved before that is refused by the
+                // invalidation sequence, which is not modelled; it starts again.
                 if matches!(block.words[1].load(), PageState::Resident { .. }) {
                     return None;
                 }
@@ -326,9 +328,9 @@ fn a_write_while_its_block_is_collapsed() {
     });
 }
 
-/// Pages that lie in their places become a block under a fault, and are split again.
+/// Pages that lie in their places become a block during a fault, and are split again.
 #[test]
-fn a_write_while_its_block_is_made_whole_in_place() {
+fn a_write_while_its_block_is_collapsed_in_place() {
     model(|| {
         let block = Arc::new(Block::new());
         block.first_touch().unwrap();
