@@ -45,7 +45,7 @@ impl Host {
     /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
     /// install it under the protection of the invalidation sequence that was read before this call.
     ///
-    /// `most` is the largest leaf that the caller can map there: the most that is worth making for
+    /// `max_level` is the largest leaf that the caller can map there: the most that is worth making for
     /// a page that nobody has touched yet.
     ///
     /// # Panics
@@ -55,14 +55,14 @@ impl Host {
         &self,
         hva: Hva,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &mut PerCpuPages,
     ) -> Resolution {
         assert!(
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );
-        self.core.resolve(PageNo::of(hva), access, most, cache)
+        self.core.resolve(PageNo::of(hva), access, max_level, cache)
     }
 }
 
@@ -72,7 +72,7 @@ impl Core {
         &self,
         page: PageNo,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &mut PerCpuPages,
     ) -> Resolution {
         cache.shared.pin(page);
@@ -82,12 +82,12 @@ impl Core {
         loop {
             // A caller that can map 2 MiB reads the block word first. The page words of a compound
             // page are then never read, so the kernel need not back them.
-            if most >= Level::L2M
+            if max_level >= Level::L2M
                 && self.huge != HugePages::Never
                 && let Some(block_word) = cache.region().block_word(page).map(BlockWord::load)
                 && block_word != PageBlockState::Split
             {
-                match self.by_block_word(page, block_word, access, most, cache) {
+                match self.by_block_word(page, block_word, access, max_level, cache) {
                     Some(resolution) => return resolution,
                     None => continue,
                 }
@@ -102,7 +102,9 @@ impl Core {
                 }
                 PageState::Empty => match cache.region().block_word(page).map(BlockWord::load) {
                     None | Some(PageBlockState::Split) => self.fill(page, access, cache),
-                    Some(block_word) => self.by_block_word(page, block_word, access, most, cache),
+                    Some(block_word) => {
+                        self.by_block_word(page, block_word, access, max_level, cache)
+                    }
                 },
                 PageState::Evicting { .. } | PageState::Writeback { .. } => {
                     self.rescue(page, state, access, cache)
@@ -112,7 +114,7 @@ impl Core {
                 PageState::Collapsed => {
                     match cache.region().block_word(page).map(BlockWord::load) {
                         Some(block_word) => {
-                            self.by_block_word(page, block_word, access, most, cache)
+                            self.by_block_word(page, block_word, access, max_level, cache)
                         }
                         None => {
                             unreachable!("{page:?} is collapsed, but its block has no block_word")
@@ -144,11 +146,11 @@ impl Core {
         page: PageNo,
         block_word: PageBlockState,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &mut PerCpuPages,
     ) -> Option<Resolution> {
         match block_word {
-            PageBlockState::Untouched => self.fill_block(page, access, most, cache),
+            PageBlockState::Untouched => self.fill_block(page, access, max_level, cache),
             PageBlockState::Compound { block } => {
                 FaultCounters::bump(&cache.shared.count.resident);
                 Some(self.ready_in(block, page, access))
@@ -179,13 +181,13 @@ impl Core {
         &self,
         page: PageNo,
         access: Access,
-        most: Level,
+        max_level: Level,
         cache: &PerCpuPages,
     ) -> Option<Resolution> {
         let region = cache.region();
         let block_word = region.block_word(page)?;
         let mut block = None;
-        if most >= Level::L2M && region.wants_huge(self.huge, page) {
+        if max_level >= Level::L2M && region.wants_huge(self.huge, page) {
             block = self.frames.take_block();
             if block.is_none() {
                 FaultCounters::bump(&cache.shared.count.huge_fallback);

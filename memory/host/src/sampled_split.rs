@@ -186,7 +186,7 @@ impl Core {
         isolated
             .region
             .notifier
-            .shatter(isolated.first.block_range());
+            .split_huge(isolated.first.block_range());
     }
 
     /// The trial is over: the block is whole again if its pages are in use more than those in swap
