@@ -45,8 +45,8 @@ impl Host {
     /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
     /// install it under the protection of the invalidation sequence that was read before this call.
     ///
-    /// `max_level` is the largest leaf that the caller can map there: the most that is worth making for
-    /// a page that nobody has touched yet.
+    /// `max_level` is the largest leaf that the caller can map there: the most that is worth making
+    /// for a page that nobody has touched yet.
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
