@@ -1,4 +1,4 @@
-//! The address and frame-number newtypes.
+//! The types of addresses and frame numbers.
 
 use crate::{GPA_BITS, PAGE_SHIFT, PAGE_SIZE};
 use core::fmt;
@@ -45,7 +45,7 @@ number!(
     /// An address in the backing store's space: what a slot maps a gfn to.
     ///
     /// On the kvm backend it is a host virtual address. On soft it is an address in the host memory
-    /// manager's own numbering: never a pointer, so nobody can dereference one by mistake.
+    /// manager's own numbering: never a pointer, so it cannot be dereferenced by mistake.
     Hva,
     "{:#x}"
 );
@@ -61,7 +61,7 @@ number!(
 );
 
 impl Gpa {
-    /// `None` when `addr` needs more than 48 bits.
+    /// `None` if `addr` needs more than 48 bits.
     pub const fn new(addr: u64) -> Option<Self> {
         if addr >> GPA_BITS == 0 {
             Some(Self(addr))
@@ -70,8 +70,8 @@ impl Gpa {
         }
     }
 
-    /// An address whose bits from 48 up are dropped, as a processor with 48 physical bits does with
-    /// an entry that it has already checked for reserved bits.
+    /// The address without bits 48 and up, as a processor with 48 physical bits takes it from an
+    /// entry that it has already checked for reserved bits.
     pub const fn truncate(addr: u64) -> Self {
         Self(addr & ((1 << GPA_BITS) - 1))
     }
@@ -96,7 +96,7 @@ impl Gpa {
 }
 
 impl Gfn {
-    /// `None` when the frame lies past 48 bits of address.
+    /// `None` if the frame lies past 48 bits of address.
     pub const fn new(gfn: u64) -> Option<Self> {
         if gfn >> (GPA_BITS - PAGE_SHIFT) == 0 {
             Some(Self(gfn))
@@ -130,7 +130,7 @@ impl Hva {
         Self(addr)
     }
 
-    /// Rounded down to its page.
+    /// The start of its page.
     pub const fn page(self) -> Self {
         Self(self.0 & !(PAGE_SIZE as u64 - 1))
     }
@@ -175,7 +175,7 @@ impl PageCount {
         Self(bytes.div_ceil(PAGE_SIZE as u64))
     }
 
-    /// The size in bytes; the largest number where 64 bits do not hold it.
+    /// The size in bytes; the largest number if 64 bits do not hold it.
     pub const fn bytes(self) -> u64 {
         self.0.saturating_mul(PAGE_SIZE as u64)
     }

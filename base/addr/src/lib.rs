@@ -1,6 +1,6 @@
-//! Addresses that cannot be mixed up.
+//! Address types that cannot be confused with each other.
 //!
-//! A guest-memory engine speaks of four kinds of number that all look like `u64`:
+//! A guest-memory engine has four kinds of number that all look like `u64`:
 //!
 //! | type | names | unit |
 //! |---|---|---|
@@ -9,10 +9,10 @@
 //! | [`Pfn`] | a real 4 KiB frame of the resident budget | page |
 //! | [`Level`] | size of one table leaf | – |
 //!
-//! [`room_for`] asks for room for the tables that are indexed by them.
+//! [`room_for`] checks that there is room for the tables that are indexed by them.
 //!
-//! There are no operators between kinds; every crossing is a named function of the room that knows
-//! the mapping. This crate imports nothing and holds no `unsafe`.
+//! There are no operators between kinds. Each conversion is a named function of the crate that
+//! knows the mapping. This crate imports nothing and holds no `unsafe`.
 #![forbid(unsafe_code)]
 
 mod frame;

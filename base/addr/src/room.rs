@@ -6,7 +6,7 @@ use core::fmt;
 /// There is no room for a table or for threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoRoom {
-    /// How much was asked for.
+    /// The size that was asked for.
     pub bytes: u64,
 }
 
@@ -23,20 +23,20 @@ impl fmt::Display for NoRoom {
 
 impl Error for NoRoom {}
 
-/// Left beside each table for small allocations: where those are refused, Rust ends the process.
+/// Kept free beside each table for small allocations: if one of those fails, Rust ends the process.
 const BESIDE: u64 = 16 << 20;
 
 /// Address space that a thread may take with its first allocation: glibc maps 128 MiB to cut an
 /// aligned arena of 64 MiB from, and does not fall back to another thread's arena.
 const ARENA: u64 = 128 << 20;
 
-/// Asks the allocator whether it has room for a table of `len` values and 16 MiB beside it, and
-/// takes nothing.
+/// Asks the allocator whether it has room for a table of `len` values and 16 MiB beside it.
+/// Allocates nothing.
 ///
-/// Tables that grow with a guest's memory are asked for before they are made: a refusal is an error
-/// here, and in the allocation itself the end of the process. (A fallible allocation of the table
-/// would touch all of it to fill it. A table of zeros made by `collect` comes untouched from the
-/// kernel, and most of it stays so.)
+/// Call it before making a table that grows with a guest's memory. A refusal here is an error; a
+/// refusal in the allocation itself ends the process. (A fallible allocation would touch the whole
+/// table to fill it. A table of zeros made by `collect` comes untouched from the kernel, and most
+/// of it stays so.)
 ///
 /// # Errors
 /// [`NoRoom`], with the size.
@@ -49,8 +49,8 @@ pub fn room_for<T>(len: u64) -> Result<(), NoRoom> {
         .map_err(|_| NoRoom { bytes })
 }
 
-/// Asks the allocator whether `threads` more threads find room for their first allocations, and
-/// takes nothing.
+/// Asks the allocator whether `threads` more threads find room for their first allocations.
+/// Allocates nothing.
 ///
 /// # Errors
 /// [`NoRoom`], with the size.
@@ -58,7 +58,7 @@ pub fn room_for_threads(threads: usize) -> Result<(), NoRoom> {
     let refused = |_| NoRoom {
         bytes: threads as u64 * ARENA,
     };
-    // One reservation a thread: Linux refuses a single one that is larger than its memory.
+    // One reservation for each thread: Linux refuses a single one that is larger than its memory.
     let mut arenas = Vec::new();
     for _ in 0..threads {
         let mut arena = Vec::<u8>::new();

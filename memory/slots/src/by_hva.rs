@@ -1,21 +1,22 @@
 //! Slots by backing address.
 //!
-//! Slots may share backing (a framebuffer mapped twice, a ROM aliased below 1 MiB), so a range can
-//! lie in several slots that are far apart in the order of their starts. Each node therefore knows
+//! Slots may share backing (a framebuffer mapped twice, a ROM aliased below 1 MiB). So a range can
+//! lie in several slots that are far apart in the order of their starts. Each node therefore stores
 //! its *outer*: the nearest node before it that ends beyond it.
 //!
 //! ```text
-//! starts   [a]    [b]    [c]    [d]    [e]      the binary search reads nothing else
+//! starts   [a]    [b]    [c]    [d]    [e]      the binary search reads only this
 //! a        |=================================|
 //! b               |====|                         outer = a
 //! c                      |==|                    outer = a: b ends before c does
 //! d                             |=====|          outer = a
-//!                                  ^ searched: from d, the last that starts in time, downward:
-//!                                    d hit, c miss, so is all above its outer; a hit, end
+//!                                  ^ searched: begins at d, the last that starts before the end of
+//!                                    the range: d hit; c miss, so go to its outer; a hit; end
 //! ```
-//! A node that ends too early takes all between itself and its outer with it. So a search costs
-//! log2(n) nodes for the last that starts in time, then one node a hit and one for each slot nested
-//! in others that ends before the range begins: with disjoint slots, one in all.
+//! If a node ends before the range, all nodes between it and its outer do too. So a search reads
+//! log2(n) nodes to find the last one that starts in time, then one node for each hit, and one for
+//! each slot that is nested in others and ends before the range. With disjoint slots that is one in
+//! all.
 
 use core::hint::select_unpredictable;
 use lacuna_addr::HvaRange;
@@ -23,7 +24,7 @@ use lacuna_addr::HvaRange;
 /// No node before this one ends beyond it.
 const NONE: u32 = u32::MAX;
 
-/// One slot's backing, and where the slot is in the gfn order.
+/// The backing of one slot, and the place of the slot in the gfn order.
 #[derive(Clone, Copy)]
 struct Node {
     end: u64,
@@ -37,7 +38,7 @@ pub(crate) struct ByHva {
 }
 
 impl ByHva {
-    /// From the backing of each slot, in the order of the slots.
+    /// Takes the backing of each slot, in the order of the slots.
     pub(crate) fn new(backings: impl Iterator<Item = HvaRange>) -> Self {
         let mut sorted: Vec<(HvaRange, u32)> = backings.zip(0..).collect();
         sorted.sort_unstable_by_key(|(hvas, slot)| (hvas.start().get(), *slot));
@@ -58,7 +59,7 @@ impl ByHva {
     }
 
     /// Calls `hit` with each slot whose backing overlaps `range`, in descending order of its start.
-    /// Returns how often it looked at a node.
+    /// Returns how many nodes it read.
     #[inline]
     pub(crate) fn overlapping(&self, range: HvaRange, mut hit: impl FnMut(usize)) -> usize {
         let (from, to) = (range.start().get(), range.end().get());
@@ -66,7 +67,7 @@ impl ByHva {
         let mut next = last;
         while next != NONE {
             let node = self.nodes[next as usize];
-            // The search has looked at `last`.
+            // The search has read `last`.
             steps += usize::from(next != last);
             next = if node.end > from {
                 hit(node.slot as usize);
@@ -78,9 +79,9 @@ impl ByHva {
         steps
     }
 
-    /// The last node that starts below `address`, and the looks it took. Without a branch that
-    /// could be guessed wrongly: each step halves what is left and moves the base, which starts
-    /// below `address` unless it is the first, by a conditional move.
+    /// The last node that starts below `address`, and the number of nodes read. It has no branch
+    /// that could be mispredicted: each step halves the rest and moves the base by a conditional
+    /// move. The base starts below `address` unless it is the first node.
     #[inline]
     fn last_below(&self, address: u64) -> (u32, usize) {
         let mut base = 0;

@@ -1,21 +1,22 @@
-//! A bit for each page of a slot: written since somebody last asked.
+//! A bit for each page of a slot: set if the page was written since the last harvest.
 //!
 //! ```text
 //! writer                                 harvester
 //! 1 gains W or D, or writes              a take: the word becomes 0    (or clear: some bits of it)
-//! 2 mark: the bit becomes 1              b re-arm: W or D goes, of those pages
-//!   (a guest store that 1 allowed        c flush: whoever could still write without 1 has stopped
+//! 2 mark: the bit becomes 1              b rearm: clears W or D of those pages
+//!   (a guest store that 1 allowed        c flush: no vCPU can still write without step 1
 //!    may come before or after)           d copy the pages
 //! ```
-//! Every change of a word is one read-modify-write, so that of any `mark` and any `take` one comes
-//! first. If `mark` does, `take` gets the bit and, by release and acquire, sees what came before
-//! `mark`: b finds the W or D of 1, and d the data of a host write. If `take` does, the bit stays
-//! for the next harvest. Hence the two rules for users: *mark after 1, never before*, and *copy
-//! after the flush, never before*.
+//! Every change of a word is one read-modify-write, so of any `mark` and any `take` one comes
+//! first. If `mark` is first, `take` gets the bit. By release and acquire it also sees what came
+//! before `mark`: b finds the W or D of step 1, and d the data of a host write. If `take` is first,
+//! the bit stays for the next harvest. So users must follow two rules: *mark after 1, never
+//! before*, and *copy after the flush, never before*.
 //!
-//! `mark` does not test first and skip the write when the bit is set already: that load may pass
-//! the writer's own stores, and then `take` clears a bit whose page it sees without them. A fence
-//! would mend it, at the price of the instruction that was to be saved; `tests/loom.rs` shows it.
+//! `mark` must not test the bit first and skip the write if it is set. That load could pass the
+//! writer's own stores; then `take` clears a bit whose page it sees without them. A fence would
+//! prevent this, but it costs as much as the instruction that is saved; `tests/loom.rs` shows the
+//! loss.
 //!
 //! Words are little-endian in KVM's byte form: page `p` is bit `p % 64` of word `p / 64`, and bit
 //! `p % 8` of byte `p / 8` after [`u64::to_le_bytes`].
@@ -25,71 +26,71 @@ use lacuna_sync::shim::{AtomicU64, Ordering};
 /// Pages in one word.
 const WORD: usize = u64::BITS as usize;
 
-/// The dirty bits of one slot. Anybody may call anything at any time.
+/// The dirty bits of one slot. Any thread may call any method at any time.
 pub struct DirtyBitmap {
     words: Box<[AtomicU64]>,
     pages: usize,
 }
 
-/// What a mark found.
+/// The state of the bit before a mark.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Marked {
     /// The page was clean.
     New,
-    /// It was dirty already.
+    /// The page was dirty already.
     Already,
 }
 
-/// Why a range to be cleared was refused. Nothing has changed then.
+/// Why a range was not cleared. Nothing has changed then.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClearError {
-    /// It does not begin with a word.
+    /// The range does not begin at a word.
     #[error("first page {first_page} is not a multiple of 64: clear whole words")]
     Misaligned {
-        /// Where it was to begin.
+        /// Its first page.
         first_page: usize,
     },
-    /// It ends within a word that is not the last.
+    /// The range ends within a word that is not the last.
     #[error(
         "{pages} pages from page {first_page} end within a word: clear a multiple of 64 pages, or \
          up to the end of the slot at page {slot_pages}"
     )]
     Ragged {
-        /// Where it was to begin.
+        /// Its first page.
         first_page: usize,
-        /// How many pages it was to have.
+        /// Its pages.
         pages: usize,
-        /// How many the slot has.
+        /// The pages of the slot.
         slot_pages: usize,
     },
-    /// It reaches beyond the slot.
+    /// The range reaches beyond the slot.
     #[error(
         "{pages} pages from page {first_page} reach beyond the slot's end at page {slot_pages}: \
          clear fewer"
     )]
     BeyondSlot {
-        /// Where it was to begin.
+        /// Its first page.
         first_page: usize,
-        /// How many pages it was to have.
+        /// Its pages.
         pages: usize,
-        /// How many the slot has.
+        /// The pages of the slot.
         slot_pages: usize,
     },
-    /// There is not one word of mask for each word of the range.
+    /// The mask does not have one word for each word of the range.
     #[error("{pages} pages need a mask of {needed} words, not of {given}")]
     Mask {
-        /// How many pages were to be cleared.
+        /// Pages to be cleared.
         pages: usize,
-        /// How many words that takes.
+        /// Words that this takes.
         needed: usize,
-        /// How many there are.
+        /// Words of the mask.
         given: usize,
     },
 }
 
 impl DirtyBitmap {
-    /// For a slot of so many pages, all of them clean.
+    /// A bitmap for a slot of so many pages, all of them clean.
     pub fn new(pages: usize) -> Self {
         let words = (0..pages.div_ceil(WORD)).map(|_| AtomicU64::new(0));
         Self {
@@ -98,20 +99,20 @@ impl DirtyBitmap {
         }
     }
 
-    /// The slot's pages.
+    /// The number of pages of the slot.
     pub fn pages(&self) -> usize {
         self.pages
     }
 
-    /// The words that hold a bit for each of them.
+    /// The number of words that hold a bit for each page.
     pub fn words(&self) -> usize {
         self.words.len()
     }
 
-    /// The page has been written, or can be from now on without a mark.
+    /// Marks a page that was written, or can be written from now on without a mark.
     ///
     /// # Panics
-    /// When the slot does not have that page.
+    /// If the slot does not have that page.
     #[inline]
     pub fn mark(&self, page: usize) -> Marked {
         assert_has(page, self.pages);
@@ -124,12 +125,12 @@ impl DirtyBitmap {
         }
     }
 
-    /// [`Self::mark`] of all of `pages`, and how many those are. Pages that share a word take one
-    /// exchange together, unless between them comes a page of another word with the same place
-    /// among the [`JOINED`] that wait. No page is certainly marked before the return.
+    /// As [`Self::mark`] for all of `pages`; returns their number. Pages that share a word take one
+    /// exchange together. They do not if between them comes a page of another word that has the
+    /// same place among the [`JOINED`] waiting words. A page may be marked as late as the return.
     ///
     /// # Panics
-    /// When the slot does not have one of the pages. Some may be marked then.
+    /// If the slot does not have one of the pages. Some may be marked then.
     #[inline]
     pub fn mark_all(&self, pages: impl Iterator<Item = usize>) -> usize {
         let mut joined = [Joined { word: 0, bits: 0 }; JOINED];
@@ -156,16 +157,16 @@ impl DirtyBitmap {
         }
     }
 
-    /// Moves the words from `first_word` on into `out`, all of it, and leaves zeroes: the call that
-    /// reports and clears in one (KVM's GET without manual protect). Re-arm and flush before the
-    /// pages are copied; [`Self::put_back`] if the words then cannot be delivered.
+    /// Moves words into `out`, from `first_word` on, and leaves zeros: reports and clears in one
+    /// call (KVM's GET without manual protect). Rearm and flush before the pages are copied. If the
+    /// words then cannot be delivered, call [`Self::put_back`].
     ///
     /// # Panics
-    /// When the bitmap does not have those words.
+    /// If the bitmap does not have those words.
     pub fn take(&self, first_word: usize, out: &mut [u64]) {
         for (word, out) in self.part(first_word, out.len()).iter().zip(out) {
-            // Most words of most harvests are zero: a load leaves their line where it is. A mark
-            // that it misses stays.
+            // Most words of most harvests are zero. A load does not take their cache line from
+            // other cores. A mark that the load misses stays for the next harvest.
             *out = match word.load(Ordering::Relaxed) {
                 0 => 0,
                 _ => word.swap(0, Ordering::Acquire),
@@ -173,24 +174,24 @@ impl DirtyBitmap {
         }
     }
 
-    /// Copies the words from `first_word` on into `out`, all of it, and changes nothing (KVM's GET
-    /// with manual protect).
+    /// Copies words into `out`, from `first_word` on, and changes nothing (KVM's GET with manual
+    /// protect).
     ///
     /// # Panics
-    /// When the bitmap does not have those words.
+    /// If the bitmap does not have those words.
     pub fn copy(&self, first_word: usize, out: &mut [u64]) {
         for (word, out) in self.part(first_word, out.len()).iter().zip(out) {
             *out = word.load(Ordering::Acquire);
         }
     }
 
-    /// Of `pages` pages from `first_page` on, clears those that `mask` names, and leaves in `mask`
-    /// those of them that were dirty: the ones to re-arm (KVM's CLEAR). A page marked since the
-    /// words were copied may be among them, so copy it after the flush.
+    /// Of `pages` pages from `first_page` on, clears those that `mask` names. Leaves in `mask`
+    /// those that were dirty: the pages to rearm (KVM's CLEAR). A page marked since the words were
+    /// copied may be among them, so copy it after the flush.
     ///
     /// # Errors
-    /// KVM's rules: the range begins with a word, and ends with one or with the slot. And the mask
-    /// has a word for each of its words.
+    /// KVM's rules: the range begins at a word, and ends at one or with the slot. Also the mask
+    /// must have a word for each of its words.
     pub fn clear(
         &self,
         first_page: usize,
@@ -237,11 +238,11 @@ impl DirtyBitmap {
         }
     }
 
-    /// Marks again what a harvest took and could not deliver. Needs no re-arming to be undone: the
-    /// pages are reported once more, whether they are written again or not.
+    /// Marks again the pages that a harvest took and could not deliver. Rearming need not be
+    /// undone: the pages are reported once more, whether they are written again or not.
     ///
     /// # Panics
-    /// When the bitmap does not have those words, or the slot not those pages.
+    /// If the bitmap does not have those words, or the slot not those pages.
     pub fn put_back(&self, first_word: usize, words: &[u64]) {
         let part = self.part(first_word, words.len());
         for (i, (word, bits)) in part.iter().zip(words).enumerate() {
@@ -253,15 +254,16 @@ impl DirtyBitmap {
         }
     }
 
-    /// Marks every page: initially-all-set, or a start over.
+    /// Marks every page: for initially-all-set, or to start again.
     pub fn set_all(&self) {
         for (i, word) in self.words.iter().enumerate() {
-            // Not a store: the marks that it would overwrite have released something.
+            // Not a store: the marks that it would overwrite have release semantics that must not
+            // be lost.
             word.fetch_or(self.valid(i), Ordering::Release);
         }
     }
 
-    /// The bits of a word that are pages of the slot.
+    /// The bits of a word that stand for pages of the slot.
     fn valid(&self, word: usize) -> u64 {
         match self.pages - word * WORD {
             left if left < WORD => (1 << left) - 1,
@@ -276,20 +278,20 @@ impl DirtyBitmap {
     }
 }
 
-/// Marks of one word that are still to be made, by [`DirtyBitmap::mark_all`].
+/// Marks of one word that [`DirtyBitmap::mark_all`] has still to make.
 #[derive(Clone, Copy)]
 struct Joined {
     word: usize,
     bits: u64,
 }
 
-/// Words whose marks are joined at a time: 32 are 8 MiB of guest memory. The bench `dirty` shows
-/// what joining saves where the pages of a full log lie in some megabytes, and what it costs where
-/// they are at random.
+/// How many words' marks are joined at a time: 32 words are 8 MiB of guest memory. The bench
+/// `dirty` shows what joining saves if the pages of a full log lie in some megabytes, and what it
+/// costs if they are random.
 const JOINED: usize = 32;
 
-/// That a slot of so many pages has this one. The message is made out of line: `page` stays in a
-/// register.
+/// Asserts that a slot of so many pages has this one. The message is made out of line, so that
+/// `page` stays in a register.
 #[inline]
 fn assert_has(page: usize, slot_pages: usize) {
     #[cold]

@@ -1,42 +1,42 @@
-//! A vCPU's ring of the pages it has dirtied.
+//! A vCPU's dirty ring: the pages that it has written.
 //!
 //! ```text
 //!            reset        fetch              dirty              an entry's flags
 //!              v            v                  v                  0 free
 //!  ... free ...[2][2][2][2] [1][1][1][1][1][1] ... free ...       1 dirty       pushed
 //!              harvested,    to be harvested                      2 reset       harvested
-//!              to be re-armed                                     0 again, then re-armed
+//!              to be rearmed                                      0 again, then rearmed
 //! ```
-//! The vCPU's thread has the [`RingProducer`], one other thread at a time the [`RingConsumer`].
-//! The ring never overwrites: of its entries a *reserve* lies beyond the soft limit, enough for all
-//! that a vCPU can still push once it has been told [`Room::SoftFull`] (a full hardware log, and
-//! the few pages of one exit). So who pushes promises to leave for its VMM then, and to come back
-//! when [`RingProducer::room`] says so.
+//! The vCPU's thread owns the [`RingProducer`]; one other thread at a time owns the
+//! [`RingConsumer`]. The ring never overwrites. A *reserve* of entries lies beyond the soft limit.
+//! It is enough for all that a vCPU can still push after it got [`Room::SoftFull`]: a full hardware
+//! log, and the few pages of one exit. So the vCPU must then leave for its VMM, and come back only
+//! when [`RingProducer::room`] allows it.
 //!
 //! # Reset, then copy
 //! ```text
-//! harvest ── deliver ── reset: flags 0, re-arm ── flush ── copy the pages
+//! harvest ── deliver ── reset: flags 0, rearm ── flush ── copy the pages
 //! ```
-//! Between harvest and re-arm a page can be written without a new entry, since it is still armed
-//! as written. A copy made after the flush has that write, or the write has made a new entry. A
-//! copy made before the re-arm may lack it, with nobody left to tell: it is lost. `tests/loom.rs`
-//! shows both.
+//! Between harvest and rearm the page is still marked as written, so a write to it makes no new
+//! entry. A copy that is made after the flush contains such a write, or the write has made a new
+//! entry. A copy that is made before the rearm may lack the write, and no later harvest reports it:
+//! it is lost. `tests/loom.rs` shows both.
 
 use crate::SlotId;
 use lacuna_sync::shim::{Arc, AtomicU32, AtomicU64, Ordering};
 
-/// Entries that a vCPU may need between two looks at the soft limit: a full log of 512 pages and
-/// 64 more. As KVM reserves them.
+/// Entries that a vCPU may need between two checks of the soft limit: a full log of 512 pages, and
+/// 64 more. KVM reserves the same number.
 const RESERVED: usize = 64 + 512;
 
-/// Most entries of a ring, as in KVM.
+/// The most entries of a ring, as in KVM.
 const ENTRIES_MAX: usize = 1 << 16;
 
 const FREE: u32 = 0;
 const DIRTY: u32 = 1;
 const RESET: u32 = 2;
 
-/// How large a ring is: a power of two.
+/// The size of a ring: a power of two.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RingSize {
     entries: usize,
@@ -51,7 +51,7 @@ pub struct RingSize {
     RingSize::BYTES_MAX
 )]
 pub struct RingSizeError {
-    /// What was asked for.
+    /// The size that was asked for.
     pub bytes: usize,
 }
 
@@ -74,30 +74,30 @@ impl RingSize {
         Ok(Self::of(bytes / Self::ENTRY_BYTES, RESERVED))
     }
 
-    /// Models use rings of a few entries.
+    /// The loom models use rings of a few entries.
     pub(crate) fn of(entries: usize, reserved: usize) -> Self {
         assert!(entries.is_power_of_two() && reserved < entries);
         Self { entries, reserved }
     }
 
-    /// How many entries it has.
+    /// The number of entries.
     pub fn entries(self) -> usize {
         self.entries
     }
 
-    /// With how many in use the vCPU has to leave.
+    /// When so many entries are in use, the vCPU must leave.
     pub fn soft_limit(self) -> usize {
         self.entries - self.reserved
     }
 }
 
-/// Whether a vCPU may go on.
+/// Whether a vCPU may continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Room {
-    /// It may.
+    /// It may continue.
     Yes,
-    /// It has to leave for its VMM, and must not enter the guest before some entries are reset.
+    /// It must leave for its VMM, and must not enter the guest before some entries are reset.
     SoftFull,
 }
 
@@ -113,8 +113,8 @@ struct Ring {
     reset: ResetIndex,
 }
 
-/// The first entry that is not free, counted from the beginning of time. The consumer's, on a line
-/// that a producer with room does not read.
+/// The first entry that is not free, counted since the ring was made. The consumer writes it, on a
+/// cache line that a producer with room does not read.
 #[repr(align(64))]
 struct ResetIndex(AtomicU64);
 
@@ -129,11 +129,11 @@ pub struct RingProducer {
     ring: Arc<Ring>,
     /// The next entry to be used.
     dirty: u64,
-    /// `Ring::reset` as last seen: reading it anew for each push would share its line.
+    /// `Ring::reset` as last read: reading it for each push would share its cache line.
     reset: u64,
 }
 
-/// The end of whoever harvests.
+/// The harvesting thread's end.
 pub struct RingConsumer {
     ring: Arc<Ring>,
     /// The next entry to be harvested.
@@ -164,17 +164,17 @@ pub fn dirty_ring(size: RingSize) -> (RingProducer, RingConsumer) {
 }
 
 impl RingProducer {
-    /// The page of that slot has been written, or can be from now on without a push.
+    /// Records a page of a slot that was written, or can be written from now on without a push.
     ///
     /// # Panics
-    /// When the reserve is used up too: somebody has gone on after [`Room::SoftFull`].
+    /// If the reserve is used up too: the vCPU has continued after [`Room::SoftFull`].
     #[inline]
     pub fn push(&mut self, slot: SlotId, page: usize) -> Room {
         self.append(slot, page);
         self.room()
     }
 
-    /// [`Self::push`] of all of `pages`, and how many those are. Ask for [`Self::room`] afterwards.
+    /// As [`Self::push`] for all of `pages`; returns their number. Call [`Self::room`] afterwards.
     ///
     /// # Panics
     /// As `push`.
@@ -213,13 +213,13 @@ impl RingProducer {
 }
 
 impl RingConsumer {
-    /// Hands out all pages pushed so far, in order, and returns how many. Their entries stay in use
-    /// until [`Self::reset`].
+    /// Passes all pages pushed so far to `each`, in order, and returns their number. Their entries
+    /// stay in use until [`Self::reset`].
     pub fn harvest(&mut self, mut each: impl FnMut(SlotId, usize)) -> usize {
         let first = self.fetch;
         loop {
             let entry = self.ring.at(self.fetch);
-            // Free: not pushed yet. To be reset: a whole round ahead.
+            // Flags 0: not pushed yet. Flags 2: harvested, one round before.
             if entry.flags.load(Ordering::Acquire) != DIRTY {
                 return (self.fetch - first) as usize;
             }
@@ -230,8 +230,8 @@ impl RingConsumer {
         }
     }
 
-    /// Undoes all harvests since the last reset: they did not reach their user. The same pages come
-    /// out of the next one, in the same order.
+    /// Undoes all harvests since the last reset, because they did not reach their user. The next
+    /// harvest gives the same pages in the same order.
     pub fn put_back(&mut self) {
         for index in self.reset..self.fetch {
             self.ring.at(index).flags.store(DIRTY, Ordering::Relaxed);
@@ -239,10 +239,9 @@ impl RingConsumer {
         self.fetch = self.reset;
     }
 
-    /// Frees the entries harvested so far, hands their pages to `rearm` in order, and returns how
-    /// many entries those were. An entry is free before its page is handed out, so that a push that
-    /// the arming brings about finds room. Arm the pages, flush if there was one, and only then
-    /// copy them.
+    /// Frees the entries harvested so far, passes their pages to `rearm` in order, and returns the
+    /// number of entries. Each entry is freed before its page is passed on, so a push that the
+    /// rearming causes finds room. Rearm the pages, flush if needed, and only then copy them.
     pub fn reset(&mut self, mut rearm: impl FnMut(SlotId, usize)) -> usize {
         let first = self.reset;
         while self.reset < self.fetch {

@@ -7,7 +7,7 @@ use lacuna_addr::{GfnRange, Hva, NoRoom};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SlotError {
-    /// Two slots would back the same guest frames.
+    /// Two slots would have the same guest frames.
     #[error(
         "{id} (gfn {:#x}..{:#x}) overlaps {other} (gfn {:#x}..{:#x}): \
          remove or move one of them first",
@@ -16,11 +16,11 @@ pub enum SlotError {
     Overlap {
         /// The slot to be added or moved.
         id: SlotId,
-        /// Where it was to be.
+        /// Its frames.
         gfns: GfnRange,
-        /// The slot in the way.
+        /// The slot that has some of them.
         other: SlotId,
-        /// Where that is.
+        /// The frames of that slot.
         other_gfns: GfnRange,
     },
     /// An address or size is not in whole pages.
@@ -28,7 +28,7 @@ pub enum SlotError {
     Misaligned {
         /// The slot.
         id: SlotId,
-        /// Which number.
+        /// The name of the number.
         what: &'static str,
         /// The number.
         value: u64,
@@ -39,7 +39,7 @@ pub enum SlotError {
         /// The slot.
         id: SlotId,
     },
-    /// It reaches beyond what the guest can address.
+    /// The slot reaches beyond the guest's address space.
     #[error(
         "{id} reaches beyond the guest's physical addresses, which end at {limit:#x}: \
          place it lower"
@@ -60,7 +60,7 @@ pub enum SlotError {
         /// The size.
         bytes: u64,
     },
-    /// Nobody would hear when the backing goes away.
+    /// The backing was not added for this VM, so no notice would come when it is removed.
     #[error(
         "{id}: the host memory at {host} was not added for this VM: give it a range that \
          `Host::add_region` has returned for its MMU"
@@ -71,7 +71,7 @@ pub enum SlotError {
         /// The first address.
         host: Hva,
     },
-    /// The name is taken.
+    /// The slot number is in use.
     #[error("{id} exists already: remove it first, or choose another number")]
     InUse {
         /// The slot.
@@ -88,7 +88,7 @@ pub enum SlotError {
     NoRoom {
         /// The slot.
         id: SlotId,
-        /// How much was asked for.
+        /// The size that was asked for.
         room: NoRoom,
     },
     /// The limit is reached.

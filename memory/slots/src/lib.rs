@@ -1,15 +1,15 @@
 //! Memory slots: which guest frames have which backing.
 //!
-//! All slots of a VM are one immutable [`Snapshot`] that a change replaces whole. Readers never
-//! wait and never see half a change; a change copies the (few, small) indices and shares the slots
-//! it leaves alone.
+//! All slots of a VM are one immutable [`Snapshot`]; a change replaces it by a new one. Readers
+//! never wait and never see half a change. A change copies the few small indices, and shares the
+//! slots that it does not touch.
 //!
 //! ```text
 //! Slots ---- current ----> Snapshot, generation n
 //!   |                        by gfn   [slot 3][slot 0][slot 7]   sorted, disjoint: binary search
 //!   add, remove              by hva   [0: ..][7: ..][3: ..]      sorted, may overlap: links
 //!   v
-//! Snapshot, generation n+1  (the old one lives until its last reader looks again)
+//! Snapshot, generation n+1  (the old one lives until its last reader has read the new one)
 //! ```
 //!
 //! # Why there is no "update in progress"

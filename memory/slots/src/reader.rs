@@ -5,13 +5,13 @@ use arc_swap::{ArcSwap, Cache};
 use lacuna_addr::Gfn;
 use std::sync::Arc;
 
-/// Looks slots up in the newest snapshot: one load and a comparison while nothing changes, one more
-/// comparison when the slot is the one found last.
+/// Finds slots in the newest snapshot. While nothing changes it costs one load and a comparison,
+/// and one more comparison if the slot is the one found last.
 ///
-/// It keeps the snapshot it saw last alive until its next look.
+/// It keeps its last snapshot alive until its next look-up.
 pub struct Reader<X> {
     cache: Cache<Arc<ArcSwap<Snapshot<X>>>, Arc<Snapshot<X>>>,
-    /// Where the last slot found is, in the gfn order. Only a hint: any value is right.
+    /// The place of the last slot found, in the gfn order. Only a hint: any value is right.
     last: usize,
 }
 

@@ -3,7 +3,7 @@
 use crate::SlotError;
 use lacuna_addr::{Gfn, GfnRange, Hva, HvaRange, PAGE_SIZE};
 
-/// The name that the VMM gave a slot.
+/// The number that the VMM gave a slot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct SlotId(pub u16);
 
@@ -14,18 +14,18 @@ impl core::fmt::Display for SlotId {
 }
 
 bitflags::bitflags! {
-    /// What is special about a slot.
+    /// Properties of a slot.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct SlotFlags: u32 {
-        /// Guest writes are not memory accesses: they leave the guest as MMIO.
+        /// Guest writes do not change memory: they exit as MMIO.
         const READONLY = 1 << 0;
     }
 }
 
-/// What the VMM asks for, before anything is checked: addresses in bytes, as they come.
+/// A slot as the VMM asks for it, before any check; addresses are in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SlotSpec {
-    /// The slot's name, unused so far.
+    /// The slot's number, which must be unused.
     pub id: SlotId,
     /// First guest-physical address; a multiple of 4 KiB.
     pub guest: u64,
@@ -33,23 +33,23 @@ pub struct SlotSpec {
     pub host: Hva,
     /// Bytes; a positive multiple of 4 KiB.
     pub bytes: u64,
-    /// What is special about it.
+    /// Its properties.
     pub flags: SlotFlags,
 }
 
-/// A range of guest frames with its backing, as one snapshot has it. `X` is what the user of the
-/// slots keeps for each of them (the MMU: its reverse map).
+/// A range of guest frames with its backing, in one snapshot. `X` is data that the user of the
+/// slots attaches to each of them (the MMU: its reverse map).
 #[derive(Clone, Debug)]
 pub struct Slot<X> {
-    /// Its name.
+    /// Its number.
     pub id: SlotId,
     /// The guest frames.
     pub gfns: GfnRange,
-    /// Their backing, as many pages.
+    /// Their backing, with as many pages.
     pub hvas: HvaRange,
-    /// What is special about it.
+    /// Its properties.
     pub flags: SlotFlags,
-    /// The user's own.
+    /// The user's data.
     pub attach: X,
 }
 
@@ -57,7 +57,7 @@ impl<X> Slot<X> {
     /// The page's number in the slot: the index into per-page arrays.
     ///
     /// # Panics
-    /// When `gfn` is not in the slot.
+    /// If `gfn` is not in the slot.
     #[inline]
     pub fn page(&self, gfn: Gfn) -> usize {
         assert!(self.gfns.contains(gfn), "gfn {gfn} is not in {}", self.id);
@@ -67,7 +67,7 @@ impl<X> Slot<X> {
     /// The backing of `gfn`.
     ///
     /// # Panics
-    /// When `gfn` is not in the slot.
+    /// If `gfn` is not in the slot.
     #[inline]
     pub fn hva(&self, gfn: Gfn) -> Hva {
         self.hvas
@@ -76,7 +76,7 @@ impl<X> Slot<X> {
             .expect("inside the backing")
     }
 
-    /// The guest frames whose backing lies in `hvas`; `None` when there is none.
+    /// The guest frames whose backing lies in `hvas`; `None` if there are none.
     pub fn gfns_of(&self, hvas: HvaRange) -> Option<GfnRange> {
         let part = self.hvas.intersect(hvas)?;
         let skip = (part.start().get() - self.hvas.start().get()) / PAGE_SIZE as u64;
@@ -85,7 +85,7 @@ impl<X> Slot<X> {
 }
 
 impl SlotSpec {
-    /// The ranges, checked.
+    /// Its ranges, if they are valid.
     pub(crate) fn ranges(&self, gfn_limit: u64) -> Result<(GfnRange, HvaRange), SlotError> {
         let Self {
             id,

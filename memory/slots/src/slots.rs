@@ -7,10 +7,10 @@ use lacuna_sync::shim::Mutex;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// What a VM may have.
+/// The limits of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// Most slots.
+    /// The most slots.
     pub slots: usize,
     /// The guest's physical address width, up to 48 bits.
     pub address_bits: u32,
@@ -33,10 +33,10 @@ pub struct Slots<X> {
 }
 
 impl<X> Slots<X> {
-    /// No slots.
+    /// A VM without slots.
     ///
     /// # Panics
-    /// When the limits make no sense: no address bits, or more than tables translate.
+    /// If the limits make no sense: no address bits, or more than tables translate.
     pub fn new(limits: Limits) -> Self {
         let bits = limits.address_bits;
         assert!(
@@ -51,25 +51,25 @@ impl<X> Slots<X> {
         }
     }
 
-    /// The slots now.
+    /// The current slots.
     pub fn snapshot(&self) -> Arc<Snapshot<X>> {
         self.current.load_full()
     }
 
-    /// The slots now, for a moment: no shared count moves. Few of these may be held at a time by
-    /// one thread before they cost what [`Slots::snapshot`] costs.
+    /// The current slots, for a moment, without a change of a shared count. A thread may hold a few
+    /// of these at a time; any further one costs as much as [`Slots::snapshot`].
     #[inline]
     pub fn read(&self) -> impl Deref<Target = Arc<Snapshot<X>>> + use<'_, X> {
         self.current.load()
     }
 
-    /// A reader of one's own: one per vCPU.
+    /// A reader, which one vCPU owns.
     pub fn reader(&self) -> Reader<X> {
         Reader::new(Arc::clone(&self.current))
     }
 
-    /// Adds a slot. `attach` makes the user's own from its frames and their backing, once it is
-    /// clear that they can be.
+    /// Adds a slot. `attach` makes the user's data from its frames and their backing, after all
+    /// checks have passed.
     ///
     /// # Errors
     /// See [`SlotError`]; nothing has changed then.
@@ -94,8 +94,9 @@ impl<X> Slots<X> {
         })
     }
 
-    /// Replaces the slot of `spec`'s id by that of `spec`, at once: no reader finds neither.
-    /// `attach` as for [`Slots::add`]. The old one's mappings are the caller's to remove.
+    /// Replaces the slot that has `spec`'s number by that of `spec`, at once: no reader finds
+    /// neither. `attach` is as for [`Slots::add`]. The caller must remove the mappings of the old
+    /// slot.
     ///
     /// # Errors
     /// As [`Slots::add`], and [`SlotError::Unknown`]; nothing has changed then.
@@ -111,8 +112,8 @@ impl<X> Slots<X> {
         })
     }
 
-    /// Removes a slot and returns it. Its mappings are the caller's to remove, *afterwards* (see
-    /// the crate's page).
+    /// Removes a slot and returns it. The caller must remove its mappings *afterwards* (see the
+    /// crate's page).
     ///
     /// # Errors
     /// [`SlotError::Unknown`].
@@ -124,7 +125,7 @@ impl<X> Slots<X> {
         (1u64 << self.limits.address_bits) / PAGE_SIZE as u64
     }
 
-    /// Replaces the snapshot by one that `edit` made, one generation on.
+    /// Replaces the snapshot by the one that `edit` makes, with the next generation.
     fn change<T>(
         &self,
         edit: impl FnOnce(&mut Vec<Arc<Slot<X>>>) -> Result<T, SlotError>,
@@ -148,7 +149,7 @@ fn take<X>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, Sl
     Ok(slots.remove(i))
 }
 
-/// Adds the slot of `spec`, which has these frames, if they are no other's.
+/// Adds the slot of `spec`, with these frames, if no other slot has them.
 fn push<X>(
     slots: &mut Vec<Arc<Slot<X>>>,
     spec: SlotSpec,
@@ -169,7 +170,7 @@ fn push<X>(
     Ok(slot)
 }
 
-/// That `gfns` are no other slot's.
+/// Checks that no other slot has `gfns`.
 fn check_free<X>(slots: &[Arc<Slot<X>>], id: SlotId, gfns: GfnRange) -> Result<(), SlotError> {
     let taken = |other: &&Arc<Slot<X>>| other.gfns.intersect(gfns).is_some();
     match slots.iter().find(taken) {

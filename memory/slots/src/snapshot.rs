@@ -5,7 +5,7 @@ use crate::{Slot, SlotId};
 use lacuna_addr::{Gfn, GfnRange, HvaRange};
 use std::sync::Arc;
 
-/// Counts changes: two snapshots of one VM are the same exactly if their generations are.
+/// Counts changes: two snapshots of one VM are the same if and only if their generations are.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Hash)]
 pub struct Generation(pub u64);
 
@@ -26,7 +26,7 @@ pub struct Overlap<'a, X> {
 }
 
 impl<X> Snapshot<X> {
-    /// From slots that do not overlap, in any order.
+    /// Makes a snapshot of slots that do not overlap, in any order.
     pub(crate) fn new(generation: Generation, mut slots: Vec<Arc<Slot<X>>>) -> Self {
         slots.sort_unstable_by_key(|slot| slot.gfns.start());
         let by_hva = ByHva::new(slots.iter().map(|slot| slot.hvas));
@@ -37,7 +37,7 @@ impl<X> Snapshot<X> {
         }
     }
 
-    /// Which change made it.
+    /// The number of the change that made it.
     pub fn generation(&self) -> Generation {
         self.generation
     }
@@ -47,7 +47,7 @@ impl<X> Snapshot<X> {
         self.slots.iter()
     }
 
-    /// How many slots there are.
+    /// The number of slots.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
@@ -57,7 +57,7 @@ impl<X> Snapshot<X> {
         self.slots.is_empty()
     }
 
-    /// The slot with this name.
+    /// The slot with this number.
     pub fn get(&self, id: SlotId) -> Option<&Arc<Slot<X>>> {
         self.slots.iter().find(|slot| slot.id == id)
     }
@@ -67,9 +67,9 @@ impl<X> Snapshot<X> {
         self.position(gfn).map(|i| &self.slots[i])
     }
 
-    /// Calls `hit` with each slot that has backing in `hvas`, whichever slots share it, in
-    /// descending order of where their backing starts. Returns how often it looked at a node of the
-    /// index: at most log2(slots) + 2 when one slot holds all of `hvas` and none shares it.
+    /// Calls `hit` with each slot that has backing in `hvas`, also if slots share it, in descending
+    /// order of the start of their backing. Returns how many nodes of the index it read: at most
+    /// log2(slots) + 2 if one slot holds all of `hvas` and none shares it.
     #[inline]
     pub fn overlapping(&self, hvas: HvaRange, mut hit: impl FnMut(Overlap<'_, X>)) -> usize {
         self.by_hva.overlapping(hvas, |i| {
@@ -79,7 +79,7 @@ impl<X> Snapshot<X> {
         })
     }
 
-    /// Where the slot of `gfn` is in the gfn order.
+    /// The place of the slot of `gfn` in the gfn order.
     pub(crate) fn position(&self, gfn: Gfn) -> Option<usize> {
         let above = self.slots.partition_point(|slot| slot.gfns.start() <= gfn);
         let i = above.checked_sub(1)?;
@@ -95,7 +95,7 @@ impl<X> Snapshot<X> {
 /// Asserts what every snapshot promises; for tests, the simulator and fuzzers.
 ///
 /// # Panics
-/// When a promise is broken.
+/// If a promise is broken.
 pub fn assert_invariants<X>(snapshot: &Snapshot<X>) {
     let mut ids = std::collections::HashSet::new();
     let mut last_end = 0;
