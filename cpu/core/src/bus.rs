@@ -1,4 +1,4 @@
-//! The seam between a processor and whatever it runs in.
+//! The interface between a processor and the machine that runs it.
 
 use crate::HostPage;
 use lacuna_addr::{Access, Gfn, Gpa};
@@ -17,14 +17,14 @@ pub enum Stop {
     Lost,
 }
 
-/// What a processor knows of the machine around it.
+/// The machine around a processor, as the processor uses it.
 ///
 /// # Safety
 /// A page returned by [`Bus::page`] must stay readable (and writable, if it says so) until the
-/// calling vCPU passes its next quiescent point: until it returns from its run loop. Processors
-/// keep such pages in a [`crate::Tlb`]: whoever takes a page back, and lets the vCPU pass a
-/// quiescent point before it is reused, flushes the processor's TLBs before that vCPU enters its
-/// run loop again.
+/// calling vCPU passes its next quiescent point, that is, until it returns from its run loop.
+/// Processors keep such pages in a [`crate::Tlb`]. So code that takes a page back waits until the
+/// vCPU has passed a quiescent point, and only then reuses the page. The processor's TLBs are
+/// flushed before that vCPU enters its run loop again.
 pub unsafe trait Bus {
     /// The page behind `gfn` for `access`: stage 2, faults included. Page walks ask with
     /// [`Access::Write`], as hardware with EPT A/D bits does (SDM vol 3 29.3.5).

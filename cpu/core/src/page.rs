@@ -1,21 +1,21 @@
-//! One page of guest memory, as a processor touches it.
+//! One page of guest memory, as a processor accesses it.
 
 use crate::Word;
 use lacuna_addr::PAGE_SIZE;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-/// How far what a [`HostPage`] says is true.
+/// The range for which the statements of a [`HostPage`] hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Span {
-    /// Of this page.
+    /// This page.
     Page,
-    /// Of the aligned 2 MiB of guest-physical memory around it: they lie as one piece in host
-    /// memory, allow what the page allows, and none of it is write-tracked.
+    /// The aligned 2 MiB of guest-physical memory around it. They are contiguous in host memory,
+    /// allow what the page allows, and none of them is write-tracked.
     Block,
 }
 
-/// A host pointer to a guest page, with what may be done through it.
+/// A host pointer to a guest page, and what accesses it allows.
 #[derive(Clone, Copy, Debug)]
 pub struct HostPage {
     base: NonNull<u8>,
@@ -59,8 +59,8 @@ macro_rules! access {
 impl HostPage {
     /// # Safety
     /// `base` is page-aligned and valid for reads of a page (and writes, if `writable`) by any
-    /// thread until the vCPU that it is handed to passes its next quiescent point. Everyone who
-    /// touches the page meanwhile uses atomics.
+    /// thread until the vCPU that gets it passes its next quiescent point. All code that accesses
+    /// the page meanwhile uses atomics.
     pub const unsafe fn new(base: NonNull<u8>, writable: bool, tracked: bool) -> Self {
         Self {
             base,
@@ -70,11 +70,11 @@ impl HostPage {
         }
     }
 
-    /// The same page, with what it says true of all its block.
+    /// The same page; its statements hold for its whole block.
     ///
     /// # Safety
-    /// What [`HostPage::new`] asks for the page holds for all 2 MiB of which it is page
-    /// `gfn % 512`, `gfn` being the frame it is handed out for. None of them is write-tracked.
+    /// The promises of [`HostPage::new`] hold for all 2 MiB of the block. The page is given out for
+    /// the frame `gfn` and is number `gfn % 512` of the block. None of its pages is write-tracked.
     #[must_use]
     pub const unsafe fn of_block(self) -> Self {
         Self {
@@ -83,7 +83,7 @@ impl HostPage {
         }
     }
 
-    /// The same page, for a guest's leaf that covers no more than `span`.
+    /// The same page, for a leaf of the guest that covers no more than `span`.
     #[inline(always)]
     #[must_use]
     pub const fn within(self, span: Span) -> Self {
@@ -93,7 +93,7 @@ impl HostPage {
         }
     }
 
-    /// How far it is true.
+    /// The range for which its statements hold.
     pub const fn span(self) -> Span {
         self.span
     }
@@ -133,7 +133,7 @@ impl HostPage {
     }
 }
 
-/// Bytes at any alignment, in series of atomics: what a misaligned or block access is made of.
+/// Bytes at any alignment, by series of atomics, for misaligned and block accesses.
 impl HostPage {
     /// Loads the aligned word at `offset`.
     #[inline(always)]

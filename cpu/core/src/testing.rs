@@ -9,14 +9,15 @@ use std::sync::atomic::AtomicU64;
 /// Frames of a block.
 const BLOCK: u64 = Level::L2M.pages();
 
-/// A guest memory of plain pages in the lowest 64 GiB. What is not there is a device access.
+/// A guest memory of plain pages in the lowest 64 GiB. An access to a missing page is a device
+/// access.
 #[derive(Default)]
 pub struct Ram {
     /// By frame number, as far as the highest page added.
     pages: Vec<Option<&'static Page>>,
     tracked: BTreeSet<Gfn>,
-    /// Blocks that pages are handed out of as [`Span::Block`], by their first
-    /// frame, while nothing in them is write-tracked.
+    /// Blocks whose pages are given out as [`Span::Block`], by their first frame, as long as no
+    /// page in them is write-tracked.
     blocks: BTreeSet<u64>,
     /// Pages that are not resident: touching one stops with [`Stop::Wait`].
     pub swapped: BTreeSet<Gfn>,
@@ -24,7 +25,7 @@ pub struct Ram {
     pub code_written: Vec<Gfn>,
     /// Calls of [`Bus::page`].
     pub lookups: u64,
-    /// Frames handed out since [`Ram::take_back`], and first frames of blocks.
+    /// Frames given out since [`Ram::take_back`], and first frames of blocks.
     handed_out: BTreeSet<Gfn>,
 }
 
@@ -32,7 +33,7 @@ pub struct Ram {
 struct Page([AtomicU64; PAGE_SIZE / 8]);
 
 impl Ram {
-    /// The page at `gfn`, made of zeros where there is none yet.
+    /// The page at `gfn`. If there is none yet, it is made of zeros.
     ///
     /// # Panics
     /// If it lies past 64 GiB.
@@ -69,12 +70,12 @@ impl Ram {
         self.blocks.insert(gfn.get());
     }
 
-    /// As if every page were taken back from the processor: its owner flushes its TLBs now.
+    /// Acts as if every page were taken back: the owner of the processor flushes its TLBs now.
     pub fn take_back(&mut self) {
         self.handed_out.clear();
     }
 
-    /// Whether a processor may know the page: handed out by itself or with its block since
+    /// Whether a processor may know the page: it was given out, alone or with its block, since
     /// [`Ram::take_back`].
     pub fn is_handed_out(&self, gfn: Gfn) -> bool {
         let first = Gfn::new(gfn.get() & !(BLOCK - 1)).expect("below a frame");

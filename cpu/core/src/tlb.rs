@@ -9,10 +9,11 @@
 //!   frame : gfn << 1 | executable                              of a block: gfn >> 9 instead
 //! ```
 //!
-//! Loads and stores look at the first array alone. Who misses there asks [`Tlb::refill`] before it
-//! walks: it copies the page out of its block, if the block is known with the right. A block comes
-//! from a [`HostPage`] with [`Span::Block`], and only from a leaf of the guest's that covers it.
-//! The arrays need not agree: an entry holds as long as its own page, whatever the other says.
+//! Loads and stores read only the first array. After a miss there the processor asks
+//! [`Tlb::refill`] before it walks: it copies the page out of its block, if the block is cached
+//! with the right. A block comes from a [`HostPage`] with [`Span::Block`], and only from a leaf of
+//! the guest that covers it. The arrays need not agree: an entry is valid as long as its own page,
+//! whatever the other array has.
 //!
 //! A translation is the same for every privilege level that may use it at all; the processor keeps
 //! one `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
@@ -26,8 +27,8 @@ use crate::{HostPage, Span, Word};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT, PAGE_SIZE};
 use std::ptr::NonNull;
 
-/// Pages: 128 KiB of table, which covers 16 MiB. A flush and [`Tlb::protect`] look at the bitmap
-/// of used entries, 512 bytes, and at those. docs/speed-x86.md has what the size is worth.
+/// Pages: 128 KiB of table, which covers 16 MiB. A flush and [`Tlb::protect`] read the bitmap of
+/// used entries, 512 bytes, and those entries. docs/speed-x86.md has measurements of the size.
 const PAGES: usize = 4096;
 /// Blocks: 16 KiB of table, which covers 1 GiB.
 const BLOCKS: usize = 512;
@@ -151,7 +152,7 @@ impl<const SIZE: usize, const WORDS: usize, const SHIFT: u32> Array<SIZE, WORDS,
         }
     }
 
-    /// Takes the write right from every entry of `frame`, a number of `1 << SHIFT` bytes.
+    /// Clears the write right in every entry of `frame`, a number of `1 << SHIFT` bytes.
     fn protect(&mut self, frame: u64) {
         for (word, &used) in self.used.iter().enumerate() {
             let mut used = used;
@@ -266,8 +267,8 @@ impl Tlb {
         unsafe { HostPage::new(base, writable, !writable) }
     }
 
-    /// Remembers that `va`'s page is `page`, frame `gfn`, and its block, if the page spans that. A
-    /// write right is ignored when the page itself is read-only or write-tracked.
+    /// Stores that `va`'s page is `page`, frame `gfn`; also its block, if the page spans that. A
+    /// write right is ignored if the page itself is read-only or write-tracked.
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
         let write = rights.write && page.is_writable() && !page.is_write_tracked();
@@ -296,8 +297,8 @@ impl Tlb {
         }
     }
 
-    /// After a miss: the page that holds `va` and its frame, if its block is known with the right
-    /// for `access`. The page has an entry of its own from now on.
+    /// After a miss: the page that holds `va` and its frame, if its block is cached with the right
+    /// for `access`. The page then has an entry of its own.
     #[inline(always)]
     pub fn refill(&mut self, va: u64, access: Access) -> Option<(Gfn, HostPage)> {
         let block = *self.blocks.entry(va);
@@ -323,8 +324,8 @@ impl Tlb {
         self.blocks.flush();
     }
 
-    /// Forgets what came from a leaf of the guest's that holds `va`. None inserted was larger than
-    /// `most`; pages and blocks of a larger one than themselves are found by its extent.
+    /// Drops what came from a leaf of the guest that holds `va`. No leaf inserted was larger than
+    /// `most`; pages and blocks of a leaf larger than themselves are found by its extent.
     pub fn forget(&mut self, va: u64, most: Level) {
         let shift = most.byte_shift();
         self.pages.forget(va, shift);
@@ -333,7 +334,7 @@ impl Tlb {
         }
     }
 
-    /// Takes the write right from every translation to `gfn`, its block's included: it is
+    /// Clears the write right in every translation to `gfn`, also in its block's: it is
     /// write-tracked from now on.
     pub fn protect(&mut self, gfn: Gfn) {
         self.pages.protect(gfn.get());

@@ -18,11 +18,11 @@ pub trait Word: Copy + Eq + sealed::Sealed {
     fn narrow(value: u64) -> Self;
 
     /// # Safety
-    /// `at` is aligned to the width and valid for reads; everyone writes it atomically.
+    /// `at` is aligned to the width and valid for reads; all writes to it are atomic.
     unsafe fn load(at: *mut u8) -> Self;
 
     /// # Safety
-    /// `at` is aligned to the width and valid for writes; everyone accesses it atomically.
+    /// `at` is aligned to the width and valid for writes; all accesses to it are atomic.
     unsafe fn store(at: *mut u8, value: Self);
 
     /// Replaces the word by `new(old)` atomically, sequentially consistent; returns the old value.

@@ -1,4 +1,4 @@
-//! What the arrays hold, and what they must not give out.
+//! What the arrays contain, and what they must not return.
 
 use super::*;
 use proptest::prelude::*;
@@ -92,7 +92,7 @@ fn protect_and_flush() {
 #[repr(align(4096))]
 struct BlockMemory([[u8; PAGE_SIZE]; BLOCK_FRAMES as usize]);
 
-/// A block of memory whose pages say so, each with its own number in every byte's place.
+/// A block of memory whose pages span it; each page has its own number in its bytes.
 fn block(writable: bool) -> (Box<BlockMemory>, impl Fn(u64) -> HostPage) {
     let layout = std::alloc::Layout::new::<BlockMemory>();
     // SAFETY: the layout has a size, and zeros are bytes.
@@ -265,8 +265,9 @@ fn forget_takes_all_of_the_leaf_and_no_more() {
 }
 
 proptest! {
-    /// Against all that was ever inserted: a hit is something inserted since the last flush for
-    /// that page or its block, with no right that was not in it or has been taken since.
+    /// Compares with all that was ever inserted: a hit is an entry that was inserted for that page
+    /// or its block since the last flush, without a right that it did not have or that was cleared
+    /// since.
     #[test]
     fn hits_are_what_was_inserted(steps in prop::collection::vec(step(), 1..60)) {
         let (_memory, page) = block(true);
