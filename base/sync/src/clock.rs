@@ -1,4 +1,4 @@
-//! Injected time.
+//! The time, which is injected.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -8,18 +8,18 @@ use std::time::Instant;
 pub struct Nanos(pub u64);
 
 impl Nanos {
-    /// `self + ns`, saturating: a deadline too far away is never.
+    /// `self + ns`, saturating: the result of an overflow is never reached.
     pub const fn after(self, ns: u64) -> Self {
         Self(self.0.saturating_add(ns))
     }
 
-    /// How long until `self`, seen from `now`; zero when past.
+    /// The time from `now` until `self`; zero if that is past.
     pub const fn since(self, now: Self) -> u64 {
         self.0.saturating_sub(now.0)
     }
 }
 
-/// Where a component gets the time from.
+/// The source of the time.
 pub trait Clock: Send + Sync {
     /// The time now; never goes back.
     fn now(&self) -> Nanos;
@@ -40,7 +40,7 @@ impl Clock for HostClock {
     }
 }
 
-/// A clock that moves only when told to: seeded runs and tests.
+/// A clock that moves only when it is told to, for seeded runs and tests.
 #[derive(Default)]
 pub struct VirtualClock(AtomicU64);
 

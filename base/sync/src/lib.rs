@@ -1,16 +1,16 @@
-//! How Lacuna waits, counts and tells the time.
+//! Locks, grace periods and time for all crates.
 //!
 //! * [`shim`]: atomics, locks and threads from one place: `std`, or `loom` under `--cfg loom`, so
-//!   that every lock-free protocol can be model-checked as it is written.
-//! * [`Clock`]: time is injected. Production uses [`HostClock`]; a seeded run uses
+//!   that every lock-free protocol can be model-checked in its real code.
+//! * [`Clock`]: the time is injected. Production uses [`HostClock`]; a seeded run uses
 //!   [`VirtualClock`].
 //! * [`LatencySetting`]: a latency that can be changed while a device works.
 //! * [`Qsbr`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
 //!   protocol).
-//! * [`CachePadded`]: cache lines of one's own.
-//! * [`RangeLocks`]: the range lock of the stage-2 cursor with its invalidation sequence.
+//! * [`CachePadded`]: values on cache lines of their own.
+//! * [`RangeLocks`]: the range locks of the stage-2 cursor, with their invalidation sequences.
 //!
-//! Imports nothing of ours. No `unsafe`.
+//! It imports no other crate of the workspace and has no `unsafe`.
 #![forbid(unsafe_code)]
 
 mod clock;

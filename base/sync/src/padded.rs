@@ -1,9 +1,10 @@
-//! Cache lines of one's own.
+//! Values on cache lines of their own.
 
 use std::ops::{Deref, DerefMut};
 
-/// A value on cache lines that nothing else is on: what one processor writes often does not take
-/// its neighbours in memory away from another. 128 bytes, because processors fetch lines in pairs.
+/// A value that shares its cache lines with no other. So frequent writes to it by one processor do
+/// not take its neighbours in memory away from other processors. 128 bytes, because processors
+/// fetch lines in pairs.
 #[derive(Default, Debug)]
 #[repr(align(128))]
 pub struct CachePadded<T>(T);

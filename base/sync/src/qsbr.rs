@@ -1,14 +1,14 @@
-//! Which vCPUs may still use what was unmapped: the shoot-down protocol.
+//! Which vCPUs may still use an unmapped page: the shoot-down protocol.
 //!
 //! A software vCPU holds host pointers in its TLB and uses them without a lock. It passes a
-//! *quiescent point* between basic blocks, when it flushes its TLB if it was asked to, and it is
-//! *offline* whenever it is not executing guest code (halted, waiting for a page, in the run loop).
+//! *quiescent point* between basic blocks, where it flushes its TLB if a flush was requested. It is
+//! *offline* while it does not execute guest code (halted, waiting for a page, in the run loop).
 //!
 //! ```text
 //! remover                                vCPU
-//! unmap the leaves                       online():  seen = wanted; fence; wanted still the same?
+//! unmap the leaves                       online():  seen = wanted; fence; has wanted changed?
 //! e = request_for(blocks):                          flush the TLB if last flushed before seen,
-//!    fence; who has noted a block?                  then flushed(): the filter is empty
+//!    fence; which vCPUs noted a block?              then flushed(): the filter is empty
 //!    their wanted = e; fence;            request:   online() again
 //!    request where seen < e             walk:      note(block), then read the tables
 //! until passed(e):                       offline(): seen = OFFLINE
@@ -16,37 +16,38 @@
 //! reuse the frames
 //! ```
 //!
-//! Two Dekker exchanges. Filter: either the remover sees that the vCPU has noted the block, or
-//! the vCPU's walk sees that the leaf is gone. Online: either the remover sees the vCPU online and
-//! waits for it, or the vCPU, coming online, sees what is wanted and flushes before its first
-//! access. A vCPU that is offline keeps its TLB, so it is addressed too; only nobody waits for it.
+//! There are two Dekker exchanges. Filter: either the remover sees that the vCPU has noted the
+//! block, or the vCPU's walk sees that the leaf is gone. Online: either the remover sees the vCPU
+//! online and waits for it, or the vCPU, when it comes online, sees the new `wanted` and flushes
+//! before its first access. An offline vCPU keeps its TLB, so its `wanted` is set too; but it is
+//! not waited for.
 //!
-//! A vCPU that has noted none of the blocks gets no request, is not waited for and not flushed.
-//! Who only has to know that each vCPU has left guest code once asks for a [`KickAll`]: the online
-//! exchange again, but no TLB loses anything.
+//! A vCPU that has noted none of the blocks gets no request, is not waited for and does not flush.
+//! A caller that only needs to know that each vCPU has left guest code once uses a [`KickAll`]: it
+//! is the online exchange again, but no TLB is flushed.
 //!
-//! Filters start as *everything*, so a vCPU that keeps none is always addressed: keeping one
-//! begins with the first [`VcpuSlot::flushed`].
+//! A filter starts with *every block*, so a vCPU that does not use its filter is always requested.
+//! A vCPU uses its filter from its first [`VcpuSlot::flushed`] on.
 
 use crate::shim::{AtomicU32, AtomicU64, Ordering, fence};
 use crate::tlb_filter::{Blocks, TlbFilter};
 
-/// A moment in the order of shoot-downs.
+/// A point in the order of shoot-downs.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub struct GracePeriod(u64);
 
 const OFFLINE: u64 = u64::MAX;
 
-/// The stays of the vCPUs that were online at the time of a [`Qsbr::kick_all`].
+/// The vCPUs that were online at a [`Qsbr::kick_all`], each with its count of offline transitions.
 #[must_use = "it has to be waited for"]
 pub struct KickAll(Box<[Option<u64>]>);
 
-/// One vCPU's side, alone on its cache lines, and on the pairs in which they are fetched.
+/// One vCPU's state, alone on its cache lines, and on the pairs in which they are fetched.
 #[repr(align(128))]
 pub struct VcpuSlot {
-    /// When it last came online or passed a quiescent point, as the `wanted` of that moment.
+    /// The value of `wanted` when the vCPU last came online or passed a quiescent point.
     seen: AtomicU64,
-    /// The last shoot-down that addressed it.
+    /// The last shoot-down that concerns the vCPU.
     wanted: AtomicU64,
     /// How often it went offline.
     stays: AtomicU64,
@@ -61,7 +62,7 @@ pub struct Qsbr {
 }
 
 impl Qsbr {
-    /// All vCPUs start offline, with a filter of everything.
+    /// All vCPUs start offline, with a filter of every block.
     pub fn new(vcpus: usize) -> Self {
         let slot = || VcpuSlot {
             seen: AtomicU64::new(OFFLINE),
@@ -81,7 +82,7 @@ impl Qsbr {
         &self.vcpus[index]
     }
 
-    /// How many vCPUs there are.
+    /// The number of vCPUs.
     pub fn len(&self) -> usize {
         self.vcpus.len()
     }
@@ -91,28 +92,29 @@ impl Qsbr {
         self.vcpus.is_empty()
     }
 
-    /// Asks every vCPU to flush; call after the entries are gone. Does not wait.
+    /// Requests a flush from every vCPU. Call it after the entries are gone. Does not wait.
     pub fn request(&self) -> GracePeriod {
         self.address(|_| true)
     }
 
-    /// Asks those vCPUs to flush that may hold something of `blocks`; call after the entries are
-    /// gone. Does not wait, and has passed at once when there are none.
+    /// Requests a flush from the vCPUs that may hold a translation of `blocks`. Call it after the
+    /// entries are gone. Does not wait. If there are no such vCPUs, the grace period has passed
+    /// already.
     pub fn request_for(&self, blocks: &Blocks) -> GracePeriod {
-        // Against the fence in `note`.
+        // Pairs with the fence in `note`.
         fence(Ordering::SeqCst);
         self.address(|vcpu| vcpu.filter.meets(blocks))
     }
 
-    /// A new grace period, wanted of every vCPU that `whom` names; grace period zero, which has
-    /// always passed, when it names none.
+    /// Starts a grace period for every vCPU that `whom` selects. If it selects none, returns grace
+    /// period zero, which has always passed.
     fn address(&self, mut whom: impl FnMut(&VcpuSlot) -> bool) -> GracePeriod {
         let mut grace = 0;
         for vcpu in self.vcpus.iter().filter(|vcpu| whom(vcpu)) {
             if grace == 0 {
                 grace = self.grace.fetch_add(1, Ordering::SeqCst) + 1;
             }
-            // The greatest wins: two removers may arrive here in the other order.
+            // The greatest value wins: two removers may arrive here in the other order.
             vcpu.wanted.fetch_max(grace, Ordering::SeqCst);
         }
         if grace != 0 {
@@ -124,16 +126,18 @@ impl Qsbr {
         GracePeriod(grace)
     }
 
-    /// Whether every vCPU that `grace` addressed has flushed, or has been offline, since.
+    /// Whether every vCPU of `grace` has flushed or has been offline since.
     ///
-    /// One that only a later grace period addressed is waited for too: it has a request as well.
+    /// A vCPU that only a later grace period concerns is waited for too, because it has a request
+    /// as well.
     pub fn passed(&self, grace: GracePeriod) -> bool {
         self.vcpus.iter().all(|vcpu| vcpu.passed(grace.0))
     }
 
     /// Makes every vCPU that is online go offline once. Does not wait.
     pub fn kick_all(&self) -> KickAll {
-        // Against the fence in `online`: who is not seen online sees what was stored before this.
+        // Pairs with the fence in `online`: a vCPU that is not seen online sees all stores before
+        // this.
         fence(Ordering::SeqCst);
         let stay = |vcpu: &VcpuSlot| {
             (vcpu.seen.load(Ordering::SeqCst) != OFFLINE).then(|| {
@@ -145,11 +149,11 @@ impl Qsbr {
         KickAll(self.vcpus.iter().map(stay).collect())
     }
 
-    /// Whether every vCPU has been offline since.
+    /// Whether every one of these vCPUs has been offline since.
     pub fn all_left(&self, kick: &KickAll) -> bool {
         let over = |(vcpu, stay): (&VcpuSlot, &Option<u64>)| {
-            // Acquire: what it did before it went offline is seen. It may have gone while its stay
-            // was being read.
+            // Acquire: the caller then sees what the vCPU did before it went offline. It may have
+            // gone offline while its count was read.
             stay.is_none_or(|stay| {
                 vcpu.stays.load(Ordering::Acquire) != stay
                     || vcpu.seen.load(Ordering::Acquire) == OFFLINE
@@ -158,10 +162,10 @@ impl Qsbr {
         self.vcpus.iter().zip(&kick.0).all(over)
     }
 
-    /// Whether every vCPU but `index` is offline: nobody else executes guest code.
+    /// Whether every vCPU but `index` is offline, so that no other one executes guest code.
     ///
-    /// Meaningful to a caller that keeps the others from coming online, by a flag that they test
-    /// after [`Qsbr::online`]; the fences on both sides are SeqCst.
+    /// The answer is stable only if the caller keeps the others from coming online, by a flag that
+    /// they test after [`Qsbr::online`]; the fences on both sides are SeqCst.
     pub fn alone(&self, index: usize) -> bool {
         fence(Ordering::SeqCst);
         let offline = |vcpu: &VcpuSlot| vcpu.seen.load(Ordering::SeqCst) == OFFLINE;
@@ -171,8 +175,8 @@ impl Qsbr {
             .all(|(i, vcpu)| i == index || offline(vcpu))
     }
 
-    /// The vCPU is about to run guest code. Returns the grace period that its TLB must have been
-    /// flushed at or after.
+    /// The vCPU is about to run guest code. Returns the grace period at or after which its TLB must
+    /// have been flushed.
     pub fn online(&self, index: usize) -> GracePeriod {
         let slot = &self.vcpus[index];
         let mut wanted = slot.wanted.load(Ordering::Acquire);
@@ -187,54 +191,55 @@ impl Qsbr {
         }
     }
 
-    /// The vCPU will not touch guest memory until it is online again.
+    /// The vCPU does not access guest memory until it is online again.
     pub fn offline(&self, index: usize) {
         let slot = &self.vcpus[index];
         slot.seen.store(OFFLINE, Ordering::Release);
-        // A load and a store: one writer.
+        // A load and a store suffice, because there is one writer.
         let stays = slot.stays.load(Ordering::Relaxed);
         slot.stays.store(stays + 1, Ordering::Release);
     }
 }
 
 impl VcpuSlot {
-    /// A TLB flush is asked for.
+    /// A TLB flush is requested.
     pub const FLUSH: u32 = 1;
-    /// An interrupt, a stop request: whatever makes the vCPU leave its block loop and look.
+    /// An interrupt, a stop request, or another reason to leave the dispatch loop and check.
     pub const KICK: u32 = 2;
     /// Guest code was changed by another vCPU.
     pub const CODE: u32 = 4;
 
-    /// Makes the vCPU leave its block loop at the next block boundary.
+    /// Makes the vCPU leave its dispatch loop at the end of the basic block.
     pub fn request(&self, why: u32) {
         self.requests.fetch_or(why, Ordering::SeqCst);
     }
 
-    /// The flag word that the block loop tests: nonzero means leave.
+    /// The request word that the dispatch loop tests: nonzero means leave.
     #[inline]
     pub fn has_request(&self) -> bool {
         self.requests.load(Ordering::Relaxed) != 0
     }
 
-    /// Takes the reasons, clearing them.
+    /// Takes the requests and clears them.
     pub fn take(&self) -> u32 {
         self.requests.swap(0, Ordering::SeqCst)
     }
 
-    /// The vCPU is about to walk to a frame of `block` (gfn >> 9) and may keep what it finds. For
-    /// the vCPU itself, online, *before* the walk, and before a fault that may follow it.
+    /// The vCPU is about to walk to a frame of `block` (gfn >> 9), and may keep the translation.
+    /// The vCPU itself calls this, online, *before* the walk, and before a fault that may follow
+    /// it.
     #[inline]
     pub fn note(&self, block: u64) {
         self.filter.note(block);
     }
 
-    /// The vCPU's TLB is empty: nothing is noted any more. For the vCPU itself, at a quiescent
+    /// The vCPU's TLB is empty, so the filter is emptied. The vCPU itself calls this at a quiescent
     /// point, right after the flush, and only if it notes every walk from now on.
     pub fn flushed(&self) {
         self.filter.clear();
     }
 
-    /// Acquire: whoever sees it comes after all that the vCPU did before.
+    /// Acquire: a caller that sees it also sees all that the vCPU did before.
     fn passed(&self, grace: u64) -> bool {
         self.seen.load(Ordering::SeqCst) >= grace || self.wanted.load(Ordering::SeqCst) < grace
     }

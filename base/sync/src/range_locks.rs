@@ -30,7 +30,7 @@ const IN_PROGRESS_ONE: u64 = 1 << 1;
 const IN_PROGRESS_MASK: u64 = 0x7fff << 1;
 const SEQ_ONE: u64 = 1 << 16;
 
-/// What a fault saw before it asked for its page.
+/// The sequence that a fault read before it asked for its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct InvalidateSeq(u64);
@@ -43,7 +43,7 @@ pub struct RangeLocks {
     locks: Box<[RangeLock]>,
 }
 
-/// One range lock, held; unlocks on drop.
+/// A range lock that is held; dropping it unlocks.
 pub struct RangeGuard<'a> {
     word: &'a AtomicU64,
     value: u64,
@@ -61,7 +61,7 @@ impl RangeLocks {
         }
     }
 
-    /// How many range locks there are.
+    /// The number of range locks.
     pub fn count(&self) -> usize {
         self.locks.len()
     }
@@ -72,7 +72,8 @@ impl RangeLocks {
         (block ^ block >> n.trailing_zeros()) as usize & (n - 1)
     }
 
-    /// The range locks that a range of blocks touches, each once, ascending: the order of locking.
+    /// The range locks of a range of blocks, each once, in ascending order, which is the locking
+    /// order.
     pub fn indices(&self, blocks: Range<u64>) -> Vec<usize> {
         let n = self.locks.len() as u64;
         if blocks.end - blocks.start >= n {
@@ -84,7 +85,7 @@ impl RangeLocks {
         v
     }
 
-    /// Taken before the backing is asked for the page.
+    /// Call this before asking the backing for the page.
     #[inline]
     pub fn invalidate_seq(&self, block: u64) -> InvalidateSeq {
         InvalidateSeq(self.locks[self.index_of(block)].0.load(Ordering::Acquire) & !LOCKED)
@@ -116,7 +117,7 @@ impl RangeLocks {
                 return RangeGuard { word, value: seen };
             }
             // Critical sections are a few hundred instructions, but the holder's thread may have
-            // been preempted: after a while give it the core.
+            // been preempted: after some spins, yield the core.
             spins += 1;
             if spins.is_multiple_of(64) {
                 yield_now()

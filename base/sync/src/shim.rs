@@ -1,4 +1,4 @@
-//! std or loom, chosen by `--cfg loom`.
+//! `std` or `loom`, chosen by `--cfg loom`.
 
 #[cfg(loom)]
 pub use loom::{

@@ -1,20 +1,21 @@
-//! Which blocks a vCPU's TLB may hold something of.
+//! The blocks of which a vCPU's TLB may hold a translation.
 //!
 //! A *block* is 512 guest frames, 2 MiB. A TLB residency filter has one bit for every block number
-//! modulo [`TlbFilter::BITS`]: set too often it costs a needless flush, never a missed one.
+//! modulo [`TlbFilter::BITS`]. A bit that is set without need costs a needless flush; no flush is
+//! ever missed.
 //!
 //! ```text
 //! remover                                vCPU
 //! the entry is gone                      note(block):  bit clear? set it, fence
 //! fence, read the bit                    walk: read the entry
 //! ```
-//! Either the remover sees the bit, or the vCPU sees that the entry is gone. A bit once set is good
-//! for every later walk of its block until the vCPU, its TLB flushed, clears all bits.
+//! Either the remover sees the bit, or the vCPU sees that the entry is gone. A bit that is set
+//! covers every later walk of its block, until the vCPU flushes its TLB and clears all bits.
 
 use crate::shim::{AtomicU64, Ordering, fence};
 use std::ops::Range;
 
-/// A loom model has few blocks, and every word is a state that it explores.
+/// A loom model has few blocks, and it explores the states of every word.
 const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
 
 /// One vCPU's TLB residency filter, on cache lines of its own: only the vCPU writes it.
@@ -22,15 +23,15 @@ const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
 pub(crate) struct TlbFilter([AtomicU64; WORDS]);
 
 impl TlbFilter {
-    /// Blocks that are told apart: 4096, which is 8 GiB.
+    /// The number of blocks that are told apart: 4096, which is 8 GiB.
     pub(crate) const BITS: u64 = WORDS as u64 * 64;
 
-    /// Every block: what is right for a vCPU that notes nothing.
+    /// A filter of every block, for a vCPU that does not use its filter.
     pub(crate) fn everything() -> Self {
         Self(std::array::from_fn(|_| AtomicU64::new(u64::MAX)))
     }
 
-    /// Before a walk of `block` reads its first entry.
+    /// Call this before a walk of `block` reads its first entry.
     #[inline]
     pub(crate) fn note(&self, block: u64) {
         let (word, bit) = place(block);
@@ -45,18 +46,19 @@ impl TlbFilter {
         fence(Ordering::SeqCst);
     }
 
-    /// After the TLB was flushed. Release: a remover that sees a bit clear comes after every access
-    /// that was made through the TLB before.
+    /// Call this after the TLB was flushed. Release: a remover that sees a clear bit also sees
+    /// every earlier access that was made through the TLB.
     pub(crate) fn clear(&self) {
         for word in &self.0 {
-            // Most are clear already; a line that is not written stays in the removers' caches.
+            // Most words are zero already. A line that is not written stays in the removers'
+            // caches.
             if word.load(Ordering::Relaxed) != 0 {
                 word.store(0, Ordering::Release);
             }
         }
     }
 
-    /// Whether it has any of `blocks`. The caller's SeqCst fence comes first.
+    /// Whether the filter has any of `blocks`. The caller's SeqCst fence comes first.
     pub(crate) fn meets(&self, blocks: &Blocks) -> bool {
         blocks
             .masks()
@@ -64,16 +66,15 @@ impl TlbFilter {
     }
 }
 
-/// A set of blocks, no finer than a filter can tell them apart. One block, or a run of
-/// neighbours, needs no allocation.
+/// A set of blocks, as precise as a filter. One block, or a run of neighbours, needs no allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocks(Set);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Set {
-    /// These; none when empty.
+    /// These blocks; none if empty.
     Run(Range<u64>),
-    /// One bit a block number modulo [`TlbFilter::BITS`].
+    /// One bit for each block number modulo [`TlbFilter::BITS`].
     Bits(Box<[u64; WORDS]>),
 }
 
@@ -94,7 +95,7 @@ impl Blocks {
         Self(Set::Run(block..block + 1))
     }
 
-    /// Whether there is none in it.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         matches!(&self.0, Set::Run(run) if run.is_empty())
     }
@@ -121,7 +122,7 @@ impl Blocks {
 
     /// Adds all that is in `other`.
     pub fn join(&mut self, mut other: Self) {
-        // The one with bits takes the one without.
+        // The set with bits takes the set without.
         if let Set::Bits(_) = other.0 {
             std::mem::swap(self, &mut other);
         }
@@ -138,7 +139,7 @@ impl Blocks {
         }
     }
 
-    /// The filter words that it concerns, each with the bits in it.
+    /// The filter words in question, each with the bits of the set in it.
     fn masks(&self) -> impl Iterator<Item = (usize, u64)> {
         let (run, bits) = match &self.0 {
             Set::Run(run) => (run.clone(), None),
@@ -153,7 +154,7 @@ fn set(bits: &mut [u64; WORDS], run: &Range<u64>) {
     run_masks(run).for_each(|(word, mask)| bits[word] |= mask);
 }
 
-/// Word by word; a run longer than the filter meets every bit once.
+/// Word by word. A run longer than the filter yields every bit once.
 fn run_masks(run: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
     let end = run.end.min(run.start.saturating_add(TlbFilter::BITS));
     let mut next = run.start;

@@ -13,16 +13,16 @@ use std::collections::VecDeque;
      give the VM a larger table cap"
 )]
 pub struct Exhausted {
-    /// Most tables that may exist.
+    /// The most tables that may exist.
     pub cap: u32,
-    /// Tables that the next shoot-down may give back.
+    /// Tables that the next shoot-down may free.
     pub limbo: u32,
 }
 
 /// The arena could not be made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// The cap is zero or larger than ids can name.
+    /// The cap is zero, or larger than the largest id.
     #[error("a cap of {0} table pages is not between 1 and {max}", max = Arena::MAX_CAP)]
     Cap(u32),
     /// The kernel refused the reservation.
@@ -33,12 +33,12 @@ pub enum ArenaError {
     Reserve {
         /// Size of the reservation.
         bytes: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         errno: rustix::io::Errno,
     },
 }
 
-/// How many tables are in which state.
+/// The number of tables in each state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
     /// Allocated and, as far as the arena knows, linked.
@@ -49,8 +49,8 @@ pub struct Usage {
     pub limbo: u32,
 }
 
-/// A table that was unlinked: nobody can enter it, somebody may still be inside. It must be given
-/// to [`Arena::retire`]; dropping it leaks the page.
+/// A table that was unlinked: no new walk can enter it, but a walk may still be inside. It must be
+/// given to [`Arena::retire`]; dropping it leaks the page.
 #[must_use = "a detached table must be retired, or its page is lost"]
 #[derive(Debug)]
 pub struct Detached(TableId);
@@ -63,7 +63,7 @@ pub struct Arena {
 }
 
 struct Lists {
-    /// Ids from here up were never handed out, and so are zero.
+    /// Ids from here up were never given out, so their tables are zero.
     fresh: u32,
     free: Vec<TableId>,
     /// In the order of retirement. Grace periods of one VM only grow, but two flushes may retire in
@@ -73,10 +73,10 @@ struct Lists {
 }
 
 impl Arena {
-    /// Most tables that one arena can name; id 0 is never used.
+    /// The most tables that one arena can name; id 0 is never used.
     pub const MAX_CAP: u32 = (1 << TableId::BITS) - 1;
 
-    /// An arena that will hand out at most `cap` tables of 4 KiB.
+    /// An arena that gives out at most `cap` tables of 4 KiB.
     pub fn new(cap: u32) -> Result<Self, ArenaError> {
         if cap == 0 || cap > Self::MAX_CAP {
             return Err(ArenaError::Cap(cap));
@@ -96,7 +96,7 @@ impl Arena {
         })
     }
 
-    /// Most tables that may exist at once.
+    /// The most tables that may exist at once.
     pub fn cap(&self) -> u32 {
         self.cap
     }
@@ -129,16 +129,16 @@ impl Arena {
     /// An entry of a table.
     ///
     /// # Panics
-    /// If `id` is past the cap, that is, was not handed out by this arena.
+    /// If `id` is past the cap: this arena has not given it out.
     #[inline]
     pub fn entry(&self, id: TableId, index: Index) -> &AtomicU64 {
         self.pages.entry(id, index)
     }
 
-    /// Asks the processor for the cache line of an entry that is about to be changed. Changes
-    /// nothing. A caller that will change many entries by locked instructions asks for all of them
-    /// first: then their lines, which other cores wrote last, come at the same time, while locked
-    /// instructions wait for one line after the other.
+    /// Prefetches the cache line of an entry that is about to be changed. Changes nothing. A caller
+    /// that will change many entries by locked instructions first calls this for all of them. Then
+    /// their lines, which other cores wrote last, arrive in parallel; locked instructions would
+    /// wait for one line after the other.
     ///
     /// # Panics
     /// As [`Arena::entry`].
@@ -147,12 +147,12 @@ impl Arena {
         self.pages.prefetch(id, index);
     }
 
-    /// Gives back a table that was never linked, so that nobody can be inside.
+    /// Frees a table that was never linked, so that no walk can be inside.
     pub fn free_unlinked(&self, id: TableId) {
         self.lists().free.push(id);
     }
 
-    /// Takes note that `id` was unlinked.
+    /// Records that `id` was unlinked.
     pub fn detach(&self, id: TableId) -> Detached {
         self.lists().detached += 1;
         Detached(id)

@@ -1,12 +1,12 @@
-//! Where the entries are: one reserved mapping; under loom an array of loom's atomics.
+//! The memory of the entries: one reserved mapping; under loom an array of loom's atomics.
 //!
 //! UNSAFETY: `entry` turns an id into a reference by arithmetic on the mapping's base. The mapping
 //! is made once with its final size, readable and writable throughout (`MAP_NORESERVE`: pages cost
 //! nothing until touched), never moved, and unmapped only by `Drop`, after every borrow of the
 //! backing.
 //!
-//! A `TableId` is a plain number, so safe code may still hold a reference into a table that was
-//! freed and handed out again. That is allowed here: entries are only ever touched as atomics,
+//! A `TableId` is a plain number. So safe code may still hold a reference into a table that was
+//! freed and given out again. That is allowed here, because entries are accessed only as atomics,
 //! zeroing included.
 
 #[cfg(not(loom))]
@@ -36,7 +36,7 @@ mod mapped {
     unsafe impl Sync for Backing {}
 
     impl Backing {
-        /// Zeroed pages. An error says how many bytes the kernel refused.
+        /// Zeroed pages. An error has the size that the kernel refused.
         pub(crate) fn new(cap: u32) -> Result<Self, (usize, Errno)> {
             let bytes = Self::bytes(cap);
             // SAFETY: a fresh anonymous mapping at an address of the kernel's choice replaces
@@ -50,8 +50,9 @@ mod mapped {
                 )
             }
             .map_err(|errno| (bytes, errno))?;
-            // Walks touch tables at random: with large pages they all share a few host TLB entries.
-            // Where the host has no large pages this changes nothing, so a refusal is no error.
+            // Walks touch tables at random; with large pages all tables share a few host TLB
+            // entries. If the host has no large pages this changes nothing, so a refusal is not an
+            // error.
             // SAFETY: the range is the mapping just made; this advice keeps its contents.
             let _ = unsafe { madvise(base, bytes, Advice::LinuxHugepage) };
             let base = NonNull::new(base.cast()).expect("mmap succeeded");
@@ -74,8 +75,8 @@ mod mapped {
             unsafe { self.base.add(offset).as_ref() }
         }
 
-        /// Asks the processor for the entry's cache line, for writing. A hint: where the target has
-        /// no such instruction in stable Rust, nothing happens.
+        /// Prefetches the entry's cache line for writing. This is a hint: if the target has no such
+        /// instruction in stable Rust, nothing happens.
         ///
         /// # Panics
         /// As [`Backing::entry`].
@@ -83,7 +84,7 @@ mod mapped {
         pub(crate) fn prefetch(&self, id: TableId, index: Index) {
             let entry: *const AtomicU64 = self.entry(id, index);
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a prefetch reads and writes nothing that a program can see, and faults never.
+            // SAFETY: a prefetch has no effect that a program can see, and never faults.
             unsafe {
                 use core::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
                 _mm_prefetch::<_MM_HINT_ET0>(entry.cast());
@@ -113,7 +114,7 @@ mod modelled {
     use lacuna_sync::shim::AtomicU64;
     use rustix::io::Errno;
 
-    /// Loom's atomics cannot be had by mapping memory: an arena of a few tables, in safe code.
+    /// Memory for loom's atomics cannot be mapped: an arena of a few tables, in safe code.
     pub(crate) struct Backing(Box<[AtomicU64]>);
 
     impl Backing {

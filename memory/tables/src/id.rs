@@ -1,4 +1,4 @@
-//! Names of tables and of places in them.
+//! Ids of tables, and indices of entries in them.
 
 use core::num::NonZeroU32;
 
@@ -15,7 +15,7 @@ impl TableId {
     /// Ids are below `2^BITS`, so that an id and an index fit in 32 bits together.
     pub const BITS: u32 = 23;
 
-    /// The id that `raw` stands for, as decoded from an entry; `None` for zero and past
+    /// The id that `raw` stands for, as decoded from an entry; `None` for zero and for numbers past
     /// [`Self::BITS`].
     #[inline]
     pub const fn new(raw: u32) -> Option<Self> {
@@ -41,7 +41,7 @@ impl TableId {
 pub struct Index(u16);
 
 impl Index {
-    /// The low nine bits of `n`: what a translation step uses of a shifted frame number.
+    /// The low nine bits of `n`: the part of a shifted frame number that one level uses.
     #[inline]
     pub const fn truncate(n: u64) -> Self {
         Self((n % ENTRIES as u64) as u16)
