@@ -106,11 +106,11 @@ impl Qsbr {
         self.address(|vcpu| vcpu.filter.meets(blocks))
     }
 
-    /// Starts a grace period for every vCPU that `whom` selects. If it selects none, returns grace
-    /// period zero, which has always passed.
-    fn address(&self, mut whom: impl FnMut(&VcpuSlot) -> bool) -> GracePeriod {
+    /// Starts a grace period for every vCPU that `concerns` selects. If it selects none, returns
+    /// grace period zero, which has always passed.
+    fn address(&self, mut concerns: impl FnMut(&VcpuSlot) -> bool) -> GracePeriod {
         let mut grace = 0;
-        for vcpu in self.vcpus.iter().filter(|vcpu| whom(vcpu)) {
+        for vcpu in self.vcpus.iter().filter(|vcpu| concerns(vcpu)) {
             if grace == 0 {
                 grace = self.grace.fetch_add(1, Ordering::SeqCst) + 1;
             }

@@ -97,7 +97,7 @@ impl RangeLocks {
         self.lock_index(self.index_of(block))
     }
 
-    /// Takes range lock `index`. Several at once only in ascending order.
+    /// Takes range lock `index`. A thread takes several only in ascending order.
     #[inline]
     pub fn lock_index(&self, index: usize) -> RangeGuard<'_> {
         let word = &self.locks[index].0;
@@ -129,22 +129,22 @@ impl RangeLocks {
 }
 
 impl InvalidateSeq {
-    /// Whether an invalidation was under way when it was taken: such a fault may as well wait.
+    /// Whether an invalidation was in progress when it was read: such a fault may as well wait.
     pub const fn invalidate_in_progress(self) -> bool {
         self.0 & IN_PROGRESS_MASK != 0
     }
 }
 
 impl RangeGuard<'_> {
-    /// Whether what was resolved after `snapshot` may still be installed: no invalidation is under
-    /// way and none has ended since.
+    /// Whether the fault must be retried: an invalidation is in progress, or one has ended since
+    /// `seq` was read. Then a page that was resolved after `seq` must not be installed.
     #[inline]
     pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
         self.value != seq.0 || self.value & IN_PROGRESS_MASK != 0
     }
 
-    /// Whether an invalidation is under way: somebody may have removed what is still being waited
-    /// for.
+    /// Whether an invalidation is in progress: it may have removed the page for which the caller
+    /// still waits.
     #[inline]
     pub fn invalidate_in_progress(&self) -> bool {
         self.value & IN_PROGRESS_MASK != 0

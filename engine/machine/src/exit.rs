@@ -63,8 +63,8 @@ pub enum Exit {
     },
     /// The vCPU shut down (triple fault); the text says where.
     Shutdown(String),
-    /// The vCPU's ring of dirty pages is full: it exits with this again and again until somebody
-    /// has collected and reset it.
+    /// The vCPU's ring of dirty pages is full: it exits with this again and again until a
+    /// thread of the VMM has reaped and reset the ring.
     DirtyRingFull,
     /// [`Kick`](crate::Kick) interrupted the run.
     Interrupted,
