@@ -51,10 +51,12 @@ pub use lacuna_host::{
 };
 pub use lacuna_machine::{Apf, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
-    RingSize, Room,
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
+    Room,
 };
-pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, RmapWalk, Steps, VcpuMmu};
+pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, VcpuMmu};
+#[cfg(feature = "comparisons")]
+pub use lacuna_mmu::{Recovery, RmapWalk, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use lacuna_stage2::Walk;
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};

@@ -6,12 +6,12 @@
 
 mod common;
 
-use common::shadow::{DETECTIONS, Shadow, ring};
+use common::shadow::{DETECTIONS, Shadow, end_logging, ring};
 use common::{boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{Apf, Ending};
-use lacuna_soft::{Backup, Delivery, Host, HugePages, Recovery, SlotFlags, Vm, VmBuilder};
+use lacuna_soft::{Backup, Delivery, Host, HugePages, SlotFlags, Vm, VmBuilder};
 use lacuna_sync::HostClock;
 use std::io::Write as _;
 use std::sync::Arc;
@@ -77,13 +77,7 @@ impl Monitor<'_> {
     }
 
     fn end(&mut self) -> &'static str {
-        let recovery = match self.rng.bool() {
-            true => Recovery::InPlace,
-            false => Recovery::Refault,
-        };
-        for id in self.vm.slots() {
-            self.vm.mmu().end_logging_as(id, recovery).unwrap();
-        }
+        end_logging(self.vm, &mut self.rng);
         // A vCPU that has left because its ring was full comes back.
         self.vm.collect_rings(|_, _| ());
         self.vm.reset_rings();

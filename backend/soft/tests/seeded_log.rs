@@ -5,13 +5,13 @@
 
 mod common;
 
-use common::shadow::{DETECTIONS, Name, Shadow, has_bitmaps, named, pages_of, ring};
+use common::shadow::{DETECTIONS, Name, Shadow, end_logging, has_bitmaps, named, pages_of, ring};
 use common::{Lines, boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{Ending, GuestMemory as _, PlatformDevices};
 use lacuna_soft::{
-    Apf, Backup, Delivery, Host, HugePages, LatencySetting, Recovery, SimulatedVm, Simulator,
+    Apf, Backup, Delivery, Host, HugePages, LatencySetting, SimulatedVm, Simulator,
     SimulatorConfig, SlotFlags, SlotId, Swap, Trace, Vm, VmBuilder,
 };
 use lacuna_sync::{Clock, VirtualClock};
@@ -112,13 +112,7 @@ impl Monitor {
         self.reset(&mut shadow);
         self.done.pages += shadow.harvest(&self.vm) as u64;
         shadow.compare(&self.vm);
-        let recovery = match self.rng.bool() {
-            true => Recovery::InPlace,
-            false => Recovery::Refault,
-        };
-        for id in self.vm.slots() {
-            self.vm.mmu().end_logging_as(id, recovery).unwrap();
-        }
+        end_logging(&self.vm, &mut self.rng);
         self.verify();
         self.done.ended += 1;
     }

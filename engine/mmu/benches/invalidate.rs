@@ -1,6 +1,6 @@
 //! The cost of invalidating one huge page, in nanoseconds, for every rmap walk strategy: the
 //! reverse map's work alone, and the whole invalidation with the shoot-down of an idle vCPU: `cargo
-//! bench -p lacuna-mmu`.
+//! bench -p lacuna-mmu --features comparisons`.
 
 use lacuna_addr::{Access, Gfn, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
@@ -27,7 +27,7 @@ fn main() {
             for _ in 0..rounds {
                 map(&mmu, &mut vcpu);
                 let start = Instant::now();
-                let begun = mmu.begin_invalidation(walk, &[block]);
+                let begun = mmu.begin_invalidation_as(walk, &[block]);
                 work.push(start.elapsed());
                 steps = Some(begun.steps());
                 begun.finish();

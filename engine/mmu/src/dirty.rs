@@ -21,16 +21,6 @@ pub use lacuna_slots::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
 };
 
-/// How huge leaves come back when logging ends.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Recovery {
-    /// Tables of small leaves become one huge leaf where they are.
-    InPlace,
-    /// What is mapped goes, and comes back huge by a fault: what KVM did before 2022. For
-    /// comparison.
-    Refault,
-}
-
 /// The same, written by one vCPU, read by anybody. On cache lines of its own: those of two vCPUs
 /// are allocated one after the other.
 #[derive(Default)]

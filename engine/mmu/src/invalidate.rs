@@ -15,33 +15,35 @@
 //! is to be had for that, all of it goes.
 
 use crate::rmap::{BLOCK, Rmap, parts};
-use crate::rmap_walk::RmapWalk;
 use crate::{InBlock, Mmu};
 use lacuna_addr::{Gfn, GfnRange, HvaRange};
-use lacuna_slots::{Overlap, Snapshot};
+use lacuna_slots::{Overlap, Slot, Snapshot};
 use lacuna_stage2::{Cursor, EntryRef, Flush, Removed};
+use std::sync::Arc;
 
-/// What an invalidation did, counted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Steps {
+/// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, and every
+/// call of it is compiled away.
+pub trait Counter: Default {
     /// Slots, or nodes of their index, looked at.
-    pub slots: u64,
+    fn slots(&mut self, _: u64) {}
     /// Visits to words of reverse maps, at every level.
-    pub words: u64,
+    fn words(&mut self, _: u64) {}
     /// Table entries read to find leaves, or to remove them.
-    pub entries: u64,
+    fn entries(&mut self, _: u64) {}
     /// Leaves removed, of any level.
-    pub leaves: u64,
+    fn leaves(&mut self, _: u64) {}
 }
+
+impl Counter for () {}
 
 /// An invalidation that has unmapped its ranges and keeps faults out of them. Some vCPU may still
 /// use the pages, and those near them wait, until it is finished.
 #[must_use = "faults near the ranges wait until it is finished"]
-pub struct Invalidation<'m> {
+pub struct Invalidation<'m, C = ()> {
     mmu: &'m Mmu,
     begun: Begun,
     flush: Flush<'m>,
-    steps: Steps,
+    pub(crate) counter: C,
 }
 
 /// Where an invalidation has begun. One piece, the common case, needs no allocation.
@@ -52,43 +54,51 @@ struct Begun {
 }
 
 /// What a visit of some part works on and adds to.
-pub(crate) struct Visit<'v, 's> {
+pub(crate) struct Visit<'v, 's, C> {
     pub(crate) cursor: &'v mut Cursor<'s>,
     pub(crate) rmap: &'v Rmap,
     pub(crate) flush: &'v mut Flush<'s>,
-    pub(crate) steps: &'v mut Steps,
+    pub(crate) counter: &'v mut C,
 }
 
 impl Mmu {
     /// Unmaps `ranges` and excludes faults there; what is left to do is
-    /// [`Invalidation::finish`]. `walk` is the way to find what is mapped:
-    /// [`RmapWalk::PerLevel`], unless ways are to be compared.
-    pub fn begin_invalidation(&self, walk: RmapWalk, ranges: &[HvaRange]) -> Invalidation<'_> {
+    /// [`Invalidation::finish`].
+    pub fn begin_invalidation(&self, ranges: &[HvaRange]) -> Invalidation<'_> {
+        self.begin_with(ranges, |_, _, part, visit| self.unmap_part(part, visit))
+    }
+
+    /// [`Mmu::begin_invalidation`] with `unmap` as the way to find and unmap a part of a slot. The
+    /// part is inside the visit's block.
+    #[inline]
+    pub(crate) fn begin_with<C: Counter>(
+        &self,
+        ranges: &[HvaRange],
+        unmap: impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, C>),
+    ) -> Invalidation<'_, C> {
         let slots = self.slots.read();
         let mut done = Invalidation {
             mmu: self,
             begun: Begun::default(),
             flush: Flush::none(&self.stage2),
-            steps: Steps::default(),
+            counter: C::default(),
         };
         for &range in ranges {
-            let nodes = slots.overlapping(range, |overlap| done.begin(&slots, walk, overlap));
-            done.steps.slots += walk.slots_for_range(&slots, range).unwrap_or(nodes as u64);
+            let nodes = slots.overlapping(range, |overlap| done.begin(&slots, overlap, &unmap));
+            done.counter.slots(nodes as u64);
         }
         done
     }
-
-    /// Invalidates `range` by one of the ways to do it, and says what it took.
-    pub fn invalidate_as(&self, walk: RmapWalk, range: HvaRange) -> Steps {
-        let begun = self.begin_invalidation(walk, &[range]);
-        let steps = begun.steps();
-        begun.finish();
-        steps
-    }
 }
 
-impl<'m> Invalidation<'m> {
-    fn begin(&mut self, slots: &Snapshot<Rmap>, walk: RmapWalk, overlap: Overlap<'_, Rmap>) {
+impl<C: Counter> Invalidation<'_, C> {
+    #[inline]
+    fn begin(
+        &mut self,
+        slots: &Snapshot<Rmap>,
+        overlap: Overlap<'_, Rmap>,
+        unmap: &impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, C>),
+    ) {
         let Overlap { slot, gfns } = overlap;
         self.begun.push(gfns);
         for part in parts(gfns) {
@@ -99,17 +109,14 @@ impl<'m> Invalidation<'m> {
                 cursor: &mut cursor,
                 rmap: &slot.attach,
                 flush: &mut self.flush,
-                steps: &mut self.steps,
+                counter: &mut self.counter,
             };
-            walk.unmap(self.mmu, slots, slot, part, &mut visit);
+            unmap(slots, slot, part, &mut visit);
         }
     }
+}
 
-    /// What has been done so far.
-    pub fn steps(&self) -> Steps {
-        self.steps
-    }
-
+impl<C> Invalidation<'_, C> {
     /// Whether some vCPU may hold what was unmapped.
     pub fn must_flush(&self) -> bool {
         !self.flush.is_empty()
@@ -138,19 +145,36 @@ impl Mmu {
     /// Where a whole block goes that is mapped by many small leaves, their table goes as one: down
     /// the tables, because page by page the reverse map costs more than twice as much.
     #[inline]
-    pub(crate) fn unmap_part(&self, part: GfnRange, visit: &mut Visit<'_, '_>) {
+    pub(crate) fn unmap_part<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, C>) {
         let rmap = visit.rmap;
         if part.pages() == BLOCK
             && let InBlock::Small(MANY..) = rmap.block(part.start())
         {
-            visit.steps.words += 1;
+            visit.counter.words(1);
             return self.unmap_walk(part, visit);
         }
         self.cut(visit.cursor, rmap, part);
-        visit.steps.words += 1;
-        visit.steps.entries += rmap.leaves(&self.stage2, part, |at, gfn| {
+        visit.counter.words(1);
+        let entries = rmap.leaves(&self.stage2, part, |at, gfn| {
             self.unmap_leaf(at, gfn, visit);
         });
+        visit.counter.entries(entries);
+    }
+
+    /// Unmaps `part` by descending the tables, without the reverse map.
+    pub(crate) fn unmap_walk<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, C>) {
+        let Visit {
+            cursor,
+            rmap,
+            flush,
+            counter,
+        } = visit;
+        // Without a table the leaf stays huge, and goes whole.
+        let _ = cursor.cut(part, |split| rmap.split(split.gfn, split.first));
+        let (stale, entries) =
+            cursor.unmap_counted(part, |removed| self.forget(rmap, *counter, removed));
+        flush.join(stale);
+        counter.entries(entries);
     }
 
     /// If `part` is not its whole block, splits the block's huge leaf.
@@ -164,19 +188,24 @@ impl Mmu {
 
     /// Unmaps the leaf at `at`, which maps `gfn`.
     #[inline]
-    pub(crate) fn unmap_leaf(&self, at: EntryRef, gfn: Gfn, visit: &mut Visit<'_, '_>) {
+    pub(crate) fn unmap_leaf<C: Counter>(
+        &self,
+        at: EntryRef,
+        gfn: Gfn,
+        visit: &mut Visit<'_, '_, C>,
+    ) {
         let (removed, flush) = visit
             .cursor
             .unmap_at(at, gfn)
             .expect("the reverse map leads to leaves");
         visit.flush.join(flush);
-        self.forget(visit.rmap, visit.steps, removed);
+        self.forget(visit.rmap, visit.counter, removed);
     }
 
     /// A leaf is gone: the reverse map must know, and the host its D.
     #[inline]
-    pub(crate) fn forget(&self, rmap: &Rmap, steps: &mut Steps, removed: Removed) {
-        steps.leaves += 1;
+    pub(crate) fn forget(&self, rmap: &Rmap, counter: &mut impl Counter, removed: Removed) {
+        counter.leaves(1);
         rmap.clear(&removed);
         if removed.leaf.dirty {
             self.host.mark_dirty(removed.leaf.pfn, removed.leaf.level);

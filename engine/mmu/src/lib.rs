@@ -9,15 +9,19 @@
 //! | `rmap` | from a page or block of a slot to its leaf |
 //! | `notifier` | what the host's memory manager asks |
 //! | `invalidate` | the host takes pages back |
-//! | `rmap_walk` | older ways to find what is mapped, for comparison |
+//! | `rmap_walk` | older ways to find what is mapped: feature `comparisons` |
 //! | `level` | where huge leaves are not wanted for a while |
 //! | `dirty` | which pages are written: states and rules |
 //! | `logging` | a slot's log goes on and off; how writes are noticed |
+//! | `recovery` | the older way to end logging: feature `comparisons` |
 //! | `host_write` | writes that no vCPU's TLB knows of |
 //! | `harvest` | the marks are taken |
 //! | `rearm` | and their pages armed again |
 //! | `layout` | slots come, go and move |
 //! | `verify` | slots, rmap and tables agree |
+//!
+//! The feature `comparisons` adds what only the lab, the benches and the fuzzer use: the older
+//! ways, counters of their steps, and `Mmu::end_logging_as`.
 //!
 //! The protocol that keeps a fault and an invalidation apart is drawn in `docs/locking.md`. This
 //! crate knows no vCPU: whoever maps pages into TLBs gives it a
@@ -36,7 +40,10 @@ mod logging;
 mod mmu;
 mod notifier;
 mod rearm;
+#[cfg(any(test, feature = "comparisons"))]
+mod recovery;
 mod rmap;
+#[cfg(any(test, feature = "comparisons"))]
 mod rmap_walk;
 mod vcpu_mmu;
 mod verify;
@@ -45,14 +52,17 @@ mod verify;
 mod tests;
 
 pub use dirty::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Recovery,
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
 };
 pub use fault::{Outcome, Page};
 pub use host_write::Writing;
-pub use invalidate::{Invalidation, Steps};
+pub use invalidate::Invalidation;
 pub use mmu::{Mmu, MmuError};
+#[cfg(any(test, feature = "comparisons"))]
+pub use recovery::Recovery;
 pub use rmap::Rmap;
-pub use rmap_walk::RmapWalk;
+#[cfg(any(test, feature = "comparisons"))]
+pub use rmap_walk::{RmapWalk, Steps};
 pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};

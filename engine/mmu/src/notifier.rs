@@ -2,7 +2,6 @@
 //! them be looked at one by one. Changes of protection are here too: they visit the same leaves.
 
 use crate::rmap::{BLOCK, parts};
-use crate::rmap_walk::RmapWalk;
 use crate::{InBlock, Mmu, Rmap};
 use lacuna_addr::{Gfn, GfnRange, HvaRange};
 use lacuna_host::MmuNotifier;
@@ -11,7 +10,7 @@ use lacuna_stage2::{Age, Cursor, EntryRef, Flush};
 
 impl MmuNotifier for Mmu {
     fn invalidate(&self, ranges: &[HvaRange]) {
-        self.begin_invalidation(RmapWalk::PerLevel, ranges).finish();
+        self.begin_invalidation(ranges).finish();
     }
 
     fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {

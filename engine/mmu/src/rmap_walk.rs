@@ -16,11 +16,49 @@
 //! maps. Which range locks to take is found by the index in each walk, uncounted: the lock is not
 //! what is compared.
 
-use crate::invalidate::Visit;
+use crate::invalidate::{Counter, Invalidation, Visit};
 use crate::{InBlock, Mmu, Rmap};
 use lacuna_addr::{Gfn, GfnRange, HvaRange};
 use lacuna_slots::{Slot, Snapshot};
 use std::sync::Arc;
+
+/// What an invalidation did, counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Steps {
+    /// Slots, or nodes of their index, looked at.
+    pub slots: u64,
+    /// Visits to words of reverse maps, at every level.
+    pub words: u64,
+    /// Table entries read to find leaves, or to remove them.
+    pub entries: u64,
+    /// Leaves removed, of any level.
+    pub leaves: u64,
+}
+
+impl Counter for Steps {
+    fn slots(&mut self, count: u64) {
+        self.slots += count;
+    }
+
+    fn words(&mut self, count: u64) {
+        self.words += count;
+    }
+
+    fn entries(&mut self, count: u64) {
+        self.entries += count;
+    }
+
+    fn leaves(&mut self, count: u64) {
+        self.leaves += count;
+    }
+}
+
+impl Invalidation<'_, Steps> {
+    /// What has been done so far.
+    pub fn steps(&self) -> Steps {
+        self.counter
+    }
+}
 
 /// A way to find what is mapped in a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -45,7 +83,7 @@ impl RmapWalk {
     ];
 
     /// Slots looked at to find those of `range`, if it is not by the index.
-    pub(crate) fn slots_for_range(self, slots: &Snapshot<Rmap>, range: HvaRange) -> Option<u64> {
+    fn slots_for_range(self, slots: &Snapshot<Rmap>, range: HvaRange) -> Option<u64> {
         match self {
             // Page by page, under the lock.
             Self::PageLoop => Some(0),
@@ -60,13 +98,13 @@ impl RmapWalk {
 
     /// Unmaps `part` of `slot`, inside the visit's block.
     #[inline]
-    pub(crate) fn unmap(
+    fn unmap(
         self,
         mmu: &Mmu,
         slots: &Snapshot<Rmap>,
         slot: &Arc<Slot<Rmap>>,
         part: GfnRange,
-        visit: &mut Visit<'_, '_>,
+        visit: &mut Visit<'_, '_, Steps>,
     ) {
         match self {
             Self::PerLevel => mmu.unmap_part(part, visit),
@@ -78,17 +116,45 @@ impl RmapWalk {
 }
 
 impl Mmu {
+    /// [`Mmu::begin_invalidation`] with `walk` as the way to find what is mapped, counted.
+    pub fn begin_invalidation_as(
+        &self,
+        walk: RmapWalk,
+        ranges: &[HvaRange],
+    ) -> Invalidation<'_, Steps> {
+        let mut begun = self.begin_with(ranges, |slots, slot, part, visit| {
+            walk.unmap(self, slots, slot, part, visit);
+        });
+        let slots = self.slots.read();
+        for &range in ranges {
+            if let Some(looked_at) = walk.slots_for_range(&slots, range) {
+                let nodes = slots.overlapping(range, |_| ());
+                begun.counter.slots += looked_at;
+                begun.counter.slots -= nodes as u64;
+            }
+        }
+        begun
+    }
+
+    /// Invalidates `range` by one of the ways to do it, and says what it took.
+    pub fn invalidate_as(&self, walk: RmapWalk, range: HvaRange) -> Steps {
+        let begun = self.begin_invalidation_as(walk, &[range]);
+        let steps = begun.steps();
+        begun.finish();
+        steps
+    }
+
     fn unmap_page_loop(
         &self,
         slots: &Snapshot<Rmap>,
         slot: &Arc<Slot<Rmap>>,
         part: GfnRange,
-        visit: &mut Visit<'_, '_>,
+        visit: &mut Visit<'_, '_, Steps>,
     ) {
         for gfn in part.iter() {
             let hva = slot.hva(gfn);
             for other in slots.iter() {
-                visit.steps.slots += 1;
+                visit.counter.slots += 1;
                 // Another slot with the same backing has its turn under its own lock.
                 if other.hvas.contains(hva) && Arc::ptr_eq(other, slot) {
                     self.unmap_page(gfn, part, visit);
@@ -98,33 +164,18 @@ impl Mmu {
     }
 
     /// One page of `part`: the word at every level.
-    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_>) {
-        visit.steps.words += 2;
+    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_, Steps>) {
+        visit.counter.words += 2;
         self.cut(visit.cursor, visit.rmap, part);
         if let InBlock::Huge(at) = visit.rmap.block(gfn) {
-            visit.steps.entries += 1;
+            visit.counter.entries += 1;
             self.unmap_leaf(at, gfn, visit);
         }
         if let Some(at) = visit.rmap.place(gfn) {
-            visit.steps.entries += 1;
+            visit.counter.entries += 1;
             if self.stage2.has_leaf(at) {
                 self.unmap_leaf(at, gfn, visit);
             }
         }
-    }
-
-    pub(crate) fn unmap_walk(&self, part: GfnRange, visit: &mut Visit<'_, '_>) {
-        let Visit {
-            cursor,
-            rmap,
-            flush,
-            steps,
-        } = visit;
-        // Without a table the leaf stays huge, and goes whole.
-        let _ = cursor.cut(part, |split| rmap.split(split.gfn, split.first));
-        let (stale, entries) =
-            cursor.unmap_counted(part, |removed| self.forget(rmap, steps, removed));
-        flush.join(stale);
-        steps.entries += entries;
     }
 }

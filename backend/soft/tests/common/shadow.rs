@@ -137,3 +137,19 @@ impl Shadow {
         }
     }
 }
+
+/// Ends the logging of all slots: in one of two ways where the build has both. The draw is made in
+/// every build, so that what is drawn later does not depend on it.
+pub fn end_logging(vm: &Vm, rng: &mut Rng) {
+    let in_place = rng.bool();
+    for id in vm.slots() {
+        #[cfg(feature = "comparisons")]
+        if !in_place {
+            let how = lacuna_soft::Recovery::Refault;
+            vm.mmu().end_logging_as(id, how).unwrap();
+            continue;
+        }
+        let _ = in_place;
+        vm.set_logging(id, Logging::Off).unwrap();
+    }
+}

@@ -21,7 +21,7 @@ fn admitted(mmu: &Mmu, at: u64, meanwhile: impl FnOnce()) -> bool {
 #[test]
 fn a_fault_is_refused_if_an_invalidation_began_after_its_sequence_was_read() {
     let mmu = one_slot();
-    let begin = |page, pages| mmu.begin_invalidation(RmapWalk::PerLevel, &[range(page, pages)]);
+    let begin = |page, pages| mmu.begin_invalidation(&[range(page, pages)]);
     let mut open = None;
     assert!(
         !admitted(&mmu, HOME + 5, || open = Some(begin(0, 512))),
@@ -46,7 +46,7 @@ fn nothing_unmapped_needs_no_shootdown_unless_somebody_is_at_work_there() {
     let _ = touch(&mmu, HOME, Access::Read, Level::L4K)
         .expect("a slot")
         .expect("tables");
-    let begin = |page| mmu.begin_invalidation(RmapWalk::PerLevel, &[range(page, 1)]);
+    let begin = |page| mmu.begin_invalidation(&[range(page, 1)]);
     let first = begin(0);
     assert!(first.must_flush(), "a leaf is gone");
     let second = begin(0);

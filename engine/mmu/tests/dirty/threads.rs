@@ -5,7 +5,7 @@ use crate::monitor::Monitor;
 use crate::{DETECTIONS, deliveries};
 use lacuna_addr::HvaRange;
 use lacuna_host::{HugePages, MmuNotifier};
-use lacuna_mmu::{Delivery, Detection, Logging, RmapWalk};
+use lacuna_mmu::{Delivery, Detection, Logging};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
@@ -161,7 +161,7 @@ fn moved(taken: &Taken) {
         .checked_add_pages(taken.first)
         .unwrap();
     let range = HvaRange::new(at, taken.pages).unwrap();
-    let begun = fixture.mmu.begin_invalidation(RmapWalk::PerLevel, &[range]);
+    let begun = fixture.mmu.begin_invalidation(&[range]);
     fixture.move_to(PLACES[1]);
     let mut monitor = Monitor::new();
     monitor.harvest(&fixture);
@@ -212,7 +212,7 @@ fn a_page_protected_during_a_reclaim_is_in_no_tlb() {
     let gfn = fixture.gfn(7);
     let at = fixture.backing.start().checked_add_pages(7).unwrap();
     let page = HvaRange::new(at, 1).unwrap();
-    let begun = fixture.mmu.begin_invalidation(RmapWalk::PerLevel, &[page]);
+    let begun = fixture.mmu.begin_invalidation(&[page]);
     fixture.mmu.write_protect(page);
     vcpu.enter(&fixture);
     assert!(!vcpu.write_by_tlb(&fixture, gfn, 2), "a TLB still has W");

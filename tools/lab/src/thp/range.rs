@@ -156,7 +156,7 @@ fn slice(
     for _ in 0..calls {
         fixture.fault_in(work.blocks, work.level)?;
         let start = Instant::now();
-        let begun = fixture.mmu().begin_invalidation(walk, &[range]);
+        let begun = fixture.mmu().begin_invalidation_as(walk, &[range]);
         let spent = start.elapsed();
         took.steps = begun.steps();
         begun.finish();
@@ -308,7 +308,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let looked_at = places.map(|range| {
         let begun = fixture
             .mmu()
-            .begin_invalidation(RmapWalk::PerLevel, &[range]);
+            .begin_invalidation_as(RmapWalk::PerLevel, &[range]);
         let steps = begun.steps();
         begun.finish();
         steps.slots as f64
