@@ -1,7 +1,17 @@
-//! What every software processor shares: the bus it knows, guest bytes, and its TLB.
+//! What every software processor shares: the bus it knows, guest bytes, its TLB, and its cache of
+//! decoded code.
 //!
-//! A processor core (`lacuna-x86`, later arm64) knows a [`Bus`], not a hypervisor: it asks for the
-//! page behind a guest-physical frame and gets a [`HostPage`] or a [`Stop`].
+//! A processor knows a [`Bus`], not a hypervisor: it asks for the page behind a guest-physical
+//! frame and gets a [`HostPage`] or a [`Stop`]. A hypervisor knows a [`Processor`], not an
+//! instruction set. `lacuna-x86` is one processor.
+//!
+//! | file | job |
+//! |---|---|
+//! | `processor` | what a hypervisor needs of a processor |
+//! | `bus` | what a processor needs of the machine around it |
+//! | `page`, `word` | one page of guest memory, and the accesses to it |
+//! | `tlb` | translations for one privilege |
+//! | `code` | basic blocks, their links, and the epochs that invalidate them |
 //!
 //! # Unsafe
 //! This room is the vCPU's guest-memory fast path. A [`HostPage`] is a raw pointer to a page that
@@ -11,7 +21,9 @@
 //! `unsafe trait Bus`.
 
 mod bus;
+pub mod code;
 mod page;
+mod processor;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tlb;
@@ -19,5 +31,6 @@ mod word;
 
 pub use bus::{Bus, Stop, Wake};
 pub use page::{HostPage, Span};
+pub use processor::{Event, Exit, Privilege, Processor, Refused, SecondStage};
 pub use tlb::{Rights, Tlb};
 pub use word::Word;

@@ -21,6 +21,7 @@ mod registers;
 mod timer;
 
 pub use bus::ApicBus;
+pub use lapic::ApicState;
 pub(crate) use lapic::Lapic;
 
 #[cfg(test)]

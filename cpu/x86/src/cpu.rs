@@ -20,7 +20,6 @@ mod events;
 mod outside;
 
 use crate::apic::{ApicBus, Lapic};
-use crate::cache::{CodeCache, Key, NEVER};
 use crate::control::Flush;
 use crate::decode::{self, Found, Window};
 use crate::deliver::Event;
@@ -36,6 +35,7 @@ use crate::system::{self, Done};
 use crate::walk::User;
 use events::Pending;
 use lacuna_addr::PAGE_SIZE;
+use lacuna_cpu::code::{CodeCache, Key, NEVER};
 use lacuna_cpu::{Bus, HostPage};
 use lacuna_sync::{Clock, VcpuSlot};
 use std::sync::Arc;
@@ -59,7 +59,7 @@ pub struct Regs {
 /// One vCPU.
 pub struct Cpu {
     pub(crate) core: Core,
-    code: CodeCache,
+    code: CodeCache<Op>,
     /// The basic block being decoded.
     fresh: Vec<Op>,
     /// The exit of a basic block that led to RIP and is not linked yet.
@@ -222,11 +222,11 @@ impl Cpu {
         }
         let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
         if let Leave::Branch(_, condition) = leave {
-            self.core.rip = op.branch_target(origin.rip, condition);
+            self.core.rip = op.branch_target(origin.pc, condition);
             self.progress = Progress::Done;
             return None;
         }
-        self.core.rip = origin.rip;
+        self.core.rip = origin.pc;
         if matches!(leave, Leave::Indirect(_)) {
             return self.refuse_branch(bus, op);
         }
@@ -258,7 +258,7 @@ impl Cpu {
             Some(start) => start,
             None => {
                 let (gfn, page) = self.core.fetch_page(bus, rip)?;
-                let key = Key { rip, gfn, user };
+                let key = Key { pc: rip, gfn, user };
                 let start = match self.code.find(key) {
                     Some(start) => start,
                     None => self.decode(bus, key, page)?,
@@ -285,8 +285,8 @@ impl Cpu {
             self.core.translations.protect(key.gfn);
         }
         self.fresh.clear();
-        let window = Window::new(page, key.rip as usize & (PAGE_SIZE - 1));
-        if decode::basic_block(&window, key.rip, &mut self.fresh) == Found::Incomplete {
+        let window = Window::new(page, key.pc as usize & (PAGE_SIZE - 1));
+        if decode::basic_block(&window, key.pc, &mut self.fresh) == Found::Incomplete {
             let aux = SystemOp::Crossing as u8;
             self.fresh.push(Op {
                 aux,

@@ -319,7 +319,7 @@ fn push_frame(
     stack: u64,
     cpl: u8,
 ) -> Result<u64, Trap> {
-    let user = User::at_cpl(cpl);
+    let user = crate::walk::at_cpl(cpl);
     let selectors = m.system().selectors;
     let rf = if is_fault(event) { rflags::RF } else { 0 };
     let (rip, error) = match event {

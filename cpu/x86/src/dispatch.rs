@@ -12,12 +12,13 @@
 //! arm ends in an indirect jump of its own.
 
 use crate::arith::Arith;
-use crate::cache::{Arena, JumpCache};
 use crate::mem::Touch;
+use crate::op::Arena;
 use crate::op::{Code, Links, Op, ZERO};
 use crate::processor::Core;
 use crate::state::{Exception, is_canonical};
 use crate::{bits, divide, general, stack, string};
+use lacuna_cpu::code::JumpCache;
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 

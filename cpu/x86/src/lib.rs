@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time
-//! cache.rs    basic blocks by page, direct links, jump cache; dropped when their page is written
+//!             (lacuna_cpu::code keeps them, with their links)
 //! dispatch.rs the hot loop over Ops      general.rs, bits.rs, string.rs  the rarer ones
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
 //! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
@@ -19,7 +19,6 @@
 mod apic;
 mod arith;
 mod bits;
-mod cache;
 mod control;
 mod cpu;
 mod cpuid;
@@ -41,6 +40,7 @@ mod op;
 mod processor;
 mod quiet;
 mod returns;
+mod seam;
 mod segments;
 mod stack;
 mod state;
@@ -49,7 +49,8 @@ mod system;
 mod translations;
 mod walk;
 
-pub use apic::ApicBus;
+pub use apic::{ApicBus, ApicState};
 pub use cpu::{Cpu, Regs};
 pub use exit::{Exit, Shutdown};
+pub use seam::{Ept, Own, State};
 pub use state::{Exception, System, Table, Trap};

@@ -14,6 +14,7 @@
 //! A basic block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`]
 //! op.
 
+use lacuna_cpu::code;
 /// Always zero.
 pub(crate) const ZERO: u8 = 16;
 /// Scratch address.
@@ -103,6 +104,9 @@ pub(crate) enum System {
     /// Not an instruction: the one here continues in the next page, and is decoded when executed.
     Crossing,
 }
+
+/// The ops of a processor.
+pub(crate) type Arena = code::Arena<Op>;
 
 /// See the module header.
 #[derive(Clone, Copy, Debug)]
@@ -205,8 +209,6 @@ pub(crate) trait Links {
     fn epoch(&self) -> u32;
     /// Instructions in the whole basic block.
     fn block_instructions(&self) -> i64;
-    /// Sets the target of one exit.
-    fn link(&mut self, condition: bool, target: u32, epoch: u32);
 }
 
 impl Links for Op {
@@ -234,6 +236,20 @@ impl Links for Op {
     #[inline(always)]
     fn block_instructions(&self) -> i64 {
         i64::from(self.len)
+    }
+}
+
+impl code::Op for Op {
+    const UNREACHABLE: Self = Self::new(Code::Undefined);
+
+    #[inline]
+    fn bytes(&self) -> u64 {
+        Self::bytes(self)
+    }
+
+    #[inline]
+    fn instructions(&self) -> u64 {
+        Self::instructions(self)
     }
 
     fn link(&mut self, condition: bool, target: u32, epoch: u32) {

@@ -86,7 +86,7 @@ impl Core {
             flags: Flags::default(),
             rflags: ALWAYS,
             budget: 0,
-            user: User::at_cpl(sys.cpl),
+            user: crate::walk::at_cpl(sys.cpl),
             translations: Translations::default(),
             sys,
             why: Why::Step,
@@ -101,7 +101,7 @@ impl Core {
 
     /// Follows a change of CPL: selects that privilege's TLB.
     pub(crate) fn sync_privilege(&mut self) {
-        let user = User::at_cpl(self.sys.cpl);
+        let user = crate::walk::at_cpl(self.sys.cpl);
         if user != self.user {
             self.user = user;
             self.translations.swap();

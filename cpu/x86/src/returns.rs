@@ -29,7 +29,7 @@ struct Pops<'a, M> {
 
 impl<'a, M: Linear> Pops<'a, M> {
     fn new(m: &'a mut M, rsp: u64, width: Width) -> Self {
-        let user = User::at_cpl(m.system().cpl);
+        let user = crate::walk::at_cpl(m.system().cpl);
         Self {
             m,
             rsp,

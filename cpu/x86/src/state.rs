@@ -158,7 +158,7 @@ pub(crate) struct Pcid(pub(crate) u16);
 
 /// System registers: everything but general registers, RIP and the arithmetic flags, which the
 /// executor keeps in its own (lazy) form.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct System {
     /// CR0; PE and PG are always set (long mode only).
     pub cr0: u64,

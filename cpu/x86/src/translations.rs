@@ -16,10 +16,10 @@
 //! TLBs hold host pointers. The machine relies on [`Translations::flush`] when it takes pages back,
 //! so it empties all TLBs, those of parked address spaces too.
 
-use crate::cache::UserCode;
 use crate::state::Pcid;
 use crate::walk::{Mapping, User, WalkCache};
 use lacuna_addr::{Gfn, Level};
+use lacuna_cpu::code::{Kept, UserCode};
 use lacuna_cpu::{HostPage, Rights, Span, Tlb};
 
 /// Parked address spaces; each takes 160 KiB once it is used.
@@ -33,17 +33,6 @@ pub(crate) enum Retain {
     Keep,
     /// They may have changed.
     Forget,
-}
-
-/// Which links between basic blocks are valid after a switch of address space.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Kept {
-    /// All of them.
-    All,
-    /// None.
-    Nothing,
-    /// Those of the address space that is current again, as they were when it was left.
-    Parked(UserCode),
 }
 
 /// What a switch of address space has done to links.

@@ -41,24 +41,17 @@ const RIGHTS: u64 = WRITE | USER | NO_EXECUTE;
 /// run loop.
 const MAX_RACES: usize = 16;
 
-/// The privilege of a memory access.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum User {
-    /// CPL 0 to 2, and implicit accesses to descriptor tables and the TSS.
-    Supervisor,
-    /// CPL 3.
-    User,
-}
+/// The privilege of a memory access: `Supervisor` at CPL 0 to 2 and for implicit accesses to
+/// descriptor tables and the TSS, `User` at CPL 3.
+pub(crate) use lacuna_cpu::Privilege as User;
 
-impl User {
-    /// The privilege of an explicit access at `cpl`.
-    #[inline(always)]
-    pub(crate) const fn at_cpl(cpl: u8) -> Self {
-        if cpl == 3 {
-            Self::User
-        } else {
-            Self::Supervisor
-        }
+/// The privilege of an explicit access at `cpl`.
+#[inline(always)]
+pub(crate) const fn at_cpl(cpl: u8) -> User {
+    if cpl == 3 {
+        User::User
+    } else {
+        User::Supervisor
     }
 }
 

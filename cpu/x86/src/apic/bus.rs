@@ -157,8 +157,12 @@ impl ApicBus {
     }
 
     pub(super) fn clear(&self, index: usize) {
-        for word in &self.inboxes[index].irr {
-            word.store(0, Ordering::Release);
+        self.set_irr(index, [0; 4]);
+    }
+
+    pub(super) fn set_irr(&self, index: usize, irr: [u64; 4]) {
+        for (word, bits) in self.inboxes[index].irr.iter().zip(irr) {
+            word.store(bits, Ordering::Release);
         }
     }
 

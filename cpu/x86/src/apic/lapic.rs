@@ -59,7 +59,94 @@ pub(crate) struct Lapic {
     pub(super) timer: Timer,
 }
 
+/// A local APIC's registers, requested interrupts and timer, apart from any bus and clock.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ApicState {
+    mode: Mode,
+    irr: [u64; 4],
+    isr: [u64; 4],
+    tpr: u8,
+    svr: u32,
+    errors: u32,
+    esr: u32,
+    lvt: [u32; 6],
+    icr: u64,
+    ldr: u32,
+    dfr: u32,
+    /// With the time that is left.
+    timer: Timer,
+}
+
 impl Lapic {
+    /// What it is at `now`.
+    pub(crate) fn save(&self, now: Nanos) -> ApicState {
+        // Field by field, so that a new one is not left out.
+        let Self {
+            index,
+            bus,
+            mode,
+            isr,
+            tpr,
+            svr,
+            errors,
+            esr,
+            lvt,
+            icr,
+            ldr,
+            dfr,
+            timer,
+        } = self;
+        ApicState {
+            mode: *mode,
+            irr: bus.irr(*index),
+            isr: *isr,
+            tpr: *tpr,
+            svr: *svr,
+            errors: *errors,
+            esr: *esr,
+            lvt: *lvt,
+            icr: *icr,
+            ldr: *ldr,
+            dfr: *dfr,
+            timer: timer.relative_to(now),
+        }
+    }
+
+    /// Becomes what `state` was, at `now`. Interrupts requested here until now are forgotten.
+    pub(crate) fn restore(&mut self, state: &ApicState, now: Nanos) {
+        let ApicState {
+            mode,
+            irr,
+            isr,
+            tpr,
+            svr,
+            errors,
+            esr,
+            lvt,
+            icr,
+            ldr,
+            dfr,
+            timer,
+        } = state.clone();
+        *self = Self {
+            index: self.index,
+            bus: Arc::clone(&self.bus),
+            mode,
+            isr,
+            tpr,
+            svr,
+            errors,
+            esr,
+            lvt,
+            icr,
+            ldr,
+            dfr,
+            timer: timer.resumed_at(now),
+        };
+        self.bus.set_irr(self.index, irr);
+        self.publish();
+    }
+
     /// The APIC of vCPU `index` as after reset: xAPIC mode, software-disabled, everything masked.
     pub(crate) fn new(index: usize, bus: Arc<ApicBus>) -> Self {
         let apic = Self {

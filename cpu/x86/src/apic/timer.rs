@@ -29,7 +29,7 @@ impl Mode {
 /// thread in timer exits for ever (KVM has `min_timer_period_us` for the same reason).
 pub(super) const MIN_PERIOD_NS: u64 = 20_000;
 
-#[derive(Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Timer {
     mode: Mode,
     /// Initial count register.
@@ -50,6 +50,22 @@ impl Timer {
             divide: 0,
             due: None,
             deadline: 0,
+        }
+    }
+
+    /// The same timer, with the time that is left at `now` in place of a point in time.
+    pub(super) fn relative_to(&self, now: Nanos) -> Self {
+        Self {
+            due: self.due.map(|due| Nanos(due.since(now))),
+            ..self.clone()
+        }
+    }
+
+    /// What [`Timer::relative_to`] was, at `now`.
+    pub(super) fn resumed_at(&self, now: Nanos) -> Self {
+        Self {
+            due: self.due.map(|left| now.after(left.0)),
+            ..self.clone()
         }
     }
 

@@ -3,6 +3,7 @@
 use super::events::Pending;
 use super::{Cpu, Regs};
 use crate::processor::Core;
+use crate::seam::State;
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
 use lacuna_addr::Gfn;
@@ -157,5 +158,44 @@ impl Cpu {
         self.core.kvm_features = features;
         self.code.new_epoch();
         self.pending = Pending::Nothing;
+    }
+
+    /// Everything that the processor is; `None` in the middle of an instruction that waits for a
+    /// device's or MSR's answer, or holds one.
+    pub fn state(&self) -> Option<State> {
+        if !self.core.replay.is_idle() {
+            return None;
+        }
+        let now = self.core.clock.now();
+        let mut system = self.core.sys.clone();
+        system.tsc_offset = system.tsc(now);
+        Some(State {
+            regs: self.regs(),
+            system,
+            apic: self.core.apic.save(now),
+            exception: match self.pending {
+                Pending::Exception(exception) => Some(exception),
+                // What comes up again by itself needs no keeping.
+                Pending::Nothing | Pending::Again => None,
+            },
+        })
+    }
+
+    /// Puts the processor into `state`. An instruction that is half done is forgotten.
+    pub fn set_state(&mut self, state: &State) {
+        let State {
+            regs,
+            system,
+            apic,
+            exception,
+        } = state;
+        let now = self.core.clock.now();
+        let mut system = system.clone();
+        system.tsc_offset = system.tsc_offset.wrapping_sub(now.0);
+        self.core.replay.clear();
+        self.core.apic.restore(apic, now);
+        self.set_system(system);
+        self.set_regs(regs);
+        self.pending = exception.map_or(Pending::Nothing, Pending::Exception);
     }
 }

@@ -146,7 +146,7 @@ unsafe impl Bus for Flat {
     }
 }
 
-struct NoWake;
+pub struct NoWake;
 
 impl Wake for NoWake {
     fn wake(&self, _index: usize) {}

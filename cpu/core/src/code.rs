@@ -3,24 +3,22 @@
 //! ```text
 //! ops           [scratch | basic block | basic block | ...]   one arena; the scratch place holds
 //!               the one instruction being stepped
-//! basic_blocks  start, rip, gfn, privilege: decoded for one address, one frame, one privilege
+//! basic_blocks  start, pc, gfn, privilege: decoded for one address, one frame, one privilege
 //! buckets       hash of those three -> newest basic block -> older -> ...
 //! pages         gfn -> newest basic block of the page -> older -> ...    to drop a written page
-//! jumps         rip -> op index, for indirect branches
+//! jumps         pc -> op index, for indirect branches
 //! ```
-//! Links and jump entries skip the translation of `rip`, so they are valid for one *epoch*. An
+//! Links and jump entries skip the translation of the `pc`, so they are valid for one *epoch*. An
 //! epoch ends when a translation may have changed or a basic block is dropped. Each privilege has
 //! its own epoch: a switch of address space that keeps global pages ends only that of user code, or
-//! parks it (translations.rs). No two address spaces have the same epoch, so links of an earlier
+//! parks it ([`Kept`]). No two address spaces have the same epoch, so links of an earlier
 //! address space are invalid until it is current again. Basic blocks are found by frame and survive
 //! these switches.
 //!
 //! The ops of a dropped basic block stay in the arena, unreachable. When the arena is full, all of
 //! it is cleared. So memory is bounded, however often a guest writes new code.
 
-use crate::op::{Code, Links, Op};
-use crate::translations::Kept;
-use crate::walk::User;
+use crate::Privilege;
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
 
@@ -33,26 +31,46 @@ const BASIC_BLOCK_MAX: usize = 256;
 const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
 /// Decoded ops.
-pub(crate) type Arena = [Op; OPS_MAX];
+pub type Arena<O> = [O; OPS_MAX];
 
 /// No basic block.
 const NONE: u32 = u32::MAX;
 const EPOCH_MAX: u32 = NEVER - 1;
 /// An epoch in which nothing is linked or remembered.
-pub(crate) const NEVER: u32 = u32::MAX >> 1;
+pub const NEVER: u32 = u32::MAX >> 1;
+
+/// A decoded operation, as small as the processor can make it. A basic block ends in a branch
+/// followed by one op that holds the links of its two exits.
+pub trait Op: Copy {
+    /// Fills the arena where nothing was decoded.
+    const UNREACHABLE: Self;
+
+    /// Instruction bytes that are complete with this op.
+    fn bytes(&self) -> u64;
+
+    /// Instructions that are complete with this op.
+    fn instructions(&self) -> u64;
+
+    /// This op holds links: sets the target of the exit for `condition`, for one epoch.
+    fn link(&mut self, condition: bool, target: u32, epoch: u32);
+}
 
 /// What a basic block was decoded for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Key {
-    pub(crate) rip: u64,
-    pub(crate) gfn: Gfn,
-    pub(crate) user: User,
+pub struct Key {
+    /// Its first instruction's address.
+    pub pc: u64,
+    /// The frame that holds it.
+    pub gfn: Gfn,
+    /// The privilege at which it runs.
+    pub user: Privilege,
 }
 
 impl Key {
+    #[inline]
     fn bucket(&self) -> usize {
-        let mixed = (self.rip ^ self.gfn.get() << 40 ^ self.user as u64)
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mixed =
+            (self.pc ^ self.gfn.get() << 40 ^ self.user as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         (mixed >> 48) as usize % BUCKETS
     }
 }
@@ -66,11 +84,11 @@ struct BasicBlock {
 }
 
 /// Targets of indirect branches.
-pub(crate) struct JumpCache(Box<[Jump; JUMPS]>);
+pub struct JumpCache(Box<[Jump; JUMPS]>);
 
 #[derive(Clone, Copy)]
 struct Jump {
-    rip: u64,
+    pc: u64,
     op: u16,
     /// Epoch and privilege; 0 is none.
     stamp: u32,
@@ -80,51 +98,66 @@ impl JumpCache {
     fn new() -> Self {
         Self(Box::new(
             [Jump {
-                rip: 0,
+                pc: 0,
                 op: 0,
                 stamp: 0,
             }; JUMPS],
         ))
     }
 
-    fn slot(rip: u64) -> usize {
-        (rip ^ rip >> 12) as usize % JUMPS
-    }
-
-    fn stamp(user: User, epoch: u32) -> u32 {
-        epoch << 1 | u32::from(user == User::User)
-    }
-
-    /// The op index of the basic block at `rip`, if it is known in this epoch.
     #[inline(always)]
-    pub(crate) fn find(&self, rip: u64, user: User, epoch: u32) -> Option<u16> {
-        let jump = &self.0[Self::slot(rip)];
-        (jump.rip == rip && jump.stamp == Self::stamp(user, epoch)).then_some(jump.op)
+    fn slot(pc: u64) -> usize {
+        (pc ^ pc >> 12) as usize % JUMPS
     }
+
+    #[inline(always)]
+    fn stamp(user: Privilege, epoch: u32) -> u32 {
+        epoch << 1 | u32::from(user == Privilege::User)
+    }
+
+    /// The op index of the basic block at `pc`, if it is known in this epoch.
+    #[inline(always)]
+    pub fn find(&self, pc: u64, user: Privilege, epoch: u32) -> Option<u16> {
+        let jump = &self.0[Self::slot(pc)];
+        (jump.pc == pc && jump.stamp == Self::stamp(user, epoch)).then_some(jump.op)
+    }
+}
+
+/// Which links between basic blocks are valid after a switch of address space.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kept {
+    /// All of them.
+    All,
+    /// None.
+    Nothing,
+    /// Those of the address space that is current again, as they were when it was left.
+    Parked(UserCode),
 }
 
 /// The links of an address space's user code, while another one is current.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct UserCode {
+pub struct UserCode {
     epoch: u32,
     era: u64,
 }
 
 /// Where in the guest an op came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Origin {
+pub struct Origin {
     /// Address of the op's instruction.
-    pub(crate) rip: u64,
+    pub pc: u64,
     /// Instructions of the basic block before it.
-    pub(crate) before: u64,
+    pub before: u64,
 }
 
 /// The decoded code of one processor.
-pub(crate) struct CodeCache {
-    pub(crate) ops: Box<Arena>,
+pub struct CodeCache<O> {
+    /// Every op that a basic block or the scratch place has.
+    pub ops: Box<Arena<O>>,
     /// The arena is in use up to here.
     end: usize,
-    pub(crate) jumps: JumpCache,
+    /// Targets of indirect branches.
+    pub jumps: JumpCache,
     /// Of supervisor code, of user code.
     epochs: [u32; 2],
     /// The newest epoch so far.
@@ -139,8 +172,15 @@ pub(crate) struct CodeCache {
     pages: HashMap<Gfn, u32>,
 }
 
-impl CodeCache {
-    pub(crate) fn new() -> Self {
+impl<O: Op> Default for CodeCache<O> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<O: Op> CodeCache<O> {
+    /// An empty cache.
+    pub fn new() -> Self {
         Self {
             ops: arena(),
             end: FIRST,
@@ -157,19 +197,19 @@ impl CodeCache {
 
     /// The epoch of code that runs as `user`.
     #[inline(always)]
-    pub(crate) fn epoch(&self, user: User) -> u32 {
+    pub fn epoch(&self, user: Privilege) -> u32 {
         self.epochs[user as usize]
     }
 
     /// Invalidates links and jump entries of every address space: translations may have changed.
-    pub(crate) fn new_epoch(&mut self) {
+    pub fn new_epoch(&mut self) {
         self.era += 1;
-        self.begin_epoch(User::Supervisor);
-        self.begin_epoch(User::User);
+        self.begin_epoch(Privilege::Supervisor);
+        self.begin_epoch(Privilege::User);
     }
 
     /// Invalidates those of code that runs as `user`, in the current address space.
-    pub(crate) fn begin_epoch(&mut self, user: User) {
+    pub fn begin_epoch(&mut self, user: Privilege) {
         if self.last_epoch == EPOCH_MAX {
             // The numbers begin again, so nothing may be left that carries an old one.
             self.forget_basic_blocks();
@@ -182,15 +222,15 @@ impl CodeCache {
     }
 
     /// The links of the current address space's user code, to restore them later.
-    pub(crate) fn user_code(&self) -> UserCode {
+    pub fn user_code(&self) -> UserCode {
         UserCode {
-            epoch: self.epoch(User::User),
+            epoch: self.epoch(Privilege::User),
             era: self.era,
         }
     }
 
     /// Applies to the links of `user` what a switch of address space has decided.
-    pub(crate) fn follow(&mut self, user: User, kept: Kept) {
+    pub fn follow(&mut self, user: Privilege, kept: Kept) {
         match kept {
             Kept::All => {}
             Kept::Parked(code) if code.era == self.era => self.epochs[user as usize] = code.epoch,
@@ -199,7 +239,7 @@ impl CodeCache {
     }
 
     /// Forgets everything.
-    pub(crate) fn clear(&mut self) {
+    pub fn clear(&mut self) {
         self.forget_basic_blocks();
         self.new_epoch();
     }
@@ -213,7 +253,7 @@ impl CodeCache {
     }
 
     /// The op index of the basic block for `key`.
-    pub(crate) fn find(&self, key: Key) -> Option<u16> {
+    pub fn find(&self, key: Key) -> Option<u16> {
         let mut at = self.buckets[key.bucket()];
         while at != NONE {
             let block = &self.basic_blocks[at as usize];
@@ -226,26 +266,26 @@ impl CodeCache {
     }
 
     /// Whether a basic block of this page exists, so that the page is write-tracked.
-    pub(crate) fn knows_page(&self, gfn: Gfn) -> bool {
+    pub fn knows_page(&self, gfn: Gfn) -> bool {
         self.pages.contains_key(&gfn)
     }
 
     /// Makes room for one more basic block; may forget everything.
-    pub(crate) fn reserve(&mut self) {
+    pub fn reserve(&mut self) {
         if self.end + BASIC_BLOCK_MAX > OPS_MAX {
             self.clear();
         }
     }
 
     /// Puts a basic block's ops in the scratch place; returns its op index.
-    pub(crate) fn set_scratch(&mut self, ops: &[Op]) -> u16 {
+    pub fn set_scratch(&mut self, ops: &[O]) -> u16 {
         self.ops[..ops.len()].copy_from_slice(ops);
         0
     }
 
     /// Keeps `ops` as the basic block for `key`, after [`CodeCache::reserve`]; returns its op
     /// index.
-    pub(crate) fn insert(&mut self, key: Key, ops: &[Op]) -> u16 {
+    pub fn insert(&mut self, key: Key, ops: &[O]) -> u16 {
         let start = self.end;
         self.end += ops.len();
         self.ops[start..self.end].copy_from_slice(ops);
@@ -263,19 +303,19 @@ impl CodeCache {
         start as u16
     }
 
-    /// Records that `rip` leads to the basic block at `op` in this epoch.
-    pub(crate) fn remember_jump(&mut self, rip: u64, user: User, op: u16) {
+    /// Records that `pc` leads to the basic block at `op` in this epoch.
+    pub fn remember_jump(&mut self, pc: u64, user: Privilege, op: u16) {
         let stamp = JumpCache::stamp(user, self.epoch(user));
-        self.jumps.0[JumpCache::slot(rip)] = Jump { rip, op, stamp };
+        self.jumps.0[JumpCache::slot(pc)] = Jump { pc, op, stamp };
     }
 
     /// Links one exit of the branch at `branch` to the basic block at `op`, for one epoch.
-    pub(crate) fn link(&mut self, branch: u16, condition: bool, op: u16, epoch: u32) {
+    pub fn link(&mut self, branch: u16, condition: bool, op: u16, epoch: u32) {
         self.ops[branch.wrapping_add(1) as usize].link(condition, op.into(), epoch);
     }
 
     /// Drops the basic blocks of a page.
-    pub(crate) fn drop_page(&mut self, gfn: Gfn) {
+    pub fn drop_page(&mut self, gfn: Gfn) {
         let Some(mut at) = self.pages.remove(&gfn) else {
             return;
         };
@@ -289,22 +329,22 @@ impl CodeCache {
 
     /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch
     /// place.
-    pub(crate) fn origin(&self, op: u16, scratch: u64) -> Origin {
+    pub fn origin(&self, op: u16, scratch: u64) -> Origin {
         let after = self.starts.partition_point(|&start| start <= op);
-        let (start, rip) = match after.checked_sub(1).map(|i| &self.basic_blocks[i]) {
-            Some(block) if usize::from(op) >= FIRST => (block.start, block.key.rip),
+        let (start, pc) = match after.checked_sub(1).map(|i| &self.basic_blocks[i]) {
+            Some(block) if usize::from(op) >= FIRST => (block.start, block.key.pc),
             _ => (0, scratch),
         };
         let before = &self.ops[start.into()..op.into()];
         Origin {
-            rip: rip.wrapping_add(before.iter().map(Op::bytes).sum()),
-            before: before.iter().map(Op::instructions).sum(),
+            pc: pc.wrapping_add(before.iter().map(O::bytes).sum()),
+            before: before.iter().map(O::instructions).sum(),
         }
     }
 }
 
-fn arena() -> Box<Arena> {
-    let ops = vec![Op::new(Code::Undefined); OPS_MAX].into_boxed_slice();
+fn arena<O: Op>() -> Box<Arena<O>> {
+    let ops = vec![O::UNREACHABLE; OPS_MAX].into_boxed_slice();
     let Ok(arena) = ops.try_into() else {
         unreachable!("the length is OPS_MAX")
     };

@@ -1,0 +1,160 @@
+//! What a hypervisor needs of a processor, whatever its instruction set.
+
+use crate::{Bus, Stop, Wake};
+use lacuna_addr::{Gfn, Gpa};
+use lacuna_sync::{Clock, Nanos, VcpuSlot};
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// Why a processor returned from its run loop. `A` has the exits that one architecture alone has,
+/// such as x86's port I/O. Except after an exit of its own that says otherwise, the processor can
+/// be entered again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Exit<A> {
+    /// The instructions asked for have been executed.
+    Fuel,
+    /// The vCPU has a request: take it, handle it, enter again.
+    Requested,
+    /// The guest waits for an interrupt: enter again when one may have come.
+    Halt,
+    /// The bus could not give a page; the instruction is executed again from its start.
+    Stop(Stop),
+    /// A load from an address without memory: give the value with [`Processor::complete_read`]
+    /// before the next run.
+    MmioRead {
+        /// Guest-physical address.
+        gpa: Gpa,
+        /// 1 to 8 bytes.
+        size: u8,
+    },
+    /// A store to an address without (writable) memory. It counts as done at the next run.
+    MmioWrite {
+        /// Guest-physical address.
+        gpa: Gpa,
+        /// 1 to 8 bytes.
+        size: u8,
+        /// What was written, zero-extended.
+        value: u64,
+    },
+    /// An access that needs every other vCPU stopped: stop them, then [`Processor::run_exclusive`].
+    Exclusive,
+    /// An exit of this architecture.
+    Own(A),
+}
+
+/// What can be made to happen on a processor from outside.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// An edge-triggered interrupt of the vCPU's own interrupt controller, by its number.
+    Interrupt(u32),
+    /// The exception by which a guest is told of a page: the next run begins with it, before any
+    /// interrupt. The vCPU must be interruptible.
+    AsyncFault {
+        /// What the fault-address register has.
+        address: u64,
+    },
+    /// A non-maskable interrupt.
+    Nmi,
+}
+
+/// The privilege of code or of a memory access.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Privilege {
+    /// The guest's kernel, and implicit accesses on its behalf. x86: CPL 0 to 2.
+    Supervisor,
+    /// The guest's programs. x86: CPL 3.
+    User,
+}
+
+/// The processor has no such event.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Refused;
+
+/// The format of the tables by which a hypervisor maps a processor's guest-physical memory. The
+/// processor names it; the crate of tables knows its bits.
+pub trait SecondStage {
+    /// Its name, for messages.
+    const NAME: &'static str;
+}
+
+/// One vCPU's processor.
+///
+/// It knows a [`Bus`], not a hypervisor. Between two runs its owner may do anything here; a run is
+/// generic over the bus, so that nothing on the access path is a virtual call.
+pub trait Processor: Send + Sized {
+    /// What the processors of one VM share: how their interrupts travel.
+    type Fabric: Send + Sync;
+    /// The exits that this architecture alone has.
+    type Own: Debug;
+    /// The whole architectural state, between two instructions.
+    type State: Clone + PartialEq + Debug + Send;
+    /// The second stage of translation that belongs to this architecture.
+    type Stage2: SecondStage;
+
+    /// The fabric of a VM. `wake` makes a vCPU look at its pending interrupts.
+    fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> Self::Fabric;
+
+    /// Processor `index` as after a reset.
+    fn new(index: usize, fabric: Arc<Self::Fabric>, clock: Arc<dyn Clock>) -> Self;
+
+    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
+    /// basic block in which `fuel` instructions are done. The request word in `slot` is read
+    /// between basic blocks.
+    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit<Self::Own>;
+
+    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`].
+    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit<Self::Own>;
+
+    /// The value for the last exit that asked for one.
+    fn complete_read(&mut self, value: u64);
+
+    /// Makes `event` happen.
+    ///
+    /// # Errors
+    /// The architecture, or this model of it, has no such event.
+    fn inject(&mut self, event: Event) -> Result<(), Refused>;
+
+    /// Whether an event would be delivered now: the guest has not masked events, none is pending or
+    /// half delivered, and no instruction waits for a device's answer.
+    fn is_interruptible(&self) -> bool;
+
+    /// The privilege of the code that would be interrupted.
+    fn privilege(&self) -> Privilege;
+
+    /// Whether the next run would take an interrupt before its first instruction, one of a timer
+    /// that is due by now included.
+    fn has_interrupt(&mut self) -> bool;
+
+    /// When the processor's own timer raises its next interrupt.
+    fn next_deadline(&self) -> Option<Nanos>;
+
+    /// Ends the wait for an interrupt: execution goes on behind the instruction that waits.
+    fn unhalt(&mut self);
+
+    /// Forgets every translation: pages were taken back.
+    fn flush_tlb(&mut self);
+
+    /// Drops the decoded instructions of a page: something else wrote to it.
+    fn drop_code(&mut self, gfn: Gfn);
+
+    /// Drops all decoded instructions.
+    fn drop_all_code(&mut self);
+
+    /// Instructions executed so far.
+    fn retired(&self) -> u64;
+
+    /// Address of the next instruction.
+    fn pc(&self) -> u64;
+
+    /// As after a reset. [`Processor::retired`] goes on counting.
+    fn reset(&mut self);
+
+    /// The whole architectural state; `None` in the middle of an instruction that a device or the
+    /// machine has to answer. Times are relative to now, so that a state may be restored under
+    /// another clock.
+    fn save(&self) -> Option<Self::State>;
+
+    /// Puts the processor into `state`; forgets every translation.
+    fn restore(&mut self, state: &Self::State);
+}

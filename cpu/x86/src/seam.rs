@@ -1,0 +1,182 @@
+//! The x86 processor as a hypervisor sees any processor: [`lacuna_cpu::Processor`].
+
+use crate::ApicBus;
+use crate::apic::ApicState;
+use crate::cpu::{Cpu, Regs};
+use crate::exit::{Exit, Shutdown};
+use crate::state::{Exception, System};
+use crate::walk::at_cpl;
+use lacuna_addr::Gfn;
+use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, SecondStage, Wake};
+use lacuna_sync::{Clock, Nanos, VcpuSlot};
+use std::sync::Arc;
+
+/// The exits that x86 alone has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Own {
+    /// OUT. The instruction is complete.
+    IoOut {
+        /// Port number.
+        port: u16,
+        /// 1, 2 or 4 bytes.
+        size: u8,
+        /// What was written, zero-extended.
+        value: u32,
+    },
+    /// IN: give the value with [`Cpu::complete_read`] before the next run.
+    IoIn {
+        /// Port number.
+        port: u16,
+        /// 1, 2 or 4 bytes.
+        size: u8,
+    },
+    /// RDMSR of one of KVM's MSRs: answer with [`Cpu::complete_msr`] before the next run.
+    MsrRead {
+        /// 0x4b564d00 to 0x4b564dff.
+        index: u32,
+    },
+    /// WRMSR to one of KVM's MSRs: as `MsrRead`.
+    MsrWrite {
+        /// 0x4b564d00 to 0x4b564dff.
+        index: u32,
+        /// EDX:EAX.
+        value: u64,
+    },
+    /// Triple fault: the processor cannot be entered again.
+    Shutdown(Shutdown),
+}
+
+impl From<Exit> for lacuna_cpu::Exit<Own> {
+    fn from(exit: Exit) -> Self {
+        match exit {
+            Exit::Fuel => Self::Fuel,
+            Exit::Requested => Self::Requested,
+            Exit::Halt => Self::Halt,
+            Exit::Stop(stop) => Self::Stop(stop),
+            Exit::MmioRead { gpa, size } => Self::MmioRead { gpa, size },
+            Exit::MmioWrite { gpa, size, value } => Self::MmioWrite { gpa, size, value },
+            Exit::Exclusive => Self::Exclusive,
+            Exit::IoOut { port, size, value } => Self::Own(Own::IoOut { port, size, value }),
+            Exit::IoIn { port, size } => Self::Own(Own::IoIn { port, size }),
+            Exit::MsrRead { index } => Self::Own(Own::MsrRead { index }),
+            Exit::MsrWrite { index, value } => Self::Own(Own::MsrWrite { index, value }),
+            Exit::Shutdown(shutdown) => Self::Own(Own::Shutdown(shutdown)),
+        }
+    }
+}
+
+/// Everything that an x86 processor is, between two instructions. What [`Cpu::set_kvm_features`]
+/// has set belongs to the machine and is not in it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct State {
+    /// General registers, RIP and RFLAGS.
+    pub regs: Regs,
+    /// System registers. The TSC's offset is as if the clock read 0.
+    pub system: System,
+    /// The local APIC.
+    pub apic: ApicState,
+    /// The exception that the next run begins with.
+    pub exception: Option<Exception>,
+}
+
+/// Extended page tables: Intel's second stage (SDM vol 3 30.3).
+#[derive(Clone, Copy, Debug)]
+pub struct Ept;
+
+impl SecondStage for Ept {
+    const NAME: &'static str = "EPT";
+}
+
+impl Processor for Cpu {
+    type Fabric = ApicBus;
+    type Own = Own;
+    type State = State;
+    type Stage2 = Ept;
+
+    fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> ApicBus {
+        ApicBus::new(vcpus, wake)
+    }
+
+    fn new(index: usize, fabric: Arc<ApicBus>, clock: Arc<dyn Clock>) -> Self {
+        Self::new(index, fabric, clock)
+    }
+
+    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> lacuna_cpu::Exit<Own> {
+        Self::run(self, bus, slot, fuel).into()
+    }
+
+    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> lacuna_cpu::Exit<Own> {
+        Self::run_exclusive(self, bus, slot).into()
+    }
+
+    fn complete_read(&mut self, value: u64) {
+        Self::complete_read(self, value);
+    }
+
+    fn inject(&mut self, event: Event) -> Result<(), Refused> {
+        match event {
+            Event::Interrupt(vector) => {
+                self.raise_interrupt(u8::try_from(vector).map_err(|_| Refused)?);
+                Ok(())
+            }
+            Event::AsyncFault { address } => {
+                self.inject_page_fault(address);
+                Ok(())
+            }
+            // No device here raises one, and NMI blocking is not modelled.
+            Event::Nmi => Err(Refused),
+        }
+    }
+
+    fn is_interruptible(&self) -> bool {
+        self.interruptible()
+    }
+
+    fn privilege(&self) -> Privilege {
+        at_cpl(self.cpl())
+    }
+
+    fn has_interrupt(&mut self) -> bool {
+        Self::has_interrupt(self)
+    }
+
+    fn next_deadline(&self) -> Option<Nanos> {
+        Self::next_deadline(self)
+    }
+
+    fn unhalt(&mut self) {
+        Self::unhalt(self);
+    }
+
+    fn flush_tlb(&mut self) {
+        Self::flush_tlb(self);
+    }
+
+    fn drop_code(&mut self, gfn: Gfn) {
+        Self::drop_code(self, gfn);
+    }
+
+    fn drop_all_code(&mut self) {
+        Self::drop_all_code(self);
+    }
+
+    fn retired(&self) -> u64 {
+        Self::retired(self)
+    }
+
+    fn pc(&self) -> u64 {
+        self.core.rip
+    }
+
+    fn reset(&mut self) {
+        Self::reset(self);
+    }
+
+    fn save(&self) -> Option<State> {
+        self.state()
+    }
+
+    fn restore(&mut self, state: &State) {
+        self.set_state(state);
+    }
+}
