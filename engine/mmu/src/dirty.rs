@@ -1,15 +1,16 @@
-//! Which pages of a slot are written: the states and the rules; `logging` switches them, `harvest`
-//! reads them.
+//! Dirty tracking of slots: its states and rules. `logging` switches them, `harvest` reads the
+//! result.
 //!
 //! ```text
 //! vCPU                                     monitor, holding `layout`
-//! W or D appears: by a fault under the     kick: who runs flushes its log into bitmap or ring
-//!   lock, a repair or a logging walk       take the marks
-//! then the page is marked: bitmap, ring,   re-arm under the lock: W goes, or D
+//! W or D appears: by a fault under the     kick: vCPUs in the guest flush their logs
+//!   range lock, a fast page fault or         into bitmap or ring
+//!   a logging walk                         take the marks
+//! then the page is marked: bitmap, ring,   rearm under the range lock: clear W, or D
 //!   or first the log, which is flushed     one targeted shoot-down, waited for
 //!   before the vCPU counts as offline      copy the pages
 //! ```
-//! Wherever vCPUs walk without logging, a leaf that has W has D. The only leaves without D are in
+//! Wherever vCPUs walk without logging, a leaf with W also has D. Leaves without D exist only in
 //! slots that log, while every vCPU logs.
 
 use crate::Rmap;
@@ -21,13 +22,13 @@ pub use lacuna_slots::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
 };
 
-/// The same, written by one vCPU, read by anybody. On cache lines of its own: those of two vCPUs
-/// are allocated one after the other.
+/// The counters of one vCPU: the vCPU writes them, any thread reads them. They have cache lines of
+/// their own, because those of two vCPUs are allocated one after the other.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Counts([AtomicU64; 5]);
 
-/// What is counted.
+/// The events that are counted.
 #[derive(Clone, Copy)]
 pub(crate) enum Count {
     Fault,
@@ -41,7 +42,7 @@ impl Counts {
     #[inline]
     pub(crate) fn add(&self, what: Count, more: u64) {
         let count = &self.0[what as usize];
-        // A load and a store: one writer.
+        // A load and a store suffice, because there is one writer.
         count.store(count.load(Ordering::Relaxed) + more, Ordering::Relaxed);
     }
 
@@ -58,12 +59,12 @@ impl Counts {
     }
 }
 
-/// A VM's tracking.
+/// The dirty tracking of a VM.
 #[derive(Default)]
 pub(crate) struct Tracking {
-    /// How pages are re-armed: by clearing D. Exact under `layout`.
+    /// Pages are rearmed by clearing D. Exact while `layout` is held.
     by_log: AtomicBool,
-    /// Whether vCPUs log. Off only where no leaf has W without D.
+    /// Whether vCPUs log. False only while no leaf has W without D.
     pub(crate) vcpus_log: AtomicBool,
     delivery: OnceLock<Delivery>,
     pub(crate) rings: Mutex<Vec<RingConsumer>>,
@@ -75,7 +76,7 @@ impl Tracking {
         self.delivery.get().copied().unwrap_or(Delivery::Bitmap)
     }
 
-    /// The same, for who will rely on it: no other can be chosen any more.
+    /// The same, for a caller that will rely on it: from now on no other can be chosen.
     pub(crate) fn settled_delivery(&self) -> Delivery {
         *self.delivery.get_or_init(|| Delivery::Bitmap)
     }
@@ -106,13 +107,13 @@ impl Tracking {
     }
 }
 
-/// A slot's log; a slot that moves or changes its flags takes it along.
+/// A slot's log. A slot that moves or changes its flags keeps it.
 #[derive(Default)]
 pub(crate) struct SlotLog {
-    /// Exact under a range lock of the slot, for that block. Else a hint.
+    /// Exact for a block whose range lock is held; otherwise a hint.
     on: AtomicBool,
     eager: AtomicBool,
-    /// [`crate::Writing`]s under way.
+    /// The number of [`crate::Writing`]s in progress.
     pub(crate) writers: AtomicU32,
     bitmap: OnceLock<DirtyBitmap>,
 }
@@ -120,7 +121,8 @@ pub(crate) struct SlotLog {
 impl SlotLog {
     #[inline]
     pub(crate) fn is_on(&self) -> bool {
-        // Who sees the log that has begun sees what the one before it has left of the tables.
+        // Acquire: a caller that sees a new log as on also sees the tables as the previous log left
+        // them.
         self.on.load(Ordering::Acquire)
     }
 
@@ -134,13 +136,13 @@ impl SlotLog {
     pub(crate) fn turn_on(&self, huge: HugeLeaves) {
         self.eager
             .store(huge == HugeLeaves::Eager, Ordering::Relaxed);
-        // Who sees a leaf without D, by a log's flush, sees this.
+        // Release: a vCPU that sees a leaf without D, after a log's flush, sees this too.
         self.on.store(true, Ordering::Release);
     }
 
-    /// On return, whoever writes past the vCPUs has seen that the log is on, or is through.
+    /// After it returns, each host write in progress has seen that the log is on, or has ended.
     pub(crate) fn wait_for_writers(&self) {
-        // Against the one in `Writing::begin`.
+        // Pairs with the fence in `Writing::begin`.
         fence(Ordering::SeqCst);
         while self.writers.load(Ordering::Acquire) > 0 {
             yield_now();
@@ -155,7 +157,7 @@ impl SlotLog {
         self.bitmap.get()
     }
 
-    /// A bitmap with nothing in it.
+    /// The bitmap, with no page marked.
     pub(crate) fn clean_bitmap(&self, pages: usize) -> &DirtyBitmap {
         let bitmap = self.bitmap.get_or_init(|| DirtyBitmap::new(pages));
         let mut dropped = vec![0; bitmap.words()];
@@ -163,7 +165,7 @@ impl SlotLog {
         bitmap
     }
 
-    /// The page is written by nobody's vCPU, or by one of a VM without rings.
+    /// Marks a page that the host has written, or a vCPU of a VM without rings.
     #[inline]
     pub(crate) fn mark(&self, page: usize) {
         if let Some(bitmap) = self.bitmap.get() {
@@ -171,7 +173,7 @@ impl SlotLog {
         }
     }
 
-    /// The same of many; how many.
+    /// Marks many pages. Returns their number.
     #[inline]
     pub(crate) fn mark_all(&self, pages: impl Iterator<Item = usize>) -> usize {
         let bitmap = self.bitmap.get();

@@ -5,9 +5,9 @@
 //!     -> Ready   -> lock, retry? -> install, rmap -> Mapped
 //!     -> Pending -> the caller waits, then tries again
 //! ```
-//! `max_level` is the largest leaf that the slot allows around the page; the host says what it has.
-//! A 2 MiB leaf needs both. Nothing here sleeps, allocates on the resident path, or holds a lock
-//! while the host is asked.
+//! `max_level` is the largest leaf that the slot allows around the page; the host answers with what
+//! it has. A 2 MiB leaf needs both. No function here sleeps, allocates on the resident path, or
+//! holds a lock while it asks the host.
 
 use crate::dirty::Count;
 use crate::{Mmu, VcpuMmu};
@@ -16,37 +16,37 @@ use lacuna_host::{Frame, LostPage, Resolution, Ticket};
 use lacuna_slots::SlotFlags;
 use lacuna_stage2::{Exhausted, Leaf};
 
-/// A page that the access may go on with.
+/// A page with which the access may continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Page {
     /// Its frame.
     pub pfn: Pfn,
     /// The size of the leaf around it.
     pub level: Level,
-    /// Writes may go through without another fault.
+    /// Writes succeed without another fault.
     pub writable: bool,
 }
 
-/// What became of a fault.
+/// The result of a fault.
 #[must_use]
 pub enum Outcome {
-    /// Installed (or found installed): the access goes on.
+    /// Installed, or found installed: the access continues.
     Mapped(Page),
-    /// An invalidation is under way near the page: pass a quiescent point, then try again.
+    /// An invalidation is in progress near the page: pass a quiescent point, then try again.
     Busy,
-    /// The page is on its way, or would be if somebody starts the ticket.
+    /// The page is on its way, or will be once a thread starts the ticket.
     Pending(Ticket),
     /// No frame is free: reclaim, then try again.
     NoMemory,
     /// No slot, or a write to a read-only one.
     Mmio,
-    /// The page's content is gone.
+    /// The page's content is lost.
     Lost(LostPage),
-    /// No table page is left.
+    /// No table page is free.
     NoTables(Exhausted),
 }
 
-/// Lost races after which a fault lets others go first.
+/// After so many lost races a fault lets others go first.
 const ATTEMPTS: usize = 4;
 
 impl Mmu {
@@ -54,7 +54,7 @@ impl Mmu {
     #[inline]
     pub fn fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
         for _ in 0..ATTEMPTS {
-            // Before the slot is looked up: a slot that is deleted later moves the sequence.
+            // Before the slot is looked up: the deletion of a slot increments the sequence.
             let seq = self.stage2.invalidate_seq(gfn);
             if seq.invalidate_in_progress() {
                 return Outcome::Busy;
@@ -100,7 +100,7 @@ impl Mmu {
             }
             match self.install(&mut cursor, &slot.attach, gfn, leaf, level) {
                 Ok(level) => {
-                    // Under the range lock, where who turns the log on has been or will come.
+                    // Under the range lock: the log's start has visited this block, or will.
                     if access.is_write() && slot.attach.log().is_on() {
                         vcpu.marker.mark(slot, gfn, Count::Fault);
                     }
@@ -123,7 +123,7 @@ impl Mmu {
         Outcome::Busy
     }
 
-    /// Whether it is worth trying again when tables are exhausted.
+    /// Whether a retry is useful when tables are exhausted.
     #[cold]
     fn tables_to_come(&self) -> Tables {
         if self.stage2.reap(&*self.qsbr) > 0 {
@@ -138,11 +138,11 @@ impl Mmu {
     }
 }
 
-/// Where there are no tables: what of those that were unlinked?
+/// There are no free tables: the state of those that were unlinked.
 enum Tables {
     /// Some are free now.
     Freed,
-    /// Some wait for a vCPU to pass, perhaps for this one.
+    /// Some wait for a vCPU to pass a quiescent point, perhaps for this one.
     Waiting,
     None,
 }

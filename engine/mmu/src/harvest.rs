@@ -1,8 +1,9 @@
-//! Which pages were written since the last time: asked, cleared, and armed again.
+//! Harvests the pages written since the last time: reads the marks, clears them, and rearms the
+//! pages.
 //!
-//! The order is everything: *kick* (what vCPUs have logged becomes visible), *take*, *re-arm*,
+//! The order is essential: *kick* (what vCPUs have logged becomes visible), *take*, *rearm*,
 //! *flush*, and only then may the caller copy pages. A write that the copy lacks comes after the
-//! flush, so it is noticed again.
+//! flush, so it is detected again.
 
 use crate::dirty::{DirtyError, bitmap_of};
 use crate::rearm::Found;
@@ -13,11 +14,12 @@ use lacuna_stage2::Flush;
 use lacuna_sync::shim::Ordering;
 
 impl Mmu {
-    /// Moves the slot's dirty bits into `out` and arms those pages again: KVM's GET without manual
-    /// protect. Copy the pages afterwards. Not for a vCPU's own thread: it waits for all vCPUs.
+    /// Moves the slot's dirty bits into `out` and rearms those pages: KVM's GET without manual
+    /// protect. Copy the pages afterwards. A vCPU's own thread must not call this: it waits for all
+    /// vCPUs.
     ///
     /// # Errors
-    /// No such slot, not one that logs, no bitmap, or a buffer of another size.
+    /// There is no such slot, it does not log, it has no bitmap, or the buffer has another size.
     pub fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
         let _no_change = self.lock_layout();
         let slot = self.slot(id)?;
@@ -29,8 +31,8 @@ impl Mmu {
         Ok(())
     }
 
-    /// Copies the slot's dirty bits into `out` and leaves all as it is: KVM's GET with manual
-    /// protect; [`Mmu::clear_dirty`] is its other half.
+    /// Copies the slot's dirty bits into `out` and changes nothing: KVM's GET with manual protect.
+    /// [`Mmu::clear_dirty`] is its other half.
     ///
     /// # Errors
     /// As [`Mmu::get_dirty`].
@@ -44,8 +46,8 @@ impl Mmu {
         Ok(())
     }
 
-    /// Of `pages` pages of the slot from `first_page` on, clears those that `mask` names and arms
-    /// them again; in `mask` remain those that were dirty. Copy the pages afterwards.
+    /// Of `pages` pages of the slot from `first_page` on, clears and rearms those that `mask`
+    /// names. Leaves in `mask` those that were dirty. Copy the pages afterwards.
     ///
     /// # Errors
     /// As [`Mmu::get_dirty`], and KVM's rules for the range.
@@ -63,13 +65,14 @@ impl Mmu {
         Ok(())
     }
 
-    /// Marks again what was taken from the slot and could not be used: words from `first_word` on.
+    /// Marks again, from word `first_word` on, pages that were taken from the slot and could not be
+    /// used.
     ///
     /// # Errors
-    /// No such slot, not one that logs, no bitmap.
+    /// There is no such slot, it does not log, or it has no bitmap.
     ///
     /// # Panics
-    /// When the slot does not have those pages.
+    /// If the slot does not have those pages.
     pub fn put_back_dirty(
         &self,
         id: SlotId,
@@ -81,9 +84,10 @@ impl Mmu {
         Ok(())
     }
 
-    /// Hands out the pages in all vCPUs' rings, as (slot, page of it), and returns how many. They
-    /// stay in the rings until [`Mmu::reset_rings`]; only after that copy the pages. A slot may
-    /// have gone since, or be smaller. `each` must not ask this MMU about dirty pages.
+    /// Passes the pages in all vCPUs' rings to `each`, as (slot, page of it), and returns their
+    /// number. They stay in the rings until [`Mmu::reset_rings`]; copy the pages only after that. A
+    /// slot may have been removed since, or be smaller. `each` must not call dirty tracking of this
+    /// MMU.
     pub fn collect_rings(&self, mut each: impl FnMut(SlotId, usize)) -> usize {
         let _no_change = self.lock_layout();
         self.sync();
@@ -91,14 +95,14 @@ impl Mmu {
         rings.iter_mut().map(|ring| ring.harvest(&mut each)).sum()
     }
 
-    /// What was collected since the last reset did not reach its user: it will be collected again.
+    /// Pages reaped since the last reset did not reach their user: they will be reaped again.
     pub fn put_back_rings(&self) {
         let mut rings = self.dirty.rings.lock().expect("no panic under this lock");
         rings.iter_mut().for_each(|ring| ring.put_back());
     }
 
-    /// Frees the entries that were collected and arms their pages again; returns how many those
-    /// were. On return the pages may be copied. Not for a vCPU's own thread.
+    /// Frees the entries that were reaped and rearms their pages; returns the number of entries. On
+    /// return the pages may be copied. A vCPU's own thread must not call this.
     pub fn reset_rings(&self) -> usize {
         let _no_change = self.lock_layout();
         let slots = self.slots.snapshot();
@@ -110,7 +114,7 @@ impl Mmu {
         drop(rings);
         let mut flush = Flush::none(&self.stage2);
         let count = found.each_slot(|id, pages| {
-            // It may have gone, and another may have its name.
+            // The slot may have been removed, and another may have its number.
             let slot = slots.get(id).filter(|slot| slot.attach.log().is_on());
             if let Some(slot) = slot {
                 self.rearm(slot, pages.in_blocks(slot.gfns), &mut flush);
@@ -120,7 +124,7 @@ impl Mmu {
         count
     }
 
-    /// What vCPUs have logged so far is marked.
+    /// Marks all pages that vCPUs have logged so far.
     pub(crate) fn sync(&self) {
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
             debug_assert!(Detection::Pml == self.dirty.detection());

@@ -1,16 +1,16 @@
-//! Writes that no TLB knows of: devices, loaders, the words of asynchronous faults.
+//! Writes that go past the TLBs: by devices, loaders, and to the words of asynchronous faults.
 //!
 //! ```text
-//! writer                                 who turns the log on
+//! writer                                 thread that turns the log on
 //! writers += 1; fence                    on = true; fence
-//! on? then marked after the write,       wait until writers == 0: those that have not seen it
-//!   and writers -= 1 at once             return: the copy that follows has what they wrote
-//! write; mark, or writers -= 1
+//! on? then mark after the write,         wait until writers == 0: for writers that have not
+//!   and writers -= 1 at once               seen it
+//! write; mark, or writers -= 1           return: the copy that follows has what they wrote
 //! ```
-//! A writer keeps the slot that it has found: whatever becomes of the layout meanwhile, the mark
-//! goes to the log of the pages that it writes to, which a slot takes along where it goes. A slot
-//! that is deleted, and made anew over the same backing, has another log: its owner sees to it that
-//! nobody writes in between.
+//! A writer keeps the slot that it has found. Whatever happens to the layout meanwhile, the mark
+//! goes to the log of the pages that it writes; a slot that moves keeps its log. A slot that is
+//! deleted and made again over the same backing has another log: its owner must ensure that no
+//! write is in progress in between.
 
 use crate::dirty::{Count, DirtyError};
 use crate::{Mmu, Rmap, VcpuMmu};
@@ -31,7 +31,8 @@ impl Mmu {
     /// The host is about to write to the page at `gfn`, in `slot`. Ends with [`Writing::done`].
     ///
     /// # Errors
-    /// [`DirtyError::NoBitmap`]: the slot logs, and there is nowhere to say that it was not a vCPU.
+    /// [`DirtyError::NoBitmap`]: the slot logs only into rings, and a host write has no vCPU's
+    /// ring.
     pub fn host_write(&self, slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Result<Writing, DirtyError> {
         let writing = Writing::begin(slot, gfn);
         match writing.logs && !self.dirty.has_bitmaps() {
@@ -52,7 +53,7 @@ impl Writing {
         log.writers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let logs = log.is_on();
-        // Not waited for: else writers that come all the time would be waited for for ever.
+        // Not waited for: otherwise a steady stream of writers would be waited for for ever.
         if logs {
             log.writers.fetch_sub(1, Ordering::Release);
         }
@@ -63,14 +64,14 @@ impl Writing {
         }
     }
 
-    /// All is written.
+    /// The write is complete.
     pub fn done(self) {
         if self.logs {
             self.slot.attach.log().mark(self.slot.page(self.gfn));
         }
     }
 
-    /// All is written, by this vCPU.
+    /// The write is complete; this vCPU made it.
     pub fn done_by(self, vcpu: &mut VcpuMmu) {
         if self.logs {
             vcpu.marker.mark(&self.slot, self.gfn, Count::Fault);

@@ -1,15 +1,15 @@
-//! Putting a leaf where the host has a page: at which level, and what of the leaves that are there.
+//! Installs a leaf where the host has a page: at which level, and what happens to existing leaves.
 //!
 //! ```text
-//! what the host has   in stage 2      becomes
+//! what the host has   in stage 2      result
 //! 4 KiB               nothing         a small leaf
 //! 4 KiB               a huge leaf     the same if it grants the access; else split, one upgraded
 //! 2 MiB, allowed      nothing         a huge leaf
 //! 2 MiB, allowed      small leaves    collapsed in place to a huge one
 //! ```
-//! The host said of a block that it is whole after the snapshot that the cursor has admitted, so
-//! the small leaves found in it map the frames that a huge leaf maps. Should they not (a bug, or
-//! rights that do not mix) the page gets its small leaf.
+//! The host reported the block as whole after the sequence that the cursor has checked. So the
+//! small leaves found in it map the frames that a huge leaf maps. If they do not (a bug, or rights
+//! that cannot be combined), the page gets its small leaf.
 
 use crate::rmap::{BLOCK, Rmap, block_range};
 use crate::{InBlock, Mmu};
@@ -17,8 +17,8 @@ use lacuna_addr::{Gfn, Level, Pfn};
 use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
 
 impl Mmu {
-    /// Maps `gfn` by the small `leaf`, or the block around it alike, if the host `has` it whole.
-    /// Returns the level of the leaf that is there then.
+    /// Maps `gfn` by the small `leaf`, or the whole block with the same rights, if the host `has`
+    /// it whole. Returns the level of the leaf that is there then.
     #[inline]
     pub(crate) fn install(
         &self,
@@ -28,8 +28,8 @@ impl Mmu {
         leaf: Leaf,
         has: Level,
     ) -> Result<Level, Exhausted> {
-        // Asked again: it may have been disallowed since the host was.
-        // And where every first write counts, a huge leaf would count for 512 pages.
+        // Checked again: it may have been disallowed since the host was asked.
+        // While the slot logs, a huge leaf would count for 512 pages at the first write.
         let max_level = match rmap.log().is_on() {
             true => Level::L4K,
             false => rmap.max_level(gfn),
@@ -40,7 +40,7 @@ impl Mmu {
         install_small(cursor, rmap, gfn, leaf)
     }
 
-    /// Whether the block around `gfn` is mapped as one now.
+    /// Maps the block around `gfn` by one leaf. Returns whether it is mapped so now.
     fn install_huge(
         &self,
         cursor: &mut Cursor<'_>,

@@ -1,4 +1,4 @@
-//! The host takes a range of pages back.
+//! Invalidation: the host takes a range of pages back.
 //!
 //! ```text
 //! begin   for each slot with backing in the range, each 2 MiB block: take its lock,
@@ -6,13 +6,13 @@
 //! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
 //!         take each lock again: seq += 1, in_progress -= 1: faults are admitted
 //! ```
-//! A page that nothing maps is excluded like any other. A block in which nothing was mapped needs
-//! no shoot-down, unless another invalidation was in progress under its range lock: that one may
-//! have unmapped it a moment ago and not have waited yet, and the frames will be reused when *this*
-//! call returns.
+//! A page that is not mapped is excluded like any other. A block in which nothing was mapped needs
+//! no shoot-down, with one exception: another invalidation was in progress under its range lock.
+//! That one may have unmapped the block a moment ago without having waited yet, and the frames will
+//! be reused when *this* call returns.
 //!
-//! A huge leaf that reaches beyond the range is split in place, and only the part goes. If no table
-//! is to be had for that, all of it goes.
+//! A huge leaf that reaches beyond the range is split in place, and only the part is unmapped. If
+//! no table is free for the split, the whole leaf is unmapped.
 
 use crate::rmap::{BLOCK, Rmap, parts};
 use crate::{InBlock, Mmu};
@@ -21,12 +21,12 @@ use lacuna_slots::{Overlap, Slot, Snapshot};
 use lacuna_stage2::{Cursor, EntryRef, Flush, Removed};
 use std::sync::Arc;
 
-/// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, and every
-/// call of it is compiled away.
+/// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, and calls
+/// of it are compiled away.
 pub trait Counter: Default {
-    /// Slots, or nodes of their index, looked at.
+    /// Slots, or nodes of their index, that were read.
     fn slots(&mut self, _: u64) {}
-    /// Visits to words of reverse maps, at every level.
+    /// Visits to words of reverse maps, at all levels.
     fn words(&mut self, _: u64) {}
     /// Table entries read to find leaves, or to remove them.
     fn entries(&mut self, _: u64) {}
@@ -36,8 +36,8 @@ pub trait Counter: Default {
 
 impl Counter for () {}
 
-/// An invalidation that has unmapped its ranges and keeps faults out of them. Some vCPU may still
-/// use the pages, and those near them wait, until it is finished.
+/// An invalidation that has unmapped its ranges and keeps faults out of them. Until it is finished,
+/// some vCPU may still use the pages, and faults near them wait.
 #[must_use = "faults near the ranges wait until it is finished"]
 pub struct Invalidation<'m, C = ()> {
     mmu: &'m Mmu,
@@ -46,14 +46,15 @@ pub struct Invalidation<'m, C = ()> {
     pub(crate) counter: C,
 }
 
-/// Where an invalidation has begun. One piece, the common case, needs no allocation.
+/// The places where an invalidation has begun. A single piece, the common case, needs no
+/// allocation.
 #[derive(Default)]
 struct Begun {
     first: Option<GfnRange>,
     more: Vec<GfnRange>,
 }
 
-/// What a visit of some part works on and adds to.
+/// The state of a visit to a part of the range.
 pub(crate) struct Visit<'v, 's, C> {
     pub(crate) cursor: &'v mut Cursor<'s>,
     pub(crate) rmap: &'v Rmap,
@@ -62,13 +63,12 @@ pub(crate) struct Visit<'v, 's, C> {
 }
 
 impl Mmu {
-    /// Unmaps `ranges` and excludes faults there; what is left to do is
-    /// [`Invalidation::finish`].
+    /// Unmaps `ranges` and excludes faults there. [`Invalidation::finish`] does the rest.
     pub fn begin_invalidation(&self, ranges: &[HvaRange]) -> Invalidation<'_> {
         self.begin_with(ranges, |_, _, part, visit| self.unmap_part(part, visit))
     }
 
-    /// [`Mmu::begin_invalidation`] with `unmap` as the way to find and unmap a part of a slot. The
+    /// As [`Mmu::begin_invalidation`]; `unmap` finds and unmaps the leaves of a part of a slot. The
     /// part is inside the visit's block.
     #[inline]
     pub(crate) fn begin_with<C: Counter>(
@@ -117,7 +117,7 @@ impl<C: Counter> Invalidation<'_, C> {
 }
 
 impl<C> Invalidation<'_, C> {
-    /// Whether some vCPU may hold what was unmapped.
+    /// Whether some vCPU may hold a translation of what was unmapped.
     pub fn must_flush(&self) -> bool {
         !self.flush.is_empty()
     }
@@ -135,15 +135,16 @@ impl<C> Invalidation<'_, C> {
     }
 }
 
-/// Small leaves of a block from which on taking out their table is cheaper than taking them out:
-/// emptying 512 entries costs about as much as removing so many leaves.
+/// From so many small leaves in a block on, unlinking their table is cheaper than removing them one
+/// by one: emptying 512 entries costs about as much as removing so many leaves.
 const MANY: u32 = 64;
 
 impl Mmu {
     /// Unmaps `part`, which is inside the visit's block: each level once.
     ///
-    /// Where a whole block goes that is mapped by many small leaves, their table goes as one: down
-    /// the tables, because page by page the reverse map costs more than twice as much.
+    /// If the part is a whole block that many small leaves map, their table is unlinked as one.
+    /// That is done by descending the tables, because the reverse map costs more than twice as much
+    /// page by page.
     #[inline]
     pub(crate) fn unmap_part<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, C>) {
         let rmap = visit.rmap;
@@ -181,7 +182,7 @@ impl Mmu {
     #[inline]
     pub(crate) fn cut(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) {
         if part.pages() < BLOCK {
-            // Without a table the leaf stays huge, and goes whole.
+            // Without a table the leaf stays huge, and is removed as a whole.
             let _ = self.split(cursor, rmap, part.start());
         }
     }
@@ -202,7 +203,7 @@ impl Mmu {
         self.forget(visit.rmap, visit.counter, removed);
     }
 
-    /// A leaf is gone: the reverse map must know, and the host its D.
+    /// After a leaf was removed: updates the reverse map, and reports its D to the host.
     #[inline]
     pub(crate) fn forget(&self, rmap: &Rmap, counter: &mut impl Counter, removed: Removed) {
         counter.leaves(1);

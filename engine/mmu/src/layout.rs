@@ -1,16 +1,16 @@
-//! Slots come, go and move.
+//! Adds, removes and moves slots.
 //!
 //! ```text
-//! begin over every gfn of the slot    faults there are refused from here on
+//! invalidate_begin over the slot      faults there are refused from here on
 //! unmap, shoot down                   nothing of the old layout is mapped or in a TLB
 //! publish                             readers see the new snapshot
-//! end                                 faults there see the new layout
+//! invalidate_end                      faults there see the new layout
 //! ```
-//! Where a slot moves *to* needs no exclusion: a fault there finds no slot before the new snapshot
-//! is published, and the slot after it. A slot that moves or changes its flags gets a fresh reverse
-//! map: a notifier that still works with the old snapshot then finds an empty one, never a leaf
-//! under another gfn's lock. Its disallow counts start anew too. Its dirty log goes along: it
-//! names pages by the slot.
+//! The place to which a slot moves needs no exclusion: a fault there finds no slot before the new
+//! snapshot is published, and the slot after it. A slot that moves or changes its flags gets a new
+//! reverse map. A notifier that still works with the old snapshot then finds an empty one, never a
+//! leaf under another gfn's lock. The disallow counts start again too. The dirty log is kept,
+//! because it names pages by the slot.
 
 use crate::{Mmu, Rmap};
 use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE};
@@ -23,10 +23,11 @@ impl Mmu {
     ///
     /// # Errors
     /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory that is not in
-    /// a region of this MMU: its pages would go away unseen. Nothing has changed then.
+    /// a region of this MMU, because its pages would be evicted without notice. Nothing has changed
+    /// then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let backing = HvaRange::new(spec.host, spec.bytes / PAGE_SIZE as u64);
-        // What is no range at all has an error of its own.
+        // A range that is not valid has an error of its own.
         if backing.is_some_and(|backing| !self.host.is_notified(backing, self)) {
             let SlotSpec { id, host, .. } = spec;
             return Err(SlotError::ForeignBacking { id, host });
@@ -34,7 +35,7 @@ impl Mmu {
         self.insert_slot(spec)
     }
 
-    /// Adds a slot over any addresses: tests of this crate have frames of their own behind them.
+    /// Adds a slot over any addresses: tests of this crate use frames of their own.
     pub(crate) fn insert_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let _change = self.lock_layout();
         let refused = |room| SlotError::NoRoom { id: spec.id, room };
@@ -42,7 +43,7 @@ impl Mmu {
         self.slots.add(spec, Rmap::new).map(|_| ())
     }
 
-    /// Deletes a slot with its mappings. The backing keeps its content.
+    /// Deletes a slot and its mappings. The backing keeps its content.
     ///
     /// # Errors
     /// [`SlotError::Unknown`].
@@ -86,10 +87,10 @@ impl Mmu {
         })
     }
 
-    /// Runs `publish` while no fault in `slot` is admitted and nothing of it is mapped.
+    /// Runs `publish` while faults in `slot` are refused and none of its pages is mapped.
     fn exclude<T>(&self, slot: &Slot<Rmap>, publish: impl FnOnce() -> T) -> T {
         let mut cursor = self.stage2.cursor(slot.gfns);
-        // A TLB may hold what reclaim has removed and not waited for.
+        // A TLB may hold what reclaim has unmapped without having waited yet.
         let mut flush = cursor.unsettled();
         cursor.invalidate_begin();
         flush.join(cursor.unmap(slot.gfns, |removed| {
@@ -101,7 +102,7 @@ impl Mmu {
         drop(cursor);
         flush.finish(&*self.qsbr);
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
-            // What is in a log is known by its old address: marked while that is still right.
+            // Logs have pages by their old address: mark them while that is still right.
             self.kick();
         }
         let done = publish();

@@ -1,4 +1,4 @@
-//! Where huge leaves are not wanted for a while, and when they are again.
+//! Where huge leaves are forbidden for a while, and when they are allowed again.
 
 use crate::rmap::parts;
 use crate::{InBlock, Mmu, Rmap};
@@ -7,16 +7,16 @@ use lacuna_slots::Slot;
 use lacuna_stage2::{Cursor, Exhausted};
 
 impl Mmu {
-    /// The largest leaf that the slots allow around `gfn`; `None` where there is no slot.
+    /// The largest leaf that the slots allow around `gfn`; `None` if there is no slot.
     pub fn max_level(&self, gfn: Gfn) -> Option<Level> {
         let slots = self.slots.read();
         slots.find(gfn).map(|slot| slot.attach.max_level(gfn))
     }
 
-    /// From here on every page of `gfns`, and of the blocks that it cuts, has a leaf of its own if
-    /// it is mapped: huge leaves are split in place, and none is made until [`Mmu::allow_huge`] is
-    /// called as often as this. A slot that goes, moves or changes its flags takes its counts with
-    /// it.
+    /// From now on every mapped page of `gfns`, and of the blocks that `gfns` overlaps in part, has
+    /// a leaf of its own. Huge leaves are split in place, and none is made until
+    /// [`Mmu::allow_huge`] was called as often as this. A slot that is removed, moves or changes
+    /// its flags loses its counts.
     ///
     /// # Errors
     /// [`Exhausted`]: nothing is disallowed then, but some leaves may have been split.
@@ -42,13 +42,13 @@ impl Mmu {
         result
     }
 
-    /// One reason less against huge leaves around `gfns`. Blocks that the host has whole and that
-    /// are mapped whole by small leaves get a huge one in place; others on a later fault, if the
-    /// host has them whole then. A block that the host has by pages may be contiguous by chance:
-    /// reclaim would split its huge leaf again, page by page.
+    /// Takes back one reason against huge leaves around `gfns`. A block gets a huge leaf in place
+    /// if the host has it whole and small leaves map all of it. Other blocks get one at a later
+    /// fault, if the host has them whole then. A block that the host has by pages may be contiguous
+    /// by chance: reclaim would split its huge leaf again, page by page.
     ///
     /// # Panics
-    /// When they were not disallowed.
+    /// If they were not disallowed.
     pub fn allow_huge(&self, gfns: GfnRange) {
         let _no_change = self.lock_layout();
         self.each_block(gfns, |cursor, slot, gfn| {
@@ -64,13 +64,14 @@ impl Mmu {
         });
     }
 
-    /// The first frame of the block around `gfn`, if small leaves map all of it, one huge leaf may,
-    /// and the host has it whole. The small leaves map the frames from that one on: the host had
-    /// every page somewhere else unmapped before it put them there, and no fault with an older
-    /// answer is admitted after that.
+    /// The first frame of the block around `gfn`, if small leaves map all of it, a huge leaf is
+    /// allowed, and the host has the block whole. The small leaves map the frames from that one on:
+    /// before the host put the pages there it had unmapped every page that was elsewhere, and no
+    /// fault with an older answer is admitted after that.
     ///
-    /// Under its range lock: should the host split it meanwhile, it says so next
-    /// ([`lacuna_host::MmuNotifier::split_huge`]), and that finds what is made of this answer.
+    /// The caller holds the range lock. If the host splits the block meanwhile, its next step is
+    /// [`lacuna_host::MmuNotifier::split_huge`], which finds the leaf that was made from this
+    /// answer.
     pub(crate) fn could_be_huge(&self, slot: &Slot<Rmap>, gfn: Gfn) -> Option<Pfn> {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
@@ -79,8 +80,8 @@ impl Mmu {
             .flatten()
     }
 
-    /// Calls `visit` with each slot that has frames in `gfns` and a frame of each block of it that
-    /// they touch, under its range lock.
+    /// Calls `visit` with each slot that has frames in `gfns`, and with a frame of each of its
+    /// blocks that `gfns` overlaps, under the block's range lock.
     fn each_block(&self, gfns: GfnRange, mut visit: impl FnMut(&mut Cursor<'_>, &Slot<Rmap>, Gfn)) {
         for slot in self.slots.read().iter() {
             for part in slot.gfns.intersect(gfns).into_iter().flat_map(parts) {

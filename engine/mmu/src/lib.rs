@@ -1,30 +1,30 @@
-//! The memory-management unit of one VM: where a fault meets the slots, the host's memory and the
+//! The memory-management unit of one VM: connects faults with the slots, the host's memory and the
 //! tables.
 //!
 //! | file | job |
 //! |---|---|
-//! | `fault` | from a stage-2 violation to an installed leaf, or to what there is to wait for |
+//! | `fault` | from a stage-2 violation to an installed leaf, or to something to wait for |
 //! | `vcpu_mmu` | the MMU context of one vCPU, and how it marks the pages that it writes |
-//! | `install` | at which level, and what of the leaves that are there |
+//! | `install` | at which level a page is mapped, and what happens to existing leaves |
 //! | `rmap` | from a page or block of a slot to its leaf |
-//! | `notifier` | what the host's memory manager asks |
+//! | `notifier` | the requests of the host's memory manager |
 //! | `invalidate` | the host takes pages back |
-//! | `rmap_walk` | older ways to find what is mapped: feature `comparisons` |
-//! | `level` | where huge leaves are not wanted for a while |
-//! | `dirty` | which pages are written: states and rules |
-//! | `logging` | a slot's log goes on and off; how writes are noticed |
+//! | `rmap_walk` | older rmap walk strategies: feature `comparisons` |
+//! | `level` | where huge leaves are forbidden for a while |
+//! | `dirty` | dirty tracking: states and rules |
+//! | `logging` | turns a slot's log on and off; how writes are detected |
 //! | `recovery` | the older way to end logging: feature `comparisons` |
-//! | `host_write` | writes that no vCPU's TLB knows of |
-//! | `harvest` | the marks are taken |
-//! | `rearm` | and their pages armed again |
-//! | `layout` | slots come, go and move |
+//! | `host_write` | writes that go past the TLBs |
+//! | `harvest` | takes the marks |
+//! | `rearm` | rearms the harvested pages |
+//! | `layout` | adds, removes and moves slots |
 //! | `verify` | slots, rmap and tables agree |
 //!
 //! The feature `comparisons` adds what only the lab, the benches and the fuzzer use: the older
 //! ways, counters of their steps, and `Mmu::end_logging_as`.
 //!
-//! The protocol that keeps a fault and an invalidation apart is drawn in `docs/locking.md`. This
-//! crate knows no vCPU: whoever maps pages into TLBs gives it a
+//! `docs/locking.md` draws the protocol that keeps a fault and an invalidation apart. This crate
+//! knows no vCPU: the code that puts pages into TLBs gives it a
 //! [`Shootdown`](lacuna_stage2::Shootdown).
 #![forbid(unsafe_code)]
 

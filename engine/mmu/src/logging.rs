@@ -1,15 +1,16 @@
-//! Turning a slot's log on and off, and a VM's way to notice writes. Nothing is unmapped for it.
+//! Turns a slot's log on and off, and switches how a VM detects writes. No page is unmapped for it.
 //!
 //! ```text
-//! on     the slot says so; block by block: W goes, or D; one shoot-down
-//!        who maps a page looks at the slot under the same lock: before the visit, its leaf is
-//!        found by the visit; after it, it marks
-//! off    the slot says so; all vCPUs leave once, and nobody repairs pages any more; block by
-//!        block: 512 leaves are one again, or D is preset; no TLB is wrong, only the tables wait
+//! on     set the slot's state to on; block by block clear W or D; one shoot-down
+//!        a thread that maps a page reads the slot's state under the same range lock: if it comes
+//!        before the visit, the visit finds its leaf; if it comes after, it marks the page
+//! off    set the slot's state to off; kick all vCPUs and wait, so no fast page fault remains;
+//!        block by block collapse 512 leaves, or preset D; TLBs stay valid, tables are retired
 //! ```
-//! Of the 512 leaves hardly any is looked at. That they map one block of frames, the host and their
-//! count say (`Mmu::could_be_huge`); what they allow differs in W alone, since a slot that becomes
-//! read-only, or writable, is unmapped for it; and the first that has W decides about the block.
+//! Few of the 512 leaves are read. The host and the leaves' count tell that they map one block of
+//! frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot that becomes
+//! read-only or writable is unmapped for it. The search stops at the first leaf with W, which
+//! decides for the block.
 
 use crate::dirty::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
@@ -22,8 +23,8 @@ use lacuna_sync::shim::Ordering;
 use std::thread::yield_now;
 
 impl Mmu {
-    /// Where marks go, for the VM's whole life: before its first vCPU ([`Mmu::vcpu_mmu`]) and its
-    /// first log. Bitmaps unless this is called.
+    /// Sets where marks go, for the VM's whole life. Call it before the first vCPU
+    /// ([`Mmu::vcpu_mmu`]) and the first log. The default is bitmaps.
     ///
     /// # Errors
     /// [`DirtyError::TooLate`].
@@ -36,20 +37,19 @@ impl Mmu {
         self.dirty.delivery()
     }
 
-    /// How writes are noticed.
+    /// How writes are detected.
     pub fn detection(&self) -> Detection {
         self.dirty.detection()
     }
 
-    /// What it has cost each vCPU.
+    /// The cost of dirty tracking for each vCPU.
     pub fn dirty_stats(&self) -> Vec<DirtyStats> {
         self.dirty.stats()
     }
 
-    /// From here on, how writes are noticed, in slots that log already too. With
-    /// [`Detection::Pml`] every vCPU logs what it makes dirty, whether a slot wants to know or not:
-    /// in slots that do not, no D is ever missing. Not for a vCPU's own thread: it waits for all
-    /// vCPUs.
+    /// Sets how writes are detected, also in slots that log already. With [`Detection::Pml`] every
+    /// vCPU logs the pages for which it sets D, in all slots; in slots that do not log, D is never
+    /// missing. A vCPU's own thread must not call this: it waits for all vCPUs.
     pub fn set_detection(&self, detection: Detection) {
         let _change = self.lock_layout();
         if detection == self.dirty.detection() {
@@ -58,7 +58,7 @@ impl Mmu {
         match detection {
             Detection::Pml => {
                 self.dirty.vcpus_log.store(true, Ordering::SeqCst);
-                // Before the first D goes, every walk logs.
+                // Before the first D is cleared, every walk must log.
                 self.kick();
                 self.dirty.set_detection(detection);
             }
@@ -76,13 +76,13 @@ impl Mmu {
         }
     }
 
-    /// Whether slot `id` logs which of its pages are written. On return, whatever is written later
-    /// will be reported (on), or is logged no longer (off). What write protection has armed and is
-    /// in no huge leaf costs one fault more. Not for a vCPU's own thread: it waits for all vCPUs.
-    /// Without effect on a slot of which that is true already.
+    /// Turns the log of slot `id` on or off. After it returns, later writes are reported (on), or
+    /// are no longer logged (off). A page that write protection has armed, and that no huge leaf
+    /// maps, costs one more fault. A vCPU's own thread must not call this: it waits for all vCPUs.
+    /// A slot that is already in the state is not changed.
     ///
     /// # Errors
-    /// No such slot; or all is to count as written and there is no bitmap.
+    /// There is no such slot; or all pages are to count as written, and there is no bitmap.
     pub fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
         let _change = self.lock_layout();
         let slot = self.slot(id)?;
@@ -122,9 +122,9 @@ impl Mmu {
     fn log_off(&self, slot: &Slot<Rmap>) {
         let rmap = &slot.attach;
         rmap.log().turn_off();
-        // Whoever is about to repair a page because the slot logged.
+        // For vCPUs in the middle of a fast page fault, which they began because the slot logged.
         self.kick();
-        // Else every leaf that has W has D already.
+        // If vCPUs do not log, every leaf with W has D already.
         let no_d = self.dirty.vcpus_log.load(Ordering::Relaxed);
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {
@@ -140,11 +140,12 @@ impl Mmu {
             }
         }
         flush.retire(&*self.qsbr);
-        // Pages were logged until their D was there again: nobody shall find them later.
+        // Pages were logged until their D was set again. They must be taken now, or a later harvest
+        // would find them.
         self.sync();
     }
 
-    /// Arms all of a slot, and waits.
+    /// Arms all pages of a slot, and waits.
     fn arm_all(&self, slot: &Slot<Rmap>) {
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {
@@ -153,8 +154,8 @@ impl Mmu {
         flush.finish(&*self.qsbr);
     }
 
-    /// From the flush on, the next write to each of `runs`, which lie in `part` of one block, is
-    /// noticed.
+    /// After the flush, the next write to each page of `runs`, which lie in `part` of one block, is
+    /// detected.
     pub(crate) fn arm<'s>(
         &'s self,
         rmap: &Rmap,
@@ -163,13 +164,13 @@ impl Mmu {
         flush: &mut Flush<'s>,
     ) {
         let mut cursor = self.stage2.fault_cursor(part.start());
-        // A TLB may hold what somebody has removed and not waited for.
+        // A TLB may hold what another thread has unmapped without having waited yet.
         flush.join(cursor.unsettled());
         if rmap.block(part.start()) == InBlock::Nothing {
             return;
         }
         if rmap.log().huge() == HugeLeaves::Eager {
-            // Without a table it stays huge, and is split by the first write.
+            // Without a table the leaf stays huge, and the first write splits it.
             let _ = self.split(&mut cursor, rmap, part.start());
         }
         let mut dirty = Told::new(&self.host);
@@ -185,7 +186,7 @@ impl Mmu {
         dirty.tell();
     }
 
-    /// Every vCPU that runs guest code leaves it, and flushes its log on the way.
+    /// Every vCPU in guest code leaves it, and flushes its log.
     pub(crate) fn kick(&self) {
         let kick = self.qsbr.kick_all();
         while !self.qsbr.all_left(&kick) {
@@ -194,11 +195,11 @@ impl Mmu {
     }
 }
 
-/// Of a [`Told`].
+/// Leaves in a [`Told`].
 const TOLD_AT_ONCE: usize = 32;
 
-/// Leaves whose D was taken, told to the host some at a time. Their frames' descriptors may be
-/// anywhere in memory: each is prefetched while the next entries are exchanged.
+/// Leaves whose D was cleared; they are reported to the host some at a time. Their frames'
+/// descriptors may be anywhere in memory: each is prefetched while the next entries are exchanged.
 struct Told<'h> {
     host: &'h Host,
     leaves: [Option<Leaf>; TOLD_AT_ONCE],
@@ -224,7 +225,7 @@ impl<'h> Told<'h> {
         self.count += 1;
     }
 
-    /// The range lock is still held: before anybody can find D gone, the host knows.
+    /// The range lock is still held: the host gets D before another thread can see it cleared.
     fn tell(&mut self) {
         for leaf in self.leaves[..self.count].iter().flatten() {
             self.host.mark_dirty(leaf.pfn, leaf.level);

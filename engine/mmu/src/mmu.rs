@@ -12,10 +12,10 @@ use std::sync::{Arc, Mutex};
 /// Why an [`Mmu`] cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum MmuError {
-    /// No address space for tables.
+    /// There is no address space for tables.
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    /// Not one table.
+    /// There is no table for the root.
     #[error(transparent)]
     Exhausted(#[from] Exhausted),
 }
@@ -26,13 +26,13 @@ pub struct Mmu {
     pub(crate) stage2: Stage2,
     pub(crate) host: Arc<Host>,
     pub(crate) qsbr: Arc<Qsbr>,
-    /// One change of the layout, of the disallow counts or of logging, or one harvest, at a time.
+    /// Serialises changes of the layout, of the disallow counts and of logging, and harvests.
     pub(crate) layout: Mutex<()>,
     pub(crate) dirty: Tracking,
 }
 
 impl Mmu {
-    /// No slots yet. `tables` is the most table pages it may use; `qsbr` knows every vCPU
+    /// An MMU without slots. `tables` is the most table pages it may use; `qsbr` has every vCPU
     /// that will translate through it.
     pub fn new(host: Arc<Host>, qsbr: Arc<Qsbr>, tables: u32) -> Result<Arc<Self>, MmuError> {
         let stage2 = Stage2::new(Arena::new(tables)?)?;
@@ -47,23 +47,23 @@ impl Mmu {
         }))
     }
 
-    /// How many leaves there are. Exact when nobody changes any.
+    /// The number of leaves. Exact if no thread changes any.
     pub fn counts(&self) -> Counts {
         self.stage2.counts()
     }
 
-    /// Whether a leaf maps `gfn`, a moment ago.
+    /// Whether a leaf mapped `gfn` a moment ago.
     pub fn is_mapped(&self, gfn: Gfn) -> bool {
         self.stage2.find(gfn).is_some()
     }
 
-    /// The slots now. They are changed by [`Mmu::add_slot`] and its like alone, which see to it
-    /// that nothing of the old layout stays mapped.
+    /// The current slots. Only methods such as [`Mmu::add_slot`] change them, because these ensure
+    /// that no page of the old layout stays mapped.
     pub fn slots(&self) -> Arc<Snapshot<Rmap>> {
         self.slots.snapshot()
     }
 
-    /// Where pages come from.
+    /// The host, which supplies the pages.
     pub fn host(&self) -> &Arc<Host> {
         &self.host
     }

@@ -1,5 +1,5 @@
-//! What the host's memory manager asks of a VM: give pages back, say whether they were used, let
-//! them be looked at one by one. Changes of protection are here too: they visit the same leaves.
+//! The requests of the host's memory manager: give pages back, report whether they were accessed,
+//! split them. Changes of protection are here too, because they visit the same leaves.
 
 use crate::rmap::{BLOCK, parts};
 use crate::{InBlock, Mmu, Rmap};
@@ -22,24 +22,23 @@ impl MmuNotifier for Mmu {
         }
     }
 
-    /// Nobody waits for it: a vCPU that runs on with old TLB entries for a while only delays an A
-    /// bit.
+    /// Not waited for: a vCPU that continues with old TLB entries for a while only delays an A bit.
     fn end_of_aging(&self) {
         let _ = self.qsbr.request();
     }
 
     fn split_huge(&self, range: HvaRange) {
         self.each_part(range, |cursor, rmap, part| {
-            // Without a table, the block's bits go on speaking for all of its pages.
+            // Without a table, the block's bits continue to stand for all of its pages.
             let _ = self.split(cursor, rmap, part.start());
         });
     }
 }
 
 impl Mmu {
-    /// Whether a page of `part` was used. The bit of a huge leaf speaks for all of its pages: one
-    /// of them must not take it from the others. So the leaf is split for a part of it, and where
-    /// no table is to be had for that, the bit stays.
+    /// Whether a page of `part` was accessed. The A bit of a huge leaf stands for all of its pages,
+    /// so clearing it for one page would lose it for the others. So the leaf is split if only a
+    /// part of it is asked for; if no table is free for that, the bit stays.
     fn age_part(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) -> bool {
         self.cut(cursor, rmap, part);
         let spare = part.pages() < BLOCK && matches!(rmap.block(part.start()), InBlock::Huge(_));
@@ -55,16 +54,17 @@ impl Mmu {
         young
     }
 
-    /// Whether a page of `range` was used since it was last aged. Nothing is cleared.
+    /// Whether a page of `range` was accessed since it was last aged. Clears nothing.
     pub fn test_young(&self, range: HvaRange) -> bool {
         self.any_leaf(range, |cursor, at, gfn| cursor.test_young_at(at, gfn))
     }
 
-    /// Takes W, and with it D, from every leaf that maps a page of `range`, and tells the host
-    /// which were written. On return no vCPU writes there without a fault. A huge leaf that reaches
-    /// beyond the range is split first; if no table is to be had for that, all of it is protected.
+    /// Clears W, and with it D, in every leaf that maps a page of `range`, and reports to the host
+    /// which pages were written. On return no vCPU writes there without a fault. A huge leaf that
+    /// reaches beyond the range is split first; if no table is free for that, all of it is
+    /// protected.
     pub fn write_protect(&self, range: HvaRange) {
-        // A harvest that finds W gone must not find TLBs that still have it.
+        // A harvest that finds W clear must not find TLBs that still have it.
         let _no_harvest = self.lock_layout();
         let mut flush = Flush::none(&self.stage2);
         self.each_part(range, |cursor, rmap, part| {
@@ -82,7 +82,7 @@ impl Mmu {
         flush.finish(&*self.qsbr);
     }
 
-    /// Whether `look` finds any leaf young that maps a page of `range`. All are looked at.
+    /// Whether `look` finds any young leaf that maps a page of `range`. It visits all of them.
     fn any_leaf(
         &self,
         range: HvaRange,

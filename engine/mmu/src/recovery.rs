@@ -9,16 +9,16 @@ use lacuna_slots::{Slot, SlotId};
 pub enum Recovery {
     /// Tables of small leaves become one huge leaf where they are.
     InPlace,
-    /// What is mapped goes, and comes back huge by a fault: what KVM did before 2022.
+    /// All leaves are unmapped, and faults map huge leaves again: what KVM did before 2022.
     Refault,
 }
 
 impl Mmu {
-    /// Ends the logging of slot `id`, with huge leaves to come back in one of the ways to do it.
+    /// Ends the logging of slot `id`, with a given way for huge leaves to come back.
     /// [`Recovery::InPlace`] is [`Mmu::set_logging`].
     ///
     /// # Errors
-    /// No such slot.
+    /// There is no such slot.
     pub fn end_logging_as(&self, id: SlotId, recovery: Recovery) -> Result<(), DirtyError> {
         if recovery == Recovery::InPlace {
             return self.set_logging(id, Logging::Off);
@@ -32,7 +32,7 @@ impl Mmu {
         Ok(())
     }
 
-    /// Some blocks at a time: faults near them wait for the shoot-down, and for no more.
+    /// Some blocks at a time, so that a fault waits only for the shoot-down of blocks near it.
     fn drop_leaves(&self, slot: &Slot<Rmap>) {
         const AT_ONCE: u64 = 32 * Level::L2M.pages();
         let all = slot.hvas;

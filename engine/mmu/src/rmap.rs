@@ -3,22 +3,22 @@
 //! ```text
 //! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one a 2 MiB block
 //! ```
-//! It says of a block that nothing is mapped, or where the 2 MiB leaf is, or how many 4 KiB leaves
-//! there are and in which table. All small leaves of a block are in one table, at the places that
-//! their frame numbers say; so what is mapped there is read from the table itself, and what is
-//! written down here takes as long for 512 leaves as for one.
+//! For each block it has one of three: nothing is mapped; the place of the 2 MiB leaf; the number
+//! of 4 KiB leaves and their table. All small leaves of a block are in one table, at indices that
+//! follow from their frame numbers. So the table itself is read to find which pages are mapped, and
+//! an update here costs as much for 512 leaves as for one.
 //!
-//! A table stays where it is while leaves are in it: what takes one out of use (a range is unmapped
-//! that covers it, or it is collapsed) takes its leaves out of the reverse map under the same lock.
-//! Two slots that meet inside a block have leaves in one table; each counts its own.
+//! A table stays linked while leaves are in it. Code that unlinks a table (because it unmaps a
+//! range that covers it, or collapses it) also removes its leaves from the reverse map, under the
+//! same lock. Two slots that meet inside a block have leaves in one table; each counts its own.
 //!
-//! Words are written only under the block's range lock, together with the leaves, and `Mmu::verify`
+//! Words are written only under the block's range lock, together with the leaves; `Mmu::verify`
 //! checks that they agree.
 //!
-//! Blocks are counted as the guest's frame numbers are (`gfn >> 9`), so the first and the last may
-//! stick out of the slot. Such a block never has a 2 MiB leaf; nor has any block when the guest's
-//! frames and the backing are not aligned alike. That is how the *disallow counts* begin; whoever
-//! needs 4 KiB leaves for another reason counts them up for a while.
+//! Blocks are numbered by guest frame (`gfn >> 9`), so the first and the last may extend beyond the
+//! slot. Such a block never has a 2 MiB leaf. Nor has any block if the guest's frames and the
+//! backing are aligned differently. The *disallow counts* begin with these reasons; other code that
+//! needs 4 KiB leaves increments them for a while.
 //!
 //! It costs 12 bytes a block: [`Rmap::bytes`].
 
@@ -31,7 +31,7 @@ use std::sync::Arc;
 /// Pages in a block.
 pub(crate) const BLOCK: u64 = Level::L2M.pages();
 
-/// Leaf locations of one slot.
+/// The places of one slot's leaves.
 pub struct Rmap {
     gfns: GfnRange,
     blocks: Box<[Block]>,
@@ -40,17 +40,17 @@ pub struct Rmap {
 
 #[derive(Default)]
 struct Block {
-    /// Where the huge leaf is; or, if there are small ones, a place in their table. Zero where
+    /// The place of the huge leaf; if there are small leaves, a place in their table. Zero if
     /// nothing is mapped.
     at: AtomicU32,
-    /// How many of the slot's pages have a small leaf here.
+    /// The number of the slot's pages that have a small leaf here.
     small: AtomicU32,
-    /// How many reasons there are against a huge leaf; [`CUT`] is one.
+    /// The number of reasons against a huge leaf; [`CUT`] is one.
     disallow: AtomicU32,
 }
 
-/// The reason that nobody can take away: the slot does not have the block whole, or not aligned as
-/// its backing is.
+/// The permanent reason: the slot does not have the whole block, or its backing is aligned
+/// differently.
 const CUT: u32 = 1 << 31;
 
 /// What is mapped in one block of a slot.
@@ -59,23 +59,23 @@ pub(crate) enum InBlock {
     Nothing,
     /// One leaf of 2 MiB, here.
     Huge(EntryRef),
-    /// So many leaves of 4 KiB.
+    /// This number of 4 KiB leaves.
     Small(u32),
 }
 
 impl Rmap {
     /// Whether there is room for the reverse map of a slot of so many bytes.
     pub(crate) fn check_room(bytes: u64) -> Result<(), NoRoom> {
-        // One block more where the slot's ends are not aligned.
+        // One more block if the slot's ends are not aligned.
         room_for::<Block>(bytes.div_ceil(BLOCK * PAGE_SIZE as u64) + 1)
     }
 
-    /// Nothing mapped, for a slot with these frames and this backing.
+    /// An empty map for a slot with these frames and this backing.
     pub fn new(gfns: GfnRange, hvas: HvaRange) -> Self {
         Self::with_log(gfns, hvas, Arc::default())
     }
 
-    /// Nothing mapped, for a slot that goes on with this log.
+    /// An empty map for a slot that keeps this log.
     pub(crate) fn with_log(gfns: GfnRange, hvas: HvaRange, log: Arc<SlotLog>) -> Self {
         let first = gfns.start().block();
         let end = gfns.end_raw().div_ceil(BLOCK);
@@ -95,7 +95,7 @@ impl Rmap {
         }
     }
 
-    /// Which of the slot's pages are written, if somebody wants to know.
+    /// The slot's dirty log.
     #[inline]
     pub(crate) fn log(&self) -> &Arc<SlotLog> {
         &self.log
@@ -106,8 +106,8 @@ impl Rmap {
         size_of_val(&*self.blocks)
     }
 
-    /// Where the small leaf of `gfn` is, if it has one: whether it has, the entry there says.
-    /// `None` where the block has none.
+    /// The place of the small leaf of `gfn`, if it has one: the entry there tells. `None` if the
+    /// block has no small leaves.
     #[inline]
     pub(crate) fn place(&self, gfn: Gfn) -> Option<EntryRef> {
         let block = self.block_of(gfn);
@@ -117,7 +117,7 @@ impl Rmap {
         }
     }
 
-    /// What is mapped in the block of `gfn`, as far as it is this slot's.
+    /// What this slot has mapped in the block of `gfn`.
     #[inline]
     pub(crate) fn block(&self, gfn: Gfn) -> InBlock {
         let block = self.block_of(gfn);
@@ -127,7 +127,8 @@ impl Rmap {
         }
     }
 
-    /// The largest leaf that may map `gfn`. Good for good only under the block's range lock.
+    /// The largest leaf that may map `gfn`. The answer is stable only while the block's range lock
+    /// is held.
     #[inline]
     pub(crate) fn max_level(&self, gfn: Gfn) -> Level {
         match self.block_of(gfn).disallow.load(Ordering::Relaxed) {
@@ -136,13 +137,14 @@ impl Rmap {
         }
     }
 
-    /// One more reason against a huge leaf around `gfn`. Under the range lock, as all below.
+    /// Adds a reason against a huge leaf around `gfn`. The caller holds the range lock, as for all
+    /// methods below.
     pub(crate) fn disallow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// One reason less.
+    /// Takes one reason away.
     pub(crate) fn allow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         let was = count.load(Ordering::Relaxed);
@@ -150,13 +152,13 @@ impl Rmap {
         count.store(was - 1, Ordering::Relaxed);
     }
 
-    /// Asserts that the slot's place, as `fresh` has it, is among the reasons.
+    /// Asserts that the reasons that follow from the slot's place are those of `fresh`.
     pub(crate) fn assert_disallowed_like(&self, fresh: &Self, gfn: Gfn) {
         let cut = |rmap: &Self| rmap.block_of(gfn).disallow.load(Ordering::Relaxed) & CUT;
         assert_eq!(cut(self), cut(fresh), "disallow count around gfn {gfn}");
     }
 
-    /// A small leaf was mapped where nothing was.
+    /// A small leaf was mapped where there was none.
     #[inline]
     pub(crate) fn set_page(&self, gfn: Gfn, at: EntryRef) {
         let block = self.block_of(gfn);
@@ -167,13 +169,13 @@ impl Rmap {
                 debug_assert_eq!(block.at(), None, "the block of gfn {gfn}");
                 block.at.store(at.to_bits(), Ordering::Relaxed);
             }
-            // An invalidation would not find it, and its frame would be somebody else's.
+            // An invalidation would not find the leaf, and its frame would be reused while mapped.
             _ => assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table"),
         }
         block.small.store(count + 1, Ordering::Relaxed);
     }
 
-    /// A huge leaf was mapped where nothing was.
+    /// A huge leaf was mapped where nothing was mapped.
     pub(crate) fn set_huge(&self, gfn: Gfn, at: EntryRef) {
         debug_assert_eq!(self.block(gfn), InBlock::Nothing, "the block of gfn {gfn}");
         self.block_of(gfn).set(Some(at), 0);
@@ -196,7 +198,7 @@ impl Rmap {
         }
     }
 
-    /// The huge leaf around `gfn` was split; `beside` is one of the small ones.
+    /// The huge leaf around `gfn` was split; `beside` is the place of one of the small leaves.
     pub(crate) fn split(&self, gfn: Gfn, beside: EntryRef) {
         debug_assert!(
             matches!(self.block(gfn), InBlock::Huge(_)),
@@ -205,7 +207,7 @@ impl Rmap {
         self.block_of(gfn).set(Some(beside), MOST_SMALL);
     }
 
-    /// The small leaves around `gfn` became a huge one, at `at`.
+    /// The small leaves around `gfn` were collapsed to a huge one, at `at`.
     pub(crate) fn collapse(&self, gfn: Gfn, at: EntryRef) {
         debug_assert!(
             !matches!(self.block(gfn), InBlock::Huge(_)),
@@ -215,7 +217,7 @@ impl Rmap {
     }
 
     /// Calls `leaf` with each leaf that maps a frame of `part`, which is inside one block, and with
-    /// the first of those frames. `leaf` may remove it. Returns the table entries looked at.
+    /// the first of those frames. `leaf` may remove it. Returns the number of table entries read.
     #[inline]
     pub(crate) fn leaves(
         &self,

@@ -1,5 +1,5 @@
-//! The ways to find what is mapped in a range, for comparison: they hold the same lock, and end in
-//! the same removal of the same leaves.
+//! The rmap walk strategies, for comparison: all hold the same lock, and remove the same leaves in
+//! the same way.
 //!
 //! | strategy | for a range of n pages in one of s slots |
 //! |---|---|
@@ -8,13 +8,13 @@
 //! | `PerLevel` | slots by their index; one word a block; entries where small leaves are |
 //! | `Walk` | slots by their index; no reverse map: the tables are descended |
 //!
-//! The word of a page at either level is its block's: whoever goes page by page comes to it twice a
-//! page, and from it to the page's entry where there are small leaves.
+//! The word of a page at either level is that of its block. So a strategy that goes page by page
+//! visits it twice for each page, and if there are small leaves goes from it to the page's entry.
 //!
 //! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
-//! `PerLevel` the whole of it and what Lacuna does, `Walk` what KVM does where it has no reverse
-//! maps. Which range locks to take is found by the index in each walk, uncounted: the lock is not
-//! what is compared.
+//! `PerLevel` the whole series and what Lacuna does, `Walk` what KVM does where it has no reverse
+//! maps. Each strategy finds its range locks by the index, which is not counted, because the locks
+//! are not compared.
 
 use crate::invalidate::{Counter, Invalidation, Visit};
 use crate::{InBlock, Mmu, Rmap};
@@ -22,12 +22,12 @@ use lacuna_addr::{Gfn, GfnRange, HvaRange};
 use lacuna_slots::{Slot, Snapshot};
 use std::sync::Arc;
 
-/// What an invalidation did, counted.
+/// Counts of what an invalidation did.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Steps {
-    /// Slots, or nodes of their index, looked at.
+    /// Slots, or nodes of their index, that were read.
     pub slots: u64,
-    /// Visits to words of reverse maps, at every level.
+    /// Visits to words of reverse maps, at all levels.
     pub words: u64,
     /// Table entries read to find leaves, or to remove them.
     pub entries: u64,
@@ -54,13 +54,13 @@ impl Counter for Steps {
 }
 
 impl Invalidation<'_, Steps> {
-    /// What has been done so far.
+    /// The steps so far.
     pub fn steps(&self) -> Steps {
         self.counter
     }
 }
 
-/// A way to find what is mapped in a range.
+/// An rmap walk strategy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RmapWalk {
     /// Page by page, each over all slots and levels.
@@ -74,7 +74,7 @@ pub enum RmapWalk {
 }
 
 impl RmapWalk {
-    /// Every walk, oldest first.
+    /// All strategies, oldest first.
     pub const ALL: [Self; 4] = [
         Self::PageLoop,
         Self::RangeThenPages,
@@ -82,7 +82,7 @@ impl RmapWalk {
         Self::Walk,
     ];
 
-    /// Slots looked at to find those of `range`, if it is not by the index.
+    /// Slots visited to find those of `range`, if the strategy does not use the index.
     fn slots_for_range(self, slots: &Snapshot<Rmap>, range: HvaRange) -> Option<u64> {
         match self {
             // Page by page, under the lock.
@@ -155,7 +155,7 @@ impl Mmu {
             let hva = slot.hva(gfn);
             for other in slots.iter() {
                 visit.counter.slots += 1;
-                // Another slot with the same backing has its turn under its own lock.
+                // Another slot with the same backing is handled under its own lock.
                 if other.hvas.contains(hva) && Arc::ptr_eq(other, slot) {
                     self.unmap_page(gfn, part, visit);
                 }

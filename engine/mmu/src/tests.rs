@@ -1,6 +1,6 @@
-//! Leaves of both levels against a plain model, verified after every step. The host is not asked:
-//! page n of the backing is in frame n, and a test says at which level the host has it, so that
-//! every mixture of leaves can be made at will.
+//! Leaves of both levels, compared with a plain model and verified after every step. The host is
+//! not asked: page n of the backing is in frame n, and a test decides at which level the host has
+//! it. So every mixture of leaves can be made.
 
 mod legality;
 mod plain;
@@ -23,7 +23,7 @@ const PAGES: u64 = 2048;
 /// The backing's first page: it starts a block.
 const BACKING: u64 = 0x10_0000;
 
-/// Where a slot is: its first guest frame, its first page of the backing, its pages.
+/// The place of a slot: its first guest frame, its first page of the backing, its pages.
 type Place = (u64, u64, u64);
 
 /// One slot of whole blocks; one whose frames and backing are aligned differently; two that meet
@@ -35,7 +35,7 @@ const SLOTS: [Place; 4] = [
     (0x2_0000, 1024, 300),
 ];
 
-/// Gives frames their numbers; nothing is in them.
+/// Provides frame numbers; the frames are not used.
 fn host() -> Arc<Host> {
     static HOST: OnceLock<Arc<Host>> = OnceLock::new();
     let make = || {
@@ -84,8 +84,8 @@ fn range(page: u64, pages: u64) -> HvaRange {
     HvaRange::new(hva(page), pages).expect("a range")
 }
 
-/// The end of a fault at `at`, once the host has said that it has the page at level `has`. `None`
-/// where no slot is.
+/// The end of a fault at `at`, after the host has reported the page at level `has`. `None` if there
+/// is no slot.
 fn touch(mmu: &Mmu, at: u64, access: Access, has: Level) -> Option<Result<Level, Exhausted>> {
     let at = gfn(at);
     let slots = mmu.slots.snapshot();
@@ -100,7 +100,7 @@ fn touch(mmu: &Mmu, at: u64, access: Access, has: Level) -> Option<Result<Level,
     Some(mmu.install(&mut cursor, &slot.attach, at, leaf, has))
 }
 
-/// Every leaf, as the reverse maps have them: first frame, level, and whether it is young.
+/// Every leaf in the reverse maps: first frame, level, and whether it is young.
 fn leaves(mmu: &Mmu) -> Vec<(u64, Level, bool)> {
     let mut found = Vec::new();
     for slot in mmu.slots.snapshot().iter() {

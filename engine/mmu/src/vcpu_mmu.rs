@@ -1,5 +1,5 @@
-//! The MMU context of one vCPU: what it keeps between faults so that it shares nothing, and how it
-//! tells of the pages it writes.
+//! The MMU context of one vCPU: the state it keeps between faults, so that vCPUs share nothing, and
+//! how it marks the pages that it writes.
 
 use crate::dirty::{Count, Counts, Delivery};
 use crate::{Mmu, Rmap};
@@ -18,7 +18,7 @@ pub struct VcpuMmu {
     log: PmlLog,
 }
 
-/// Where its marks go.
+/// The target of its marks.
 pub(crate) struct Marker {
     ring: Option<RingProducer>,
     room: Room,
@@ -26,7 +26,7 @@ pub(crate) struct Marker {
 }
 
 impl Marker {
-    /// The page has got W or D. Never before it has.
+    /// Marks a page that has got W or D. It must not be called before that.
     #[inline]
     pub(crate) fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, why: Count) {
         self.counts.add(why, 1);
@@ -37,8 +37,8 @@ impl Marker {
         }
     }
 
-    /// Pages that were logged have got D, the last of them first in `logged`: marks those at its
-    /// end that are in `slot`, and returns the others. The last one is.
+    /// Pages that were logged have got D. The newest is first in `logged`. Marks the pages at its
+    /// end that are in `slot`, and returns the others. The last page of `logged` is in `slot`.
     #[inline]
     fn mark_logged<'l>(&mut self, slot: &Slot<Rmap>, logged: &'l [Gpa]) -> &'l [Gpa] {
         let (start, end) = (slot.gfns.start().get(), slot.gfns.pages());
@@ -48,8 +48,9 @@ impl Marker {
         });
         let log = slot.attach.log();
         let count = match &mut self.ring {
-            // Marked for nobody: the slot has stopped to log. Who makes it log does so before he
-            // takes the first D, and these pages have had theirs back since.
+            // The slot no longer logs, so these entries are discarded. Nothing is lost: logging is
+            // enabled before the first D bit is cleared, and these pages have got their D back
+            // since.
             _ if !log.is_on() => return &logged[..logged.len() - pages.count()],
             Some(ring) => {
                 let count = ring.push_all(slot.id, pages);
@@ -67,7 +68,7 @@ impl Mmu {
     /// The MMU context of a new vCPU.
     ///
     /// # Errors
-    /// The budget cannot promise one more vCPU its progress.
+    /// The budget cannot guarantee progress for one more vCPU.
     pub fn vcpu_mmu(&self) -> Result<VcpuMmu, HostError> {
         let cache = self.host.per_cpu_pages()?;
         let ring = match self.dirty.settled_delivery() {
@@ -94,8 +95,8 @@ impl Mmu {
         })
     }
 
-    /// [`Stage2::walk`](lacuna_stage2::Stage2::walk), logged while the VM's vCPUs log. A log that
-    /// is full is flushed on the way: hardware would leave the guest for it.
+    /// [`Stage2::walk`](lacuna_stage2::Stage2::walk), logged while the VM's vCPUs log. A full log
+    /// is flushed during the walk; hardware would exit from the guest for it.
     #[inline]
     pub fn walk(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Walk {
         if !self.dirty.vcpus_log.load(Ordering::Relaxed) {
@@ -110,8 +111,8 @@ impl Mmu {
         }
     }
 
-    /// Marks what the vCPU has logged. To be called at every exit from guest code, *before* the
-    /// vCPU goes offline in the VM's `Qsbr`: a harvest waits for that and for nothing else.
+    /// Marks the pages that the vCPU has logged. Call it at every exit from guest code, *before*
+    /// the vCPU goes offline in the VM's `Qsbr`: the harvesting thread waits only for that.
     #[inline]
     pub fn flush_log(&self, vcpu: &mut VcpuMmu) {
         if !vcpu.log.is_empty() {
@@ -119,11 +120,11 @@ impl Mmu {
         }
     }
 
-    /// A write fault that only wants to be known of: repaired without a lock, and marked.
+    /// A fast page fault: a write fault that only has to be recorded. Sets W without a lock, and
+    /// marks.
     pub(crate) fn repair(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Translation> {
         let hit = self.stage2.repair(gfn)?;
-        // Looked up again: should the slot have moved meanwhile, W was given to a leaf of the new
-        // one.
+        // Looked up again: if the slot has moved meanwhile, W was set in a leaf of the new place.
         if let Some(slot) = vcpu.reader.find(gfn) {
             vcpu.marker.mark(slot, gfn, Count::Repair);
         }
@@ -132,18 +133,18 @@ impl Mmu {
 }
 
 impl VcpuMmu {
-    /// The instruction that faulted has retired: reclaim may have its pages.
+    /// The instruction that faulted has retired: reclaim may take its pages.
     pub fn retired(&mut self) {
         self.cache.unpin_all();
     }
 
-    /// Where its frames come from, for [`lacuna_host::Host::reclaim_direct`].
+    /// Its frames, for [`lacuna_host::Host::reclaim_direct`].
     pub fn frames(&mut self) -> &mut PerCpuPages {
         &mut self.cache
     }
 
-    /// Whether the vCPU may go on in the guest. After [`Room::SoftFull`] it has to leave for its
-    /// VMM, and come back when this says so.
+    /// Whether the vCPU may continue in the guest. After [`Room::SoftFull`] it must leave for its
+    /// VMM, and come back only when this allows it.
     #[inline]
     pub fn room(&mut self) -> Room {
         if self.marker.room == Room::SoftFull
@@ -163,13 +164,13 @@ impl VcpuMmu {
             ..
         } = self;
         marker.counts.add(Count::Flush, 1);
-        // Looked up once for all that is logged: whoever changes slots has all logs flushed before.
+        // Looked up once for the whole log: a change of slots has all logs flushed before.
         let slots = reader.snapshot();
         let mut logged = log.take();
         while let [rest @ .., next] = logged {
             logged = match slots.find(next.gfn()) {
                 Some(slot) => marker.mark_logged(slot, logged),
-                // The slot is gone.
+                // The slot was removed.
                 None => rest,
             };
         }

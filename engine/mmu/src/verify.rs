@@ -1,5 +1,5 @@
-//! Slots, reverse maps and tables agree. For tests, the simulator and fuzzers; call when no cursor
-//! is at work.
+//! Checks that slots, reverse maps and tables agree. For tests, the simulator and fuzzers; call it
+//! while no cursor is in use.
 
 use crate::rmap::parts;
 use crate::{InBlock, Mmu, Rmap};
@@ -11,11 +11,11 @@ impl Mmu {
     /// Walks everything.
     ///
     /// # Panics
-    /// When an invariant is broken: every rmap word leads to leaves of its level, in the table that
-    /// a walk comes to, every leaf is in exactly one rmap, small leaves are counted exactly, a huge
-    /// leaf is where one is possible, disallow counts are not below what the slot's place says, D
-    /// means W, W means D wherever no vCPU logs for a slot that wants to know, and the tables are
-    /// sound in themselves.
+    /// If an invariant is broken. Every rmap word leads to leaves of its level, in the table that a
+    /// walk reaches. Every leaf is in exactly one rmap. Small leaves are counted exactly. A huge
+    /// leaf is only where one is possible. Disallow counts are not below what the slot's place
+    /// requires. D implies W. W implies D wherever no vCPU logs for a slot that logs. The tables
+    /// are consistent in themselves.
     pub fn verify(&self) {
         let slots = self.slots.snapshot();
         assert_invariants(&slots);
@@ -26,7 +26,7 @@ impl Mmu {
             let may_be = slots.find(gfn).is_some_and(|slot| logs(slot));
             assert!(
                 !unseen || may_be,
-                "gfn {gfn}: W without D that nobody looks for"
+                "gfn {gfn}: W without D where no vCPU logs"
             );
         });
         let (mut small, mut huge) = (0, 0);
@@ -48,8 +48,8 @@ impl Mmu {
         assert_eq!(huge, counts.of(Level::L2M), "huge leaves in rmaps");
     }
 
-    /// That `part` of a block, as far as the slot has it, is mapped as its reverse map says. Leaves
-    /// in a block that has none by the map are found by the sums above.
+    /// Asserts that the slot's share of `part`, in one block, is mapped as its reverse map says.
+    /// Leaves in a block that has none by the map are found by the sums above.
     fn verify_block(&self, slot: &Slot<Rmap>, part: GfnRange) -> InBlock {
         let rmap = &slot.attach;
         let block = rmap.block(part.start());
@@ -59,7 +59,7 @@ impl Mmu {
                 let place = |gfn| rmap.place(gfn).expect("a block of small leaves");
                 let mut mapped = 0;
                 for gfn in part.iter() {
-                    // A leaf at its place in this table, and in the table that a walk comes to.
+                    // A leaf at its place in this table, and in the table that a walk reaches.
                     let found = self.stage2.find(gfn);
                     let here = Some(place(gfn)).filter(|at| self.stage2.has_leaf(*at));
                     assert_eq!(found, here, "rmap of gfn {gfn}");

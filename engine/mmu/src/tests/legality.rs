@@ -3,7 +3,7 @@
 use super::*;
 use std::collections::BTreeSet;
 
-/// The blocks of a slot that may be huge, by the frame that each begins with.
+/// The blocks of a slot that may be huge, by their first frames.
 fn huge_blocks(place: Place) -> BTreeSet<u64> {
     let mmu = mmu(4096);
     add(&mmu, &[place]);

@@ -1,4 +1,4 @@
-//! Anything in any order, against a map of leaves.
+//! Operations in any order, compared with a map of leaves.
 
 use super::*;
 use proptest::prelude::*;
@@ -27,8 +27,8 @@ struct Plain {
     write: bool,
 }
 
-/// Leaves by their first frame, slots by their number, and what was disallowed in which life of
-/// which slot.
+/// Leaves by their first frame, slots by their number, and what was disallowed in which slot since
+/// it was last made.
 #[derive(Default)]
 struct Model {
     leaves: BTreeMap<u64, Plain>,
@@ -73,7 +73,7 @@ impl Model {
         }
     }
 
-    /// The leaves of the block become one, joined with `new`.
+    /// Merges the leaves of the block into one, joined with `new`.
     fn join(&mut self, gfn: u64, new: Plain) {
         let block = gfn & !511;
         let mut joined = new;
@@ -133,8 +133,8 @@ impl Model {
         self.slots.values().filter_map(part).collect()
     }
 
-    /// Applies `act` to the first frames of the leaves that map these pages of the backing, when
-    /// they have been cut at the edges.
+    /// Applies `act` to the first frames of the leaves that map these pages of the backing, after
+    /// the leaves were cut at the edges.
     fn each(&mut self, page: u64, pages: u64, cut: bool, mut act: impl FnMut(&mut Self, u64)) {
         for gfns in self.gfns(page, pages) {
             for edge in [gfns.start, gfns.end - 1] {
@@ -259,7 +259,7 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
             }
         }
         Op::Allow => {
-            // Slots that came after a range was disallowed have no count to take back.
+            // Slots that were added after a range was disallowed have no count to take back.
             let Some(gfns) = model.disallowed.pop() else {
                 return;
             };
@@ -272,7 +272,7 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
             }
             mmu.allow_huge(gfns);
             for at in blocks {
-                // Nothing is huge again at once: the host has no block whole.
+                // Nothing becomes huge at once, because the host has no block whole.
                 *model.counts.get_mut(&at).expect("counted") -= 1;
             }
         }
@@ -301,7 +301,7 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
                 model.forget_slot(id);
                 model.insert(id, place);
             } else {
-                // It has been unmapped all the same.
+                // The slot has been unmapped nevertheless.
                 model.forget_leaves(id);
             }
         }

@@ -34,7 +34,7 @@ fn a_fault_is_refused_if_an_invalidation_began_after_its_sequence_was_read() {
         !admitted(&mmu, HOME + 5, || begin(0, 512).finish()),
         "it has come and gone"
     );
-    // A neighbour in the block retries once; another block does not even that.
+    // A neighbour in the block retries once; another block does not retry.
     assert!(!admitted(&mmu, HOME + 5, || begin(100, 1).finish()));
     assert!(admitted(&mmu, HOME + 5, || {}));
     assert!(admitted(&mmu, HOME + 5, || begin(512, 512).finish()));
@@ -52,7 +52,10 @@ fn nothing_unmapped_needs_no_shootdown_unless_somebody_is_at_work_there() {
     let second = begin(0);
     assert!(second.must_flush(), "the first has not waited yet");
     let far = begin(1024);
-    assert!(!far.must_flush(), "nothing was there, and nobody else is");
+    assert!(
+        !far.must_flush(),
+        "nothing was mapped, and no other invalidation is in progress"
+    );
     [first, second, far]
         .into_iter()
         .for_each(Invalidation::finish);
@@ -77,7 +80,7 @@ fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
             .expect("a slot")
             .expect("tables");
     }
-    // It is online and passes no quiescent point: a call that waited for it would not return.
+    // It is online and passes no quiescent point, so a call that waited for it would not return.
     let steps = mmu.invalidate_as(RmapWalk::PerLevel, range(0, 512));
     assert_eq!(steps.leaves, 1);
     assert!(!vcpu.has_request());

@@ -1,4 +1,4 @@
-//! All ways to find what is mapped find the same, and what each takes is counted exactly.
+//! All rmap walk strategies find the same leaves; the steps of each are counted exactly.
 
 use super::*;
 use crate::Steps;
@@ -36,8 +36,8 @@ fn any_make() -> impl Strategy<Value = Make> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Unaligned ranges, aliases, slots that begin inside a block and huge leaves that reach beyond
-    /// the range among them.
+    /// The ranges include unaligned ones, aliases, slots that begin inside a block, and huge leaves
+    /// that reach beyond the range.
     #[test]
     fn every_shape_removes_the_same_leaves(
         steps in prop::collection::vec(any_make(), 0..60),
@@ -59,7 +59,8 @@ proptest! {
     }
 }
 
-/// `count` slots of two blocks, side by side in guest and backing; the first block mapped.
+/// `count` slots of two blocks, side by side in guest and backing; only the first block of each is
+/// mapped.
 fn rows(count: u16, has: Level) -> Arc<Mmu> {
     let mmu = mmu(4096);
     for id in 0..count {

@@ -1,9 +1,9 @@
-//! When tables are exhausted.
+//! Behaviour when tables are exhausted.
 
 use super::*;
 use proptest::prelude::*;
 
-/// Root, two upper tables; one for the leaf table of block 1; none to split block 0.
+/// A root, two upper tables, and the leaf table of block 1; no table is left to split block 0.
 fn full() -> Arc<Mmu> {
     let mmu = mmu(4);
     add(&mmu, &[(0, 0, PAGES)]);
@@ -61,7 +61,8 @@ fn what_cannot_be_disallowed_everywhere_is_allowed_as_before() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// With too few tables anything may be refused, but nothing that was taken back stays mapped.
+    /// With too few tables any operation may be refused, but no page that was taken back stays
+    /// mapped.
     #[test]
     fn exhaustion_leaves_nothing_behind(
         steps in prop::collection::vec((0..PAGES, 1..700u64, 0..8u8), 1..80),

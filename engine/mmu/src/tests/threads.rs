@@ -1,9 +1,10 @@
-//! vCPUs on threads, with TLBs of their own, against everything that takes leaves away or changes
+//! vCPUs on threads, with TLBs of their own, against all operations that unmap leaves or change
 //! their size.
 //!
-//! Each page of the backing has a generation. Whoever invalidates pages owns them when the call has
-//! returned, and moves their generations on, as if the frames had been reused. A vCPU notes the
-//! generation when a walk gives it a page: as long as its TLB holds the page, it must not move.
+//! Each page of the backing has a generation. A thread that invalidates pages owns them when the
+//! call has returned. It then increments their generations, as if the frames had been reused. A
+//! vCPU records the generation when a walk gives it a page; as long as its TLB has the page, the
+//! generation must not change.
 
 use super::*;
 use lacuna_stage2::Walk;
@@ -17,12 +18,12 @@ struct World {
     mmu: Arc<Mmu>,
     /// Odd while the page is being taken back: the host would not give it out.
     generations: Vec<AtomicU64>,
-    /// One bit a block: the host has it whole.
+    /// One bit for each block: the host has it whole.
     whole: AtomicU64,
     done: AtomicBool,
 }
 
-/// A vCPU's thread ends, perhaps by a failed assertion: nobody shall wait for it.
+/// A vCPU's thread ends, perhaps by a failed assertion: no other thread may wait for it.
 struct Gone<'w>(&'w World, usize);
 
 impl Drop for Gone<'_> {
@@ -32,7 +33,7 @@ impl Drop for Gone<'_> {
     }
 }
 
-/// The disturber's thread ends, however.
+/// The disturbing thread ends, in any way.
 struct Done<'w>(&'w World);
 
 impl Drop for Done<'_> {
@@ -58,7 +59,7 @@ impl World {
         self.generations[page as usize].load(Ordering::SeqCst)
     }
 
-    /// A fault, as `Mmu::fault` does it.
+    /// A fault, as in `Mmu::fault`.
     fn fault(&self, page: u64, access: Access, rng: &mut Rng) {
         let (mmu, at) = (&self.mmu, gfn(HOME + page));
         let seq = mmu.stage2.invalidate_seq(at);
@@ -78,7 +79,7 @@ impl World {
             Access::Read | Access::Fetch => Leaf::clean(pfn),
         };
         if rng.below(8) == 0 {
-            // What the host said grows old.
+            // The host's answer may become outdated.
             std::thread::yield_now();
         }
         let mut cursor = mmu.stage2.fault_cursor(at);
@@ -95,7 +96,7 @@ impl World {
         let _gone = Gone(self, index);
         let mut last = None;
         while !self.done.load(Ordering::Relaxed) {
-            // Before it comes online: a request after that stays.
+            // Before the vCPU comes online, so that a later request stays.
             let requested = qsbr.vcpu(index).take() != 0;
             let wanted = qsbr.online(index);
             if requested || last != Some(wanted) {
@@ -104,7 +105,7 @@ impl World {
                 last = Some(wanted);
             }
             while !qsbr.vcpu(index).has_request() && !self.done.load(Ordering::Relaxed) {
-                // Two of the four blocks are more this vCPU's than the other's.
+                // Two of the four blocks are used more by this vCPU than by the other.
                 let own = (index as u64 * 2 + rng.below(2)) % 4 * 512 + rng.below(512);
                 let page = [own, rng.below(PAGES)][usize::from(rng.below(8) == 0)];
                 if let Some(seen) = tlb.get(&page) {
