@@ -10,31 +10,31 @@ const API_VERSION: i32 = 12;
 /// Why this machine cannot run the backend.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum Unavailable {
-    /// No device.
+    /// There is no device.
     #[error("no {DEVICE}: this machine has no KVM, or its module is not loaded")]
     NoDevice,
-    /// A device that we may not open.
+    /// The device may not be opened.
     #[error("no permission to open {DEVICE}: become a member of its group, usually `kvm`")]
     NoPermission,
     /// It cannot be opened.
     #[error("cannot open {DEVICE}: {0}")]
     Open(Errno),
-    /// Not the KVM we know.
+    /// An unknown API version.
     #[error("{DEVICE} has API version {0}; the kvm backend needs {API_VERSION}")]
     Version(i32),
-    /// It cannot do what we need.
+    /// KVM lacks a capability that the backend needs.
     #[error("{DEVICE} lacks {0}")]
     Lacks(&'static str),
-    /// No userfaultfd.
+    /// The kernel has no userfaultfd.
     #[error("the kernel was built without userfaultfd")]
     NoUserfaultfd,
-    /// We may not have one.
+    /// userfaultfd is not permitted.
     #[error(
         "no permission for userfaultfd on the kernel's own faults: run as root, with \
          CAP_SYS_PTRACE, or with sysctl vm.unprivileged_userfaultfd=1"
     )]
     UserfaultfdPermission,
-    /// Too old.
+    /// The kernel is too old.
     #[error("userfaultfd cannot move pages: that needs Linux 6.8 ({0})")]
     OldUserfaultfd(Errno),
 }
@@ -42,12 +42,12 @@ pub enum Unavailable {
 /// Whether this machine can run the backend.
 ///
 /// # Errors
-/// The first thing that is missing, in words for whoever can change it.
+/// The first thing that is missing, in words for the person in charge of the host.
 pub fn available() -> Result<(), Unavailable> {
     open().map(drop)
 }
 
-/// Opens `/dev/kvm` when all else is there too.
+/// Opens `/dev/kvm`, if everything else is there too.
 pub(crate) fn open() -> Result<Kvm, Unavailable> {
     let kvm = Kvm::new().map_err(|e| match Errno::from_raw_os_error(e.errno()) {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => Unavailable::NoDevice,

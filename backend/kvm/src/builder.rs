@@ -11,53 +11,53 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// A run.
+/// The description of a run.
 #[derive(Clone, Debug)]
 pub struct VmBuilder {
-    /// The memory that the guest believes it has.
+    /// The memory that the guest sees.
     pub memory: PageCount,
-    /// How much of it may be in place at a time, at least 2 MiB.
+    /// How much of it may be resident at a time, at least 2 MiB.
     pub resident: PageCount,
-    /// Its processors.
+    /// The number of its processors.
     pub vcpus: usize,
-    /// How long a page takes to come that was away.
+    /// How long a page takes to arrive that is not resident.
     pub latency: LatencySetting,
-    /// Whether that goes for pages that were never touched, too.
+    /// Whether this also holds for pages that were never touched.
     pub first_touch: FirstTouch,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
-    /// How its writes are noticed, once somebody asks.
+    /// How its writes are recorded while a slot logs.
     pub delivery: Delivery,
     /// For the guest kernel; `smp=` and `ap=` are added, and what the host's KVM makes necessary.
     pub command_line: String,
 }
 
-/// A run that is under way or over.
+/// A run in progress, or ended.
 pub struct Observed<'a> {
     /// The VM.
     pub vm: &'a Vm,
     /// Its devices.
     pub devices: &'a PlatformDevices,
-    /// Time since the run began.
+    /// The time since the run began.
     pub now: Nanos,
 }
 
-/// How a run went.
+/// The result of a run.
 pub struct RunSummary {
     /// Why it ended.
     pub ending: Ending,
     /// What the page source did.
     pub stats: SourceStats,
-    /// Time from the beginning of the run to its end.
+    /// The time from the beginning of the run to its end.
     pub end: Nanos,
     /// The guest's status page, if it announced one.
     pub status: Option<Vec<u8>>,
 }
 
-/// How often the watcher of a run looks.
+/// How often the watcher of a run is called.
 const WATCH: Duration = Duration::from_millis(100);
-/// There where the host's KVM is the one without hardware support (PVM), which runs guest kernels
-/// in its instruction emulator and does not let guest programs make system calls of the usual kind.
+/// Exists if the host's KVM works without hardware support (PVM). That KVM runs guest kernels in
+/// its instruction emulator, and guest programs cannot use the usual system calls.
 const PVM: &str = "/sys/module/kvm_pvm";
 
 impl VmBuilder {
@@ -76,7 +76,7 @@ impl VmBuilder {
     /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
     ///
     /// # Errors
-    /// What keeps the run from starting. A run that started has an [`Ending`].
+    /// The reason why the run cannot start. A run that has started has an [`Ending`].
     pub fn run(
         &self,
         image: &Image<'_>,
@@ -111,7 +111,7 @@ impl VmBuilder {
         })
     }
 
-    /// Its VM, not booted: for whoever runs the vCPUs in another way.
+    /// Its VM, not booted, for a caller that runs the vCPUs in another way.
     ///
     /// # Errors
     /// As [`Vm::new`].
@@ -130,7 +130,7 @@ impl VmBuilder {
     }
 }
 
-/// A copy of the status page, from afar if need be.
+/// A copy of the status page, without a fault if possible.
 fn status_page(vm: &Vm, devices: &PlatformDevices) -> Option<Vec<u8>> {
     let mut page = vec![0; PAGE_SIZE];
     vm.read(devices.status_page()?.gpa(), &mut page).ok()?;

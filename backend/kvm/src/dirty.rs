@@ -1,5 +1,5 @@
-//! Which pages the guest writes: what KVM and Linux know of it, under the names that the soft
-//! backend gives the same calls.
+//! Dirty tracking with KVM and Linux, under the names that the soft backend gives to the same
+//! calls.
 //!
 //! ```text
 //! VmConfig::delivery   the kernel's bitmap, a ring for each vCPU, or Linux's page table
@@ -7,13 +7,13 @@
 //! get_dirty, or collect_rings + reset_rings; copy what they name; again and again
 //! set_logging          off
 //! ```
-//! Each call has done all that the order *take, re-arm, flush, copy* asks of it when it returns:
-//! copy then. None is for a vCPU's thread. Writes by this process ([`Vm`] as
-//! [`GuestMemory`](lacuna_machine::GuestMemory)) are unknown to KVM; they are noted here and
-//! handed out with the guest's.
+//! When a call returns, it has done everything that the order *take, rearm, flush, copy* requires
+//! before the copy. No vCPU's thread may make these calls. Writes by this process ([`Vm`] as
+//! [`GuestMemory`](lacuna_machine::GuestMemory)) are unknown to KVM; they are recorded here and
+//! reported with the guest's.
 //!
-//! UNSAFETY: descriptors are borrowed from `kvm-ioctls`, which has no safe way, and a slot's flags
-//! are changed by the call that can also move it.
+//! UNSAFETY: descriptors are borrowed from `kvm-ioctls`, which has no safe way to do it. A slot's
+//! flags are changed by the call that can also move the slot.
 
 use crate::memory::Memory;
 use crate::ring::Ring;
@@ -30,58 +30,58 @@ use lacuna_sys::{Errno, Pagemap, Written, clear_dirty_log, reset_dirty_rings};
 use rustix::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard};
 
-/// How writes are noticed, and where their marks are: chosen with the VM.
+/// How writes are detected, and where they are recorded. It is chosen with the VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Delivery {
-    /// KVM's: a bit a page, for each slot, cleared and armed by hand
+    /// KVM's bitmap for each slot, cleared and write-protected by explicit calls
     /// (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`).
     #[default]
     Bitmap,
-    /// KVM's: a ring for each vCPU.
+    /// KVM's dirty rings, one for each vCPU.
     Ring(RingSize),
-    /// Linux's: userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN`. All memory
-    /// has to be resident.
+    /// Linux's page table: userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN`. All
+    /// memory must be resident.
     Pagemap,
 }
 
 /// Whether a slot logs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Logging {
-    /// It does not.
+    /// It does not log.
     Off,
-    /// It does, from a clean slate.
+    /// It logs, beginning with no dirty page.
     On,
 }
 
-/// Why a call about dirty pages is refused.
+/// Why a call of dirty tracking is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirtyError {
-    /// No such slot.
+    /// There is no such slot.
     #[error("{0} does not exist")]
     NoSlot(SlotId),
-    /// Nobody asked this slot to log.
+    /// Logging was not turned on for this slot.
     #[error("{0} does not log its writes: turn logging on first")]
     NotLogging(SlotId),
-    /// The VM delivers in another way.
+    /// The VM records writes in another way.
     #[error("this VM delivers by rings: collect from the rings")]
     NoBitmap,
-    /// The VM has nothing that could be looked at without taking it.
+    /// The VM's record cannot be read without clearing it.
     #[error("only KVM's bitmap can be read and cleared in two steps: use `get_dirty`")]
     OneStep,
-    /// KVM has written over entries of a ring before they were collected.
+    /// KVM has overwritten entries of a ring before they were reaped.
     #[error(
         "the dirty ring of vCPU {vcpu} ran over, and with it went the names of written pages: \
          copy all memory, and start again with a larger ring, or collect more often"
     )]
     Overflow {
-        /// Whose.
+        /// The vCPU of the ring.
         vcpu: usize,
     },
-    /// Not KVM's rules for what may be cleared.
+    /// The range breaks KVM's rules for what may be cleared.
     #[error(transparent)]
     Clear(#[from] ClearError),
-    /// A buffer that does not fit the slot.
+    /// The buffer does not fit the slot.
     #[error("{id} has {needed} words of dirty bits, not {given}")]
     Words {
         /// The slot.
@@ -94,9 +94,9 @@ pub enum DirtyError {
     /// The kernel refused.
     #[error("dirty logging: cannot {step}: {errno}")]
     Kernel {
-        /// What we were doing.
+        /// The refused step.
         step: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         errno: Errno,
     },
 }
@@ -113,19 +113,19 @@ fn errno(error: kvm_ioctls::Error) -> Errno {
     Errno::from_raw_os_error(error.errno())
 }
 
-/// A VM's tracking of writes.
+/// The dirty tracking of a VM.
 pub(crate) struct Dirty {
     delivery: Delivery,
-    /// Of each slot, the pages that this process has written.
+    /// For each slot, the pages that this process has written.
     host: Box<[DirtyBitmap]>,
     state: Mutex<State>,
 }
 
-/// One switch or harvest at a time.
+/// Serialises switches and harvests.
 struct State {
-    /// Of each slot.
+    /// For each slot.
     logging: Vec<Logging>,
-    /// Of each vCPU.
+    /// For each vCPU.
     rings: Vec<Ring>,
     pagemap: Option<Pagemap>,
 }
@@ -150,7 +150,7 @@ impl Dirty {
         })
     }
 
-    /// A vCPU's, before it runs.
+    /// Adds a vCPU's ring, before it runs.
     pub fn add_ring(&self, ring: Ring) {
         self.state().rings.push(ring);
     }
@@ -159,8 +159,9 @@ impl Dirty {
         self.delivery
     }
 
-    /// This process has written there. Marked whether the slot logs or not, so that nothing has to
-    /// be said about a write beside the start of logging: what is marked later is copied later.
+    /// This process has written there. The page is marked whether the slot logs or not. So a write
+    /// during the start of logging needs no special case: a page that is marked later is copied
+    /// later.
     pub fn wrote(&self, memory: &Memory, gpa: Gpa, bytes: usize) {
         for ((start, _, size), bitmap) in memory.slots().zip(&self.host) {
             let offset = gpa.get().checked_sub(start.get());
@@ -191,8 +192,8 @@ impl State {
         scan.map_err(refused("scan the page map"))
     }
 
-    /// Sets the bits of the pages written since they were last protected; in `out` are those that
-    /// have been protected by now, also when it fails on the way.
+    /// Sets the bits of the pages written since they were last protected. `out` has those that have
+    /// been protected so far, also if the call fails halfway.
     fn take_bits(&self, place: Place, out: &mut [u64]) -> Result<(), DirtyError> {
         self.written(place, Written::Protect, |run| {
             let first = (run.start().get() - place.hvas.start().get()) as usize / PAGE_SIZE;
@@ -203,7 +204,7 @@ impl State {
     }
 }
 
-/// A slot and where its pages are.
+/// A slot, and the place of its pages.
 #[derive(Clone, Copy)]
 struct Place {
     id: SlotId,
@@ -226,7 +227,7 @@ impl Place {
 }
 
 impl Vm {
-    /// How writes are noticed.
+    /// How writes are detected and recorded.
     pub fn delivery(&self) -> Delivery {
         self.dirty.delivery()
     }
@@ -237,10 +238,10 @@ impl Vm {
         (0..).map(SlotId).zip(ranges.copied()).collect()
     }
 
-    /// Whether a slot logs, from here on.
+    /// Turns the log of a slot on or off.
     ///
     /// # Errors
-    /// No such slot, or the kernel lacks what the VM's [`Delivery`] needs.
+    /// There is no such slot, or the kernel lacks what the VM's [`Delivery`] needs.
     pub fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
         let mut state = self.dirty.state();
         let place = self.place(id)?;
@@ -269,11 +270,11 @@ impl Vm {
         Ok(())
     }
 
-    /// Moves a slot's dirty bits into `out`, which has one word for 64 pages, and arms those pages
-    /// again. Copy them afterwards.
+    /// Moves a slot's dirty bits into `out`, which has one word for 64 pages, and rearms those
+    /// pages. Copy them afterwards.
     ///
     /// # Errors
-    /// [`DirtyError`]; nothing is lost then.
+    /// [`DirtyError`]; no dirty bit is lost then.
     pub fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
         let state = self.dirty.state();
         let place = self.logging(&state, id, out.len())?;
@@ -287,7 +288,7 @@ impl Vm {
         guest.inspect_err(|_| host.put_back(0, out))
     }
 
-    /// Copies a slot's dirty bits into `out`, and leaves them: the first of two steps.
+    /// Copies a slot's dirty bits into `out` and does not change them: the first of two steps.
     ///
     /// # Errors
     /// [`DirtyError`].
@@ -300,11 +301,11 @@ impl Vm {
         Ok(())
     }
 
-    /// Clears those dirty bits of `pages` pages from `first_page` on that `mask` names, and arms
-    /// those pages again: the second step. Copy them afterwards.
+    /// Of `pages` pages from `first_page` on, clears the dirty bits that `mask` names, and rearms
+    /// those pages: the second step. Copy them afterwards.
     ///
     /// # Errors
-    /// [`DirtyError`]; the range has to begin and end with a word, or with the slot.
+    /// [`DirtyError`]; the range must begin and end at a word, or with the slot.
     pub fn clear_dirty(
         &self,
         id: SlotId,
@@ -320,14 +321,14 @@ impl Vm {
         self.clear_log(place, first_page, pages, mask)
     }
 
-    /// Hands out the pages in all vCPUs' rings, and those of slots that log which this process has
-    /// written; returns how many. A page may come more than once. vCPUs are made to leave the guest
-    /// once before, since a processor may have a log of its own. Copy the pages after
+    /// Passes to `each` the pages in all vCPUs' rings, and those of logging slots that this process
+    /// has written; returns their number. A page may be repeated. All vCPUs are made to leave the
+    /// guest once before, because a processor may have a log of its own. Copy the pages after
     /// [`Vm::reset_rings`], never before.
     ///
     /// # Errors
-    /// [`DirtyError::Overflow`], from then on always. KVM allows for it only where it emulates the
-    /// guest's string instructions: see the host's log.
+    /// [`DirtyError::Overflow`], and then always. KVM can overflow a ring only while it emulates
+    /// the guest's string instructions: see the host's log.
     pub fn collect_rings(&self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
         self.kicks.flush();
@@ -350,12 +351,12 @@ impl Vm {
         Ok(all)
     }
 
-    /// Frees the entries that were collected and arms their pages again; how many those were. vCPUs
-    /// that have left with [`Exit::DirtyRingFull`](lacuna_machine::Exit::DirtyRingFull) may be
-    /// entered again.
+    /// Frees the entries that were reaped and rearms their pages; returns the number of entries.
+    /// vCPUs that have left with [`Exit::DirtyRingFull`](lacuna_machine::Exit::DirtyRingFull) may
+    /// be entered again.
     ///
     /// # Errors
-    /// A VM without rings.
+    /// The VM has no rings.
     pub fn reset_rings(&self) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
         let mut all = 0;
@@ -364,7 +365,7 @@ impl Vm {
             let reset = unsafe { reset_dirty_rings(self.raw()) };
             match reset.map_err(refused("reset the rings"))? {
                 0 => break,
-                // A signal may have ended it early.
+                // A signal may have ended the call early.
                 some => all += some,
             }
         }
@@ -401,7 +402,7 @@ impl Vm {
 
     fn set_flags(&self, place: Place, flags: u32) -> Result<(), DirtyError> {
         let region = region(place.id, place.start, place.hvas, flags);
-        // SAFETY: 1. the slot that is there, with other flags.
+        // SAFETY: 1. the existing slot, with other flags.
         let set = unsafe { self.fd.set_user_memory_region(region) };
         set.map_err(|e| refused("switch a slot's logging")(errno(e)))
     }
@@ -441,7 +442,7 @@ impl Vm {
     }
 }
 
-/// From now on KVM's log is cleared, and its pages armed, by `KVM_CLEAR_DIRTY_LOG` alone.
+/// From now on only `KVM_CLEAR_DIRTY_LOG` clears KVM's log and write-protects its pages.
 fn clear_by_hand(vm: &VmFd) -> Result<(), DirtyError> {
     let mut cap = kvm_enable_cap {
         cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,

@@ -9,49 +9,49 @@ use lacuna_sys::Errno;
 /// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
-    /// Not on this machine.
+    /// The backend cannot run on this machine.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
-    /// Nonsense, or more than KVM has.
+    /// The number of vCPUs is zero, or more than KVM has.
     #[error("{asked} vCPUs: give 1 to {most}")]
     Vcpus {
-        /// How many were asked for.
+        /// The number that was asked for.
         asked: usize,
-        /// How many there can be.
+        /// The largest number.
         most: usize,
     },
-    /// Too small a budget.
+    /// The budget is too small.
     #[error("a resident budget of {pages} pages: the kvm backend needs at least {least} (2M)")]
     Resident {
-        /// What was asked for, or all of the guest's memory if that is less.
+        /// The budget that was asked for, or all of the guest's memory if that is less.
         pages: u64,
         /// The minimum.
         least: u64,
     },
-    /// No asynchronous page faults.
+    /// KVM has no asynchronous page faults.
     #[error("this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14)")]
     NoApf,
-    /// No dirty rings.
+    /// KVM has no dirty rings.
     #[error("this KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING): use its bitmap")]
     NoRing,
-    /// A ring that is too large for this KVM.
+    /// The rings are too large for this KVM.
     #[error("dirty rings of {bytes} bytes: this KVM takes up to {most}")]
     Ring {
-        /// What was asked for.
+        /// The size that was asked for.
         bytes: usize,
-        /// What there can be.
+        /// The largest size.
         most: usize,
     },
-    /// Pages may leave whose writes nobody would hear of.
+    /// Pages may be evicted; writes to them would not be recorded.
     #[error(
         "writes are to be read from the page map, which knows nothing of pages that are elsewhere: \
          make all of the guest's memory resident, or use KVM's bitmap or rings"
     )]
     Away,
-    /// Which pages were written cannot be told.
+    /// Dirty tracking failed.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
-    /// No memory for the guest.
+    /// There is no memory for the guest.
     #[error(transparent)]
     Memory(#[from] MapError),
     /// The image does not fit.
@@ -60,17 +60,17 @@ pub enum KvmError {
     /// The page source cannot start.
     #[error("userfaultfd: cannot {step}: {errno}")]
     Userfaultfd {
-        /// What it was doing.
+        /// The refused step.
         step: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         errno: Errno,
     },
     /// KVM refused.
     #[error("KVM: cannot {step}: {errno}")]
     Kvm {
-        /// What we were doing.
+        /// The refused step.
         step: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         errno: Errno,
     },
 }

@@ -1,4 +1,4 @@
-//! Getting vCPUs out of `KVM_RUN`: to their VMM, for a moment, or for good.
+//! Kicks: vCPUs leave `KVM_RUN` to return to their VMM, for a moment, or for good.
 //!
 //! ```text
 //! kicker   request: stays until a run of that vCPU has returned Interrupted for it
@@ -9,8 +9,9 @@
 //! ```
 //! A vCPU that enters after the kicker has passed sees the request or `stopping`. One that entered
 //! before gets both: `immediate_exit` if it is not in `KVM_RUN` yet, the signal if it is. The
-//! signal's handler does nothing; its arrival ends the sleep or the guest's run with `EINTR`. With
-//! `immediate_exit` set, `KVM_RUN` first completes an access that was answered, then returns.
+//! signal's handler does nothing; the arrival of the signal ends the sleep or the guest's run with
+//! `EINTR`. With `immediate_exit` set, `KVM_RUN` first completes an access that was answered, then
+//! returns.
 //!
 //! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
 //! thread and the page exist while the vCPU is entered. It leaves under its `VcpuKick`'s lock.
@@ -20,7 +21,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once};
 
-/// A vCPU that is in `KVM_RUN`, or about to.
+/// A vCPU that is in `KVM_RUN`, or about to enter it.
 struct Entered {
     thread: libc::pthread_t,
     immediate_exit: NonNull<u8>,
@@ -44,15 +45,15 @@ impl Entered {
 #[derive(Default)]
 struct State {
     entered: Option<Entered>,
-    /// How often it was.
+    /// The number of entries.
     entries: u64,
-    /// How many wait for an entry to end.
+    /// The number of threads that wait for an entry to end.
     waiting: usize,
-    /// The VMM wants its vCPU back.
+    /// The VMM has requested its vCPU.
     requested: bool,
 }
 
-/// One vCPU's.
+/// The kick state of one vCPU.
 #[derive(Default)]
 struct VcpuKick {
     state: Mutex<State>,
@@ -71,7 +72,7 @@ pub struct VcpuKicks {
     vcpus: Box<[VcpuKick]>,
 }
 
-/// While it lives the vCPU may be kicked.
+/// While this exists the vCPU may be kicked.
 pub struct Entry<'a>(&'a VcpuKick);
 
 impl VcpuKicks {
@@ -84,7 +85,7 @@ impl VcpuKicks {
         }
     }
 
-    /// Whether the run is over.
+    /// Whether the run has ended.
     pub fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::SeqCst)
     }
@@ -101,17 +102,17 @@ impl VcpuKicks {
         }
     }
 
-    /// The same of every vCPU.
+    /// As [`VcpuKicks::request`], for every vCPU.
     pub fn request_all(&self) {
         (0..self.vcpus.len()).for_each(|index| self.request(index));
     }
 
-    /// Whether vCPU `index` was requested; its VMM gets it now.
+    /// Whether vCPU `index` was requested. The request is taken: its VMM gets the vCPU now.
     pub fn take_request(&self, index: usize) -> bool {
         std::mem::take(&mut self.vcpus[index].state().requested)
     }
 
-    /// Gets every vCPU out, for good.
+    /// Makes every vCPU leave, for good.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         for vcpu in &self.vcpus {
@@ -121,15 +122,15 @@ impl VcpuKicks {
         }
     }
 
-    /// Gets every vCPU out once, and returns when each has been outside since the call. Not for a
-    /// vCPU's own thread.
+    /// Makes every vCPU leave once, and returns when each has been outside since the call. A vCPU's
+    /// own thread must not call this.
     pub fn flush(&self) {
         let kick = |vcpu: &VcpuKick| {
             let state = vcpu.state();
             state.entered.as_ref().inspect(|entered| entered.kick());
             state.entries
         };
-        // All of them, before any is waited for.
+        // All of them are kicked before any is waited for.
         let entries: Vec<u64> = self.vcpus.iter().map(kick).collect();
         for (vcpu, entry) in self.vcpus.iter().zip(entries) {
             let mut state = vcpu.state();
@@ -165,7 +166,7 @@ impl Drop for Entry<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.entered = None;
-        // Exits are many, and who waits is rare: a wake-up is a system call.
+        // Exits are frequent and waiting threads are rare: a wake-up is a system call.
         if state.waiting > 0 {
             self.0.left.notify_all();
         }
@@ -173,7 +174,7 @@ impl Drop for Entry<'_> {
 }
 
 /// The first real-time signal that the C library leaves to programs, plus some distance to those
-/// that others may take.
+/// that other code may use.
 fn signal() -> c_int {
     libc::SIGRTMIN() + 4
 }
@@ -202,7 +203,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// Plays `KVM_RUN`: sleeps until a signal, or not at all when it is told to exit at once.
+    /// Simulates `KVM_RUN`: sleeps until a signal, or not at all if it is told to exit at once.
     fn enter(kicks: &VcpuKicks, shared: &AtomicU8, entered: &AtomicUsize) {
         let immediate_exit = NonNull::new(shared.as_ptr()).unwrap();
         // SAFETY: 1. the byte outlives the entry.
@@ -237,7 +238,7 @@ mod tests {
             while entered.load(Ordering::SeqCst) < 2 {
                 kicks.flush();
             }
-            // It is inside, and stays there.
+            // The vCPU is inside, and stays there.
             let before = entered.load(Ordering::SeqCst);
             thread::sleep(Duration::from_millis(50));
             let inside = entered.load(Ordering::SeqCst);

@@ -1,21 +1,21 @@
 //! The kvm backend, in a minimal form: x86-64 guests on `/dev/kvm`, their memory from userfaultfd.
 //!
 //! KVM runs the vCPUs and is the host side of asynchronous page faults; Linux is the memory
-//! manager. What is ours is the far end of a page fault: a [page source](SourceConfig) of chosen
-//! latency, with a budget of pages that may be in place. So the guest image that runs on the soft
-//! backend meets the real ABI here.
+//! manager. Lacuna provides the other end of a page fault: a [page source](SourceConfig) with a
+//! chosen latency and a budget of resident pages. So the guest image that runs on the soft backend
+//! meets KVM's real ABI here.
 //!
 //! | file | job |
 //! |---|---|
-//! | `available` | whether this machine can, and if not, why |
+//! | `available` | whether this machine can run the backend, and if not, why |
 //! | `memory` | the guest's memory in this process |
-//! | `pages` | which page is where, and which one leaves: decisions |
+//! | `pages` | the state of each page, and which one is evicted: decisions |
 //! | `source` | the page source: a thread on userfaultfd that carries them out |
 //! | `setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
-//! | `kick` | getting vCPUs out of it |
+//! | `kick` | makes vCPUs leave it |
 //! | `vm` | one VM: descriptors, slots, memory, source |
-//! | `dirty` | which pages are written: KVM's bitmap, its rings, Linux's page table |
+//! | `dirty` | dirty tracking: KVM's bitmap, its rings, Linux's page table |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
 //! | `builder` | from a description of a run to its end |
 //!

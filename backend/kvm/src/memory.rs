@@ -1,5 +1,5 @@
-//! The guest's memory: one anonymous mapping, and a second of the same size for pages that are
-//! elsewhere.
+//! The guest's memory: one anonymous mapping, and a second of the same size for pages that are not
+//! resident.
 //!
 //! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. No
 //! reference to guest memory other than to an atomic is ever formed, since vCPUs write it at the
@@ -33,8 +33,8 @@ impl Mapping {
         let start = Hva::new(base.expose_provenance() as u64);
         let range = HvaRange::new(start, pages.get()).ok_or(Errno::INVAL)?;
         let this = Self { range };
-        // Huge pages could not be moved out one by one, and would come without a fault each; pages
-        // shared with a child could not be moved at all.
+        // Huge pages could not be moved out one by one, and would not fault one by one. Pages
+        // shared with a child process could not be moved at all.
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
             // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
             unsafe { madvise(base, bytes, advice) }?;
@@ -64,8 +64,8 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         let bytes = self.range.pages() as usize * PAGE_SIZE;
         let base = ptr::with_exposed_provenance_mut(self.range.start().get() as usize);
-        // SAFETY: 1. the range is this mapping, whole, and unmapped only here. 2. Whoever was given
-        // its addresses (KVM's slots, the page source) ends before: see `Vm`'s field order.
+        // SAFETY: 1. the range is this whole mapping, and is unmapped only here. 2. All users of
+        // its addresses (KVM's slots, the page source) end before: see `Vm`'s field order.
         let unmapped = unsafe { munmap(base, bytes) };
         debug_assert!(unmapped.is_ok(), "the range is a mapping");
     }
@@ -73,11 +73,11 @@ impl Drop for Mapping {
 
 /// A guest's memory.
 pub struct Memory {
-    /// What the guest sees, its slots one after the other.
+    /// The memory that the guest sees, its slots one after the other.
     pub guest: Mapping,
-    /// Where a page is kept while it is elsewhere, at the same offset.
+    /// Where a page is kept while it is not resident, at the same offset.
     pub store: Mapping,
-    /// Where in the guest's address space it lies.
+    /// Its place in the guest's address space.
     pub layout: Layout,
 }
 
@@ -101,7 +101,7 @@ impl Memory {
         })
     }
 
-    /// Each slot: where the guest sees it, where it lies, its size in bytes.
+    /// Each slot: its guest address, its host address, its size in bytes.
     pub fn slots(&self) -> impl Iterator<Item = (Gpa, Hva, u64)> {
         let mut at = self.guest.range().start().get();
         self.layout.ranges().iter().map(move |range| {
@@ -112,7 +112,7 @@ impl Memory {
         })
     }
 
-    /// Where the guest sees `page`.
+    /// The guest address of `page`.
     pub fn gpa(&self, page: u32) -> Option<Gpa> {
         let hva = self.guest.page(page).get();
         self.slots().find_map(|(gpa, start, bytes)| {
@@ -175,7 +175,7 @@ impl GuestMemory for Memory {
         Ok(())
     }
 
-    /// A page that goes away between the look and the copy costs its latency once.
+    /// A page that is evicted between the check and the copy costs its latency once.
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {
         self.hva(gpa, into.len())
             .is_ok_and(|address| is_mapped(address, into.len()))
@@ -183,7 +183,7 @@ impl GuestMemory for Memory {
     }
 }
 
-/// How many of `left` bytes at `address` are moved in one go: whole words of the guest's are never
+/// How many of `left` bytes at `address` are moved at once: whole words of the guest are never
 /// torn.
 fn piece(left: usize, address: usize) -> usize {
     if left >= 8 && address.is_multiple_of(8) {
@@ -207,7 +207,7 @@ unsafe fn byte<'a>(address: usize) -> &'a AtomicU8 {
     unsafe { AtomicU8::from_ptr(ptr::with_exposed_provenance_mut(address)) }
 }
 
-/// Whether Linux has every page of these bytes in place, `mincore(2)`.
+/// Whether Linux has every page of these bytes resident, `mincore(2)`.
 fn is_mapped(address: usize, bytes: usize) -> bool {
     let first = address / PAGE_SIZE * PAGE_SIZE;
     let pages = (address + bytes).div_ceil(PAGE_SIZE) - first / PAGE_SIZE;
@@ -227,15 +227,15 @@ fn is_mapped(address: usize, bytes: usize) -> bool {
 /// Why there is no memory for a guest.
 #[derive(Debug, thiserror::Error)]
 pub enum MapError {
-    /// A size that no guest can have.
+    /// The size is not possible for a guest.
     #[error(transparent)]
     Boot(#[from] BootError),
     /// The kernel refused the mapping.
     #[error("cannot map {bytes} bytes for the guest's memory: {errno}")]
     Map {
-        /// How much.
+        /// The size of the mapping.
         bytes: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         errno: Errno,
     },
 }

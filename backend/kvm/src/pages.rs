@@ -1,4 +1,4 @@
-//! Which page of the guest is where: decisions only, no system calls.
+//! The state of each page of the guest: decisions only, no system calls.
 //!
 //! ```text
 //!              first touch                  too many mapped              too many in memory
@@ -7,25 +7,25 @@
 //!                              +--------- touched: at once -------+                           |
 //!                              +---------- its latency over ------ Coming <----- touched -----+
 //! ```
-//! Neither KVM nor Linux tells which pages a guest uses, so pages leave in the order in which they
-//! came. A page on probation is out of the guest's reach but still counted as resident: touched
-//! there, it comes back without latency and is the youngest again. So what is in constant use
-//! (the guest kernel, a worker's stack) costs a short fault now and then, and never a long one:
-//! segmented FIFO (Turner and Levy, 1981), which does without accessed bits.
+//! Neither KVM nor Linux tells which pages a guest uses, so pages are evicted in the order in which
+//! they arrived. A page on probation is not mapped in the guest but still counts as resident. If it
+//! is touched then, it comes back without latency and is the youngest again. So a page in constant
+//! use (the guest kernel, a worker's stack) costs a short fault now and then, and never a long one.
+//! This is segmented FIFO (Turner and Levy, 1981), which needs no accessed bits.
 
 use std::collections::VecDeque;
 
 /// A page of the guest, by its place in the backing.
 pub type Page = u32;
 
-/// When a page that was never touched comes.
+/// When a page arrives that was never touched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FirstTouch {
     /// At once, as a page of zeros does on any host.
     #[default]
     Immediate,
-    /// After the latency, as in a migration after which every page is still elsewhere: every page
-    /// faults, whatever the budget.
+    /// After the latency, as in a migration after which no page has arrived yet: every page faults,
+    /// whatever the budget is.
     Delayed,
 }
 
@@ -44,17 +44,17 @@ enum Place {
 pub enum Need {
     /// A page of zeros; then [`Pages::arrived`].
     Zeros,
-    /// To be moved back at once; then [`Pages::arrived`].
+    /// Move it back at once; then [`Pages::arrived`].
     Return,
-    /// To be moved back after the latency; then [`Pages::arrived`].
+    /// Move it back after the latency; then [`Pages::arrived`].
     Fetch,
-    /// Nothing: it is on its way.
+    /// Nothing: the page is on its way.
     Patience,
-    /// A wake-up: it came while this fault was being reported.
+    /// A wake-up: the page arrived while this fault was being reported.
     Wake,
 }
 
-/// Where all pages are, within a budget.
+/// The state of all pages, within a budget.
 #[derive(Debug)]
 pub struct Pages {
     places: Vec<Place>,
@@ -67,8 +67,8 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The smallest budget that makes sense. Half of it is never taken from the guest, so that
-    /// what the last few instructions of every vCPU have faulted in is still there.
+    /// The smallest useful budget. Half of it is never taken from the guest, so that the pages of
+    /// the last few instructions of every vCPU are still there.
     pub const BUDGET_MIN: usize = 512;
 
     /// `count` untouched pages, of which `budget` may be in memory.
@@ -86,7 +86,7 @@ impl Pages {
         }
     }
 
-    /// Somebody touched `page` where it is missing.
+    /// A thread has touched `page` where it is missing.
     pub fn touched(&mut self, page: Page) -> Need {
         let place = &mut self.places[page as usize];
         match *place {
@@ -102,7 +102,7 @@ impl Pages {
         }
     }
 
-    /// `page`, which [`touched`](Self::touched) asked for, comes later than at once.
+    /// The source supplies `page`, which [`touched`](Self::touched) asked for, later.
     pub fn delayed(&mut self, page: Page) {
         let place = &mut self.places[page as usize];
         match std::mem::replace(place, Place::Coming) {
@@ -125,8 +125,8 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
-    /// A page to take from the guest; then [`left`](Self::left) or [`refused`](Self::refused).
-    /// Those on their way have their room already, so that it is free when they come.
+    /// A page to take from the guest; then call [`left`](Self::left) or [`refused`](Self::refused).
+    /// Pages on their way are counted already, so that there is room when they arrive.
     pub fn victim(&mut self) -> Option<Page> {
         if self.holds_all() {
             return None;
@@ -137,18 +137,18 @@ impl Pages {
             .flatten()
     }
 
-    /// The guest has lost `page`, and it is in the store.
+    /// `page` was taken from the guest and is in the store.
     pub fn left(&mut self, page: Page) {
         self.places[page as usize] = Place::Probation;
         self.probation.push_back(page);
     }
 
-    /// The kernel would not part with `page` now: it is the youngest again.
+    /// The kernel refused to move `page` now: it is the youngest again.
     pub fn refused(&mut self, page: Page) {
         self.mapped.push_back(page);
     }
 
-    /// Ends the probation of what is too much.
+    /// Ends the probation of pages beyond the budget.
     pub fn settle(&mut self) {
         let excess = self.in_memory().saturating_sub(self.budget);
         let gone = excess.min(self.probation.len());
@@ -157,7 +157,7 @@ impl Pages {
         }
     }
 
-    /// Whether nothing ever has to leave.
+    /// Whether no page ever has to leave.
     fn holds_all(&self) -> bool {
         self.budget >= self.places.len()
     }
@@ -172,7 +172,7 @@ impl Pages {
 mod tests {
     use super::*;
 
-    /// Touches `page` as the source does, its latency over at once.
+    /// Touches `page` as the source does, with its latency over at once.
     fn touch(pages: &mut Pages, page: Page) -> Need {
         let need = pages.touched(page);
         while let Some(victim) = pages.victim() {

@@ -1,14 +1,14 @@
-//! A vCPU's dirty ring as KVM makes it: an array in pages of the vCPU's descriptor.
+//! A vCPU's dirty ring in KVM's format: an array in pages of the vCPU's descriptor.
 //!
 //! ```text
 //! flags of an entry   0 free -> 1 dirty: KVM      1 -> 2 harvested: here      2 -> 0: KVM's reset
 //! ```
-//! When all entries are dirty, KVM may have gone round and written over some: it does not stop
-//! where its ring is full, but warns in the host's log. It means never to get there, by a reserve
-//! of 64 entries (and those of a processor's own log) beyond which a vCPU does not enter the
-//! guest. But each store that it emulates makes an entry, and a string instruction up to a
-//! thousand of them between two looks at the reserve (seen on Linux 6.18, `kvm_pvm`). Where its
-//! next entries are is unknown after that. So such a ring is refused for ever.
+//! When all entries are dirty, KVM may have wrapped around and overwritten some: it does not stop
+//! at a full ring, but warns in the host's log. A reserve of 64 entries (and those of a processor's
+//! own log) is meant to prevent this: beyond it a vCPU does not enter the guest. But each store
+//! that KVM emulates makes an entry, and one string instruction up to a thousand of them between
+//! two checks of the reserve (seen on Linux 6.18, `kvm_pvm`). After that the place of its next
+//! entries is unknown, so such a ring is refused for ever.
 //!
 //! The vCPU's thread writes slot and page before it sets `dirty`, and `reset` reads `harvested`
 //! before it reuses an entry: acquire here, release here.
@@ -33,7 +33,7 @@ const RESET: u32 = 2;
 
 const _: () = assert!(size_of::<kvm_dirty_gfn>() == RingSize::ENTRY_BYTES);
 
-/// The end of whoever harvests.
+/// The harvesting thread's end.
 pub struct Ring {
     entries: NonNull<kvm_dirty_gfn>,
     size: RingSize,
@@ -43,11 +43,11 @@ pub struct Ring {
     harvested: usize,
 }
 
-/// Marks may be lost.
+/// Entries may have been lost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Overflow;
 
-// SAFETY: 1. the mapping belongs to no thread; 2. what is there is touched by atomics only.
+// SAFETY: 1. the mapping belongs to no thread; 2. its content is accessed only by atomics.
 unsafe impl Send for Ring {}
 
 impl Ring {
@@ -77,7 +77,7 @@ impl Ring {
         }
     }
 
-    /// Hands out all pages that KVM has pushed so far, in order, and returns how many.
+    /// Passes all pages that KVM has pushed so far to `each`, in order, and returns their number.
     pub fn harvest(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, Overflow> {
         let first = self.fetch;
         loop {
@@ -85,7 +85,7 @@ impl Ring {
                 return Err(Overflow);
             }
             let (flags, slot, page) = self.entry(self.fetch % self.size.entries());
-            // Free: not pushed yet. Harvested: a whole round ahead.
+            // Not dirty: the entry is free (not pushed yet), or was harvested one round before.
             if flags.load(Ordering::Acquire) != DIRTY {
                 return Ok(self.fetch - first);
             }
@@ -99,7 +99,8 @@ impl Ring {
         }
     }
 
-    /// KVM has reset what was harvested: unless all was, when nothing is known any more.
+    /// KVM has reset the harvested entries, unless the whole ring was harvested: then its state is
+    /// unknown.
     pub fn was_reset(&mut self) {
         if self.harvested < self.size.entries() {
             self.harvested = 0;
@@ -129,7 +130,7 @@ impl Drop for Ring {
     }
 }
 
-/// What a ring takes.
+/// The bytes of a ring.
 pub fn bytes(size: RingSize) -> usize {
     size.entries() * RingSize::ENTRY_BYTES
 }
@@ -138,7 +139,7 @@ pub fn bytes(size: RingSize) -> usize {
 mod tests {
     use super::*;
 
-    /// A ring whose kernel is the test.
+    /// A ring for which the test plays the kernel.
     fn ring() -> Ring {
         let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -156,7 +157,7 @@ mod tests {
         flags.store(DIRTY, Ordering::Release);
     }
 
-    /// As KVM does, up to the first that was not harvested.
+    /// Resets as KVM does, up to the first entry that was not harvested.
     fn reset(ring: &mut Ring, next: &mut usize) -> usize {
         let first = *next;
         loop {

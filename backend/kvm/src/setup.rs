@@ -9,15 +9,15 @@ use lacuna_machine::{Apf, Boot};
 
 /// KVM's features, `KVM_CPUID_FEATURES`.
 const FEATURES: u32 = 0x4000_0001;
-/// The clocks' leaf, as QEMU and other VMMs have it: EAX = TSC kHz, EBX = APIC timer kHz.
+/// The leaf of clock frequencies, as in QEMU and other VMMs: EAX = TSC kHz, EBX = APIC timer kHz.
 const CLOCKS: u32 = 0x4000_0010;
 /// KVM's local APIC counts nanoseconds.
 const APIC_KHZ: u32 = 1_000_000;
 const SIGNATURE: u32 = 0x4000_0000;
 
-/// `KVM_FEATURE_ASYNC_PF` and `KVM_FEATURE_ASYNC_PF_INT`: both are needed for anything at all.
+/// `KVM_FEATURE_ASYNC_PF` and `KVM_FEATURE_ASYNC_PF_INT`; neither is useful alone.
 pub const APF_BITS: u32 = 1 << 4 | 1 << 14;
-/// `KVM_FEATURE_ASYNC_PF_VMEXIT`, of use to nested hypervisors only.
+/// `KVM_FEATURE_ASYNC_PF_VMEXIT`, useful only to nested hypervisors.
 const APF_VMEXIT: u32 = 1 << 10;
 
 /// Leaf 1 ECX.
@@ -25,7 +25,7 @@ const X2APIC: u32 = 1 << 21;
 const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 
-/// What the guest's processors can do, the same for all but for their numbers.
+/// The features of the guest's processors, the same for all except their numbers.
 pub struct Features {
     supported: CpuId,
     tsc_deadline: bool,
@@ -33,7 +33,7 @@ pub struct Features {
 }
 
 impl Features {
-    /// What this host's KVM can do.
+    /// The features of this host's KVM.
     pub fn of(kvm: &Kvm, apf: Apf) -> Result<Self, Error> {
         Ok(Self {
             supported: kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?,
@@ -42,7 +42,7 @@ impl Features {
         })
     }
 
-    /// Whether KVM can tell a guest of pages that are on their way.
+    /// Whether KVM can tell a guest about pages on their way.
     pub fn has_apf(&self) -> bool {
         let leaf = self.supported.as_slice().iter();
         let features = leaf.filter(|e| e.function == FEATURES).map(|e| e.eax);
@@ -77,7 +77,7 @@ impl Features {
         CpuId::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))
     }
 
-    /// Puts a fresh vCPU at the guest's entry point.
+    /// Puts a new vCPU at the guest's entry point.
     pub fn start(&self, vcpu: &VcpuFd, index: usize, boot: &Boot) -> Result<(), Error> {
         let tsc_khz = vcpu.get_tsc_khz()?;
         vcpu.set_cpuid2(&self.cpuid(index as u32, tsc_khz)?)?;
@@ -91,14 +91,14 @@ impl Features {
             rflags: 2,
             ..Default::default()
         })?;
-        // All start at once; KVM has all but the first wait for an INIT.
+        // All vCPUs start at once; by default KVM lets all but the first wait for an INIT.
         vcpu.set_mp_state(kvm_mp_state {
             mp_state: KVM_MP_STATE_RUNNABLE,
         })
     }
 }
 
-/// As [`Boot`] says: 64-bit code at CPL 0, flat segments, the identity map.
+/// As [`Boot`] specifies: 64-bit code at CPL 0, flat segments, the identity map.
 fn long_mode(sregs: &mut kvm_sregs, boot: &Boot) {
     const PE_ET_NE_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 31;
     const PAE: u64 = 1 << 5;
@@ -129,7 +129,7 @@ fn long_mode(sregs: &mut kvm_sregs, boot: &Boot) {
     ] {
         *segment = data;
     }
-    // Never read before the guest loads its own, but hardware insists on one.
+    // Never read before the guest loads its own, but hardware requires one.
     sregs.tr = kvm_segment {
         limit: 0x67,
         type_: BUSY_TSS,

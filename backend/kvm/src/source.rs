@@ -1,4 +1,5 @@
-//! The page source: a thread that hears of missing pages and supplies them after a latency.
+//! The page source: a thread that receives faults of missing pages and supplies them after a
+//! latency.
 //!
 //! ```text
 //! vCPU, KVM's worker, VMM ── touches a missing page ──► userfaultfd ──► source thread
@@ -7,13 +8,13 @@
 //!      │                                                                  │ probation: at once
 //!      └────────────────────────── page in place ◄────────────────────────┴ away: at its deadline
 //! ```
-//! A deadline counts from when the thread hears of the fault, so no page comes early. Any number
-//! are on their way at a time. A page goes away by `UFFDIO_MOVE` into the store and comes back by
-//! another: whoever writes it meanwhile has either written before it left or waits, so nothing can
-//! be lost; KVM hears of it through its MMU notifier.
+//! A deadline counts from the moment the thread receives the fault, so no page arrives early. Any
+//! number of pages may be on their way. A page is evicted by `UFFDIO_MOVE` into the store, and
+//! comes back by another move. A thread that writes it meanwhile has written before the move, or
+//! waits, so no write is lost. KVM is told by its MMU notifier.
 //!
-//! UNSAFETY: pages are registered and moved by address. The addresses are of `Memory`'s two
-//! mappings, which the thread keeps alive, and which everybody touches by atomics only.
+//! UNSAFETY: pages are registered and moved by address. The addresses are those of `Memory`'s two
+//! mappings, which the thread keeps alive, and which all code accesses only by atomics.
 
 use crate::dirty::Delivery;
 use crate::kick::VcpuKicks;
@@ -32,21 +33,21 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How the source behaves.
+/// The configuration of a source.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
-    /// How much may be in memory, at least 2 MiB.
+    /// How much may be resident, at least 2 MiB.
     pub resident: PageCount,
-    /// How long a page that is away takes to come.
+    /// How long a page takes to arrive that is not resident.
     pub latency: LatencySetting,
-    /// And one that was never touched.
+    /// The same for a page that was never touched.
     pub first_touch: FirstTouch,
 }
 
-/// What a source has done.
+/// Counters of a source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SourceStats {
-    /// Faults heard of. Several waiters of one page may count as one or as several.
+    /// Faults received. Several threads that wait for one page may count as one or as several.
     pub faults: u64,
     /// Of all pages supplied, those that had never been touched.
     pub first_touches: u64,
@@ -54,12 +55,12 @@ pub struct SourceStats {
     pub fetched: u64,
     /// Pages given back at once, while on probation.
     pub reprieved: u64,
-    /// Pages taken from the guest.
+    /// Pages evicted.
     pub evicted: u64,
-    /// Pages that Linux would not part with when asked.
+    /// Pages that Linux refused to move.
     pub refused: u64,
-    /// Sum over the delayed pages of the time from hearing of the fault to the page's being in
-    /// place, nanoseconds.
+    /// Sum over the delayed pages of the time from the receipt of the fault until the page was in
+    /// place, in nanoseconds.
     pub delay_ns: u64,
 }
 
@@ -97,15 +98,15 @@ pub struct Source {
     shared: Arc<Shared>,
     doorbell: OwnedFd,
     thread: Option<JoinHandle<()>>,
-    /// The thread's, with which it goes.
+    /// The thread's descriptor, which is closed when the thread ends.
     uffd: Weak<Userfaultfd>,
 }
 
 impl Source {
-    /// A descriptor to start with: one that also notes writes, where the page map is to tell them.
+    /// Opens a descriptor. With the page map, it also records writes.
     ///
     /// # Errors
-    /// Of userfaultfd; the text says what was tried.
+    /// Those of userfaultfd; the text says what was tried.
     pub fn open(delivery: Delivery) -> Result<Userfaultfd, (&'static str, Errno)> {
         match delivery {
             Delivery::Pagemap => Userfaultfd::open_tracking()
@@ -114,10 +115,10 @@ impl Source {
         }
     }
 
-    /// Starts supplying `memory`. When a page cannot be supplied, `kicks` end the run.
+    /// Starts to supply `memory`. If a page cannot be supplied, `kicks` end the run.
     ///
     /// # Errors
-    /// Of userfaultfd; the text says which step.
+    /// Those of userfaultfd; the text says which step.
     pub fn start(
         uffd: Userfaultfd,
         memory: Arc<Memory>,
@@ -161,7 +162,7 @@ impl Source {
         })
     }
 
-    /// What it has done so far.
+    /// Its counters so far.
     pub fn stats(&self) -> SourceStats {
         let c = &self.shared.counters;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -176,8 +177,8 @@ impl Source {
         }
     }
 
-    /// Lets the pages of `range` be written without their being noted. Nothing to do once the
-    /// descriptor is gone, and its marks with it.
+    /// Lets the pages of `range` be written without a record. If the descriptor is closed there is
+    /// nothing to do, because its marks are gone too.
     ///
     /// # Errors
     /// As [`Userfaultfd::unprotect`].
@@ -186,14 +187,14 @@ impl Source {
         uffd.map_or(Ok(()), |uffd| uffd.unprotect(range))
     }
 
-    /// Why a page could not be supplied, once that happened.
+    /// Why a page could not be supplied, if that has happened.
     pub fn failure(&self) -> Option<String> {
         let failure = self.shared.failure.lock();
         failure.expect("no panic under this lock").clone()
     }
 
-    /// Wakes the thread, to see that the VM has stopped: pages then come without latency, so that
-    /// the VM's end does not wait for KVM's workers.
+    /// Wakes the thread, so that it sees that the VM has stopped. Pages then arrive without
+    /// latency, so the end of the VM does not wait for KVM's workers.
     pub fn wake(&self) {
         let rung = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
         debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
@@ -216,36 +217,36 @@ impl Drop for Source {
 struct Owed {
     at: Instant,
     page: Page,
-    /// When its fault was heard of.
+    /// When its fault was received.
     heard: Instant,
     why: Delay,
 }
 
-/// Why a page comes later than its fault.
+/// Why a page arrives later than its fault.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Delay {
     /// The latency.
     Latency,
-    /// Linux could not put it in place when it was due.
+    /// Linux could not put it in place at its deadline.
     Busy,
 }
 
-/// After Linux could not put a page in place.
+/// The delay after Linux could not put a page in place.
 const RETRY: Duration = Duration::from_millis(1);
-/// How long Linux may be short of memory for every page that is tried.
+/// How long Linux may lack memory for every page that is tried.
 const SHORTAGE_MAX: Duration = Duration::from_secs(10);
-/// How long KVM's workers are kept waiting for a busy page once the run is over.
+/// How long KVM's workers wait for a busy page after the run has ended.
 const END_MAX: Duration = Duration::from_secs(1);
-/// How many pages that Linux would not part with are passed over at a time.
+/// How many pages that Linux refuses to move are skipped at a time.
 const REFUSALS_MAX: usize = 8;
 
-/// How the supply of a page ended.
+/// The result of an attempt to supply a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 enum Supply {
     /// The page is in place, or the source has failed.
     Done,
-    /// Not now.
+    /// Not possible now.
     Later,
 }
 
@@ -260,9 +261,9 @@ struct Worker {
     doorbell: OwnedFd,
     pages: Pages,
     due: BinaryHeap<Reverse<Owed>>,
-    /// Since when Linux has been short of memory.
+    /// Since when Linux has lacked memory.
     short_since: Option<Instant>,
-    /// Since when the run is over.
+    /// Since when the run has ended.
     over_since: Option<Instant>,
 }
 
@@ -270,8 +271,8 @@ impl Worker {
     fn run(&mut self) {
         stand_out();
         let mut faults = Vec::new();
-        // A failure ends it too: with this thread goes the descriptor, and with that everybody's
-        // wait for a page that will not come.
+        // A failure also ends the loop. The thread closes the descriptor, so no other thread waits
+        // any longer for a page that will not arrive.
         while !self.shared.quit.load(Ordering::Acquire) && !self.shared.has_failed() {
             self.wait();
             self.supply_due();
@@ -288,7 +289,7 @@ impl Worker {
         }
     }
 
-    /// Until there is something to do.
+    /// Waits until there is something to do.
     fn wait(&mut self) {
         let now = Instant::now();
         let timeout = self.due.peek().map(|Reverse(owed)| {
@@ -302,9 +303,9 @@ impl Worker {
             PollFd::new(&self.uffd, PollFlags::IN),
             PollFd::new(&self.doorbell, PollFlags::IN),
         ];
-        // Interrupted or not: the caller looks at everything there is to look at.
+        // Interrupted or not: the caller checks everything.
         let _ = poll(&mut fds, timeout.as_ref());
-        // Nothing to read is no matter either.
+        // It is not an error if there is nothing to read.
         let _ = rustix::io::read(&self.doorbell, &mut [0; 8]);
     }
 
@@ -333,7 +334,7 @@ impl Worker {
     fn touched(&mut self, fault: Fault, now: Instant) {
         count(&self.shared.counters.faults, 1);
         let Some(page) = self.memory.guest.index(fault.page) else {
-            // The store, which only this process could touch, and does not.
+            // A fault in the store: only this process can access it, and does not.
             return self.fail(format!("page fault at {:?}", fault.page));
         };
         match self.pages.touched(page) {
@@ -371,9 +372,9 @@ impl Worker {
 
     /// Puts `page` in place with its content: zeros if the store has none.
     ///
-    /// A page that is pinned (`BUSY`) and a race (`AGAIN`) are for others to end, who may take as
-    /// long as they like while the guest runs; other pages come meanwhile. A lack of memory may be
-    /// for good.
+    /// A page that is pinned (`BUSY`), or a race (`AGAIN`), ends when other code lets go, which may
+    /// take any time while the guest runs; other pages arrive meanwhile. A lack of memory may last
+    /// for ever.
     fn supply(&mut self, page: Page) -> Supply {
         let errno = match self.place(page) {
             Ok(()) => {
@@ -416,7 +417,7 @@ impl Worker {
         }
     }
 
-    /// Takes pages from the guest until it is within its budget, those on their way included.
+    /// Evicts pages until the guest is within its budget, including pages on their way.
     fn make_room(&mut self) {
         let mut refusals = 0;
         while let Some(page) = self.pages.victim() {
@@ -427,7 +428,7 @@ impl Worker {
                     self.pages.left(page);
                     count(&self.shared.counters.evicted, 1);
                 }
-                // Somebody has it pinned, or is about to change it.
+                // The page is pinned, or is being changed.
                 Err(Errno::BUSY | Errno::AGAIN | Errno::NOMEM) => {
                     self.pages.refused(page);
                     count(&self.shared.counters.refused, 1);
@@ -445,7 +446,7 @@ impl Worker {
         self.pages.settle();
     }
 
-    /// The guest cannot go on without a page. The vCPUs come back, and say why.
+    /// The guest cannot continue without a page. The vCPUs return, and report why.
     fn fail(&self, cause: String) {
         let failure = self.shared.failure.lock();
         failure
@@ -455,8 +456,8 @@ impl Worker {
     }
 }
 
-/// The calling thread plays a device or another host, which do not wait for a turn on this host's
-/// processors: it runs as soon as it can, where that is allowed, and its timers are exact.
+/// The calling thread acts as a device or another host, which do not wait for this host's
+/// processors. So it runs with real-time priority if that is permitted, and its timers are exact.
 fn stand_out() {
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     let parameters = libc::sched_param { sched_priority: 1 };
@@ -509,8 +510,8 @@ mod tests {
         u64::from_ne_bytes(word)
     }
 
-    /// Pins the page that the store has of `page`, as a device does that reads from it: Linux does
-    /// not move it then.
+    /// Pins the page that the store has of `page`, like a device that reads from it: Linux does not
+    /// move it then.
     fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
         let ring = match IoUring::new(1) {
             Ok(ring) => ring,
@@ -528,7 +529,8 @@ mod tests {
         Some(ring)
     }
 
-    /// A page that cannot be moved for a while is waited for, and keeps no other from coming.
+    /// A page that cannot be moved for a while is waited for, and does not keep others from
+    /// arriving.
     #[test]
     fn a_busy_page_is_waited_for() {
         let Some((source, memory, _bells)) = source() else {
@@ -538,7 +540,7 @@ mod tests {
         let (tell, told) = mpsc::channel();
         let reader = Arc::clone(&memory);
         let waits = thread::spawn(move || tell.send(read(&reader, 0)).unwrap());
-        // Longer than whoever counts tries would wait.
+        // Longer than a source that counted its tries would wait.
         thread::sleep(Duration::from_millis(2500));
         assert_eq!(source.failure(), None);
         assert_eq!(read(&memory, 1), 2, "others come meanwhile");

@@ -1,8 +1,8 @@
-//! One vCPU: `KVM_RUN` and what its exits mean.
+//! One vCPU: `KVM_RUN` and its exits.
 //!
 //! UNSAFETY: data of a port or device access is in the vCPU's shared page, and is answered there
-//! after the borrow of that page has ended. The page is mapped as long as the vCPU exists, and KVM
-//! looks at it only inside `KVM_RUN`, which is entered when nothing is left to answer.
+//! after the borrow of that page has ended. The page is mapped as long as the vCPU exists. KVM
+//! reads it only inside `KVM_RUN`, which is entered when all accesses are answered.
 
 use crate::Vm;
 use kvm_bindings::{
@@ -16,7 +16,8 @@ use std::sync::Arc;
 
 /// One virtual processor of the KVM backend.
 pub struct Vcpu {
-    /// Before `vm`: KVM is done with the guest's memory when the last of its descriptors closes.
+    /// Before `vm`: KVM no longer uses the guest's memory when the last of its descriptors is
+    /// closed.
     fd: VcpuFd,
     vm: Arc<Vm>,
     index: usize,
@@ -27,7 +28,7 @@ pub struct Vcpu {
 // with `fd` and belongs to no thread.
 unsafe impl Send for Vcpu {}
 
-/// Accesses that KVM has handed over at once: a string instruction makes many.
+/// Accesses that KVM reports at once: a string instruction makes many.
 struct Io {
     direction: Direction,
     width: Width,
@@ -59,8 +60,8 @@ impl Vcpu {
         }
     }
 
-    /// The next access of those that KVM handed over. One that reads is answered by
-    /// `complete_read`; one that writes is done.
+    /// The next access that KVM has reported. A read is answered by `complete_read`; a write is
+    /// done.
     fn next_access(&mut self) -> Option<Exit> {
         let io = self.io.as_mut().filter(|io| io.left > 0)?;
         let width = io.width;
@@ -71,7 +72,7 @@ impl Vcpu {
                 let mut value = [0; 8];
                 let size = width as usize;
                 // SAFETY: 1. `left` accesses of `width` bytes lie at `data`, in the shared page.
-                // 2. The vCPU is not in `KVM_RUN`, so nobody writes it.
+                // 2. The vCPU is not in `KVM_RUN`, so the kernel does not write it.
                 unsafe { io.data.copy_to(NonNull::from(&mut value).cast(), size) };
                 io.advance();
                 let value = u64::from_le_bytes(value);
@@ -210,7 +211,7 @@ impl lacuna_machine::Vcpu for Vcpu {
         };
         let bytes = value.to_le_bytes();
         // SAFETY: 1. `left` accesses of `width` bytes lie at `data`, in the shared page. 2. The
-        // vCPU is not in `KVM_RUN`, so nobody reads it.
+        // vCPU is not in `KVM_RUN`, so the kernel does not read it.
         unsafe {
             io.data
                 .copy_from(NonNull::from(&bytes).cast(), io.width as usize)

@@ -1,7 +1,8 @@
 //! One VM on `/dev/kvm`: descriptors, memory, page source.
 //!
-//! UNSAFETY: memory slots tell KVM addresses of this process. They are the guest's mapping, which
-//! outlives the VM's descriptors: fields are dropped in the order in which they stand.
+//! UNSAFETY: memory slots give addresses of this process to KVM. They are those of the guest's
+//! mapping, which outlives the VM's descriptors: fields are dropped in the order of their
+//! declaration.
 
 use crate::available::open;
 use crate::dirty::{Delivery, Dirty};
@@ -22,18 +23,18 @@ use lacuna_machine::{Apf, Boot, GuestMemory, Image, Kick, MemoryError};
 use lacuna_slots::{RingSize, SlotId};
 use std::sync::Arc;
 
-/// What a VM has.
+/// The configuration of a VM.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
-    /// The memory that the guest believes it has.
+    /// The memory that the guest sees.
     pub memory: PageCount,
-    /// Its processors.
+    /// The number of its processors.
     pub vcpus: usize,
     /// Whether it is offered asynchronous page faults.
     pub apf: Apf,
     /// Where its pages come from.
     pub source: SourceConfig,
-    /// How its writes are noticed, once somebody asks.
+    /// How its writes are recorded while a slot logs.
     pub delivery: Delivery,
 }
 
@@ -50,14 +51,14 @@ pub struct Vm {
     pub(crate) kicks: Arc<VcpuKicks>,
 }
 
-/// Where hardware without unrestricted guests keeps three pages for itself: in the hole below 4
-/// GiB, where firmware would be.
+/// The address at which hardware without unrestricted guests keeps three pages for itself: in the
+/// hole below 4 GiB, where firmware would be.
 const TSS_ADDRESS: usize = 0xfffb_d000;
-/// As many as `lacuna_soft` takes.
+/// The same limit as in `lacuna_soft`.
 const VCPUS_MAX: usize = 64;
 
 impl Vm {
-    /// A VM without content.
+    /// A VM without an image.
     ///
     /// # Errors
     /// What this machine or its KVM lacks.
@@ -142,12 +143,12 @@ impl Vm {
         Ok(())
     }
 
-    /// What its page source has done.
+    /// The counters of its page source.
     pub fn source_stats(&self) -> SourceStats {
         self.source.stats()
     }
 
-    /// Why the guest cannot go on without a page, once that is so.
+    /// Why the guest cannot continue without a page, if that is so.
     pub(crate) fn source_failure(&self) -> Option<String> {
         self.source.failure()
     }
@@ -170,7 +171,7 @@ fn make(kvm: &Kvm, memory: &Memory) -> Result<VmFd, KvmError> {
     Ok(fd)
 }
 
-/// A memory slot as KVM is told of it.
+/// A memory slot in KVM's format.
 pub(crate) fn region(
     id: SlotId,
     gpa: Gpa,
@@ -186,8 +187,8 @@ pub(crate) fn region(
     }
 }
 
-/// Gives every vCPU that is made from now on a ring. The older of the two capabilities is the same
-/// on a host whose stores are seen in their order, as x86's are.
+/// Gives a ring to every vCPU that is made from now on. On a host whose stores are seen in order,
+/// as on x86, the older of the two capabilities is equivalent.
 fn use_rings(fd: &VmFd, size: RingSize) -> Result<(), KvmError> {
     let caps = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
     let most = |cap: u32| usize::try_from(fd.check_extension_raw(cap.into())).unwrap_or(0);
@@ -217,7 +218,7 @@ impl Kick for Vm {
 }
 
 impl Drop for Vm {
-    /// KVM waits for its workers, and they for pages.
+    /// KVM waits for its workers, and they wait for pages.
     fn drop(&mut self) {
         self.kicks.stop();
         self.source.wake();
