@@ -1,4 +1,4 @@
-//! The guest as its asynchronous page faults see it: registers, events, two words of memory.
+//! The guest of the async-fault queue: registers, events, and two words of its memory.
 
 use crate::entry::{Absent, Entry};
 use lacuna_addr::{Access, Gfn, Gpa};
@@ -52,14 +52,14 @@ impl x86::Guest for Entry {
 
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
         let store = |page: HostPage| {
-            // Decoded instructions lie there: the way that tells every vCPU, below.
+            // Decoded instructions are in this page: the write below tells every vCPU.
             (!page.is_write_tracked()).then(|| page.store_u32(at.offset(), value))
         };
         match self.with_page(at.gfn(), Access::Write, store) {
             Ok(Some(())) => Ok(()),
             Err(Absent::NoMemory) => Err(Unwritable),
             Ok(None) | Err(Absent::Pending(_) | Absent::Busy) => {
-                // As in KVM, the vCPU waits for this one.
+                // As in KVM, the vCPU waits for this page.
                 let (mmu, vcpu_mmu) = (&self.vm.mmu, self.bus.vcpu_mmu());
                 let written = self.vm.write_past(
                     at,
@@ -82,7 +82,7 @@ impl x86::Guest for Entry {
 }
 
 impl Entry {
-    /// No memory is the guest's affair; a page that cannot be had ends the run.
+    /// Missing guest memory is the guest's fault; a page that cannot be brought in ends the run.
     fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
         if let Err(MemoryError::Backing { gpa, cause } | MemoryError::Refused { gpa, cause }) =
             &result

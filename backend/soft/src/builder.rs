@@ -1,4 +1,4 @@
-//! From a description of a run to its end: what `lacuna run`, the lab and the tests have in common.
+//! From the description of a run to its end: used by `lacuna run`, the lab and the tests.
 
 use crate::{
     SimulatedVm, Simulator, SimulatorConfig, SoftError, Stalls, Trace, Vcpu, Vm, VmConfig,
@@ -17,7 +17,7 @@ use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Where pages go that have no frame.
+/// The place of pages without a frame.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Swap {
     /// An unlinked file in this folder.
@@ -26,34 +26,35 @@ pub enum Swap {
     Memory,
 }
 
-/// A run.
+/// The description of a run.
 #[derive(Clone, Debug)]
 pub struct VmBuilder {
-    /// The memory that the guest believes it has.
+    /// The memory that the guest sees.
     pub memory: PageCount,
-    /// The frames it gets.
+    /// The frames that it gets.
     pub resident: PageCount,
-    /// Its processors.
+    /// The number of its processors.
     pub vcpus: usize,
     /// Where its pages are made 512 at a time.
     pub huge: HugePages,
-    /// Where the rest goes.
+    /// The place of its other pages.
     pub swap: Swap,
     /// Added to every swap transfer.
     pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
-    /// One thread, virtual time, bit-exact; `None` for threads and real time.
+    /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
+    /// threads and real time.
     pub seed: Option<u64>,
     /// For the guest kernel; `smp=` and `ap=` are added.
     pub command_line: String,
 }
 
-/// How a run went.
+/// The result of a run.
 pub struct RunSummary {
     /// Why it ended.
     pub ending: Ending,
-    /// The host's counters at the end, the VM still there.
+    /// The host's counters at the end, while the VM still exists.
     pub host: HostStats,
     /// Each vCPU's stalls.
     pub stalls: Vec<Stalls>,
@@ -65,11 +66,11 @@ pub struct RunSummary {
     pub end: Nanos,
     /// The guest's status page, if it announced one.
     pub status: Option<Vec<u8>>,
-    /// Of a seeded run.
+    /// The trace of a seeded run.
     pub trace: Option<Trace>,
 }
 
-/// A swap transfer's virtual time without added latency: about the plain file's here.
+/// The virtual time of a swap transfer without added latency: about that of a plain file.
 const VIRTUAL_IO_NS: u64 = 50_000;
 
 impl VmBuilder {
@@ -82,7 +83,7 @@ impl VmBuilder {
                 latency_ns: VIRTUAL_IO_NS..2 * VIRTUAL_IO_NS,
             },
         };
-        // Twice the memory: runs of free places for clusters stay easy to find.
+        // Twice the memory, so that runs of free places for clusters are easy to find.
         let capacity = PageCount::new(2 * self.memory.get());
         let swap = match &self.swap {
             Swap::File(dir) => self.delayed(FileStore::create(dir, capacity)?),
@@ -111,7 +112,7 @@ impl VmBuilder {
     /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
     ///
     /// # Errors
-    /// What keeps the run from starting. A run that started has an [`Ending`].
+    /// The reason why the run cannot start. A run that has started has an [`Ending`].
     pub fn run(
         &self,
         image: &Image<'_>,
@@ -123,7 +124,7 @@ impl VmBuilder {
         Ok(RunSummary::of(end, trace))
     }
 
-    /// As [`VmBuilder::run`], with devices of the caller's.
+    /// As [`VmBuilder::run`], with the caller's devices.
     pub(crate) fn run_with(
         &self,
         image: &Image<'_>,
@@ -171,8 +172,9 @@ impl VmBuilder {
         Ok((Vm::new(host, clock, self.config())?, time))
     }
 
-    /// Refuses sizes that no host can run, before memory and files are taken for them. The budget
-    /// is compared with what all vCPUs need: each asks for its own part only when it is made.
+    /// Refuses sizes that no host can run, before memory and files are allocated for them. The
+    /// budget is compared with the need of all vCPUs, because each asks for its part only when it
+    /// is made.
     fn check(&self) -> Result<(), SoftError> {
         Layout::new(self.memory)?;
         let minimum = Host::minimum_budget(self.vcpus);
@@ -196,11 +198,11 @@ impl VmBuilder {
     }
 }
 
-/// Which clock a run has.
+/// The clock of a run.
 pub(crate) enum Time {
-    /// The host's, and threads.
+    /// The host's clock, and threads.
     Real(Arc<dyn Clock>),
-    /// The simulator's.
+    /// The simulator's clock.
     Virtual {
         /// Its clock.
         clock: Arc<VirtualClock>,

@@ -1,4 +1,4 @@
-//! A vCPU's view of memory: stage-2 walk, and the fault path when the walk fails.
+//! A vCPU's access to memory: the stage-2 walk, and the fault path if the walk fails.
 
 use crate::Vm;
 use lacuna_addr::{Access, Gfn, Gpa, Level};
@@ -25,9 +25,9 @@ pub(crate) enum Blocked {
     Busy,
     /// Its ring of dirty pages to be emptied.
     RingFull,
-    /// Nothing: the content of this page is gone.
+    /// Nothing: the content of this page is lost.
     Lost(Gpa, String),
-    /// Nothing: no table page is left.
+    /// Nothing: no table page is free.
     NoTables(String),
 }
 
@@ -54,19 +54,20 @@ impl SoftBus {
         &mut self.vcpu_mmu
     }
 
-    /// The vCPU leaves guest code: what it has logged is marked before it is offline, for who
-    /// harvests waits for that.
+    /// The vCPU leaves guest code: marks the pages in its log before it counts as offline. The
+    /// harvesting thread waits for this flush.
     #[inline]
     pub(crate) fn leave(&mut self) {
         self.vm.mmu.flush_log(&mut self.vcpu_mmu);
     }
 
-    /// [`Bus::page`], also with a full ring, which has a reserve: for the few pages that the vCPU
-    /// touches outside guest code.
+    /// As [`Bus::page`], but works with a full ring, because rings have a reserve: for the few
+    /// pages that the vCPU accesses outside guest code.
     #[inline]
     pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         let vm = &self.vm;
-        // Before the walk: whoever unmaps what it finds must know whom to ask.
+        // Before the walk: a thread that unmaps what the walk finds must know that this vCPU may
+        // hold it.
         vm.qsbr().vcpu(self.index).note(gfn.block());
         if let Walk::Hit(hit) = vm.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
@@ -79,7 +80,7 @@ impl SoftBus {
         self.fault(gfn, access)
     }
 
-    /// Out of line: in `page_now` each walk that hits would pay for its stack frame.
+    /// Out of line: inside `page_now` its stack frame would cost each walk that hits.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.vm.mmu.fault(&mut self.vcpu_mmu, gfn, access) {
@@ -94,8 +95,8 @@ impl SoftBus {
         Stop::Wait
     }
 
-    // Always inlined: as a call it returns its page in pieces through memory, and the caller that
-    // reads them as a whole waits 12 ns for the stores.
+    // Always inlined: a call would return the page through memory in pieces, and the caller, which
+    // reads it as a whole, would wait 12 ns for the stores.
     #[inline(always)]
     #[allow(
         unsafe_code,
@@ -109,21 +110,21 @@ impl SoftBus {
         } = page;
         let base = self.vm.host.frame(pfn).as_non_null();
         let tracked = self.vm.code.is_write_tracked(gfn);
-        // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable for as
-        // long as the host lives, which the VM holds. That it stays *this page's* frame until the
-        // next quiescent point: the leaf that named it was read, or installed, while this vCPU was
-        // online; whoever unmaps it requests a grace period afterwards and waits for this vCPU
-        // before frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and their like).
-        // Everyone who touches frames of mapped pages uses atomics (`lacuna_host`'s contract for
-        // `frame`).
+        // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable as long
+        // as the host lives, which the VM holds. It stays *this page's* frame until the next
+        // quiescent point: the leaf that named it was read, or installed, while this vCPU was
+        // online. Code that unmaps it requests a grace period afterwards and waits for this vCPU
+        // before the frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and similar
+        // calls). All code that accesses frames of mapped pages uses atomics (`lacuna_host`'s
+        // contract for `frame`).
         let page = unsafe { HostPage::new(base, writable, tracked) };
         if level == Level::L4K || self.vm.code.is_block_write_tracked(gfn) {
             return page;
         }
-        // SAFETY: a leaf of 2 MiB (or more) maps the block around `gfn` to as many frames in a row,
-        // all with its rights, and it is unmapped, split and write-tracked by the same rules as a
-        // page: a new tracked page shoots down what is in TLBs before it counts on it. Nothing in
-        // it is write-tracked.
+        // SAFETY: a leaf of 2 MiB (or more) maps the block around `gfn` to as many consecutive
+        // frames, all with its rights. It is unmapped, split and write-tracked by the same rules as
+        // a page: before a newly tracked page is relied on, all TLB entries for it are shot down.
+        // No page of it is write-tracked.
         unsafe { page.of_block() }
     }
 
@@ -150,7 +151,7 @@ impl SoftBus {
     }
 }
 
-// SAFETY: see `host_page`. Frames are handed out only while the vCPU is online (`Vcpu::step` brings
+// SAFETY: see `host_page`. Frames are given out only while the vCPU is online (`Vcpu::step` brings
 // it online around every entry of the processor), and the processor's TLB is flushed before it
 // comes online again after any grace period.
 #[allow(unsafe_code, reason = "the vCPU's guest-memory fast path")]
@@ -170,8 +171,8 @@ unsafe impl Bus for SoftBus {
         }
         vm.code.track(gfn);
         vm.mmu.flush_log(&mut self.vcpu_mmu);
-        // Some vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that
-        // track pages at the same time must not wait for each other.
+        // Any vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that track
+        // pages at the same time must not wait for each other.
         let qsbr = vm.qsbr();
         let grace = qsbr.request();
         qsbr.offline(self.index);

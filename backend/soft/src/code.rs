@@ -1,4 +1,4 @@
-//! Which guest pages hold instructions that some vCPU has decoded.
+//! The guest pages that hold instructions which some vCPU has decoded.
 //!
 //! ```text
 //! decode:  settled? then read the bytes. Otherwise track(gfn), shoot down every TLB, so that no
@@ -16,10 +16,10 @@ use lacuna_sync::{Qsbr, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 
-/// An inbox longer than this means "everything".
+/// An inbox longer than this is replaced by "all".
 const INBOX_MAX: usize = 64;
 
-/// What a vCPU has to drop.
+/// What a vCPU must drop.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Stale {
     /// Decoded instructions of these pages.
@@ -36,12 +36,12 @@ pub(crate) struct CodeMap {
 }
 
 impl CodeMap {
-    /// Whether there is room for two bitmaps of so many frames.
+    /// Whether there is room for two bitmaps of this number of frames.
     pub(crate) fn check_room(frames: u64) -> Result<(), NoRoom> {
         room_for::<AtomicU64>(2 * frames.div_ceil(64))
     }
 
-    /// For so many vCPUs, and memory that at first lies below frame `boot`.
+    /// A map for this number of vCPUs, and for boot memory below frame `boot`.
     pub(crate) fn new(boot: u64, vcpus: usize) -> Self {
         let inbox = || Mutex::new(Stale::Pages(Vec::with_capacity(INBOX_MAX)));
         Self {
@@ -63,17 +63,18 @@ impl CodeMap {
         self.tracked.meets_block(gfn)
     }
 
-    /// Whether it may be decoded: every writer takes the slow path.
+    /// Whether `gfn` may be decoded, because every writer takes the slow path.
     pub(crate) fn is_settled(&self, gfn: Gfn) -> bool {
         self.settled.contains(gfn)
     }
 
-    /// From here on no TLB takes `gfn` as writable; those that have it must be shot down next.
+    /// From now on no TLB gets `gfn` as writable. The caller must shoot down the TLBs that have it
+    /// next.
     pub(crate) fn track(&self, gfn: Gfn) {
         self.tracked.insert(gfn);
     }
 
-    /// They have been.
+    /// The TLBs were shot down.
     pub(crate) fn settle(&self, gfn: Gfn) {
         self.settled.insert(gfn);
     }
@@ -102,7 +103,7 @@ impl CodeMap {
         }
     }
 
-    /// Memory slots have moved: every vCPU drops everything.
+    /// Memory slots have changed: every vCPU drops all decoded instructions.
     pub(crate) fn forget_all(&self, qsbr: &Qsbr) {
         for (index, inbox) in self.inboxes.iter().enumerate() {
             *inbox.lock().expect("no panic under this lock") = Stale::All;

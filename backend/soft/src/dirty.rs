@@ -1,4 +1,4 @@
-//! Which pages the guest writes: what `lacuna_mmu` does, for a VM with vCPUs.
+//! Dirty tracking of a VM: the calls of `lacuna_mmu`, together with the vCPUs.
 //!
 //! ```text
 //! set_delivery    before boot: bitmaps, or a ring for each vCPU
@@ -7,8 +7,8 @@
 //! get_dirty, or collect_rings + reset_rings; copy what they name; again and again
 //! set_logging     off
 //! ```
-//! A vCPU flushes its log whenever it leaves guest code, before it counts as offline; so whoever
-//! harvests only has to ask all vCPUs to leave once. None of these calls is for a vCPU's thread.
+//! A vCPU flushes its log whenever it leaves guest code, before it counts as offline. So a harvest
+//! only has to make all vCPUs leave once. No vCPU's thread may make these calls.
 
 use crate::Vm;
 use lacuna_machine::{DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog};
@@ -16,7 +16,7 @@ use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
 use lacuna_slots::SlotId;
 
 impl Vm {
-    /// Where marks go, before [`Vm::boot`]: bitmaps, unless this is called.
+    /// Sets where writes are recorded, before [`Vm::boot`]. The default is bitmaps.
     ///
     /// # Errors
     /// [`DirtyError::TooLate`].
@@ -24,7 +24,7 @@ impl Vm {
         self.mmu.set_delivery(delivery)
     }
 
-    /// From here on, how writes are noticed, in slots that log already too.
+    /// Sets how writes are detected from now on, also in slots that log already.
     pub fn set_detection(&self, detection: Detection) {
         self.mmu.set_detection(detection);
     }
@@ -35,8 +35,8 @@ impl Vm {
         slots.iter().map(|slot| slot.id).collect()
     }
 
-    /// Whether a slot logs. A vCPU that has left because its ring was full stays out, also when
-    /// nothing logs any more, until somebody collects and resets.
+    /// Turns the log of a slot on or off. A vCPU that has left because its ring was full stays out,
+    /// even if no slot logs any more, until the rings are reaped and reset.
     ///
     /// # Errors
     /// As [`lacuna_mmu::Mmu::set_logging`].
@@ -52,7 +52,7 @@ impl Vm {
         self.mmu.get_dirty(id, out)
     }
 
-    /// Copies a slot's dirty bits into `out`, and leaves them.
+    /// Copies a slot's dirty bits into `out`, and does not change them.
     ///
     /// # Errors
     /// As [`lacuna_mmu::Mmu::get_dirty`].
@@ -60,8 +60,8 @@ impl Vm {
         self.mmu.peek_dirty(id, out)
     }
 
-    /// Clears those dirty bits of `pages` pages from `first_page` on that `mask` names; in `mask`
-    /// remain those that were set.
+    /// Of `pages` pages from `first_page` on, clears the dirty bits that `mask` names. Leaves in
+    /// `mask` those that were set.
     ///
     /// # Errors
     /// As [`lacuna_mmu::Mmu::clear_dirty`].
@@ -75,19 +75,19 @@ impl Vm {
         self.mmu.clear_dirty(id, first_page, pages, mask)
     }
 
-    /// Hands out the pages in all vCPUs' rings, and returns how many. Copy them after
+    /// Passes the pages in all vCPUs' rings to `each`, and returns their number. Copy them after
     /// [`Vm::reset_rings`], never before.
     pub fn collect_rings(&self, each: impl FnMut(SlotId, usize)) -> usize {
         self.mmu.collect_rings(each)
     }
 
-    /// Frees the entries that were collected, how many those were: vCPUs that have left with
+    /// Frees the entries that were reaped; returns their number. vCPUs that have left with
     /// [`Exit::DirtyRingFull`](lacuna_machine::Exit::DirtyRingFull) may be entered again.
     pub fn reset_rings(&self) -> usize {
         self.mmu.reset_rings()
     }
 
-    /// What it has cost each vCPU.
+    /// The cost of dirty tracking for each vCPU.
     pub fn dirty_stats(&self) -> Vec<DirtyStats> {
         self.mmu.dirty_stats()
     }

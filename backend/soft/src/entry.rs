@@ -1,4 +1,4 @@
-//! Entering a processor: between two quiescent points, with a TLB that holds nothing stale.
+//! Enters a processor between two quiescent points, with a TLB that has no stale entry.
 
 use crate::bus::{Blocked, SoftBus};
 use crate::code::Stale;
@@ -17,14 +17,15 @@ pub(crate) struct Entry {
     pub(crate) index: usize,
     pub(crate) cpu: Cpu,
     pub(crate) bus: SoftBus,
-    /// Why the guest's own words could not be read or written, though there is memory.
+    /// Why the words that the guest shares with the host could not be accessed, although it has
+    /// memory there.
     pub(crate) failed: Option<VcpuError>,
-    /// When the TLB was last known to hold nothing stale.
+    /// The grace period at which the TLB was last known to have no stale entry.
     flushed: GracePeriod,
 }
 
-/// A vCPU that is online; offline again on drop, also when it panics: shoot-downs must not wait for
-/// a thread that is gone.
+/// A vCPU that is online. Drop brings it offline, also after a panic: shoot-downs must not wait for
+/// a thread that has ended.
 struct Online<'a> {
     qsbr: &'a Qsbr,
     index: usize,
@@ -36,13 +37,13 @@ impl Drop for Online<'_> {
     }
 }
 
-/// Why a page cannot be had at once.
+/// Why a page is not available at once.
 pub(crate) enum Absent {
-    /// There is none, or none that may be written.
+    /// There is no memory, or none that may be written.
     NoMemory,
-    /// It is on its way once somebody starts it.
+    /// The page is on its way once a thread starts the ticket.
     Pending(Ticket),
-    /// Something else is in the way, for a moment.
+    /// Another operation is in the way, for a moment.
     Busy,
 }
 
@@ -58,7 +59,7 @@ impl Entry {
         })
     }
 
-    /// Does what others have requested of this vCPU.
+    /// Handles the requests of other threads to this vCPU.
     pub(crate) fn handle_requests(&mut self) {
         if self.vm.qsbr().vcpu(self.index).take() & VcpuSlot::CODE == 0 {
             return;
@@ -74,7 +75,7 @@ impl Entry {
         self.online(|cpu, bus, slot| cpu.run(bus, slot, fuel))
     }
 
-    /// One instruction with the machine to itself.
+    /// Runs one instruction while all other vCPUs are stopped.
     pub(crate) fn run_alone(&mut self) -> lacuna_x86::Exit {
         let qsbr = self.vm.qsbr();
         self.vm.exclusive.alone(qsbr, self.index, || {
@@ -91,7 +92,7 @@ impl Entry {
         })
     }
 
-    /// Lets `touch` have the page `gfn`, if that needs no waiting.
+    /// Calls `touch` with the page `gfn`, if that needs no waiting.
     pub(crate) fn with_page<R>(
         &mut self,
         gfn: Gfn,

@@ -1,23 +1,23 @@
-//! Stopping all vCPUs for a locked access that crosses a cache line.
+//! Stops all vCPUs for a locked access that crosses a cache line.
 //!
-//! Host atomics are at most 8 bytes, aligned; a split lock has to exclude every other access
-//! instead. The vCPU that needs it raises a flag, kicks the others, and goes on once it is alone; a
-//! vCPU that wants to come online meanwhile steps back. Rare by nature: compilers do not emit split
-//! locks.
+//! Host atomics are at most 8 bytes and aligned, so a split lock must exclude all other accesses.
+//! The vCPU that needs it raises a flag, kicks the others, and continues when it is alone. A vCPU
+//! that wants to come online meanwhile steps back. Split locks are rare: compilers do not emit
+//! them.
 
 use lacuna_sync::{Qsbr, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::thread::yield_now;
 
-/// The world-stop of one VM.
+/// Stops all vCPUs of one VM.
 #[derive(Default)]
 pub(crate) struct Exclusive {
     active: AtomicBool,
     turn: Mutex<()>,
 }
 
-/// The raised flag; lowered on drop, also when the body panics.
+/// The raised flag; drop lowers it, also after a panic of the body.
 struct Active<'a>(&'a AtomicBool);
 
 impl<'a> Active<'a> {
@@ -38,8 +38,8 @@ impl Exclusive {
     /// Brings vCPU `index` online, unless another one has the machine to itself.
     pub(crate) fn online(&self, qsbr: &Qsbr, index: usize) -> lacuna_sync::GracePeriod {
         loop {
-            // Not by announcing itself again and again: the one who waits to be alone must find a
-            // moment at which all others are offline.
+            // It must not announce itself again and again: the vCPU that waits to be alone must
+            // find a moment at which all others are offline.
             while self.active.load(Ordering::Acquire) {
                 yield_now();
             }
@@ -54,7 +54,8 @@ impl Exclusive {
 
     /// Runs `body` while no other vCPU executes guest code. The caller is offline.
     pub(crate) fn alone<R>(&self, qsbr: &Qsbr, index: usize, body: impl FnOnce() -> R) -> R {
-        // Waiting for the turn holds nothing that the present owner needs: this vCPU is offline.
+        // While it waits for its turn it holds nothing that the present owner needs, because this
+        // vCPU is offline.
         let turn = self.turn.lock().expect("a panicking vCPU ends the run");
         let active = Active::raise(&self.active);
         while !qsbr.alone(index) {

@@ -1,4 +1,4 @@
-//! The backend interface of `lacuna_machine`, as this backend has it.
+//! This backend's implementation of the backend interface of `lacuna_machine`.
 
 use crate::{SoftError, Vcpu, Vm, VmBuilder};
 use lacuna_addr::{GfnRange, PageCount};

@@ -1,8 +1,8 @@
-//! Whether what keeps a VM from being made is due to the request or to the host.
+//! Whether the request or the host is the reason why a VM cannot be made.
 //!
-//! The crates below know no [`ErrorKind`]: `host`, `mmu` and `slots` serve others than a machine.
-//! Their enums are matched without a catch-all arm wherever they are closed, so that a new error is
-//! sorted before it compiles.
+//! The crates below do not know [`ErrorKind`], because `host`, `mmu` and `slots` serve more than a
+//! machine. Their closed enums are matched without a catch-all arm, so a new error gets a kind
+//! before the code compiles.
 
 use crate::SoftError;
 use lacuna_host::HostError;
@@ -16,7 +16,7 @@ impl SoftError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Vcpus(_) | Self::Booted | Self::Dirty(_) => ErrorKind::Request,
-            // The only one that is due to the host; the type is open to new ones.
+            // The only one that is due to the host. The type is open to new ones.
             Self::Slot(SlotError::NoRoom { .. }) | Self::Tables(_) => ErrorKind::Host,
             Self::Slot(_) => ErrorKind::Request,
             Self::Host(error) => host(error),

@@ -1,8 +1,8 @@
-//! Memory slots of a running VM: what `lacuna_mmu` does, and every vCPU forgets the code it has
-//! decoded, because another page may be behind the same guest address now.
+//! Changes of memory slots in a running VM: the calls of `lacuna_mmu`. In addition every vCPU drops
+//! its decoded code, because another page may now be behind the same guest address.
 //!
-//! Backing that is in two slots at once is allowed, for data: code that is written through one
-//! alias and executed through the other is not seen to change.
+//! Backing may be in two slots at once, for data. If code is written through one alias and executed
+//! through the other, the change is not detected.
 
 use crate::Vm;
 use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
@@ -18,7 +18,7 @@ impl Vm {
         self.mmu.add_slot(spec)
     }
 
-    /// Deletes a slot with its mappings. The backing keeps its content.
+    /// Deletes a slot and its mappings. The backing keeps its content.
     ///
     /// # Errors
     /// [`SlotError::Unknown`].

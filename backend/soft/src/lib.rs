@@ -1,6 +1,6 @@
 //! The soft backend: a hypervisor in user space, without `/dev/kvm`.
 //!
-//! It joins what does not know each other: software processors (`lacuna-x86`) on a
+//! It connects crates that do not know each other: software processors (`lacuna-x86`) on a
 //! [`Bus`](lacuna_cpu::Bus) that is stage 2 and the fault path (`lacuna-mmu`), behind the vCPU
 //! trait of `lacuna-machine`.
 //!
@@ -11,19 +11,18 @@
 //! | `vcpu` | one step of a vCPU, and the thread-mode loop around it |
 //! | `code` | which pages hold decoded instructions |
 //! | `frame_set` | a set of guest frames, anywhere, read without a lock |
-//! | `exclusive` | the world-stop for split locks |
+//! | `exclusive` | stops all vCPUs for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `interface` | the backend interface of `lacuna_machine` |
 //! | `kind` | whether an error is due to the request, the guest or the host |
 //! | `builder` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
-//! | `dirty` | which pages the guest writes |
-//! | `memory` | guest memory for loaders and viewers |
+//! | `dirty` | dirty tracking |
+//! | `memory` | guest memory for code that is no vCPU: loaders, devices, viewers |
 //!
 //! # Unsafe
-//! One `unsafe impl` (in `bus`): the promise that a page handed to a processor stays valid until
-//! the vCPU's next quiescent point. It rests on the shoot-down protocol of
-//! `lacuna_sync::Qsbr`.
+//! One `unsafe impl` (in `bus`): the promise that a page given to a processor stays valid until the
+//! vCPU's next quiescent point. The shoot-down protocol of `lacuna_sync::Qsbr` ensures this.
 #![deny(unsafe_code)]
 
 mod apf;

@@ -1,4 +1,4 @@
-//! Guest memory for those who are not vCPUs: loaders, devices, viewers.
+//! Guest memory for code that is no vCPU: loaders, devices, viewers.
 
 use crate::Vm;
 use lacuna_addr::{Gfn, Gpa, Hva, PAGE_SIZE};
@@ -8,11 +8,11 @@ use lacuna_slots::Slot;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// A piece of an access that lies in one page.
+/// The part of an access that lies in one page.
 struct Piece {
     slot: Arc<Slot<Rmap>>,
     at: Gpa,
-    /// Its place among the bytes.
+    /// Its offset in the bytes of the access.
     done: usize,
     len: usize,
 }
@@ -46,7 +46,7 @@ impl Vm {
         Ok(pieces)
     }
 
-    /// Writes `bytes` past all TLBs; `begin` and `done` see to it that each page is marked.
+    /// Writes `bytes` past all TLBs; `begin` and `done` ensure that each page is marked.
     pub(crate) fn write_past(
         &self,
         gpa: Gpa,
@@ -68,8 +68,8 @@ impl Vm {
                 cause: e.to_string(),
             })?;
             done(writing);
-            // A vCPU that decodes meanwhile sets the bit, then reads the bytes: one of the two
-            // sees the other.
+            // A vCPU that decodes meanwhile sets the bit, then reads the bytes: either it sees the
+            // write, or this code sees the bit.
             fence(Ordering::SeqCst);
             if self.code.is_write_tracked(gfn) {
                 self.code.written_by_host(gfn, self.qsbr());

@@ -1,10 +1,10 @@
-//! How a vCPU thread sleeps in a halt: until an interrupt, a kick, or its timer.
+//! Sleep of a vCPU thread in a halt: until an interrupt, a kick, or its timer.
 
 use lacuna_sync::{Clock, Nanos};
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// One thread's place to sleep; a wake-up before the sleep is not lost.
+/// The place where one thread sleeps; a wake-up before the sleep is not lost.
 #[derive(Default)]
 pub(crate) struct Parker {
     state: Mutex<State>,
@@ -14,12 +14,12 @@ pub(crate) struct Parker {
 #[derive(Default)]
 struct State {
     woken: bool,
-    /// Somebody sleeps: a wake-up of one who does not needs no system call.
+    /// The thread sleeps. A wake-up of a thread that does not sleep needs no system call.
     sleeping: bool,
 }
 
 impl Parker {
-    /// Wakes the sleeper, or makes its next [`Parker::park`] return at once.
+    /// Wakes the sleeping thread, or makes its next [`Parker::park`] return at once.
     pub(crate) fn wake(&self) {
         let mut state = self.lock();
         state.woken = true;
@@ -30,7 +30,7 @@ impl Parker {
         }
     }
 
-    /// Sleeps until woken or until `deadline`.
+    /// Sleeps until a wake-up or until `deadline`.
     pub(crate) fn park(&self, clock: &dyn Clock, deadline: Option<Nanos>) {
         let mut state = self.lock();
         state.sleeping = true;

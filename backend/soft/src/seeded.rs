@@ -1,15 +1,16 @@
-//! All vCPUs of one or more VMs on one thread, under a virtual clock and a seed: bit-exact.
+//! All vCPUs of one or more VMs on one thread, in virtual time and from a seed: repeats bit for
+//! bit.
 //!
 //! ```text
-//! loop: wake who can run -> draw one of them and a number of instructions -> step it
-//!       -> time goes on by 1 ns an instruction -> deliver I/O that is due
-//!       -> now and then one step of background reclaim, or of making pages huge
-//!       -> whatever the caller does between slices: harvests, switches, looks
-//!       nobody can run: jump to the next completion or timer; there is none: the guest hangs
+//! loop: wake the vCPUs that can run -> draw one of them and a number of instructions -> step it
+//!       -> advance the time by 1 ns an instruction -> deliver I/O that is due
+//!       -> sometimes one step of background reclaim, or of making pages huge
+//!       -> the caller's operations between slices: harvests, switches, checks
+//!       no vCPU can run: jump to the next completion or timer; if there is none, the guest hangs
 //! ```
-//! The same code runs in thread mode; only time, I/O and the choice of who runs next come from
-//! here. The [`Trace`] hashes every choice and every vCPU's state after each slice, so that two
-//! runs with the same seed either have the same hash or a bug.
+//! The same code runs in thread mode; only time, I/O and the choice of the next vCPU come from
+//! here. The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs
+//! with the same seed have different hashes, there is a bug.
 
 use crate::Vm;
 use crate::vcpu::{Step, Vcpu, Wait};
@@ -21,12 +22,12 @@ use std::sync::Arc;
 
 /// Longest slice, in instructions.
 const SLICE_MAX: u64 = 4000;
-/// What a slice costs beside its instructions, so that time goes on for one that retires none.
+/// The cost of a slice in addition to its instructions, so that time advances even if none retires.
 const SLICE_NS: u64 = 50;
 
-/// What makes a simulator.
+/// The parts of a simulator.
 pub struct SimulatorConfig {
-    /// Everything follows from it.
+    /// All choices follow from it.
     pub seed: u64,
     /// The clock that the VMs and the host were made with.
     pub clock: Arc<VirtualClock>,
@@ -44,10 +45,10 @@ pub struct SimulatedVm {
     pub devices: Arc<PlatformDevices>,
 }
 
-/// What a run leaves behind.
+/// The result of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Trace {
-    /// FNV-1a over every slice: who ran, how far, in which state it stopped, at what time.
+    /// FNV-1a over every slice: which vCPU ran, how far, in which state it stopped, at what time.
     pub hash: u64,
     /// Slices run.
     pub slices: u64,
@@ -59,7 +60,7 @@ enum State {
     Ready,
     Halted(Option<Nanos>),
     Page(Ticket),
-    /// Out of frames; worth another try when the next write-out has completed.
+    /// Out of frames; try again when the next write-out has completed.
     Memory(Nanos),
     Over,
 }
@@ -81,7 +82,7 @@ pub struct Simulator {
 }
 
 impl Simulator {
-    /// A simulator with nobody in it.
+    /// A simulator without VMs.
     pub fn new(config: SimulatorConfig) -> Self {
         let SimulatorConfig { seed, clock, host } = config;
         let trace = Trace {
@@ -123,9 +124,9 @@ impl Simulator {
         })
     }
 
-    /// Runs until every guest has an ending, with `between` called after every slice, when all
-    /// vCPUs are out of guest code. What it does is a part of what happens: for the same trace it
-    /// has to do the same. Where pages are delivered by rings, nobody but it makes room in them.
+    /// Runs until every guest has an ending. `between` is called after every slice, while all vCPUs
+    /// are out of guest code. It is a part of the run: for the same trace it must do the same. If
+    /// writes are recorded in rings, only `between` makes room in them.
     pub fn run_beside(&mut self, mut between: impl FnMut()) -> Trace {
         loop {
             self.retire();
@@ -167,7 +168,7 @@ impl Simulator {
         }
     }
 
-    /// Indices of those that can run now.
+    /// The indices of the vCPUs that can run now.
     fn wake(&mut self) -> Vec<usize> {
         let now = self.clock.now();
         let mut ready = Vec::with_capacity(self.runners.len());
@@ -212,7 +213,7 @@ impl Simulator {
                 self.host.start(&ticket);
                 runner.state = State::Page(ticket);
             }
-            // Its ring is emptied between slices: no nap.
+            // Its ring is emptied between slices: it need not sleep.
             Step::Exit(Exit::DirtyRingFull) => {}
             Step::Exit(exit) => {
                 if dispatch(&mut runner.vcpu, Ok(exit), devices, &**vm) == Next::Stop {
@@ -242,7 +243,7 @@ impl Simulator {
         self.trace.slices += 1;
     }
 
-    /// Nobody can run: time jumps to what happens next.
+    /// No vCPU can run: the time jumps to the next event.
     fn idle(&mut self) {
         let timers = self.runners.iter().filter_map(|r| match r.state {
             State::Halted(until) => until,

@@ -1,4 +1,4 @@
-//! How long a vCPU stood still for memory.
+//! How long a vCPU waited for memory.
 
 use hdrhistogram::Histogram;
 use lacuna_sync::Nanos;
@@ -19,12 +19,12 @@ impl Stalls {
         self.0.saturating_record(to.since(from));
     }
 
-    /// How often it stood still.
+    /// The number of stalls.
     pub fn count(&self) -> u64 {
         self.0.len()
     }
 
-    /// All stalls together, in nanoseconds.
+    /// The sum of all stalls, in nanoseconds.
     pub fn total_ns(&self) -> u64 {
         self.0
             .iter_recorded()
@@ -32,12 +32,12 @@ impl Stalls {
             .sum()
     }
 
-    /// The stall, in nanoseconds, that a share `quantile` (0 to 1) of them does not exceed.
+    /// The stall, in nanoseconds, that a share `quantile` (0 to 1) of all stalls does not exceed.
     pub fn quantile_ns(&self, quantile: f64) -> u64 {
         self.0.value_at_quantile(quantile)
     }
 
-    /// What came after `earlier`, an earlier reading of the same vCPU.
+    /// The stalls after `earlier`, an earlier reading of the same vCPU.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut rest = self.clone();

@@ -4,8 +4,8 @@
 //! step:  handle requests -> tell the guest of pages that have come -> run the processor (`entry`)
 //!        -> a page is missing: tell the guest, or Wait
 //!        -> Ran | Exit | Wait(for what) | Failed
-//! run:   step; wait for what it says; until Exit           (threads: `lacuna_machine::run`)
-//! Simulator: step; note what it says; step another             (one thread: `seeded`)
+//! run:   step; wait for what it names; until Exit              (threads: `lacuna_machine::run`)
+//! Simulator: step; record what it names; step another          (one thread: `seeded`)
 //! ```
 
 use crate::bus::{Blocked, PageFault};
@@ -25,50 +25,50 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
 
-/// Instructions after which a vCPU looks for pages that have come: some 100 us. A dial between
-/// those who compute and those who fault: docs/speed-apf.md.
+/// After so many instructions a vCPU polls for pages that have arrived: some 100 us. The number is
+/// a compromise between threads that compute and threads that fault: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
 
-/// How long a vCPU that has halted looks for its pages itself. Two threads would have to be woken
-/// otherwise, some 80 us on a quiet machine. KVM polls in a halt as long (`halt_poll_ns`).
+/// How long a halted vCPU polls for its pages itself. Otherwise two threads would have to be woken,
+/// which takes some 80 us on a quiet machine. KVM polls as long in a halt (`halt_poll_ns`).
 const HALT_POLL_NS: u64 = 200_000;
 
-/// What one step ended with.
+/// The result of one step.
 pub enum Step {
     /// Guest code ran; step again.
     Ran,
-    /// The VMM has to do something.
+    /// The VMM must handle an exit.
     Exit(Exit),
-    /// There is nothing to run before this happens.
+    /// Nothing can run before this happens.
     Wait(Wait),
-    /// It cannot go on.
+    /// The vCPU cannot continue.
     Failed(VcpuError),
 }
 
 /// What a vCPU waits for.
 pub enum Wait {
-    /// An interrupt; by itself at this time, if a timer is armed.
+    /// An interrupt; if a timer is armed, the wait ends at this time.
     Halt(Option<Nanos>),
     /// A page.
     Page(Ticket),
     /// A free frame.
     Memory,
-    /// An invalidation near its page to end: moments.
+    /// The end of an invalidation near its page: moments.
     Busy,
 }
 
 /// One virtual processor of the soft backend.
-// [`Vm::boot`] returns a vector of them, and each runs on a thread of its own: without the
-// alignment the end of one shares a cache line with the beginning of the next.
+// [`Vm::boot`] returns a vector of them, and each runs on a thread of its own. Without the
+// alignment the end of one would share a cache line with the beginning of the next.
 #[repr(align(128))]
 pub struct Vcpu {
     vm: Arc<Vm>,
     index: usize,
     entry: Entry,
     apf: Queue,
-    /// Where it starts; none in a VM whose vCPUs are to be restored.
+    /// Its initial state; none in a VM whose vCPUs are to be restored.
     boot: Option<Boot>,
-    /// Instructions retired when its holds were last let go.
+    /// Instructions retired when its pins were last released.
     held_at: u64,
     stalled_since: Option<Nanos>,
 }
@@ -91,7 +91,7 @@ impl Vcpu {
         Ok(vcpu)
     }
 
-    /// Back to where [`Vm::boot`] left it: what INIT and a VMM's reset do to one vCPU.
+    /// Puts it back to the state of [`Vm::boot`]: what INIT and a VMM's reset do to one vCPU.
     pub fn reset(&mut self) {
         self.apf.reset();
         self.entry.cpu.reset();
@@ -120,7 +120,7 @@ impl Vcpu {
     /// Checks its asynchronous page faults, between two steps. For tests and fuzzers.
     ///
     /// # Panics
-    /// When an invariant is broken.
+    /// If an invariant is broken.
     pub fn verify(&self) {
         self.apf.verify();
     }
@@ -132,8 +132,9 @@ impl Vcpu {
             self.entry.bus.vcpu_mmu().retired();
         }
         self.entry.handle_requests();
-        // Before anything is written: a ring has no room for many pages beyond its soft limit. And
-        // before any wait: a page that has come could not be told of, and would not come again.
+        // Before anything is written: beyond its soft limit a ring has room for few pages. And
+        // before any wait: a page that has arrived could not be reported, and would not arrive
+        // again.
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
         }
@@ -152,7 +153,7 @@ impl Vcpu {
         self.finish(exit)
     }
 
-    /// The vCPU goes on; whatever it waited for is over.
+    /// The vCPU continues; its wait is over.
     fn end_stall(&mut self) {
         if let Some(since) = self.stalled_since.take() {
             let mut stalls = self
@@ -164,12 +165,12 @@ impl Vcpu {
         }
     }
 
-    /// Whether the vCPU has to leave for its VMM until its ring of dirty pages is reset.
+    /// Whether the vCPU must leave for its VMM until its dirty ring is reset.
     fn is_ring_full(&mut self) -> bool {
         self.entry.bus.vcpu_mmu().room() == Room::SoftFull
     }
 
-    /// Tells the guest of pages that have come; how many.
+    /// Tells the guest of pages that have arrived. Returns their number.
     fn tell_of_pages(&mut self) -> usize {
         if !self.apf.has_arrivals() {
             return 0;
@@ -182,7 +183,7 @@ impl Vcpu {
     }
 
     /// The step of a vCPU that waits for a page of which its guest could not be told, until an
-    /// interrupt is there to be taken.
+    /// interrupt can be taken.
     fn artificial_halt(&mut self) -> Option<Step> {
         if !self.apf.halted() {
             return None;
@@ -196,8 +197,8 @@ impl Vcpu {
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
     }
 
-    /// HLT. A page may have come that the guest could not be told of before: while its interrupts
-    /// were off, or its last event unread.
+    /// HLT. A page may have arrived that could not be reported before, because interrupts were off
+    /// or the last event was unread.
     fn halt(&mut self) -> Step {
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
@@ -208,14 +209,14 @@ impl Vcpu {
         }
     }
 
-    /// A page is on its way. The ticket comes back if the vCPU has to wait for it.
+    /// A page is on its way. Returns the ticket if the vCPU has to wait for it.
     fn page_not_present(&mut self, fault: PageFault) -> Option<Ticket> {
         let PageFault {
             gfn,
             access,
             ticket,
         } = fault;
-        // Where reading takes less time than telling, there is nothing to gain.
+        // If reading takes less time than telling the guest, there is nothing to gain.
         if self.vm.apf() == Apf::Off || self.vm.host.reads_at_once() {
             return Some(ticket);
         }
@@ -229,8 +230,8 @@ impl Vcpu {
                 ticket.on_done(move || completion.complete());
             }
         }
-        // Not before the guest was told: else ready might overtake not-present. And in any case:
-        // a ticket that nobody starts keeps its frame for ever.
+        // Not before the guest was told: ready might overtake not-present. But in any case: a
+        // ticket that no thread starts keeps its frame for ever.
         self.vm.host.start(&ticket);
         None
     }
@@ -250,13 +251,13 @@ impl Vcpu {
         Step::Ran
     }
 
-    /// Lets others see its counters.
+    /// Publishes its counters for other threads.
     fn publish(&self) {
         *self.meter().apf.lock().expect("no panic under this lock") = self.apf.stats();
     }
 
-    /// Steps for as long as there is something to run; pages that arrive meanwhile are taken in
-    /// here, so that no other thread is woken for them.
+    /// Steps as long as something can run. Pages that arrive meanwhile are handled here, so that no
+    /// other thread is woken for them.
     fn run_until_idle(&mut self) -> Step {
         fine_sleeps();
         let vm = Arc::clone(&self.vm);
@@ -265,7 +266,8 @@ impl Vcpu {
             vm.host.poll(vm.clock.now());
             match (self.step(FUEL), vm.host.next_due()) {
                 (Step::Ran, _) => {}
-                // Its own pages, most likely: nobody else need be woken to wake this thread.
+                // These are most likely its own pages: no other thread need be woken to wake this
+                // one.
                 (Step::Wait(Wait::Halt(until)), Some(due)) => {
                     let until = until.map_or(due, |until| until.min(due));
                     vm.kicks.parker(self.index).park(&*vm.clock, Some(until));
@@ -278,8 +280,8 @@ impl Vcpu {
         Step::Exit(Exit::Interrupted)
     }
 
-    /// Looks for pages instead of going to sleep, if they have come soon so far. Whether there is
-    /// a reason to look further.
+    /// Polls for pages instead of sleeping, if they have arrived soon so far. Returns whether to
+    /// poll on.
     fn halt_poll(&self, until: Option<Nanos>) -> bool {
         let expected = self.apf.stats().swap_in.mean_ns();
         if !self.apf.awaits_pages() || expected > HALT_POLL_NS {
@@ -292,7 +294,7 @@ impl Vcpu {
             if self.vm.host.poll(now) > 0 || self.is_poked() {
                 return true;
             }
-            // Whoever wants the core has more to do than we have.
+            // A thread that wants the core has more to do than this one.
             yield_now();
             now = self.vm.clock.now();
         }
@@ -365,8 +367,8 @@ impl Vcpu {
         Step::Wait(wait)
     }
 
-    /// The guest runs code, or keeps page tables, where there is no memory. Hardware would fetch
-    /// ones from the bus and end the same way.
+    /// The guest runs code, or has page tables, at an address without memory. Hardware would fetch
+    /// ones from the bus and end in the same way.
     fn unbacked(&self, gpa: Gpa) -> Step {
         let text = format!(
             "vCPU {}: code, page table or system structure at {gpa}, where there is no memory \
@@ -377,14 +379,13 @@ impl Vcpu {
         Step::Exit(Exit::Shutdown(text))
     }
 
-    /// Whether somebody wants its attention: an interrupt, a shoot-down.
+    /// Whether another thread has a request: an interrupt, a shoot-down.
     pub(crate) fn is_poked(&self) -> bool {
         self.vm.qsbr().vcpu(self.index).has_request()
     }
 
-    /// What a vCPU that waits for a frame does about it ([`Wait::Memory`]): takes pages from
-    /// others, or from itself. In real time it waits until it has one, or until its VM is being
-    /// stopped.
+    /// Handles [`Wait::Memory`]: takes pages from others, or from this vCPU. In real time it waits
+    /// until it has a frame, or until its VM is being stopped.
     pub fn reclaim(&mut self) -> Result<(), VcpuError> {
         let vm = &self.vm;
         let frames = self.entry.bus.vcpu_mmu().frames();
@@ -417,7 +418,7 @@ impl lacuna_machine::Vcpu for Vcpu {
                 Step::Failed(error) => return Err(error),
                 Step::Wait(Wait::Halt(until)) => {
                     if self.vm.host.wants_balance() {
-                        // Others need the free frames that this vCPU keeps at hand.
+                        // Other vCPUs need the free frames in this vCPU's page cache.
                         self.entry.bus.vcpu_mmu().frames().flush();
                     }
                     self.vm
@@ -425,7 +426,7 @@ impl lacuna_machine::Vcpu for Vcpu {
                         .parker(self.index)
                         .park(&*self.vm.clock, until);
                 }
-                // A failed read shows when the page is resolved again: it is lost then.
+                // A failed read is found when the page is resolved again: it is lost then.
                 Step::Wait(Wait::Page(ticket)) => {
                     let _ = self.vm.host.wait_until(&ticket, &self.meter().kicked);
                 }

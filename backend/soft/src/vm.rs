@@ -1,4 +1,4 @@
-//! One VM: what its vCPUs share.
+//! One VM: the state that its vCPUs share.
 
 use crate::code::CodeMap;
 use crate::exclusive::Exclusive;
@@ -21,13 +21,13 @@ use std::sync::{Arc, Mutex};
 /// Why a VM cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SoftError {
-    /// Nonsense configuration.
+    /// The configuration is not valid.
     #[error("{0} vCPUs: give 1 to 64")]
     Vcpus(usize),
     /// The host's memory manager refuses.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// No tables.
+    /// There is no memory for tables.
     #[error(transparent)]
     Mmu(#[from] MmuError),
     /// The VM's own tables do not fit.
@@ -42,12 +42,12 @@ pub enum SoftError {
     /// Writes cannot be recorded in that way.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
-    /// [`Vm::boot`] has made its vCPUs before.
+    /// [`Vm::boot`] has already made its vCPUs.
     #[error("this VM was booted before; make another one, or reload the image and reset its vCPUs")]
     Booted,
 }
 
-/// What wakes vCPUs: flags for those that run, parkers for those that sleep.
+/// Wakes vCPUs: flags for those that run, parkers for those that sleep.
 pub(crate) struct VcpuKicks {
     pub(crate) qsbr: Arc<Qsbr>,
     parkers: Box<[Parker]>,
@@ -66,7 +66,8 @@ impl Wake for VcpuKicks {
     }
 }
 
-/// What a vCPU reports while it runs, and the kick that waits for it. On cache lines of its own.
+/// The counters that a vCPU publishes while it runs, and its pending kick. On cache lines of its
+/// own.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Meter {
@@ -92,12 +93,12 @@ pub struct Vm {
     pub(crate) meters: Box<[Meter]>,
     booted: AtomicBool,
     apf_paused: AtomicBool,
-    /// Regions of the host that hold this VM's memory: with the slot, where they go with it.
+    /// Regions of the host that hold this VM's memory. A region with a slot is removed with it.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, HvaRange)>>,
 }
 
 impl Vm {
-    /// A VM without content; its memory comes from `host`, which other VMs may share.
+    /// A VM without an image; its memory comes from `host`, which other VMs may share.
     pub fn new(
         host: Arc<Host>,
         clock: Arc<dyn Clock>,
@@ -159,7 +160,7 @@ impl Vm {
         Ok(())
     }
 
-    /// New memory of the host, advised to be huge as VMMs do with guest memory.
+    /// New memory of the host, advised to be huge, as VMMs do for guest memory.
     pub(crate) fn add_backing(&self, pages: PageCount) -> Result<HvaRange, HostError> {
         let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
         let backing = self.host.add_region(pages, notifier)?;
@@ -172,13 +173,13 @@ impl Vm {
         all.push((slot, backing));
     }
 
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once: a
-    /// second set of vCPUs would share the interrupt controllers, the shoot-down slots and the
-    /// rings of dirty pages with the first.
+    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. It works
+    /// once: a second set of vCPUs would share the interrupt controllers, the shoot-down slots and
+    /// the dirty rings with the first.
     ///
     /// # Errors
-    /// [`SoftError::Booted`], and what keeps the image from being loaded or a vCPU from being made;
-    /// after these it may be tried again.
+    /// [`SoftError::Booted`], or the reason why the image cannot be loaded or a vCPU cannot be
+    /// made; after such an error it may be tried again.
     pub fn boot(
         self: &Arc<Self>,
         image: &Image<'_>,
@@ -191,7 +192,7 @@ impl Vm {
     }
 
     /// Makes the vCPUs without an image, in long mode with all registers zero: their states are to
-    /// be restored. Once, as [`Vm::boot`].
+    /// be restored. It works once, as [`Vm::boot`].
     ///
     /// # Errors
     /// As [`Vm::boot`].
@@ -213,11 +214,11 @@ impl Vm {
         vcpus
     }
 
-    /// Loads the image that the VM was booted with once more, for a reset of the machine: its vCPUs
-    /// go on where they are until [`Vcpu::reset`].
+    /// Loads the image with which the VM was booted again, for a reset of the machine. The vCPUs
+    /// continue where they are until [`Vcpu::reset`].
     ///
     /// # Errors
-    /// What keeps the image from being loaded.
+    /// The reason why the image cannot be loaded.
     pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
         Boot::load(image, &self.layout, command_line, self)?;
         Ok(())
@@ -245,7 +246,7 @@ impl Vm {
         &self.mmu
     }
 
-    /// Where its memory comes from.
+    /// The host, which supplies its memory.
     pub fn host(&self) -> &Arc<Host> {
         &self.host
     }
@@ -262,14 +263,14 @@ impl Vm {
         self.meters.iter().map(read).collect()
     }
 
-    /// From now on, whether a page that is on its way is reported to a guest that has asked for it.
-    /// The guest sees no other difference. Without effect on a VM that never offered it.
+    /// From now on, whether a page on its way is reported to a guest that has asked for it. The
+    /// guest sees no other difference. No effect on a VM that never offered it.
     pub fn set_apf(&self, apf: Apf) {
         let off = apf == Apf::Off || self.config.apf == Apf::Off;
         self.apf_paused.store(off, Ordering::Relaxed);
     }
 
-    /// What CPUID offers.
+    /// The features that CPUID offers.
     pub(crate) fn features(&self) -> Features {
         match self.config.apf {
             Apf::Off => Features::empty(),
@@ -311,11 +312,12 @@ impl Vm {
     }
 }
 
-/// Table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever mapped, so
-/// a guest cannot make them grow; the number bounds a reserved address range, not memory.
+/// The most table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever
+/// mapped, so a guest cannot make them grow. The number bounds a reserved address range, not
+/// memory.
 const TABLES_MAX: u32 = 1 << 20;
 
-/// Threads that a VMM has beside those of the vCPUs: one that watches the guest, one that reads its
+/// Threads of a VMM besides those of the vCPUs: one that watches the guest, one that reads its
 /// console, one that ends the run after a time, one for signals.
 const THREADS_BESIDE: usize = 4;
 
