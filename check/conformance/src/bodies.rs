@@ -6,6 +6,8 @@ pub mod dirty;
 pub mod exits;
 pub mod guests;
 pub mod memory;
+pub mod powers;
+pub mod slots;
 
 /// What a body returns.
 pub type Outcome = Result<(), crate::backend::Lacks>;

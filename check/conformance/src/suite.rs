@@ -1,6 +1,7 @@
 //! A `#[test]` for each body.
 
-/// Makes the tests of a backend: one for each body, named after it.
+/// Makes the tests of a backend: one for each body, named after it. With `interface`, those bodies
+/// that need the whole interface of `lacuna_machine::Vm`.
 #[macro_export]
 macro_rules! suite {
     ($backend:expr) => {
@@ -24,6 +25,16 @@ macro_rules! suite {
                 rings_have_every_write, rings_by_write_protection_have_every_write,
                 rings_by_pml_have_every_write, the_page_map_has_every_write,
                 tracking_begins_and_ends_while_the_guest_runs;
+        );
+    };
+    (interface $backend:expr) => {
+        $crate::suite!(@ $backend;
+            powers:
+                huge_pages_are_disallowed_and_allowed, async_faults_are_switched,
+                detection_is_switched, a_bitmap_is_read_and_cleared_in_two_steps;
+            slots:
+                a_slot_comes_moves_and_goes, writes_to_a_read_only_slot_exit,
+                slots_that_cannot_be_are_refused, slots_change_beside_a_guest;
         );
     };
     (@ $backend:expr; $($module:ident: $($body:ident),+;)+) => {

@@ -1,0 +1,143 @@
+//! What a backend may have beyond the common interface.
+
+use std::thread;
+use std::time::Duration;
+
+use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_machine::{
+    Apf, Detection, DirtyError, DirtyTracking as _, GuestMemory as _, MemorySlots as _, SlotId,
+    Vm as _,
+};
+
+use super::Outcome;
+use crate::backend::{Backend, Lacks, Made, Request};
+use crate::running::{Running, Start, beside, guest, within};
+
+fn lacks<T>(power: Option<T>, why: &str) -> Result<T, Lacks> {
+    power.ok_or_else(|| Lacks::because(why))
+}
+
+/// Runs `verify` with late pages beside `monitor`, which is called until the guest has ended.
+fn beside_verify<B: Backend>(
+    backend: &B,
+    apf: Apf,
+    mut monitor: impl FnMut(&Running<'_, B>, usize) -> Outcome,
+) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let request = Request {
+        apf,
+        latency: Duration::from_micros(200),
+        ..Request::new(24, 12, 2, "rounds=1")
+    };
+    let (finished, found) = beside(
+        backend,
+        &request,
+        &guest("verify"),
+        Start::Free,
+        |running| {
+            let mut rounds = (0..).take_while(|_| !running.is_over());
+            rounds.try_for_each(|round| {
+                monitor(running, round)?;
+                thread::sleep(Duration::from_millis(2));
+                Ok(())
+            })
+        },
+    )?;
+    drop(finished.passed());
+    found
+}
+
+/// Huge leaves of a running guest are disallowed and allowed, again and again.
+pub fn huge_pages_are_disallowed_and_allowed<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        beside_verify(&backend, Apf::Off, |running, _| {
+            let why = "kvm: the size of pages is Linux's choice";
+            let policy = lacks(running.vm.huge_page_policy(), why)?;
+            let gfns = running.vm.memory_slots()[0].gfns;
+            policy.disallow_huge(gfns).expect("room for tables");
+            thread::sleep(Duration::from_millis(1));
+            policy.allow_huge(gfns);
+            Ok(())
+        })
+    })
+}
+
+/// Asynchronous page faults of a running guest are switched off and on, again and again.
+pub fn async_faults_are_switched<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        beside_verify(&backend, Apf::On, |running, round| {
+            let why = "kvm: whether a guest is told is fixed with its CPUID";
+            let switch = lacks(running.vm.apf_switch(), why)?;
+            switch.set_apf([Apf::Off, Apf::On][round % 2]);
+            Ok(())
+        })
+    })
+}
+
+/// How writes are detected changes while slots log and the guest writes.
+pub fn detection_is_switched<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        beside_verify(&backend, Apf::Off, |running, round| {
+            let why = "kvm: how writes are detected is the host kernel's choice";
+            let choice = lacks(running.vm.detection(), why)?;
+            B::start_tracking(running.vm);
+            choice.choose([Detection::WriteProtect, Detection::Pml][round % 2]);
+            B::harvest(running.vm);
+            Ok(())
+        })
+    })
+}
+
+/// Dirty bits are read without being taken, and cleared by whole words.
+pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let Made { vm, .. } = backend.make(&Request::new(16, 16, 1, ""), &guest("hello"))?;
+    let (id, mut words) = (vm.memory_slots()[0].id, vec![0; 64]);
+    let log = lacks(
+        vm.two_step_log(),
+        "no log that is read first and cleared later",
+    )?;
+    let not_logging = vm.get_dirty(id, &mut words);
+    assert_eq!(not_logging, Err(DirtyError::NotLogging(id)));
+    B::start_tracking(&vm);
+    for page in [0, 70, 4095] {
+        let at = Gpa::truncate(page * PAGE_SIZE as u64);
+        vm.write(at, &[1]).expect("guest memory");
+    }
+    for _ in 0..2 {
+        log.peek_dirty(id, &mut words).expect("a slot that logs");
+        assert_eq!((words[0], words[1], words[63]), (1, 1 << 6, 1 << 63));
+    }
+    log.clear_dirty(id, 64, 64, &mut words[1..2])
+        .expect("a whole word");
+    log.peek_dirty(id, &mut words).expect("a slot that logs");
+    assert_eq!((words[0], words[1], words[63]), (1, 0, 1 << 63));
+    for (first, pages) in [(1, 64), (4096, 64)] {
+        let refused = log.clear_dirty(id, first, pages, &mut [1]);
+        assert!(matches!(refused, Err(DirtyError::Clear(_))), "{refused:?}");
+    }
+    vm.get_dirty(id, &mut words).expect("a slot that logs");
+    assert_eq!((words[0], words[1], words[63]), (1, 0, 1 << 63));
+    assert!(vm.get_dirty(SlotId(9), &mut words).is_err());
+    assert!(
+        vm.get_dirty(id, &mut words[1..]).is_err(),
+        "a buffer that is too short"
+    );
+    Ok(())
+}

@@ -1,0 +1,233 @@
+//! Memory slots that come, move and go while there are vCPUs.
+
+use std::thread;
+use std::time::Duration;
+
+use iced_x86::code_asm::*;
+use lacuna_addr::{Gfn, GfnRange, Gpa};
+use lacuna_machine::{
+    Exit, GuestMemory as _, MemoryError, MemorySlotError, MemorySlots, SlotError, SlotFlags,
+    SlotId, Vcpu, Vm as _, Width,
+};
+
+use super::Outcome;
+use crate::backend::{Backend, Made, Request};
+use crate::program::{assemble, image};
+use crate::running::{Start, beside, guest, within};
+
+/// Beyond the memory that the VM is made with; the boot's identity map reaches it.
+const LATER: u64 = 1 << 30;
+/// Another such place.
+const ELSEWHERE: u64 = 0x6000_0000;
+const SLOT: SlotId = SlotId(7);
+/// 4 MiB.
+const PAGES: u64 = 1024;
+/// Where the guest tells a value.
+const PORT: u16 = 0x80;
+
+fn gfns(at: u64) -> GfnRange {
+    let start = Gfn::new(at >> 12).expect("a frame number");
+    GfnRange::new(start, PAGES).expect("inside of the address space")
+}
+
+fn gpa(at: u64) -> Gpa {
+    Gpa::truncate(at)
+}
+
+/// Tells the word at [`LATER`], then adds one to it, again and again.
+fn counter() -> Vec<u8> {
+    assemble(|a| {
+        let mut again = a.create_label();
+        a.mov(rdi, LATER)?;
+        a.set_label(&mut again)?;
+        a.mov(eax, dword_ptr(rdi))?;
+        a.out(i32::from(PORT), eax)?;
+        a.inc(dword_ptr(rdi))?;
+        a.jmp(again)
+    })
+}
+
+/// What a vCPU tells next; a read without memory gets `device`, and a write there is ignored.
+fn told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
+    loop {
+        match vcpu.run().expect("a vCPU that can go on") {
+            Exit::IoOut {
+                port: PORT, value, ..
+            } => return value,
+            Exit::MmioRead { width, .. } => vcpu.complete_read(device & width.ones()),
+            Exit::MmioWrite { .. } | Exit::Interrupted => {}
+            exit => panic!("{exit:?}"),
+        }
+    }
+}
+
+fn word<M: lacuna_machine::GuestMemory>(vm: &M, at: u64) -> u32 {
+    let mut word = [0; 4];
+    vm.read(gpa(at), &mut word).expect("guest memory");
+    u32::from_le_bytes(word)
+}
+
+fn small() -> Request {
+    Request::new(16, 16, 1, "")
+}
+
+/// An address is a device until a slot is added there; the slot's content moves with it; what is
+/// removed is a device again, and a new slot in its place is zero.
+pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        let code = counter();
+        let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        assert_eq!([told(vcpu, 7), told(vcpu, 8)], [7, 8], "no memory");
+
+        vm.add_memory(SLOT, gfns(LATER), SlotFlags::empty())
+            .expect("room");
+        // The device has answered the first read of the increment, or not yet.
+        let first = told(vcpu, 9);
+        assert!([0, 1, 9].contains(&first), "{first}");
+        let first = told(vcpu, 9);
+        assert_eq!([told(vcpu, 9), told(vcpu, 9)], [first + 1, first + 2]);
+        vm.write(gpa(LATER), &100_u32.to_le_bytes())
+            .expect("guest memory");
+        assert_eq!(told(vcpu, 9), 101);
+
+        vm.move_slot(SLOT, gfns(ELSEWHERE).start()).expect("room");
+        let moved = word(&*vm, ELSEWHERE);
+        assert!((101..=102).contains(&moved), "{moved}");
+        told(vcpu, 11);
+        assert_eq!(told(vcpu, 12), 12, "it has left");
+        let refused = vm.read(gpa(LATER), &mut [0]);
+        assert!(
+            matches!(refused, Err(MemoryError::NoSlot(_))),
+            "{refused:?}"
+        );
+
+        vm.remove_slot(SLOT).expect("it is there");
+        let refused = vm.write(gpa(ELSEWHERE), &[0]);
+        assert!(
+            matches!(refused, Err(MemoryError::NoSlot(_))),
+            "{refused:?}"
+        );
+        vm.add_memory(SLOT, gfns(LATER), SlotFlags::empty())
+            .expect("room");
+        assert_eq!(word(&*vm, LATER), 0, "nothing of the old memory");
+        told(vcpu, 13);
+        assert!(told(vcpu, 13) <= 2);
+        Ok(())
+    })
+}
+
+/// Reads of a read-only slot are memory; writes leave as device writes and change nothing, until
+/// the slot is made writable.
+pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        let code = assemble(|a| {
+            let mut again = a.create_label();
+            a.mov(rdi, LATER)?;
+            a.set_label(&mut again)?;
+            a.mov(eax, dword_ptr(rdi))?;
+            a.out(i32::from(PORT), eax)?;
+            a.mov(dword_ptr(rdi), 5)?;
+            a.jmp(again)
+        });
+        let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        vm.add_memory(SLOT, gfns(LATER), SlotFlags::READONLY)
+            .expect("room");
+        vm.write(gpa(LATER), &77_u32.to_le_bytes())
+            .expect("the VMM may write");
+        for _ in 0..2 {
+            assert_eq!(told(vcpu, 0), 77);
+            match vcpu.run().expect("a vCPU that can go on") {
+                Exit::MmioWrite { gpa, width, value } => {
+                    let expected = (LATER, Width::Long, 5);
+                    assert_eq!((gpa.get(), width, value & width.ones()), expected);
+                }
+                exit => panic!("{exit:?}"),
+            }
+            assert_eq!(word(&*vm, LATER), 77);
+        }
+        vm.set_slot_flags(SLOT, SlotFlags::empty())
+            .expect("it is there");
+        // A backend may carry out the instruction again whose write has left.
+        let first = told(vcpu, 0);
+        assert!([77, 5].contains(&first), "{first}");
+        assert_eq!(told(vcpu, 0), 5, "the guest may write now");
+        Ok(())
+    })
+}
+
+/// What cannot be is refused with its reason, and changes nothing.
+pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        let Made { vm, .. } = backend.make(&small(), &guest("hello"))?;
+        let before = vm.memory_slots();
+        let add = |id, at| vm.add_memory(id, gfns(at), SlotFlags::empty());
+        let overlap = add(SLOT, 0);
+        let overlaps = matches!(
+            overlap,
+            Err(MemorySlotError::Slot(SlotError::Overlap { .. }))
+        );
+        assert!(overlaps, "{overlap:?}");
+        let taken = add(before[0].id, LATER);
+        assert!(matches!(taken, Err(MemorySlotError::Slot(_))), "{taken:?}");
+        for unknown in [
+            vm.remove_slot(SLOT),
+            vm.move_slot(SLOT, gfns(LATER).start()),
+            vm.set_slot_flags(SLOT, SlotFlags::READONLY),
+        ] {
+            let is_unknown = matches!(
+                unknown,
+                Err(MemorySlotError::Slot(SlotError::Unknown { .. }))
+            );
+            assert!(is_unknown, "{unknown:?}");
+        }
+        assert_eq!(vm.memory_slots(), before);
+        Ok(())
+    })
+}
+
+/// Slots come, move and go beside a guest that checks its memory, and that is overcommitted.
+pub fn slots_change_beside_a_guest<B: Backend>(backend: &B) -> Outcome
+where
+    B::Vm: lacuna_machine::Vm,
+{
+    let backend = backend.clone();
+    within(move || {
+        let request = Request::new(16, 8, 2, "rounds=1");
+        let (finished, ()) = beside(
+            &backend,
+            &request,
+            &guest("verify"),
+            Start::Free,
+            |running| {
+                let vm = running.vm;
+                for round in 0..20_u32 {
+                    vm.add_memory(SLOT, gfns(LATER), SlotFlags::empty())
+                        .expect("room");
+                    vm.write(gpa(LATER), &round.to_le_bytes())
+                        .expect("guest memory");
+                    vm.move_slot(SLOT, gfns(ELSEWHERE).start()).expect("room");
+                    thread::sleep(Duration::from_millis(1));
+                    assert_eq!(word(vm, ELSEWHERE), round);
+                    vm.remove_slot(SLOT).expect("it is there");
+                }
+            },
+        )?;
+        let pages_in = finished.passed().vm.stats().pages_in;
+        assert!(pages_in > 100, "{pages_in}");
+        Ok(())
+    })
+}
