@@ -132,7 +132,7 @@ impl SoftBus {
     fn stop(&mut self, gfn: Gfn, access: Access, outcome: Outcome) -> Stop {
         let (blocked, stop) = match outcome {
             Outcome::Busy => (Blocked::Busy, Stop::Wait),
-            Outcome::Pending(ticket) => {
+            Outcome::Pending(ticket) | Outcome::Missing(ticket) => {
                 let fault = PageFault {
                     gfn,
                     access,

@@ -242,6 +242,24 @@ fn page_tables_may_be_in_a_read_only_slot() {
     }
 }
 
+/// A flag that the backend does not support is refused, and nothing changes.
+#[test]
+fn exits_on_missing_memory_are_refused() {
+    let bench = Bench::new(
+        1,
+        HugePages::Never,
+        &[assemble(CODE, |a| under_tables(a, LATER))],
+    );
+    bench.add_slot(LATER, SlotFlags::empty());
+    let flags = SlotFlags::EXIT_ON_MISSING;
+    let slots = bench.vm.mmu().slots();
+    let id = slots.iter().last().expect("just added").id;
+    let refused = bench.vm.set_slot_flags(id, flags | SlotFlags::READONLY);
+    assert_eq!(refused, Err(SlotError::UnsupportedFlags { id, flags }));
+    let after = bench.vm.mmu().slots();
+    assert!(after.iter().all(|slot| slot.flags.is_empty()));
+}
+
 /// The backing of a slot is removed while the guest runs, and another VM gets its frames.
 #[test]
 fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {

@@ -24,6 +24,22 @@ impl Width {
     }
 }
 
+bitflags::bitflags! {
+    /// How a guest accessed the memory of an [`Exit::MemoryFault`]. The bits are KVM's: bit 3 is
+    /// merged; bits 0 to 2 are those of its series of 2023.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+    pub struct MemoryFaultFlags: u64 {
+        /// A read.
+        const READ = 1 << 0;
+        /// A write.
+        const WRITE = 1 << 1;
+        /// An instruction fetch.
+        const EXEC = 1 << 2;
+        /// The guest takes the memory for private.
+        const PRIVATE = 1 << 3;
+    }
+}
+
 /// What the VMM has to do before it enters the vCPU again. Halts, page waits and interrupts stay
 /// inside the backend, as with KVM's in-kernel interrupt controller.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -60,6 +76,18 @@ pub enum Exit {
         width: Width,
         /// What was written.
         value: u64,
+    },
+    /// A vCPU's access to a page that was never provided, in a slot with
+    /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
+    /// enters the vCPU again, which repeats the access. The fields are those of
+    /// `KVM_EXIT_MEMORY_FAULT`. No backend returns this exit yet.
+    MemoryFault {
+        /// The first guest-physical address of the missing memory.
+        gpa: Gpa,
+        /// Its size in bytes.
+        size: u64,
+        /// How the guest accessed it.
+        flags: MemoryFaultFlags,
     },
     /// The vCPU shut down (triple fault); the text says where.
     Shutdown(String),

@@ -39,7 +39,7 @@ pub use devices::{Console, Device, DeviceError, Ending, PlatformDevices, port};
 pub use dirty::{
     DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog, harvest, set_logging_everywhere,
 };
-pub use exit::{Exit, Vcpu, VcpuError, Width};
+pub use exit::{Exit, MemoryFaultFlags, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
 pub use kick::Kick;
 pub use kind::ErrorKind;

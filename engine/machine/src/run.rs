@@ -39,6 +39,16 @@ pub fn dispatch(
         // Some other thread harvests, and needs a processor for it. The vCPU comes back until it
         // has room again.
         Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
+        // A VMM that sets the slot flag provides the page itself; this loop has no pages.
+        Ok(Exit::MemoryFault { gpa, .. }) => {
+            let error = VcpuError::Host {
+                vcpu: vcpu.index(),
+                cause: format!(
+                    "the memory at {gpa} was never provided, and this VMM provides none"
+                ),
+            };
+            devices.end(Ending::Failed(error), kick);
+        }
         Ok(Exit::Shutdown(text)) => devices.end(Ending::Shutdown(text), kick),
         Err(error) => devices.end(Ending::Failed(error), kick),
     }

@@ -36,6 +36,8 @@ pub enum Outcome {
     Busy,
     /// The page is on its way, or will be once a thread starts the ticket.
     Pending(Ticket),
+    /// The page was never provided: its region's page source is asked when the ticket is started.
+    Missing(Ticket),
     /// No frame is free: reclaim, then try again.
     NoMemory,
     /// No slot, or a write to a read-only one.
@@ -79,13 +81,12 @@ impl Mmu {
                 };
                 slot = again;
             }
-            let max_level = slot.attach.max_level(gfn);
-            let found = self
-                .host
-                .resolve(slot.hva(gfn), access, max_level, &mut vcpu.cache);
+            let (hva, max_level) = (slot.hva(gfn), slot.attach.max_level(gfn));
+            let found = self.host.resolve(hva, access, max_level, &mut vcpu.cache);
             let Frame { pfn, level } = match found {
                 Resolution::Ready(frame) => frame,
                 Resolution::Pending(ticket) => return Outcome::Pending(ticket),
+                Resolution::Missing(ticket) => return Outcome::Missing(ticket),
                 Resolution::NoMemory => return Outcome::NoMemory,
                 Resolution::Lost(page) => return Outcome::Lost(page),
             };

@@ -18,6 +18,9 @@ use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_sync::shim::Ordering;
 use std::sync::{Arc, MutexGuard};
 
+/// The flags that a slot may have.
+const SUPPORTED: SlotFlags = SlotFlags::READONLY;
+
 impl Mmu {
     /// Adds a slot.
     ///
@@ -37,6 +40,7 @@ impl Mmu {
 
     /// Adds a slot over any addresses: tests of this crate use frames of their own.
     pub(crate) fn insert_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
+        spec.flags.check(spec.id, SUPPORTED)?;
         let _change = self.lock_layout();
         let refused = |room| SlotError::NoRoom { id: spec.id, room };
         Rmap::check_room(spec.bytes).map_err(refused)?;
@@ -67,8 +71,9 @@ impl Mmu {
     /// Makes a slot read-only or writable.
     ///
     /// # Errors
-    /// [`SlotError::Unknown`].
+    /// [`SlotError::Unknown`], [`SlotError::UnsupportedFlags`].
     pub fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), SlotError> {
+        flags.check(id, SUPPORTED)?;
         self.replace(id, |spec| SlotSpec { flags, ..spec })
     }
 

@@ -134,7 +134,7 @@ impl Bench {
             match self.mmu.fault(&mut self.vcpu, gfn, access) {
                 Outcome::Mapped(_) => {}
                 Outcome::Busy => panic!("no invalidation is in progress"),
-                Outcome::Pending(ticket) => {
+                Outcome::Pending(ticket) | Outcome::Missing(ticket) => {
                     self.host.start(&ticket);
                     self.pass_time(100_000);
                     assert!(ticket.is_done());

@@ -58,7 +58,9 @@ fn touch(host: &Host, hva: Hva, access: Access, cache: &mut PerCpuPages) -> Pfn 
                 cache.unpin_all();
                 return pfn;
             }
-            Resolution::Pending(ticket) => host.wait(&ticket).expect("swap-in"),
+            Resolution::Pending(ticket) | Resolution::Missing(ticket) => {
+                host.wait(&ticket).expect("swap-in");
+            }
             Resolution::NoMemory => _ = host.reclaim_direct(cache).expect("reclaim"),
             Resolution::Lost(lost) => panic!("{lost}"),
         }

@@ -118,7 +118,7 @@ impl<'a> Vcpu<'a> {
                     }
                     break;
                 }
-                Resolution::Pending(ticket) => {
+                Resolution::Pending(ticket) | Resolution::Missing(ticket) => {
                     let arrived = self.arrived.clone();
                     ticket.on_done(move || {
                         arrived.lock().expect("no panic").push((hva, access));

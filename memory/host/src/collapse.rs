@@ -167,11 +167,15 @@ impl Core {
             states: Vec::new(),
         };
         let states: Vec<PageState> = span.words.iter().map(|word| word.load()).collect();
-        let empty = states.iter().filter(|state| **state == PageState::Empty);
-        let there = states
-            .iter()
-            .all(|state| matches!(state, PageState::Resident { .. } | PageState::Empty));
-        if !there || empty.count() > EMPTY {
+        let is_zero = |state: &PageState| match state {
+            PageState::Zero => true,
+            // Never provided: not zeros where a source provides it.
+            PageState::Empty => region.source.is_none(),
+            _ => false,
+        };
+        let zeros = states.iter().filter(|state| is_zero(state)).count();
+        let resident = |state: &&PageState| matches!(state, PageState::Resident { .. });
+        if states.iter().filter(resident).count() + zeros < BLOCK || zeros > EMPTY {
             return None;
         }
         for (i, state) in states.into_iter().enumerate() {

@@ -39,7 +39,7 @@ impl Host {
         while !out.is_empty() {
             let (offset, len) = within_page(hva, out.len());
             let (now, rest) = out.split_at_mut(len);
-            if self.core.place_of(hva) == Some(Place::Page(PageState::Empty)) {
+            if self.core.reads_as_zeros(hva) {
                 now.fill(0);
             } else {
                 let copy = |frame: FramePtr<'_>| frame.read(offset, now);
@@ -106,7 +106,7 @@ impl Host {
                     // Isolated: taken back while its write was in flight, or about to be taken.
                     self.io.help(&self.core, seen, TICK);
                 }
-                Resolution::Pending(ticket) => self.wait(&ticket)?,
+                Resolution::Pending(ticket) | Resolution::Missing(ticket) => self.wait(&ticket)?,
                 Resolution::NoMemory => {
                     if self.reclaim_direct(cache)?.freed == 0 {
                         self.io.help(&self.core, seen, TICK);
@@ -119,6 +119,18 @@ impl Host {
 }
 
 impl Core {
+    /// Whether the page has no frame and contains zeros.
+    fn reads_as_zeros(&self, hva: Hva) -> bool {
+        let page = PageNo::of(hva);
+        let Some(region) = self.regions.find(page) else {
+            return false;
+        };
+        match region.place(page) {
+            Some(Place::Page(PageState::Empty)) => region.source.is_none(),
+            place => place == Some(Place::Page(PageState::Zero)),
+        }
+    }
+
     fn place_of(&self, hva: Hva) -> Option<Place> {
         let page = PageNo::of(hva);
         self.regions.find(page)?.place(page)

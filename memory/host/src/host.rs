@@ -12,6 +12,7 @@ use crate::region::{MmuNotifier, Regions};
 use crate::residency::PageNo;
 use crate::sampled_split::SampledSplits;
 use crate::settled::Settled;
+use crate::source::PageSource;
 use crate::stats::Counters;
 use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
@@ -69,7 +70,7 @@ pub(crate) struct Core {
     pub store: Box<dyn SwapStore>,
     pub device: String,
     pub entries: Mutex<SwapMap>,
-    /// Reads in flight by page.
+    /// Pages in flight, from swap or from a source, by page.
     pub tickets: Mutex<BTreeMap<PageNo, Ticket>>,
     pub lost: Mutex<BTreeMap<PageNo, Arc<str>>>,
     caches: Mutex<Vec<Arc<Shared>>>,
@@ -175,13 +176,25 @@ impl Host {
         Ok(PerCpuPages::new(self.core.clone()))
     }
 
-    /// Adds `pages` empty pages, whose mappings `notifier` looks after.
+    /// Adds a region of `pages` pages of zeros. `notifier` looks after their mappings.
     pub fn add_region(
         &self,
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<HvaRange, HostError> {
-        self.core.regions.add(pages, notifier)
+        self.core.regions.add(pages, notifier, None)
+    }
+
+    /// Adds a region of `pages` pages that `source` provides. A fault on a page that was not
+    /// provided yet resolves to [`Resolution::Missing`](crate::Resolution::Missing). `notifier`
+    /// looks after their mappings.
+    pub fn add_region_from(
+        &self,
+        source: Arc<dyn PageSource>,
+        pages: PageCount,
+        notifier: Arc<dyn MmuNotifier>,
+    ) -> Result<HvaRange, HostError> {
+        self.core.regions.add(pages, notifier, Some(source))
     }
 
     /// Whether `range` lies in one region, and `notifier` looks after its mappings. It stays so: a

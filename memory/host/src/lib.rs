@@ -2,7 +2,7 @@
 //! behind them.
 //!
 //! ```text
-//!            resolve (never sleeps)       Ready(frame) | Pending(ticket) | NoMemory | Lost
+//!            resolve (never sleeps)       Ready(frame) | Pending(ticket) | Missing(ticket)
 //! vCPU  --------------------------> page word ----------------------------------------------> vCPU
 //!                                     |   ^
 //!         reclaim: age, unmap, write  v   |   swap-in: the thread that claims the ticket
@@ -19,8 +19,7 @@
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps and does no I/O.
 //!   [`Host::wait`] and [`Host::reclaim_direct`] wait; their caller holds no lock.
 //! * **D is the truth about writes.** A page that is not marked dirty is dropped without a write
-//!   and keeps its swap entry. It is marked before a write access goes on, and when a leaf with D
-//!   is removed.
+//!   and keeps its swap entry. It is marked before a write goes on, and when a leaf with D goes.
 //! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
 //!   instruction retires. A budget of [`Host::minimum_budget`] suffices. Reclaim takes no region
 //!   below its floor for another.
@@ -29,9 +28,7 @@
 //! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
 //! # Unsafe
-//! This crate may contain `unsafe`, for the frame pool. Raw pointers are in `pool`. The blocks in
-//! `resolve`, `collapse`, `swapin` and `io::ring` state why the frame that they fill is theirs.
-//! `region` allocates its words as zeros.
+//! `unsafe` is for the frame pool. The blocks outside of `pool` state why their frame is theirs.
 //!
 //! Imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
 
@@ -42,6 +39,7 @@ mod collapse;
 mod copy;
 mod desc;
 mod error;
+mod flight;
 mod frames;
 mod free;
 mod host;
@@ -56,6 +54,7 @@ mod residency;
 mod resolve;
 mod sampled_split;
 mod settled;
+mod source;
 mod stats;
 mod swap;
 mod swapin;
@@ -75,6 +74,7 @@ pub use per_cpu_pages::{MAX_PINNED, PerCpuPages};
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::{Frame, Resolution};
+pub use source::{Answer, PageRequest, PageSource};
 pub use stats::HostStats;
 pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, SwapEntry, SwapStore};
 pub use ticket::Ticket;

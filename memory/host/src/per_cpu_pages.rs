@@ -58,6 +58,7 @@ pub(crate) struct FaultCounters {
     pub huge_fill: AtomicU64,
     pub huge_fallback: AtomicU64,
     pub zeroing_ns: AtomicU64,
+    pub missing: AtomicU64,
 }
 
 impl FaultCounters {
@@ -73,7 +74,7 @@ impl FaultCounters {
         counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
     }
 
-    pub fn all(&self) -> [&AtomicU64; 8] {
+    pub fn all(&self) -> [&AtomicU64; 9] {
         [
             &self.zero_fill,
             &self.resident,
@@ -83,6 +84,7 @@ impl FaultCounters {
             &self.huge_fill,
             &self.huge_fallback,
             &self.zeroing_ns,
+            &self.missing,
         ]
     }
 }

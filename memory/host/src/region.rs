@@ -17,6 +17,7 @@ use crate::block_word::{BLOCK, BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
+use crate::source::PageSource;
 use lacuna_addr::{HvaRange, PAGE_SHIFT, PageCount};
 use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -52,6 +53,8 @@ pub(crate) struct Region {
     /// A bit a block word: [`crate::Host::advise_huge`] was called.
     advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
+    /// Provides pages that were never provided; `None`: they are zeros.
+    pub source: Option<Arc<dyn PageSource>>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
     /// Whose it is: see [`Regions::owns`].
@@ -277,6 +280,7 @@ impl Regions {
         &self,
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
+        source: Option<Arc<dyn PageSource>>,
     ) -> Result<HvaRange, HostError> {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let end = numbers.next_page.checked_add(pages.get());
@@ -301,6 +305,7 @@ impl Regions {
                 .map(|_| AtomicU64::new(0))
                 .collect(),
             notifier,
+            source,
             listener,
             home: self.home.clone(),
             removed: AtomicBool::new(false),

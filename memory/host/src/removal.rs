@@ -134,6 +134,10 @@ impl Core {
                 self.cancel_read(page);
                 return Removal::Busy;
             }
+            (PageState::Fetching { .. }, _) => {
+                self.cancel_fetch(page);
+                return Removal::Busy;
+            }
             (_, None) => return Removal::Busy,
             (_, Some(removed)) => removed,
         };

@@ -1,22 +1,27 @@
 //! Where a page is: one state machine, and one 64-bit word a page that holds its state.
 //!
 //! ```text
-//!                 fault (zero-filled frame)                  read error
-//!       Empty ----------------------------.        .------------------------> Lost
-//!         ^                               v        |
-//!         | clean without entry,       Resident <--+---------- Reading
-//!         | or all zeros              |  ^    ^     read done     ^
-//!         |                   evict   |  |    |                   | fault (frame allocated)
-//!         |                           v  |    | fault             |
-//!         +------------------------ Evicting  |                   |
-//!         | (unmapped everywhere)     |  |    |                   |
-//!         |               dirty:      |  | clean with entry       |
-//!         |               write out   v  '--------------------> Swapped
-//!         |                        Writeback ---------------------^
-//!         |                               \    written
-//!         '- any state at rest --> Gone    '-> fault: Resident again (the swap cache)
-//!            (region removed)
+//!                                  no answer, or an error: Lost
+//!          fault, source        ----------- Fetching -----------.
+//!       Empty ------------------'                               | provided
+//!         | fault, no source: a frame of zeros                  v          read error: Lost
+//!         '-------------------------------------------------> Resident <--------- Reading
+//!                                                   fault:   |  ^   ^   read done    ^
+//!       Zero ---------------------------------------- zeros -|--'   |                | fault: a
+//!         ^                                            evict |      | fault          | frame
+//!         | clean without entry, or all zeros                v      |                |
+//!         '------------------------------------------- Evicting ----'  clean with    |
+//!                                  (unmapped everywhere)  |    |          entry      |
+//!                                        dirty: write out |    '----------------> Swapped
+//!                                                         v                          ^
+//!                        fault: Resident (swap cache) <- Writeback ------------------'
+//!                                                                      written
+//!         any state at rest --> Gone (region removed)
 //! ```
+//! `Empty` is a page that was never provided. In a region without a page source it is filled with
+//! zeros at its first fault; in a region with one, the source provides it (see `source`). A page of
+//! zeros that reclaim drops becomes `Zero`: it was provided, so no source is asked again.
+//!
 //! A page in `Evicting` or `Writeback` still has its frame. A fault takes it back with one
 //! compare-and-swap; the compare-and-swap of the reclaimer then fails, and it leaves the page
 //! alone. Only the thread that has isolated the frame's descriptor moves a page out of its frame
@@ -90,8 +95,12 @@ impl PageNo {
 /// Where a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
-    /// It has no frame, and reads as zeros.
+    /// Never provided: the region's page source is asked, or else it reads as zeros.
     Empty,
+    /// Its source was or will be asked; it comes into `frame`, and a ticket exists.
+    Fetching { frame: Pfn },
+    /// It was provided and has no frame: it reads as zeros.
+    Zero,
     /// In `frame`. `entry`, if any, held the same bytes when the frame was last clean.
     Resident {
         frame: Pfn,
@@ -116,10 +125,14 @@ pub enum PageState {
     Collapsed,
 }
 
-use PageState::{Collapsed, Empty, Evicting, Gone, Lost, Reading, Resident, Swapped, Writeback};
+use PageState::{
+    Collapsed, Empty, Evicting, Fetching, Gone, Lost, Reading, Resident, Swapped, Writeback, Zero,
+};
 
 /// Tag 7 is Gone, or Collapsed if the frame field has this value.
 const COLLAPSED: u64 = 1;
+/// As above, for Zero.
+const ZERO: u64 = 2;
 
 impl PageState {
     #[inline]
@@ -138,9 +151,11 @@ impl PageState {
             Writeback { frame, entry } => pack(3, frame.get(), Some(entry)),
             Swapped { entry } => pack(4, 0, Some(entry)),
             Reading { frame, entry } => pack(5, frame.get(), Some(entry)),
+            Fetching { frame } => pack(5, frame.get(), None),
             Lost => pack(6, 0, None),
             Gone => pack(7, 0, None),
             Collapsed => pack(7, COLLAPSED, None),
+            Zero => pack(7, ZERO, None),
         }
     }
 
@@ -159,8 +174,10 @@ impl PageState {
             (3, Some(entry)) => Writeback { frame, entry },
             (4, Some(entry)) => Swapped { entry },
             (5, Some(entry)) => Reading { frame, entry },
+            (5, None) => Fetching { frame },
             (6, _) => Lost,
             (7, _) if frame.get() == COLLAPSED => Collapsed,
+            (7, _) if frame.get() == ZERO => Zero,
             (7, _) => Gone,
             _ => Empty,
         }
@@ -172,8 +189,9 @@ impl PageState {
             Resident { frame, .. }
             | Evicting { frame, .. }
             | Writeback { frame, .. }
-            | Reading { frame, .. } => Some(frame),
-            Empty | Swapped { .. } | Lost | Gone | Collapsed => None,
+            | Reading { frame, .. }
+            | Fetching { frame } => Some(frame),
+            Empty | Zero | Swapped { .. } | Lost | Gone | Collapsed => None,
         }
     }
 
@@ -182,7 +200,7 @@ impl PageState {
         match self {
             Resident { entry, .. } | Evicting { entry, .. } => entry,
             Writeback { entry, .. } | Swapped { entry } | Reading { entry, .. } => Some(entry),
-            Empty | Lost | Gone | Collapsed => None,
+            Empty | Fetching { .. } | Zero | Lost | Gone | Collapsed => None,
         }
     }
 
@@ -212,7 +230,7 @@ impl PageState {
             Evicting {
                 entry: Some(entry), ..
             } => Some(Swapped { entry }),
-            Evicting { entry: None, .. } => Some(Empty),
+            Evicting { entry: None, .. } => Some(Zero),
             _ => None,
         }
     }
@@ -220,7 +238,7 @@ impl PageState {
     /// The unmapped page contains only zeros.
     pub const fn zero_dropped(self) -> Option<Self> {
         match self {
-            Evicting { .. } => Some(Empty),
+            Evicting { .. } => Some(Zero),
             _ => None,
         }
     }
@@ -259,21 +277,30 @@ impl PageState {
         }
     }
 
-    /// The read is done. The swap entry stays valid while the page stays clean.
-    pub const fn read_done(self) -> Option<Self> {
+    /// A fault gives the page a frame for its source to fill.
+    pub const fn fetch_started(self, into: Pfn) -> Option<Self> {
+        match self {
+            Empty => Some(Fetching { frame: into }),
+            _ => None,
+        }
+    }
+
+    /// The page has come. After a read, the swap entry stays valid while the page stays clean.
+    pub const fn arrived(self) -> Option<Self> {
         match self {
             Reading { frame, entry } => Some(Resident {
                 frame,
                 entry: Some(entry),
             }),
+            Fetching { frame } => Some(Resident { frame, entry: None }),
             _ => None,
         }
     }
 
-    /// The read failed.
-    pub const fn read_failed(self) -> Option<Self> {
+    /// The read failed, or the source cannot provide the page.
+    pub const fn arrival_failed(self) -> Option<Self> {
         match self {
-            Reading { .. } => Some(Lost),
+            Reading { .. } | Fetching { .. } => Some(Lost),
             _ => None,
         }
     }
@@ -281,8 +308,9 @@ impl PageState {
     /// The region is removed. `None` while an operation on the page is in progress.
     pub const fn removed(self) -> Option<Self> {
         match self {
-            Empty | Resident { .. } | Swapped { .. } | Lost => Some(Gone),
-            Evicting { .. } | Writeback { .. } | Reading { .. } | Gone | Collapsed => None,
+            Empty | Zero | Resident { .. } | Swapped { .. } | Lost => Some(Gone),
+            Evicting { .. } | Writeback { .. } | Reading { .. } | Fetching { .. } => None,
+            Gone | Collapsed => None,
         }
     }
 
@@ -369,6 +397,9 @@ mod tests {
             Writeback { frame, entry },
             Swapped { entry },
             Reading { frame, entry },
+            Fetching { frame },
+            Fetching { frame: Pfn::new(0) },
+            Zero,
             Lost,
             Gone,
             Collapsed,
@@ -382,6 +413,7 @@ mod tests {
     fn a_page_in_transit_cannot_be_removed() {
         let (frame, entry) = (Pfn::new(1), SwapEntry::new(2));
         assert_eq!(Reading { frame, entry }.removed(), None);
+        assert_eq!(Fetching { frame }.removed(), None);
         assert_eq!(Writeback { frame, entry }.removed(), None);
         assert_eq!(Evicting { frame, entry: None }.removed(), None);
         assert_eq!(Resident { frame, entry: None }.removed(), Some(Gone));

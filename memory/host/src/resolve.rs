@@ -30,6 +30,9 @@ pub enum Resolution {
     /// On its way in. Hand the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
     /// Until somebody does, nobody reads.
     Pending(Ticket),
+    /// Never provided, and the region has a page source. The ticket is used as that of `Pending`; a
+    /// VMM may instead provide the page itself.
+    Missing(Ticket),
     /// No frame is free: let go of locks, call [`Host::reclaim_direct`], then resolve again.
     NoMemory,
     /// Its content cannot be had any more, or it never was a page.
@@ -101,7 +104,10 @@ impl Core {
                     Some(self.ready(frame, access))
                 }
                 PageState::Empty => match cache.region().block_word(page).map(BlockWord::load) {
-                    None | Some(PageBlockState::Split) => self.fill(page, access, cache),
+                    None | Some(PageBlockState::Split) => match &cache.region().source {
+                        None => self.fill(page, PageState::Empty, access, cache),
+                        Some(_) => self.begin_fetch(page, cache),
+                    },
                     Some(block_word) => {
                         self.by_block_word(page, block_word, access, max_level, cache)
                     }
@@ -110,7 +116,9 @@ impl Core {
                     self.rescue(page, state, access, cache)
                 }
                 PageState::Swapped { .. } => self.begin_read(page, state, cache),
-                PageState::Reading { .. } => self.join_read(page, cache),
+                PageState::Reading { .. } => self.join(page, cache).map(Resolution::Pending),
+                PageState::Fetching { .. } => self.join(page, cache).map(Resolution::Missing),
+                PageState::Zero => self.fill(page, PageState::Zero, access, cache),
                 PageState::Collapsed => {
                     match cache.region().block_word(page).map(BlockWord::load) {
                         Some(block_word) => {
@@ -187,7 +195,8 @@ impl Core {
         let region = cache.region();
         let block_word = region.block_word(page)?;
         let mut block = None;
-        if max_level >= Level::L2M && region.wants_huge(self.huge, page) {
+        let zeros = region.source.is_none();
+        if zeros && max_level >= Level::L2M && region.wants_huge(self.huge, page) {
             block = self.frames.take_block();
             if block.is_none() {
                 FaultCounters::bump(&cache.shared.count.huge_fallback);
@@ -224,9 +233,15 @@ impl Core {
         Some(self.ready_in(block, page, access))
     }
 
-    /// First touch: a frame of zeros.
+    /// First touch, or a page of zeros that reclaim has dropped: a frame of zeros.
     #[inline]
-    fn fill(&self, page: PageNo, access: Access, cache: &mut PerCpuPages) -> Option<Resolution> {
+    fn fill(
+        &self,
+        page: PageNo,
+        from: PageState,
+        access: Access,
+        cache: &mut PerCpuPages,
+    ) -> Option<Resolution> {
         let Some(frame) = cache.take() else {
             return Some(Resolution::NoMemory);
         };
@@ -242,7 +257,7 @@ impl Core {
         let word = cache.region().word(page)?;
         // Release order: whoever sees the word sees the zeros.
         if word
-            .change(PageState::Empty, PageState::Resident { frame, entry: None })
+            .change(from, PageState::Resident { frame, entry: None })
             .is_err()
         {
             cache.untake(frame);
@@ -281,35 +296,60 @@ impl Core {
         state: PageState,
         cache: &mut PerCpuPages,
     ) -> Option<Resolution> {
-        let entry = state.entry()?;
         let Some(frame) = cache.take() else {
             return Some(Resolution::NoMemory);
         };
         self.frames.desc(frame).prepare(page, Dirt::Clean);
-        let ticket = Ticket::new(page, cache.region().clone(), frame, entry);
-        {
-            // The lock makes word and ticket one: whoever sees Reading finds the ticket under it.
-            let mut tickets = lock(&self.tickets);
-            let word = cache.region().word(page)?;
-            if word.change(state, state.read_started(frame)?).is_err() {
-                drop(tickets);
-                cache.untake(frame);
-                return None;
-            }
-            tickets.insert(page, ticket.clone());
-        }
+        let ticket = self.take_off(page, state, state.read_started(frame)?, cache)?;
         self.swapped_out_now.fetch_sub(1, Ordering::Relaxed);
         cache.shared.allocated();
         FaultCounters::bump(&cache.shared.count.swap_in);
         Some(Resolution::Pending(ticket))
     }
 
-    /// Somebody else's fault has made a ticket; `None` if the page has arrived since.
+    /// Gives a page that was never provided a frame and a ticket. What its source provides is in no
+    /// swap entry, so the page is dirty.
     #[cold]
-    fn join_read(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
+    fn begin_fetch(&self, page: PageNo, cache: &mut PerCpuPages) -> Option<Resolution> {
+        let Some(frame) = cache.take() else {
+            return Some(Resolution::NoMemory);
+        };
+        self.frames.desc(frame).prepare(page, Dirt::Dirty);
+        let state = PageState::Empty;
+        let ticket = self.take_off(page, state, state.fetch_started(frame)?, cache)?;
+        cache.shared.allocated();
+        FaultCounters::bump(&cache.shared.count.missing);
+        Some(Resolution::Missing(ticket))
+    }
+
+    /// Changes the page word to a state in flight, and makes the ticket. Puts the frame back if
+    /// another thread has changed the page.
+    fn take_off(
+        &self,
+        page: PageNo,
+        from: PageState,
+        to: PageState,
+        cache: &mut PerCpuPages,
+    ) -> Option<Ticket> {
+        let frame = to.frame()?;
+        let ticket = Ticket::new(page, cache.region().clone(), frame);
+        // Under one lock, so that a thread that sees the new state finds the ticket.
+        let mut tickets = lock(&self.tickets);
+        if cache.region().word(page)?.change(from, to).is_err() {
+            drop(tickets);
+            cache.untake(frame);
+            return None;
+        }
+        tickets.insert(page, ticket.clone());
+        Some(ticket)
+    }
+
+    /// The ticket that another fault has made; `None` if the page has come since.
+    #[cold]
+    fn join(&self, page: PageNo, cache: &PerCpuPages) -> Option<Ticket> {
         let ticket = lock(&self.tickets).get(&page).cloned()?;
         FaultCounters::bump(&cache.shared.count.shared_ticket);
-        Some(Resolution::Pending(ticket))
+        Some(ticket)
     }
 }
 

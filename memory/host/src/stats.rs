@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) struct Counters {
     pub faults: FaultCounters,
     pub swapped_in: AtomicU64,
+    pub provided: AtomicU64,
     pub reads_started: AtomicU64,
     pub polled: AtomicU64,
     pub swapped_out: AtomicU64,
@@ -81,6 +82,10 @@ pub struct HostStats {
     pub faults_swap_in: u64,
     /// Faults that found a swap-in under way.
     pub faults_shared_ticket: u64,
+    /// Faults that found a page that its source had not provided, and gave it a ticket.
+    pub faults_missing: u64,
+    /// Pages that page sources have provided.
+    pub provided: u64,
     /// Pages read from the swap device.
     pub swapped_in: u64,
     /// Reads begun for somebody who does not wait, in real time.
@@ -167,6 +172,7 @@ impl Core {
             huge,
             fallback,
             zeroing_ns,
+            missing,
         ] = faults;
         let frames = &self.frames;
         let entries = lock(&self.entries).used() as u64;
@@ -184,6 +190,8 @@ impl Core {
             faults_rescued: rescued,
             faults_swap_in: swap_in,
             faults_shared_ticket: shared_ticket,
+            faults_missing: missing,
+            provided: get(&counters.provided),
             swapped_in: get(&counters.swapped_in),
             reads_started: get(&counters.reads_started),
             polled: get(&counters.polled),

@@ -2,8 +2,9 @@
 
 use crate::error::{HostError, LostPage, SwapError};
 use crate::host::{Core, Host, NEVER, lock};
-use crate::residency::{PageNo, PageState};
+use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
+use crate::swap::SwapEntry;
 use crate::ticket::Ticket;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -15,8 +16,13 @@ impl Host {
     /// If the ticket is another host's: its frame is not in this host's pool.
     pub fn start(&self, ticket: &Ticket) {
         self.check_own(ticket);
+        // Before the claim: the word of a ticket that is not done says what completes it.
+        let missing = self.core.is_missing(ticket);
         if ticket.claim() {
-            self.io.read(&self.core, ticket.clone());
+            match missing {
+                true => self.core.ask_source(ticket),
+                false => self.io.read(&self.core, ticket.clone()),
+            }
         }
     }
 
@@ -40,8 +46,12 @@ impl Host {
     /// As [`Host::start`].
     pub fn wait_until(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), HostError> {
         self.check_own(ticket);
+        let missing = self.core.is_missing(ticket);
         if ticket.claim() {
-            self.io.read_here(&self.core, ticket, stop);
+            match missing {
+                true => self.core.ask_source(ticket),
+                false => self.io.read_here(&self.core, ticket, stop),
+            }
         }
         Ok(self.io.wait(&self.core, ticket, stop)?)
     }
@@ -58,14 +68,14 @@ impl Core {
         // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread
         // alone has claimed the ticket.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
-        self.store.read(ticket.entry(), page)
+        self.store.read(self.entry_of(ticket), page)
     }
 
     /// Whether what was read is what was last written to the entry.
     fn check(&self, ticket: &Ticket) -> Result<(), SwapError> {
         // SAFETY: as in `read`, until the page word changes; the device is done with the frame.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
-        let written = lock(&self.entries).checksum(ticket.entry());
+        let written = lock(&self.entries).checksum(self.entry_of(ticket));
         if page.checksum() == written {
             Ok(())
         } else {
@@ -73,35 +83,52 @@ impl Core {
         }
     }
 
-    /// The read is over: the page becomes resident, or lost.
+    /// The swap entry of a page that is being read. It stays the same until the ticket is done.
+    pub fn entry_of(&self, ticket: &Ticket) -> SwapEntry {
+        let word = ticket.region().word(ticket.number());
+        match word.map(PageWord::load) {
+            Some(PageState::Reading { entry, .. }) => entry,
+            other => unreachable!("{ticket:?} is read, but its page is {other:?}"),
+        }
+    }
+
+    /// Completes a read from swap: the page becomes resident, or lost if the read has failed or its
+    /// checksum is wrong.
     pub fn complete_read(&self, ticket: &Ticket, result: Result<(), SwapError>) {
-        let page = ticket.number();
-        let desc = self.frames.desc(ticket.frame());
         let result = result.and_then(|()| self.check(ticket));
         let result = result.map_err(|error| self.lost_in(ticket, &error));
+        if result.is_ok() {
+            Counters::add(&self.stats.swapped_in, 1);
+        }
+        self.settle(ticket, result);
+    }
+
+    /// The page becomes resident, or lost; then its ticket is done. The caller carried out the
+    /// read, or has won [`Ticket::answer`].
+    pub fn settle(&self, ticket: &Ticket, result: Result<(), LostPage>) {
+        let page = ticket.number();
+        let desc = self.frames.desc(ticket.frame());
         let Some(word) = ticket.region().word(page) else {
             return;
         };
         let moved = match &result {
             Ok(()) => {
-                // Its faulter may need a while to come back: one turn of the clock hand.
+                // The vCPU that faulted may need a while to come back: one turn of the clock hand.
                 desc.mark_recent();
-                word.advance(PageState::read_done)
+                word.advance(PageState::arrived)
             }
-            Err(_) => word.advance(PageState::read_failed),
+            Err(_) => word.advance(PageState::arrival_failed),
         };
-        debug_assert!(
-            moved.is_ok(),
-            "only the claimer moves a page out of Reading"
-        );
+        debug_assert!(moved.is_ok(), "only the caller completes this ticket");
         lock(&self.tickets).remove(&page);
         if result.is_ok() {
             desc.publish();
-            Counters::add(&self.stats.swapped_in, 1);
         } else {
             ticket.region().add_resident(-1);
             self.frames.give([ticket.frame().index() as u32]);
-            self.free_entry(ticket.entry());
+            if let Ok(Some(entry)) = moved.map(PageState::entry) {
+                self.free_entry(entry);
+            }
         }
         ticket.complete(result);
         self.settled.bump();
@@ -119,7 +146,7 @@ impl Core {
         let reason: Arc<str> = format!(
             "cannot read it back: {}, swap entry {}: {error}",
             self.device,
-            ticket.entry().get()
+            self.entry_of(ticket).get()
         )
         .into();
         self.note_lost(ticket.number(), reason.clone());

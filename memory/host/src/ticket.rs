@@ -1,28 +1,21 @@
-//! One ticket per page in flight.
+//! Tickets: one for each page in flight.
 //!
-//! ```text
-//! Idle --claim--> Started --complete--> Done
-//! ```
-//! Created idle by the fault that gave the page a frame; every later fault on the page gets the
-//! same one. Whoever claims it carries out the read: an I/O thread that was given it, or the first
-//! waiter.
+//! The fault that gives the page a frame creates the ticket; every later fault on the page gets the
+//! same one. A ticket says which page comes into which frame, and which threads wait for it. It
+//! does not say what completes it: the page word does (`Reading`: swap; `Fetching`: the region's
+//! page source). `flight` has the states.
 
 use crate::error::LostPage;
+use crate::flight::Flight;
 use crate::region::Region;
 use crate::residency::PageNo;
-use crate::swap::SwapEntry;
 use lacuna_addr::{Hva, Pfn};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-const IDLE: u32 = 0;
-const STARTED: u32 = 1;
-const DONE: u32 = 2;
-
 type Callback = Box<dyn FnOnce() + Send>;
 
-/// A page on its way in. A clone is the same ticket.
+/// A page in flight. A clone is the same ticket.
 #[derive(Clone)]
 pub struct Ticket(Arc<Inner>);
 
@@ -30,8 +23,7 @@ struct Inner {
     page: PageNo,
     region: Arc<Region>,
     frame: Pfn,
-    entry: SwapEntry,
-    state: AtomicU32,
+    flight: Flight,
     done: Mutex<Outcome>,
     wake: Condvar,
 }
@@ -43,40 +35,39 @@ struct Outcome {
 }
 
 impl Ticket {
-    pub(crate) fn new(page: PageNo, region: Arc<Region>, frame: Pfn, entry: SwapEntry) -> Self {
+    pub(crate) fn new(page: PageNo, region: Arc<Region>, frame: Pfn) -> Self {
         Self(Arc::new(Inner {
             page,
             region,
             frame,
-            entry,
-            state: AtomicU32::new(IDLE),
+            flight: Flight::new(),
             done: Mutex::default(),
             wake: Condvar::new(),
         }))
     }
 
-    /// The page it is about.
+    /// The address of its page.
     pub fn page(&self) -> Hva {
         self.0.page.hva()
     }
 
-    /// Whether the page has arrived or is known to be lost: resolve it again to learn which.
+    /// Whether the page is resident or lost: resolve it again to learn which.
     pub fn is_done(&self) -> bool {
-        self.0.state.load(Ordering::Acquire) == DONE
+        self.0.flight.is_done()
     }
 
-    /// Whether somebody carries out the read.
+    /// Whether a thread carries out the read, or the source was asked.
     pub fn is_started(&self) -> bool {
-        self.0.state.load(Ordering::Acquire) != IDLE
+        self.0.flight.is_started()
     }
 
-    /// Whether both are about the same flight of the same page.
+    /// Whether both are the same ticket.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Calls `callback` once the ticket is done: now if it is, else on the thread that completes
-    /// it, which holds no lock. It must be short and must not wait.
+    /// Calls `callback` when the ticket is done: at once if it is, else on the thread that
+    /// completes it, which holds no lock. The callback is short and does not wait.
     pub fn on_done(&self, callback: impl FnOnce() + Send + 'static) {
         let mut done = self.lock();
         if done.result.is_none() {
@@ -99,23 +90,22 @@ impl Ticket {
         self.0.frame
     }
 
-    pub(crate) fn entry(&self) -> SwapEntry {
-        self.0.entry
-    }
-
-    /// Takes the duty to read; true for one caller only.
+    /// Takes the duty to carry out the read, or to ask the source. True for one caller only.
     #[must_use]
     pub(crate) fn claim(&self) -> bool {
-        let state = &self.0.state;
-        state
-            .compare_exchange(IDLE, STARTED, Ordering::AcqRel, Ordering::Relaxed)
-            .is_ok()
+        self.0.flight.start()
+    }
+
+    /// Takes the right to complete a fetch. True for one caller only.
+    #[must_use]
+    pub(crate) fn answer(&self) -> bool {
+        self.0.flight.answer()
     }
 
     pub(crate) fn complete(&self, result: Result<(), LostPage>) {
         let mut done = self.lock();
         done.result = Some(result);
-        self.0.state.store(DONE, Ordering::Release);
+        self.0.flight.finish();
         let callbacks = std::mem::take(&mut done.callbacks);
         drop(done);
         self.0.wake.notify_all();
@@ -124,12 +114,12 @@ impl Ticket {
         }
     }
 
-    /// The result, if there is one yet.
+    /// The result, once the ticket is done.
     pub(crate) fn result(&self) -> Option<Result<(), LostPage>> {
         self.lock().result.clone()
     }
 
-    /// Sleeps until somebody completes it, but not longer than `patience`.
+    /// Sleeps until the ticket is done, for at most `patience`.
     pub(crate) fn sleep(&self, patience: Duration) -> Option<Result<(), LostPage>> {
         let waited = self
             .0

@@ -199,7 +199,10 @@ impl Core {
             assert!(used, "{entry:?} of {page:?} is free");
         }
         found.swapped_out += i64::from(matches!(state, PageState::Swapped { .. }));
-        if matches!(state, PageState::Reading { .. }) {
+        if matches!(
+            state,
+            PageState::Reading { .. } | PageState::Fetching { .. }
+        ) {
             found.reading += 1;
             let known = lock(&self.tickets).contains_key(&page);
             assert!(known, "{page:?} has no ticket");
@@ -213,8 +216,9 @@ fn verify_frame_state(page: PageState, frame: FrameState) {
             matches!(frame, FrameState::Used | FrameState::Isolated)
         }
         PageState::Evicting { .. } | PageState::Writeback { .. } => frame == FrameState::Isolated,
-        PageState::Reading { .. } => frame == FrameState::Cached,
+        PageState::Reading { .. } | PageState::Fetching { .. } => frame == FrameState::Cached,
         PageState::Empty
+        | PageState::Zero
         | PageState::Swapped { .. }
         | PageState::Lost
         | PageState::Gone

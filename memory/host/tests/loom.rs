@@ -9,6 +9,8 @@
 mod block_word;
 #[path = "../src/desc.rs"]
 mod desc;
+#[path = "../src/flight.rs"]
+mod flight;
 #[path = "../src/residency.rs"]
 mod residency;
 #[path = "../src/io/watch.rs"]
@@ -18,9 +20,10 @@ mod swap {
 }
 
 use desc::{Desc, Dirt, FrameState};
+use flight::Flight;
 use lacuna_addr::Pfn;
-use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use loom::sync::{Arc, Mutex};
 use loom::thread;
 use residency::{PageNo, PageState, PageWord};
 use swap::SwapEntry;
@@ -301,5 +304,148 @@ fn no_operation_in_flight_is_left_without_a_poller() {
         }
         poller.join().unwrap();
         device.join().unwrap();
+    });
+}
+
+/// A page that its source has not provided, with its ticket.
+struct Missing {
+    world: World,
+    flight: Flight,
+    /// `Core::tickets` has it.
+    ticket: Mutex<bool>,
+    /// The frame, in two halves: no answer may write while another does, or after a fault reads.
+    halves: [AtomicU64; 2],
+}
+
+impl Missing {
+    fn new() -> Arc<Self> {
+        let world = World::new();
+        world.descs[0].prepare(PAGE, Dirt::Dirty);
+        Arc::new(Self {
+            world,
+            flight: Flight::new(),
+            ticket: Mutex::new(false),
+            halves: [AtomicU64::new(0), AtomicU64::new(0)],
+        })
+    }
+
+    /// `Core::resolve`: true if the page is resident, false if it is missing or lost.
+    fn fault(&self) -> bool {
+        loop {
+            match self.world.word.load() {
+                PageState::Empty => {
+                    let mut ticket = self.ticket.lock().unwrap();
+                    let fetching = PageState::Empty.fetch_started(frame(0)).unwrap();
+                    if self.world.word.change(PageState::Empty, fetching).is_ok() {
+                        *ticket = true;
+                        return false;
+                    }
+                }
+                PageState::Fetching { .. } if *self.ticket.lock().unwrap() => return false,
+                // The page has come since.
+                PageState::Fetching { .. } => {}
+                PageState::Resident { .. } => {
+                    let [first, second] = self.halves.each_ref();
+                    let (first, second) = (
+                        first.load(Ordering::Relaxed),
+                        second.load(Ordering::Relaxed),
+                    );
+                    assert!(first != 0 && first == second, "{first} and {second}");
+                    return true;
+                }
+                PageState::Lost => return false,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// `Core::answer`, with a page of `content` or an error: true if it counts.
+    fn answer(&self, content: Option<u64>) -> bool {
+        let ticket = *self.ticket.lock().unwrap();
+        let missing = matches!(self.world.word.load(), PageState::Fetching { .. });
+        if !ticket || !missing || !self.flight.answer() {
+            return false;
+        }
+        let step = match content {
+            Some(content) => {
+                let halves = self.halves.iter();
+                halves.for_each(|half| half.store(content, Ordering::Relaxed));
+                PageState::arrived
+            }
+            None => PageState::arrival_failed,
+        };
+        self.world.word.advance(step).expect("one answer counts");
+        *self.ticket.lock().unwrap() = false;
+        match content {
+            Some(_) => self.world.descs[0].publish(),
+            None => self.world.free(),
+        }
+        self.flight.finish();
+        true
+    }
+}
+
+/// Two answers while a vCPU faults: one counts, and the vCPU sees its bytes alone.
+#[test]
+fn one_of_two_answers_counts() {
+    model(|| {
+        let page = Missing::new();
+        assert!(!page.fault());
+        let answers = [1, 2].map(|content| {
+            let page = page.clone();
+            thread::spawn(move || page.answer(Some(content)))
+        });
+        page.fault();
+        let [first, second] = answers.map(|answer| answer.join().unwrap());
+        assert!(first != second && page.flight.is_done() && page.fault());
+        let content = if first { 1 } else { 2 };
+        assert_eq!(page.halves[0].load(Ordering::Relaxed), content);
+        page.world.is_at_rest_in_frame();
+        assert_eq!(page.world.descs[0].take_dirty(), Dirt::Dirty);
+    });
+}
+
+/// An answer, the removal of the region, and a thread that starts the ticket: the page is resident
+/// or lost, its frame is free if it is lost, and the source is asked once at most.
+#[test]
+fn an_answer_while_the_region_is_removed() {
+    model(|| {
+        let page = Missing::new();
+        assert!(!page.fault());
+        let removal = {
+            let page = page.clone();
+            thread::spawn(move || page.answer(None))
+        };
+        let starter = {
+            let page = page.clone();
+            thread::spawn(move || page.flight.start())
+        };
+        let provided = page.answer(Some(1));
+        let removed = removal.join().unwrap();
+        assert!(provided != removed && page.flight.is_done());
+        let _ = starter.join().unwrap();
+        assert!(!page.flight.start(), "a ticket that is done is not started");
+        assert!(page.flight.is_done());
+        assert_eq!(page.fault(), provided);
+        let freed = page.world.freed.load(Ordering::Relaxed);
+        assert_eq!(freed, u64::from(removed));
+    });
+}
+
+/// Two first faults share one ticket, and a fault never misses the ticket of a page in flight.
+#[test]
+fn two_faults_on_a_missing_page_share_its_ticket() {
+    model(|| {
+        let page = Missing::new();
+        let other = {
+            let page = page.clone();
+            thread::spawn(move || {
+                let resident = page.fault();
+                resident || page.answer(Some(7))
+            })
+        };
+        page.fault();
+        assert!(other.join().unwrap(), "one frame, one ticket, one answer");
+        assert!(page.fault() && page.flight.is_done());
     });
 }

@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::source::TestSource;
 use common::{Use, Vm, huge_host, ring_host, virtual_host};
 use lacuna_addr::{Access, HvaRange, Level, PageCount};
 use lacuna_host::{
@@ -128,6 +129,8 @@ struct World {
     clock: Arc<VirtualClock>,
     store: Option<FaultyStore>,
     vms: Vec<Vm>,
+    /// The first VM's pages come from a source.
+    sourced: bool,
     tickets: Vec<Ticket>,
 }
 
@@ -147,6 +150,7 @@ impl World {
             .map(|&pages| Vm::new(&host, &clock, pages))
             .collect();
         Self {
+            sourced: false,
             size,
             host,
             clock,
@@ -154,6 +158,36 @@ impl World {
             vms,
             tickets: Vec::new(),
         }
+    }
+
+    /// The same, with a source for the first VM's pages.
+    fn with_source(mut self) -> Self {
+        self.sourced = true;
+        self.replace(0);
+        self
+    }
+
+    /// Replaces a VM's region by a fresh one.
+    fn replace(&mut self, vm: usize) {
+        self.host.remove_region(self.vms[vm].range).unwrap();
+        self.vms.remove(vm);
+        let (host, clock, pages) = (&self.host, &self.clock, self.size.pages[vm]);
+        let fresh = match self.sourced && vm == 0 {
+            true => Vm::with_source(host, clock, pages, &TestSource::new()),
+            false => Vm::new(host, clock, pages),
+        };
+        self.vms.insert(vm, fresh);
+    }
+
+    /// Copies on this thread wait for the source: the page comes first.
+    fn provide(&mut self, vm: usize, page: u64) -> Result<(), HostError> {
+        if self.vms[vm].source.is_none() {
+            return Ok(());
+        }
+        let vm = &mut self.vms[vm];
+        let provided = vm.fault(page, Access::Read).map(|_| ());
+        vm.cache.unpin_all();
+        provided
     }
 
     fn apply(&mut self, op: &Op) {
@@ -173,9 +207,9 @@ impl World {
             Op::Prefetch { vm, page } => {
                 let vm = &mut self.vms[vm];
                 let hva = vm.hva(page);
-                if let Resolution::Pending(ticket) =
-                    self.host
-                        .resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
+                if let Resolution::Pending(ticket) | Resolution::Missing(ticket) = self
+                    .host
+                    .resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
                 {
                     if page % 2 == 0 {
                         self.host.start(&ticket);
@@ -187,14 +221,12 @@ impl World {
             Op::Balance => _ = self.host.balance(),
             Op::Time => _ = self.vms[0].step_time() || self.host.poll(self.clock.now()) > 0,
             Op::Break(fault) => self.store.iter().for_each(|store| store.set_fault(fault)),
-            Op::Replace { vm } => {
-                self.host.remove_region(self.vms[vm].range).unwrap();
-                self.vms.remove(vm);
-                self.vms
-                    .insert(vm, Vm::new(&self.host, &self.clock, self.size.pages[vm]));
-            }
+            Op::Replace { vm } => self.replace(vm),
             Op::Flush { vm } => self.vms[vm].cache.flush(),
             Op::CopyIn { vm, page, value } => {
+                if let Err(error) = self.provide(vm, page) {
+                    return self.may_fail(&error);
+                }
                 let vm = &mut self.vms[vm];
                 let hva = vm.hva(page);
                 match self.host.copy_in(hva, &value.to_le_bytes().repeat(512)) {
@@ -203,12 +235,14 @@ impl World {
                 }
             }
             Op::CopyOut { vm, page } => {
+                if let Err(error) = self.provide(vm, page) {
+                    return self.may_fail(&error);
+                }
                 let vm = &self.vms[vm];
                 let (hva, mut word) = (vm.hva(page), [0; 8]);
                 match self.host.copy_out(hva, &mut word) {
                     Ok(()) => {
-                        let want = vm.model.get(&hva.get()).copied().unwrap_or(0);
-                        assert_eq!(u64::from_le_bytes(word), want);
+                        assert_eq!(u64::from_le_bytes(word), vm.expected(hva));
                     }
                     Err(error) => self.may_fail(&error),
                 }
@@ -246,7 +280,15 @@ impl World {
         if let Some(store) = &self.store {
             store.set_fault(None);
         }
-        for ticket in &self.tickets {
+        let sources = self.vms.iter().filter_map(|vm| vm.source.as_ref());
+        for source in sources {
+            while source.answer_one(3) {}
+        }
+        for ticket in self.tickets.iter().filter(|ticket| !ticket.is_done()) {
+            if let Some(source) = self.source_of(ticket) {
+                self.host.start(ticket);
+                while source.answer_one(1) {}
+            }
             if !ticket.is_started() {
                 // The region may have been removed: then the ticket reports it.
                 let _ = self.host.wait(ticket);
@@ -269,6 +311,15 @@ impl World {
         assert_eq!(self.host.stats().resident, 0);
         assert_eq!(self.host.stats().swap_entries, 0);
         self.host.verify();
+    }
+
+    /// The source that completes the ticket.
+    fn source_of(&self, ticket: &Ticket) -> Option<Arc<TestSource>> {
+        let vm = self.vms.iter().find(|vm| {
+            let range = vm.range.start()..vm.range.end();
+            range.contains(&ticket.page())
+        });
+        vm?.source.clone()
     }
 
     /// A device that ended early stays small, so swap-in may find no room. A page that can be read
@@ -316,6 +367,33 @@ proptest! {
         let latency = LatencySetting::new(Duration::from_micros(50));
         let store = Latency::new(MemoryStore::new(), latency);
         run(World::new(Box::new(store), None), &ops);
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn provided_pages_keep_their_contents(ops in prop::collection::vec(op(SMALL), 1..120)) {
+        let store = FaultyStore::new(PageCount::new(2000));
+        run(World::new(Box::new(store), None).with_source(), &ops);
+    }
+
+    #[test]
+    fn provided_pages_keep_their_contents_when_writes_fail(
+        ops in prop::collection::vec(op(SMALL), 1..120)
+    ) {
+        let store = FaultyStore::new(PageCount::new(2000));
+        run(World::new(Box::new(store.clone()), Some(store)).with_source(), &ops);
+    }
+
+    #[test]
+    fn provided_pages_keep_their_contents_beside_huge_pages(
+        ops in prop::collection::vec(op(LARGE), 1..40)
+    ) {
+        let store = FaultyStore::new(PageCount::new(20_000));
+        let host = huge_host(LARGE.budget, Box::new(store), HugePages::Always);
+        run(World::on(LARGE, host, None).with_source(), &ops);
     }
 }
 

@@ -194,7 +194,9 @@ impl Vcpu {
             match self.host.resolve(hva, access, self.max_level, &mut cache) {
                 Resolution::Ready(frame) => self.access(hva, frame, access, seq),
                 Resolution::Pending(ticket) if self.rng.bool() => self.host.start(&ticket),
-                Resolution::Pending(ticket) => self.host.wait(&ticket)?,
+                Resolution::Pending(ticket) | Resolution::Missing(ticket) => {
+                    self.host.wait(&ticket)?;
+                }
                 Resolution::NoMemory => _ = self.host.reclaim_direct(&mut cache).unwrap(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }

@@ -1,6 +1,6 @@
 //! Why a change of slots was refused. Nothing has changed then.
 
-use crate::SlotId;
+use crate::{SlotFlags, SlotId};
 use lacuna_addr::{GfnRange, Hva, NoRoom};
 
 /// A refused change, with what to do about it.
@@ -90,6 +90,14 @@ pub enum SlotError {
         id: SlotId,
         /// The size that was asked for.
         room: NoRoom,
+    },
+    /// The backend does not know some of the flags.
+    #[error("{id}: this backend does not support the flags {:#x}: clear them", flags.bits())]
+    UnsupportedFlags {
+        /// The slot.
+        id: SlotId,
+        /// The flags that it does not support.
+        flags: SlotFlags,
     },
     /// The limit is reached.
     #[error("{id} would be one slot more than the {limit} that this VM may have: remove one first")]

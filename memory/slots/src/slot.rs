@@ -19,6 +19,25 @@ bitflags::bitflags! {
     pub struct SlotFlags: u32 {
         /// Guest writes do not change memory: they exit as MMIO.
         const READONLY = 1 << 0;
+        /// A vCPU's access to a page that was never provided leaves the guest as a memory-fault
+        /// exit, as with `KVM_MEM_EXIT_ON_MISSING` of the KVM series of 2023: the VMM provides the
+        /// page and enters the vCPU again. Without the flag the vCPU waits for the region's page
+        /// source. No backend supports the flag yet: a slot with it is refused.
+        const EXIT_ON_MISSING = 1 << 3;
+    }
+}
+
+impl SlotFlags {
+    /// Refuses flags that are not in `supported`, the set of a backend.
+    ///
+    /// # Errors
+    /// [`SlotError::UnsupportedFlags`].
+    pub fn check(self, id: SlotId, supported: Self) -> Result<(), SlotError> {
+        let flags = self.difference(supported);
+        match flags.is_empty() {
+            true => Ok(()),
+            false => Err(SlotError::UnsupportedFlags { id, flags }),
+        }
     }
 }
 

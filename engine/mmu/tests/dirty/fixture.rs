@@ -240,7 +240,7 @@ impl Vcpu {
         match outcome {
             Outcome::Mapped(_) => unreachable!("that is no reason to leave"),
             Outcome::Busy => yield_now(),
-            Outcome::Pending(ticket) => {
+            Outcome::Pending(ticket) | Outcome::Missing(ticket) => {
                 fixture.host.start(&ticket);
                 let _ = fixture.host.wait(&ticket);
             }

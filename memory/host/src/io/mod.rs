@@ -23,6 +23,7 @@ mod watch;
 
 pub use timer::fine_sleeps;
 
+use crate::balance::TICK;
 use crate::error::{LostPage, SwapError, WriteFailed};
 use crate::host::{Core, lock};
 use crate::region::Region;
@@ -140,8 +141,17 @@ impl Executor {
                 if let Some(result) = ticket.result() {
                     return result;
                 }
-                let delivered = world.deliver_next(core);
-                assert!(delivered, "a claimed read is always in flight");
+                if world.deliver_next(core) {
+                    continue;
+                }
+                // A page source has threads of its own; a read is always in flight here.
+                assert!(core.is_missing(ticket), "{ticket:?} is in no queue");
+                if let Some(result) = ticket.sleep(TICK) {
+                    return result;
+                }
+                if stop.load(Ordering::Acquire) {
+                    return Ok(());
+                }
             },
         }
     }

@@ -104,7 +104,7 @@ impl Ring {
     /// are in flight.
     pub fn read(&self, file: BorrowedFd<'_>, ticket: Ticket, due: Nanos) -> Result<(), Ticket> {
         let shared = &*self.shared;
-        let (frame, entry) = (ticket.frame(), ticket.entry());
+        let (frame, entry) = (ticket.frame(), shared.onward.core.entry_of(&ticket));
         let number = lock(&shared.flights).board(ticket, due)?;
         shared.pending.fetch_add(1, Ordering::Relaxed);
         let frame = shared.onward.core.frames.pool.frame(frame).as_non_null();

@@ -2,12 +2,15 @@
 //! and one vCPU that faults on it.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod source;
+
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
     Frame, Host, HostConfig, HostError, HugePages, Io, MmuNotifier, PerCpuPages, Resolution,
     SwapStore,
 };
 use lacuna_sync::{Clock, VirtualClock};
+use source::{TestSource, word_of};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
@@ -179,6 +182,9 @@ pub struct Vm {
     pub max_level: Level,
     /// The expected content of every page: its first word, repeated. Absent means zero.
     pub model: BTreeMap<u64, u64>,
+    /// Answers one of its requests, any, whenever the vCPU waits for a page. Without one, pages are
+    /// zeros.
+    pub source: Option<Arc<TestSource>>,
 }
 
 /// A host under virtual time, without huge pages.
@@ -231,6 +237,26 @@ impl Vm {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(host);
         let range = host.add_region(PageCount::new(pages), mmu.clone()).unwrap();
+        Self::of(host, clock, mmu, range)
+    }
+
+    /// A VM whose pages `source` provides.
+    pub fn with_source(
+        host: &Arc<Host>,
+        clock: &Arc<VirtualClock>,
+        pages: u64,
+        source: &Arc<TestSource>,
+    ) -> Self {
+        let mmu = Arc::new(FakeMmu::default());
+        mmu.belongs_to(host);
+        let pages = PageCount::new(pages);
+        let range = host.add_region_from(source.clone(), pages, mmu.clone());
+        let mut vm = Self::of(host, clock, mmu, range.unwrap());
+        vm.source = Some(source.clone());
+        vm
+    }
+
+    fn of(host: &Arc<Host>, clock: &Arc<VirtualClock>, mmu: Arc<FakeMmu>, range: HvaRange) -> Self {
         Self {
             host: host.clone(),
             cache: host.per_cpu_pages().unwrap(),
@@ -239,6 +265,7 @@ impl Vm {
             clock: clock.clone(),
             max_level: Level::L2M,
             model: BTreeMap::new(),
+            source: None,
         }
     }
 
@@ -281,6 +308,17 @@ impl Vm {
                     self.host.start(&ticket);
                     while !ticket.is_done() {
                         self.let_come();
+                    }
+                }
+                Resolution::Missing(ticket) => {
+                    self.host.start(&ticket);
+                    let source = self
+                        .source
+                        .as_ref()
+                        .expect("only a source's page is missing");
+                    while !ticket.is_done() {
+                        // Any of those that are open, this one at last.
+                        assert!(source.answer_one(hva.get() >> 12), "it was asked for");
                     }
                 }
                 Resolution::NoMemory => {
@@ -332,11 +370,17 @@ impl Vm {
     fn check(&self, hva: Hva, read: impl FnOnce(&mut [u8])) {
         let mut bytes = [0; PAGE_SIZE];
         read(&mut bytes);
-        let want = self.model.get(&hva.get()).copied().unwrap_or(0);
+        let want = self.expected(hva);
         assert!(
             bytes.chunks(8).all(|word| word == want.to_le_bytes()),
             "{hva} is not {want:#x}"
         );
+    }
+
+    /// The word that the page at `hva` contains, repeated.
+    pub fn expected(&self, hva: Hva) -> u64 {
+        let provided = self.source.as_ref().map_or(0, |_| word_of(hva));
+        self.model.get(&hva.get()).copied().unwrap_or(provided)
     }
 
     /// Reads every page back.

@@ -1,0 +1,106 @@
+//! A page source for tests: it keeps its requests until the test answers them.
+
+use lacuna_addr::{Hva, PAGE_SIZE};
+use lacuna_host::{Answer, Page, PageRequest, PageSource};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Condvar, Mutex};
+
+#[derive(Default)]
+pub struct TestSource {
+    state: Mutex<State>,
+    asked: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    open: BTreeMap<u64, PageRequest>,
+    seen: BTreeSet<u64>,
+}
+
+/// The word that a page of the source contains, repeated.
+pub fn word_of(hva: Hva) -> u64 {
+    // Every fourth page is all zeros.
+    let page = hva.get() >> 12;
+    if page.is_multiple_of(4) {
+        0
+    } else {
+        page.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+}
+
+/// The page at `hva` as the source has it.
+pub fn page_of(hva: Hva) -> Page {
+    page_with(word_of(hva))
+}
+
+/// A page that contains `word`, repeated.
+pub fn page_with(word: u64) -> Page {
+    let mut page = Page::ZERO;
+    page.0
+        .copy_from_slice(&word.to_le_bytes().repeat(PAGE_SIZE / 8));
+    page
+}
+
+impl TestSource {
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// A copy of the request for the page at `hva`, which stays open.
+    pub fn request(&self, hva: Hva) -> Option<PageRequest> {
+        self.state.lock().unwrap().open.get(&hva.get()).cloned()
+    }
+
+    /// Forgets the request for the page at `hva`, without an answer unless `request` gave a copy.
+    pub fn forget(&self, hva: Hva) {
+        let request = self.state.lock().unwrap().open.remove(&hva.get());
+        assert!(request.is_some(), "no request for {hva}");
+    }
+
+    /// Provides the page at `hva`.
+    pub fn answer(&self, hva: Hva) -> Answer {
+        let request = self.state.lock().unwrap().open.remove(&hva.get());
+        request.expect("asked").provide(&page_of(hva))
+    }
+
+    /// Provides some page that was asked for; false when none is open. The order depends on `pick`
+    /// only.
+    pub fn answer_one(&self, pick: u64) -> bool {
+        let mut state = self.state.lock().unwrap();
+        let count = state.open.len() as u64;
+        let Some(at) = pick.checked_rem(count) else {
+            return false;
+        };
+        let hva = *state.open.keys().nth(at as usize).unwrap();
+        let request = state.open.remove(&hva).unwrap();
+        drop(state);
+        // Late: the region was removed, and the source did not hear of it.
+        let _ = request.provide(&page_of(Hva::new(hva)));
+        true
+    }
+
+    /// Waits until a page is asked for.
+    pub fn wait(&self) {
+        let state = self.state.lock().unwrap();
+        drop(self.asked.wait_while(state, |state| state.open.is_empty()));
+    }
+
+    /// How many pages were ever asked for.
+    pub fn asked(&self) -> usize {
+        self.state.lock().unwrap().seen.len()
+    }
+}
+
+impl PageSource for TestSource {
+    fn describe(&self) -> String {
+        "test source".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let mut state = self.state.lock().unwrap();
+        let hva = request.page().get();
+        assert!(state.seen.insert(hva), "{hva:#x} was asked for twice");
+        state.open.insert(hva, request);
+        self.asked.notify_all();
+    }
+}

@@ -1,0 +1,389 @@
+//! Pages that a source provides: answers that are late, out of order, repeated, missing or errors,
+//! and regions that are removed while their tickets are out.
+
+mod common;
+
+use common::source::{TestSource, page_of, page_with, word_of};
+use common::{FakeMmu, Use, Vm, huge_host, virtual_host};
+use lacuna_addr::{Access, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_host::{
+    Answer, Collapse, FaultyStore, Host, HostConfig, HostError, HugePages, Io, MmuNotifier,
+    PageRequest, PageSource, Resolution, SwapStore, Ticket,
+};
+use lacuna_sync::{HostClock, VirtualClock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+fn store() -> Box<dyn SwapStore> {
+    Box::new(FaultyStore::new(PageCount::new(4000)))
+}
+
+struct World {
+    host: Arc<Host>,
+    clock: Arc<VirtualClock>,
+    source: Arc<TestSource>,
+    vm: Vm,
+}
+
+impl World {
+    fn new(budget: u64, pages: u64) -> Self {
+        Self::on(virtual_host(budget, store()), pages)
+    }
+
+    fn on((host, clock): (Arc<Host>, Arc<VirtualClock>), pages: u64) -> Self {
+        let source = TestSource::new();
+        let vm = Vm::with_source(&host, &clock, pages, &source);
+        Self {
+            host,
+            clock,
+            source,
+            vm,
+        }
+    }
+
+    fn resolve(&mut self, page: u64) -> Resolution {
+        let hva = self.vm.hva(page);
+        let resolution = self
+            .host
+            .resolve(hva, Access::Read, Level::L2M, &mut self.vm.cache);
+        self.vm.cache.unpin_all();
+        resolution
+    }
+
+    fn missing(&mut self, page: u64) -> Ticket {
+        match self.resolve(page) {
+            Resolution::Missing(ticket) => ticket,
+            other => panic!("page {page} is {other:?}"),
+        }
+    }
+
+    /// A ticket whose page the source was asked for.
+    fn started(&mut self, page: u64) -> Ticket {
+        let ticket = self.missing(page);
+        self.host.start(&ticket);
+        ticket
+    }
+
+    fn read(&self, page: u64) -> u64 {
+        let mut word = [0; 8];
+        self.host.copy_out(self.vm.hva(page), &mut word).unwrap();
+        u64::from_le_bytes(word)
+    }
+}
+
+#[test]
+fn a_missing_page_is_asked_for_when_its_ticket_is_started_and_once() {
+    let mut world = World::new(256, 64);
+    let ticket = world.missing(5);
+    assert!(!ticket.is_started() && world.source.asked() == 0);
+    assert!(world.missing(5).is_same(&ticket), "a later fault shares it");
+    world.host.start(&ticket);
+    world.host.start(&ticket);
+    assert!(ticket.is_started() && world.source.asked() == 1);
+    assert!(world.missing(5).is_same(&ticket));
+    world.host.verify();
+    assert_eq!(world.source.answer(world.vm.hva(5)), Answer::Taken);
+    assert!(ticket.is_done());
+    assert!(matches!(world.resolve(5), Resolution::Ready(_)));
+    assert_eq!(world.read(5), word_of(world.vm.hva(5)));
+    let stats = world.host.stats();
+    assert_eq!((stats.faults_missing, stats.provided), (1, 1));
+    world.host.verify();
+}
+
+#[test]
+fn answers_come_out_of_order() {
+    let mut world = World::new(256, 64);
+    let done = Arc::new(AtomicUsize::new(0));
+    let tickets: Vec<Ticket> = (0..16).map(|page| world.started(page)).collect();
+    for ticket in &tickets {
+        let done = done.clone();
+        ticket.on_done(move || _ = done.fetch_add(1, Ordering::Relaxed));
+    }
+    for (count, page) in [9, 2, 15, 0, 7].into_iter().enumerate() {
+        assert_eq!(world.source.answer(world.vm.hva(page)), Answer::Taken);
+        assert_eq!(done.load(Ordering::Relaxed), count + 1);
+        assert!(tickets[page as usize].is_done());
+        assert_eq!(world.read(page), word_of(world.vm.hva(page)));
+    }
+    assert!(world.missing(8).is_same(&tickets[8]), "still missing");
+    world.host.verify();
+}
+
+#[test]
+fn a_second_answer_changes_nothing() {
+    let mut world = World::new(256, 64);
+    let ticket = world.started(3);
+    let hva = world.vm.hva(3);
+    let request = world.source.request(hva).unwrap();
+    assert_eq!(request.provide(&page_of(hva)), Answer::Taken);
+    world.vm.touch(3, Use::Write(77)).unwrap();
+    assert_eq!(request.provide(&page_with(666)), Answer::Late);
+    assert_eq!(request.fail("too late"), Answer::Late);
+    world.source.forget(hva);
+    drop(request);
+    world.vm.touch(3, Use::Read).unwrap();
+    assert!(ticket.is_done());
+    assert_eq!(world.host.stats().provided, 1);
+    world.host.verify();
+}
+
+#[test]
+fn a_page_may_come_that_was_not_asked_for_yet() {
+    let mut world = World::new(256, 64);
+    let first = world.started(1);
+    let request = world.source.request(world.vm.hva(1)).unwrap();
+    let idle = world.missing(2);
+    assert_eq!(request.provide(&page_with(1)), Answer::Taken);
+    assert!(first.is_done() && !idle.is_done());
+    assert!(matches!(world.resolve(1), Resolution::Ready(_)));
+    world.host.verify();
+}
+
+#[test]
+fn an_error_of_the_source_loses_the_page_and_says_why() {
+    let mut world = World::new(256, 64);
+    let (failed, dropped) = (world.started(3), world.started(4));
+    let hva = world.vm.hva(3);
+    let request = world.source.request(hva).unwrap();
+    assert_eq!(request.fail("the peer has gone"), Answer::Taken);
+    assert_eq!(request.provide(&page_of(hva)), Answer::Late);
+    let text = format!("page {hva} is lost: test source does not provide it: the peer has gone");
+    assert_eq!(world.host.wait(&failed).unwrap_err().to_string(), text);
+    match world.resolve(3) {
+        Resolution::Lost(lost) => assert_eq!(lost.to_string(), text),
+        other => panic!("{other:?}"),
+    }
+    // A source that ends without an answer loses the page too, and no thread waits for ever.
+    world.source.forget(world.vm.hva(4));
+    let error = world.host.wait(&dropped).unwrap_err().to_string();
+    assert!(error.ends_with("it dropped the request"), "{error}");
+    world.host.verify();
+    world.host.remove_region(world.vm.range).unwrap();
+    assert_eq!(world.host.stats().resident, 0);
+}
+
+#[test]
+fn a_region_is_removed_while_its_tickets_are_out() {
+    let mut world = World::new(256, 64);
+    let idle = world.missing(1);
+    let tickets: Vec<Ticket> = (2..6).map(|page| world.started(page)).collect();
+    let (hva, answered) = (world.vm.hva(2), world.vm.hva(5));
+    let request = world.source.request(hva).unwrap();
+    assert_eq!(world.source.answer(answered), Answer::Taken);
+    world.host.remove_region(world.vm.range).unwrap();
+    assert!(idle.is_done() && tickets.iter().all(Ticket::is_done));
+    for ticket in [&idle, &tickets[0]] {
+        let error = world.host.wait(ticket).unwrap_err().to_string();
+        assert!(error.ends_with("its region was removed"), "{error}");
+    }
+    assert_eq!(request.provide(&page_of(hva)), Answer::Late);
+    assert!(matches!(world.resolve(3), Resolution::Lost(_)));
+    assert_eq!(world.host.stats().resident, 0);
+    // The frames go to another region; a late answer does not reach it.
+    let mut other = Vm::new(&world.host, &world.clock, 200);
+    (0..200).for_each(|page| other.touch(page, Use::Write(9)).unwrap());
+    while world.source.answer_one(0) {}
+    other.check_all();
+    world.host.verify();
+}
+
+#[test]
+fn an_answer_after_the_host_is_late() {
+    let mut world = World::new(256, 64);
+    let ticket = world.started(2);
+    let request = world.source.request(world.vm.hva(2)).unwrap();
+    let World { host, vm, .. } = world;
+    drop((ticket, vm));
+    drop(host);
+    assert_eq!(request.provide(&page_with(1)), Answer::Late);
+}
+
+#[test]
+fn a_wait_for_a_source_ends_when_it_is_stopped() {
+    for io in [Io::Threads { readers: 1 }, virtual_io()] {
+        let host = real_host(256, io);
+        let source = TestSource::new();
+        let range = region(&host, &source, 8);
+        let mut cache = host.per_cpu_pages().unwrap();
+        let resolution = host.resolve(range.start(), Access::Read, Level::L4K, &mut cache);
+        let Resolution::Missing(ticket) = resolution else {
+            panic!("{resolution:?}");
+        };
+        let stop = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| host.wait_until(&ticket, &stop));
+            source.wait();
+            stop.store(true, Ordering::Release);
+            waiter.join().unwrap().unwrap();
+        });
+        assert!(!ticket.is_done());
+        host.verify();
+        host.remove_region(range).unwrap();
+        assert!(ticket.is_done());
+    }
+}
+
+/// What the source provided goes to swap and comes back from there; so do pages of zeros, of which
+/// no copy exists.
+#[test]
+fn a_page_that_was_provided_is_not_asked_for_again() {
+    let mut world = World::new(160, 600);
+    for round in 0..3 {
+        world.vm.check_all();
+        assert_eq!(world.source.asked(), 600, "round {round}");
+        world.host.verify();
+    }
+    let stats = world.host.stats();
+    assert!(stats.swapped_out > 300 && stats.swapped_in > 300 && stats.zero_dropped > 100);
+    assert_eq!(stats.provided, 600);
+}
+
+#[test]
+fn the_copies_of_a_loader_wait_for_the_source() {
+    let host = real_host(256, Io::Threads { readers: 1 });
+    let source = TestSource::new();
+    let range = region(&host, &source, 8);
+    let hva = range.start().checked_add_pages(1).unwrap();
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let mut word = [0; 8];
+            host.copy_out(hva, &mut word).map(|()| word)
+        });
+        source.wait();
+        assert_eq!(source.answer(hva), Answer::Taken);
+        let word = reader.join().unwrap().unwrap();
+        assert_eq!(u64::from_le_bytes(word), word_of(hva));
+    });
+    assert_eq!(host.peek(range.start(), &mut [0; 8]), None, "not asked for");
+    assert_eq!(source.asked(), 1);
+}
+
+/// A block of a region with a source is not filled with zeros at once, and a collapse does not take
+/// a page for zeros that was never provided.
+#[test]
+fn no_compound_page_is_made_of_missing_pages() {
+    let host = huge_host(4 * 512, store(), HugePages::Always);
+    let mut world = World::on(host, 512);
+    (0..500).for_each(|page| world.vm.touch(page, Use::Read).unwrap());
+    assert_eq!(world.host.stats().huge_faults, 0);
+    while world.host.collapse_step() != Collapse::Idle {}
+    assert_eq!(world.host.stats().collapses, 0, "12 pages are missing");
+    (0..512).for_each(|page| world.vm.touch(page, Use::Read).unwrap());
+    while world.host.collapse_step() != Collapse::Idle {}
+    assert_eq!(world.host.stats().collapses, 1);
+    world.vm.check_all();
+    assert_eq!(world.source.asked(), 512);
+    world.host.verify();
+}
+
+fn virtual_io() -> Io {
+    Io::Virtual {
+        seed: 1,
+        latency_ns: 1..2,
+    }
+}
+
+fn real_host(budget: u64, io: Io) -> Arc<Host> {
+    Host::new(HostConfig {
+        budget: PageCount::new(budget),
+        huge: HugePages::Never,
+        swap: store(),
+        io,
+        clock: Arc::new(HostClock::default()),
+    })
+    .unwrap()
+}
+
+fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> HvaRange {
+    let mmu = Arc::new(FakeMmu::default());
+    mmu.belongs_to(host);
+    let mmu: Arc<dyn MmuNotifier> = mmu;
+    host.add_region_from(source.clone(), PageCount::new(pages), mmu)
+        .unwrap()
+}
+
+/// A source that hands each request to one of its threads, twice.
+struct Threads(std::sync::mpsc::Sender<PageRequest>);
+
+impl PageSource for Threads {
+    fn describe(&self) -> String {
+        "threads".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        self.0.send(request.clone()).unwrap();
+        self.0.send(request).unwrap();
+    }
+}
+
+/// Four threads fault on the same pages under memory pressure, three threads of the source answer
+/// each page twice, and the region is removed in the middle.
+#[test]
+fn many_threads_fault_and_answer() {
+    let host = real_host(
+        Host::minimum_budget(4).get() + 32,
+        Io::Threads { readers: 2 },
+    );
+    for round in 0..6 {
+        let (sender, requests) = std::sync::mpsc::channel::<PageRequest>();
+        let requests = std::sync::Mutex::new(requests);
+        let taken = AtomicUsize::new(0);
+        let mmu = Arc::new(FakeMmu::default());
+        mmu.belongs_to(&host);
+        let source = Arc::new(Threads(sender));
+        let pages = PageCount::new(1500);
+        let range = host.add_region_from(source, pages, mmu).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while let Ok(request) = { requests.lock().unwrap().recv() } {
+                        let hva = request.page();
+                        if request.provide(&page_of(hva)) == Answer::Taken {
+                            taken.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+            let readers: Vec<_> = (0..4)
+                .map(|seed| {
+                    scope.spawn({
+                        let host = host.clone();
+                        move || read_all(&host, range, seed)
+                    })
+                })
+                .collect();
+            if round % 2 == 1 {
+                while host.stats().provided == 0 {
+                    thread::yield_now();
+                }
+                host.remove_region(range).unwrap();
+            }
+            let lost = readers.into_iter().map(|reader| reader.join().unwrap());
+            let lost = lost.filter(|lost| *lost).count();
+            if round % 2 == 0 {
+                assert_eq!((lost, taken.load(Ordering::Relaxed)), (0, 1500));
+                host.verify();
+                host.remove_region(range).unwrap();
+            }
+        });
+        assert_eq!(host.stats().resident, 0);
+        host.verify();
+    }
+}
+
+/// Reads every page from a place of its own on; true if the region went away meanwhile.
+fn read_all(host: &Host, range: HvaRange, seed: u64) -> bool {
+    let mut bytes = [0; PAGE_SIZE];
+    for i in 0..range.pages() {
+        let page = (i + seed * 7) % range.pages();
+        let hva = range.start().checked_add_pages(page).unwrap();
+        match host.copy_out(hva, &mut bytes) {
+            Ok(()) => assert_eq!(bytes, page_of(hva).0, "page {page}"),
+            Err(HostError::Lost(_)) => return true,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    false
+}
