@@ -7,10 +7,10 @@
 //!     '-------------------------------------------------------------'
 //!                        split, or the region is gone
 //! ```
-//! *Loose*: its frames go their own ways, free or not. While a block is whole its frames'
-//! descriptors rest: they say Free, though the free map does not have them, and only their dirty
-//! marks count. The block has a dirty mark too, which speaks for all 512 pages. Whoever splits the
-//! block hands that mark down, and whoever sets it may come at that moment:
+//! *Loose*: its frames are used separately, or are free. While a block is whole its frames'
+//! descriptors are unused: they say Free, though the free map does not have them, and only their
+//! dirty marks count. The block has a dirty mark too, which stands for all 512 pages. The thread
+//! that splits the block copies that mark to the frames. Another thread may set it at that moment:
 //!
 //! ```text
 //! marker                              splitter
@@ -25,15 +25,15 @@ use crate::residency::{PageNo, PageState, PageWord};
 use lacuna_sync::shim::atomic::AtomicU8;
 use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Who has a block of frames.
+/// The state of a block of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum FrameBlockState {
-    /// Nobody: see its frames.
+    /// The block is not used as a whole: see its frames.
     Split,
     /// A block of pages.
     Used,
-    /// A block of pages, and somebody who may split it.
+    /// A block of pages, and a thread that may split it.
     Isolated,
 }
 
@@ -64,7 +64,7 @@ const _: () = assert!(size_of::<BlockDesc>() == 24);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Marked {
-    /// The block is whole, or whoever splits it sees the mark.
+    /// The block is whole, or the thread that splits it sees the mark.
     Done,
     /// It may have been split before: mark the frames.
     Split,
@@ -83,7 +83,7 @@ impl BlockDesc {
         }
     }
 
-    /// Before the block word names a block of fresh frames: whose it is going to be.
+    /// Sets the future owner, before the block word names a block of fresh frames.
     pub fn prepare(&self, owner: PageNo, dirty: Dirt) {
         self.adopt(owner);
         self.dirty
@@ -98,7 +98,7 @@ impl BlockDesc {
         self.worth.store(UNTRIED, Ordering::Relaxed);
     }
 
-    /// After the block word names it, or when whoever isolated it lets it be.
+    /// Called after the block word names it, or when the thread that isolated it does not split it.
     pub fn publish(&self) {
         self.state
             .store(FrameBlockState::Used as u8, Ordering::Release);
@@ -119,8 +119,8 @@ impl BlockDesc {
         }
     }
 
-    /// Takes the right to split the block, or the promise that nobody does. `None` when somebody
-    /// else has it, or the block is loose.
+    /// Takes the right to split the block, or to prevent a split. `None` if another thread has it,
+    /// or if the block is loose.
     pub fn isolate(&self) -> Option<PageNo> {
         let (used, isolated) = (FrameBlockState::Used as u8, FrameBlockState::Isolated as u8);
         self.state
@@ -213,8 +213,8 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Whole -> Small. The caller has isolated the block. The pages stay in their frames, so that
-    /// nobody need hear of it for the sake of what is mapped.
+    /// Splits a whole block to small pages. The caller has isolated the block. The pages stay in
+    /// their frames, so no listener needs to know.
     pub fn split(self, first: PageNo) {
         for (i, (word, desc)) in self.words.iter().zip(self.frames).enumerate() {
             desc.adopt(first.plus(i));

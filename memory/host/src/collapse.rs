@@ -25,7 +25,7 @@ use std::sync::Arc;
 
 /// Pages of a block that may be Empty: the most memory, in 512ths, that a collapse may add.
 const EMPTY: usize = BLOCK / 16;
-/// Pages that must have been accessed since somebody last asked.
+/// Pages that must have been accessed since the last check.
 const IN_USE: usize = BLOCK / 2;
 /// Blocks of pages that one step looks at.
 const LOOK: usize = 64;
@@ -85,9 +85,9 @@ impl Gathered {
 }
 
 impl Host {
-    /// One step of making blocks whole in the background, for whoever has no better to do: looks at
-    /// some, and makes one whole if its pages are there, in use, and a block of frames is free. It
-    /// calls listeners, so no lock may be held.
+    /// One step of collapsing blocks in the background, for a thread without more urgent work. It
+    /// examines some blocks, and collapses one if its pages are resident and in use, and a block of
+    /// frames is free. It calls listeners, so no lock may be held.
     pub fn collapse_step(&self) -> Collapse {
         let core = &*self.core;
         if core.huge == HugePages::Never || core.is_low() {

@@ -1,4 +1,5 @@
-//! Bytes in and out of pages for those who are no vCPU: image loading, the status page, tests.
+//! Copies bytes into and out of pages, for code that is no vCPU: image loading, the status page,
+//! tests.
 //!
 //! Reclaim honours a pin only from its next batch on, but a copy needs the frame to stay from now
 //! on. So a copy isolates the frame while it runs, as a reclaimer does.
@@ -136,8 +137,8 @@ impl Core {
         self.regions.find(page)?.place(page)
     }
 
-    /// Runs `copy` while nobody can take the frame from `page`. `None` if somebody else is about
-    /// to, or already has.
+    /// Runs `copy` while no other thread can take the frame from `page`. `None` if another thread
+    /// is about to, or already has.
     fn while_isolated(
         &self,
         frame: Frame,

@@ -18,7 +18,7 @@ use crate::residency::PageNo;
 use lacuna_sync::shim::AtomicU64;
 use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
 
-/// Who has the frame.
+/// The owner of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum FrameState {
@@ -28,7 +28,7 @@ pub enum FrameState {
     Cached,
     /// A page.
     Used,
-    /// A page, and somebody who may take it away.
+    /// A page, and a thread that may take it away.
     Isolated,
     /// The swap store: it holds compressed pages.
     Store,
@@ -54,8 +54,8 @@ pub struct Desc {
     /// that writes it out. A stale fault may set it on a frame that has since moved to another
     /// page, which costs a needless write and nothing else.
     dirty: AtomicU8,
-    /// Swapped in since the clock hand last passed, so that its faulter may not have come back yet;
-    /// or found accessed by somebody who was not the hand.
+    /// Swapped in since the clock hand last passed, so that the vCPU that faulted may not have
+    /// retried yet; or found accessed by a thread that is not the hand.
     recent: AtomicU8,
 }
 
@@ -79,13 +79,13 @@ impl Desc {
         self.set_state(FrameState::Free);
     }
 
-    /// Its block is being split: whose it is going to be. Its dirty mark counts already.
+    /// Sets the future owner while the frame's block is being split. Its dirty mark counts already.
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.recent.store(0, Ordering::Relaxed);
     }
 
-    /// Before the page word names the frame: whose it is going to be.
+    /// Sets the future owner, before the page word names the frame.
     #[inline]
     pub fn prepare(&self, owner: PageNo, dirty: Dirt) {
         self.owner.store(owner.get(), Ordering::Relaxed);
@@ -110,8 +110,8 @@ impl Desc {
         FrameState::ALL[usize::from(self.state.load(Ordering::Acquire))]
     }
 
-    /// Takes the right to move the page away from its frame. `None` when somebody else has it or no
-    /// page is in the frame. Ends with [`Desc::publish`], or with the frame given back.
+    /// Takes the right to move the page away from its frame. `None` if another thread has it, or no
+    /// page is in the frame. Ends with [`Desc::publish`], or when the frame is given back.
     pub fn isolate(&self) -> Option<PageNo> {
         let (used, isolated) = (FrameState::Used as u8, FrameState::Isolated as u8);
         self.state

@@ -41,7 +41,7 @@ pub(crate) struct Frames {
     count: CachePadded<Count>,
 }
 
-/// Frames by what they are for, for those who only want to know.
+/// The number of frames in each use, for statistics.
 struct Count {
     /// In the free map.
     free: AtomicUsize,
@@ -255,7 +255,7 @@ impl Frames {
         self.available() >= self.high + BLOCK
     }
 
-    /// Puts frames back, whoever had them.
+    /// Puts frames back, whatever their last use was.
     pub fn give(&self, frames: impl IntoIterator<Item = u32>) {
         let mut free = self.lock();
         for index in frames {

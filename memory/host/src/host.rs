@@ -27,7 +27,8 @@ use std::thread::Thread;
 /// Frames that must exist besides those of the vCPUs: a cluster on its way out, the store's
 /// reserve.
 const BASE_FRAMES: u64 = 64;
-/// What one more vCPU can keep from everybody else: its pinned pages and a full per-CPU page cache.
+/// The frames that one more vCPU can keep from all others: its pinned pages and a full per-CPU page
+/// cache.
 const FRAMES_PER_VCPU: u64 = (MAX_PINNED + BATCH) as u64;
 
 /// Where pages are made 512 at a time, in aligned blocks of 2 MiB.
@@ -50,7 +51,7 @@ pub struct HostConfig {
     pub swap: Box<dyn SwapStore>,
     /// Where pages are made 512 at a time.
     pub huge: HugePages,
-    /// Who carries out reads and completes operations.
+    /// The executor that carries out reads and completes operations.
     pub io: Io,
     /// The time that device latencies are measured by.
     pub clock: Arc<dyn Clock>,
@@ -62,7 +63,7 @@ pub struct Host {
     pub(crate) io: Executor,
 }
 
-/// What the threads of the executor share with everybody else.
+/// The state that the executor's threads share with all others.
 pub(crate) struct Core {
     pub frames: Arc<Frames>,
     pub regions: Regions,
@@ -256,7 +257,7 @@ impl Host {
             .map(|failure| failure.error.clone())
     }
 
-    /// Who carries out the reads that are started, such as `io_uring`.
+    /// The executor's way to carry out reads, such as `io_uring`.
     pub fn describe_io(&self) -> &str {
         self.io.describe()
     }
@@ -278,31 +279,32 @@ impl Host {
         self.io.next_completion()
     }
 
-    /// Delivers what has arrived and is due at `now`; how many. In virtual time nobody else does;
-    /// in real time it spares a thread's waking, and costs a few nanoseconds when there is nothing.
-    /// Callbacks run here ([`Ticket::on_done`]), so no lock may be held.
+    /// Delivers what has arrived and is due at `now`; returns the number. In virtual time this is
+    /// the only delivery. In real time it spares the wake-up of a thread, and costs a few
+    /// nanoseconds if nothing has arrived. Callbacks run here ([`Ticket::on_done`]), so no lock may
+    /// be held.
     pub fn poll(&self, now: Nanos) -> usize {
         self.io.poll(&self.core, now)
     }
 
     /// From now on nothing waits for a latency that a device only states
-    /// ([`SwapStore::latency_ns`]), and what waits for it now is delivered: the run is over, and
-    /// whoever reads its memory need not see how slow the device was. Virtual time is left alone.
+    /// ([`SwapStore::latency_ns`]), and what waits for it now is delivered. The run is over, and a
+    /// reader of its memory need not wait for a slow device. No effect in virtual time.
     pub fn end_latency(&self) {
         self.core.at_once.store(true, Ordering::SeqCst);
         self.io.deliver_all();
     }
 
     /// The caller is going to call [`Host::poll`] about every 50 us for the life of the guard.
-    /// While anybody does, threads that would deliver completions stay asleep. Whoever goes to
-    /// sleep drops its guard first: what is in flight would wait for it.
+    /// While any guard exists, threads that would deliver completions stay asleep. A thread drops
+    /// its guard before it goes to sleep: otherwise operations in flight would wait for it.
     pub fn polling(&self) -> Polling<'_> {
         self.io.join();
         Polling(self)
     }
 }
 
-/// Somebody polls: see [`Host::polling`].
+/// A thread polls: see [`Host::polling`].
 #[must_use]
 pub struct Polling<'a>(&'a Host);
 
@@ -364,7 +366,7 @@ impl Core {
 
     /// Gives an entry back. Its content must not be needed, and no write to it may be in flight.
     pub fn free_entry(&self, entry: SwapEntry) {
-        // The device first: once the entry is free, somebody may write to it.
+        // The device first: once the entry is free, another thread may write to it.
         self.store.discard(entry);
         lock(&self.entries).free(entry);
     }

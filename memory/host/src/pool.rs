@@ -34,7 +34,7 @@ impl Page {
     /// A page of zeros.
     pub const ZERO: Self = Self([0; PAGE_SIZE]);
 
-    /// A checksum of its bytes, against accidents: who means harm can forge it.
+    /// A checksum of its bytes, against accidents: it is no protection against forgery.
     pub(crate) fn checksum(&self) -> u32 {
         crc32fast::hash(&self.0)
     }
@@ -100,8 +100,9 @@ pub(crate) struct Pool {
     frames: usize,
 }
 
-// SAFETY: the mapping belongs to the pool until drop; its bytes are reached only through FramePtr's
-// atomics or by whoever exclusively owns a frame (the contracts of `zero` and `exclusive`).
+// SAFETY: the mapping belongs to the pool until drop; its bytes are accessed only through
+// FramePtr's atomics, or by the exclusive owner of a frame (the contracts of `zero` and
+// `exclusive`).
 unsafe impl Send for Pool {}
 // SAFETY: as above.
 unsafe impl Sync for Pool {}
@@ -127,8 +128,8 @@ impl Pool {
             base,
             frames,
         };
-        // A host without transparent huge pages refuses the advice; 4 KiB pages then.
-        // SAFETY: the range lies inside the mapping, whose contents nobody uses yet.
+        // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
+        // SAFETY: the range lies inside the mapping, whose contents are not used yet.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
         // SAFETY: as above.
         unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) }
@@ -163,7 +164,7 @@ impl Pool {
     /// The caller owns the frame: it came from the free list, and no page word names it.
     #[inline]
     pub unsafe fn zero(&self, pfn: Pfn) {
-        // SAFETY: in bounds by `at`; nobody else touches the bytes by the contract.
+        // SAFETY: in bounds by `at`; by the contract no other thread touches the bytes.
         unsafe { self.at(pfn).write_bytes(0, PAGE_SIZE) }
     }
 
@@ -173,8 +174,8 @@ impl Pool {
     /// The caller owns the block: it came from the free map, and no block word names it.
     pub unsafe fn zero_block(&self, block: BlockNo) {
         let _ = self.at(block.frame(BLOCK - 1));
-        // SAFETY: in bounds, because its last frame is; nobody else touches the bytes by the
-        // contract; a frame is aligned to its size.
+        // SAFETY: in bounds, because its last frame is; by the contract no other thread touches the
+        // bytes; a frame is aligned to its size.
         unsafe { zero_past_caches(self.at(block.frame(0)), HUGE) }
     }
 
@@ -219,7 +220,8 @@ impl Pool {
 /// the caches is at least twice as fast, and what was in them stays.
 ///
 /// # Safety
-/// The bytes are inside one allocation and nobody else's; both numbers are multiples of 64.
+/// The bytes are inside one allocation and used by no other thread; both numbers are multiples of
+/// 64.
 #[cfg(target_arch = "x86_64")]
 unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
     use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
@@ -258,7 +260,7 @@ impl Drop for Pool {
 impl FramePtr<'_> {
     /// The first byte's address: page-aligned, valid for reads and writes of a page until the host
     /// is dropped. It names the *frame*, which may be given to another page once the listener's
-    /// `invalidate` has returned: whoever keeps it (a TLB) drops it before then.
+    /// `invalidate` has returned: a user that keeps the address (a TLB) drops it before then.
     #[inline]
     pub const fn as_non_null(self) -> NonNull<u8> {
         self.base

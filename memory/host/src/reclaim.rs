@@ -7,9 +7,9 @@
 //!                                                 dirty           -> copied, Writeback
 //! ```
 //! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in,
-//! is passed over once. Held pages, pages of a region at its floor, and frames that somebody has
-//! isolated are not picked. Several threads may reclaim at once: the hand deals each its own window
-//! of frames. What it does about blocks that are whole is in `sampled_split`.
+//! is skipped once. Pinned pages, pages of a region at its floor, and frames that another thread
+//! has isolated are not picked. Several threads may reclaim at once: the hand deals each its own
+//! window of frames. `sampled_split` describes how it handles whole blocks.
 //!
 //! Listeners are called with no lock held; a page can be taken back by a fault at any moment until
 //! its frame is free.
@@ -41,7 +41,7 @@ const _: () = assert!(BLOCK.is_multiple_of(WINDOW));
 pub(crate) enum ScanPriority {
     /// Spares pages accessed since the hand's last turn.
     SpareAccessed,
-    /// Spares blocks: somebody waits, and a page is less to lose.
+    /// Spares blocks: a thread waits, and a single page is a smaller loss.
     SpareCompound,
     /// None: there is nothing but blocks.
     TakeAll,
@@ -67,7 +67,7 @@ pub(crate) struct Batch {
     pub error: Option<HostError>,
 }
 
-/// One batch's view of who has what, and whom it has asked.
+/// The state of one batch: the owners of pages, and the listeners that were asked.
 pub(crate) struct Round {
     pub priority: ScanPriority,
     scanned: usize,
@@ -299,12 +299,12 @@ impl Core {
         self.frames.desc(victim.frame).publish();
     }
 
-    /// Lets a page be whose dirty mark was taken. The mark first: once the page is anybody's, it
-    /// counts.
+    /// Gives a page back whose dirty mark was taken. The mark first: once the page can be used, the
+    /// mark must count.
     pub fn keep_dirty(&self, victim: Victim) {
         self.frames.desc(victim.frame).mark_dirty();
-        // Still Evicting when it is the reclaimer who gives up; an owner who took it back was
-        // quicker.
+        // The word is still Evicting if the reclaimer gives up; otherwise a fault took the page
+        // back before.
         let _ = victim.word().advance(PageState::rescued);
         self.keep(victim);
     }

@@ -1,9 +1,9 @@
 //! Regions: what a VM's memory slots point into.
 //!
-//! The manager numbers pages with a counter; a region is a run of numbers, followed by one that is
-//! never given to anybody, so that an access past a region's end cannot reach the next; it begins
-//! with a block of 512. Pages at its end that do not fill a block are always small. The set of
-//! regions is an immutable snapshot swapped whole: a vCPU keeps the regions that it used last.
+//! The manager numbers pages with a counter. A region is a run of numbers, followed by one that no
+//! region ever gets, so that an access past a region's end cannot reach the next; it begins with a
+//! block of 512. Pages at its end that do not fill a block are always small. The set of regions is
+//! an immutable snapshot that is replaced as a whole: a vCPU keeps the regions that it used last.
 //!
 //! A number is never given twice, because a memory slot, a ticket or a pinned page may still name a
 //! page of a removed region, and must not reach another VM's. There are 2^52 of them: regions of
@@ -23,8 +23,8 @@ use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// Who maps the manager's pages and must hear when one goes away. Called with no lock held, on the
-/// thread that reclaims.
+/// Maps the manager's pages, and must be told when one is taken away. Called with no lock held, on
+/// the thread that reclaims.
 pub trait MmuNotifier: Send + Sync {
     /// Unmaps `ranges`, ascending and disjoint. On return nothing maps them and no vCPU can touch
     /// them: it waits for a grace period. Calls [`crate::Host::mark_dirty`] for every leaf it
@@ -57,7 +57,7 @@ pub(crate) struct Region {
     pub source: Option<Arc<dyn PageSource>>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
-    /// Whose it is: see [`Regions::owns`].
+    /// The host that owns it: see [`Regions::owns`].
     home: Arc<()>,
     removed: AtomicBool,
     /// Pages that have a frame. A per-CPU page cache reports when it is refilled, so the value may
@@ -182,8 +182,8 @@ impl Region {
     }
 
     /// Resident pages below which reclaim leaves the region alone: an equal share of half the
-    /// budget. The floors' sum is at most half of it, so that under pressure somebody is always
-    /// above his.
+    /// budget. The sum of all floors is at most half of the budget, so under pressure some region
+    /// is always above its floor.
     pub fn floor(&self, budget: usize, regions: usize) -> i64 {
         (budget / (2 * regions.max(1))).min(self.words.len()) as i64
     }

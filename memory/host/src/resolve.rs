@@ -21,14 +21,14 @@ pub struct Frame {
     pub level: Level,
 }
 
-/// Where a page is, for whoever wants to use it.
+/// The state of a page, for a caller that wants to use it.
 #[derive(Debug)]
 #[must_use]
 pub enum Resolution {
     /// In this frame, until its listener is told otherwise.
     Ready(Frame),
-    /// On its way in. Hand the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
-    /// Until somebody does, nobody reads.
+    /// On its way in. Pass the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
+    /// Until then the read does not begin.
     Pending(Ticket),
     /// Never provided, and the region has a page source. The ticket is used as that of `Pending`; a
     /// VMM may instead provide the page itself.
@@ -48,8 +48,8 @@ impl Host {
     /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
     /// install it under the protection of the invalidation sequence that was read before this call.
     ///
-    /// `max_level` is the largest leaf that the caller can map there: the most that is worth making
-    /// for a page that nobody has touched yet.
+    /// `max_level` is the largest leaf that the caller can map there: a page that was never touched
+    /// is made at most so large.
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
@@ -131,7 +131,7 @@ impl Core {
                 }
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
             };
-            // None: somebody changed the page meanwhile; look again.
+            // None: another thread changed the page meanwhile; look again.
             if let Some(resolution) = step {
                 return resolution;
             }
@@ -203,7 +203,7 @@ impl Core {
             }
         }
         let Some(block) = block else {
-            // Whoever else may have changed it: the caller looks again.
+            // Another thread may have changed it: the caller looks again.
             let _ = block_word.change(PageBlockState::Untouched, PageBlockState::Split);
             return None;
         };
@@ -214,8 +214,8 @@ impl Core {
         FaultCounters::add(&cache.shared.count.zeroing_ns, zeroing);
         let desc = self.frames.block(block);
         desc.prepare(page.block_start(), Dirt::Clean);
-        // Two vCPUs may both have come this far: one has zeroed in vain, which happens less often
-        // than anybody would otherwise have to wait for the other's zeroing.
+        // Two vCPUs may both reach this line; then one has zeroed in vain. That happens less often
+        // than one would otherwise have to wait for the other's zeroing.
         if block_word
             .change(
                 PageBlockState::Untouched,
@@ -255,7 +255,7 @@ impl Core {
         let desc = self.frames.desc(frame);
         desc.prepare(page, dirt);
         let word = cache.region().word(page)?;
-        // Release order: whoever sees the word sees the zeros.
+        // Release order: a thread that sees the word sees the zeros.
         if word
             .change(from, PageState::Resident { frame, entry: None })
             .is_err()

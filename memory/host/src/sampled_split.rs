@@ -135,7 +135,7 @@ impl Core {
     fn isolate_compound(&self, block: BlockNo) -> Option<IsolatedBlock> {
         let desc = self.frames.block(block);
         let first = desc.isolate()?;
-        // None: the region is being removed, and whoever removes it wants the block.
+        // None: the region is being removed, and the thread that removes it needs the block.
         let region = self.regions.find(first);
         if region.is_none() {
             desc.publish();

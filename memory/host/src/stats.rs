@@ -88,7 +88,7 @@ pub struct HostStats {
     pub provided: u64,
     /// Pages read from the swap device.
     pub swapped_in: u64,
-    /// Reads begun for somebody who does not wait, in real time.
+    /// Reads begun for callers that do not wait, in real time.
     pub reads_started: u64,
     /// Arrivals that [`Host::poll`] took in and due completions that it delivered, in real time.
     pub polled: u64,
@@ -106,7 +106,7 @@ pub struct HostStats {
     pub scanned: u64,
     /// Pages that it spared as accessed.
     pub young: u64,
-    /// Times that somebody had to reclaim for itself.
+    /// The number of direct reclaims by threads that found no free frame.
     pub direct_reclaims: u64,
     /// Blocks of 512 pages that are whole now.
     pub huge_pages: u64,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 impl Host {
-    /// Hands the read to the executor, unless somebody has it already. Returns at once.
+    /// Passes the read to the executor, unless it was passed before. Returns at once.
     ///
     /// # Panics
     /// If the ticket is another host's: its frame is not in this host's pool.
@@ -26,8 +26,8 @@ impl Host {
         }
     }
 
-    /// Waits until the page has arrived; `Err` when it is lost. If nobody has begun the read, the
-    /// caller carries it out itself: no thread is woken, which would take longer than the read.
+    /// Waits until the page has arrived; `Err` if it is lost. If the read has not begun, the caller
+    /// carries it out itself: no thread is woken, which would take longer than the read.
     ///
     /// A virtual executor's completions up to this one are delivered early, in order: a seeded
     /// scheduler calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
@@ -63,7 +63,7 @@ impl Host {
 }
 
 impl Core {
-    /// The read itself, by whoever claimed the ticket.
+    /// Carries out the read, on the thread that claimed the ticket.
     pub fn read(&self, ticket: &Ticket) -> Result<(), SwapError> {
         // SAFETY: the page word says Reading, so nothing maps or evicts the frame, and this thread
         // alone has claimed the ticket.
@@ -134,7 +134,7 @@ impl Core {
         self.settled.bump();
     }
 
-    /// Completes a read that nobody has begun: its region goes away.
+    /// Completes a read that has not begun, because its region is removed.
     pub fn cancel_read(&self, page: PageNo) {
         let ticket = lock(&self.tickets).get(&page).cloned();
         if let Some(ticket) = ticket.filter(Ticket::claim) {

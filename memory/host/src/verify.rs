@@ -1,4 +1,4 @@
-//! The manager's books, audited: for tests, between steps, when nobody else is in it.
+//! Checks the manager's data structures: for tests, between steps, while no other thread uses it.
 
 use crate::block::FrameBlockState;
 use crate::block_word::{BLOCK, BlockNo, PageBlockState};

@@ -7,12 +7,12 @@
 //! | [`Io::Virtual`] | at submission | at submission | at submission |
 //!
 //! In real time a completion that is not due yet waits in a timer; a store that never waits is read
-//! by whoever starts. Threads take in what arrives, or vCPUs in passing: see
-//! [`crate::Host::polling`]. In virtual time everything is delivered by [`crate::Host::poll`], at
-//! times drawn from a seed.
+//! by the thread that starts the read. Threads of the device take in what arrives, or vCPUs that
+//! poll: see [`crate::Host::polling`]. In virtual time [`crate::Host::poll`] delivers everything,
+//! at times drawn from a seed.
 //!
-//! A write never wakes a thread: whoever reclaims has nothing better to do, and waking an idle core
-//! takes longer than the write.
+//! A write never wakes a thread: a thread that reclaims can carry it out itself, and waking an idle
+//! core takes longer than the write.
 
 mod readers;
 mod real;
@@ -38,12 +38,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use virt::Virtual;
 
-/// Who carries out I/O.
+/// How I/O is carried out.
 #[derive(Clone, Debug)]
 pub enum Io {
     /// Real threads in real time.
     Threads {
-        /// Most threads that read for those who do not wait, started when first needed.
+        /// The most threads that read for callers that do not wait, started when first needed.
         readers: usize,
     },
     /// As `Threads`, but reads of a file that goes past the page cache need no thread: io_uring
@@ -53,7 +53,7 @@ pub enum Io {
         /// Most threads for what the ring does not take.
         readers: usize,
     },
-    /// Nobody but the caller, under a virtual clock: bit-exact from a seed.
+    /// Only the caller, under a virtual clock: repeats bit for bit from a seed.
     Virtual {
         /// Where the latencies are drawn from.
         seed: u64,
@@ -62,7 +62,7 @@ pub enum Io {
     },
 }
 
-/// Who reads for those who do not wait.
+/// How reads are carried out for callers that do not wait.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reading {
     Threads,

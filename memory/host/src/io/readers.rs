@@ -1,4 +1,4 @@
-//! Threads that read for those who do not wait, started when first needed.
+//! Threads that read for callers that do not wait, started when first needed.
 
 use super::Completion;
 use super::timer::Timer;

@@ -140,8 +140,8 @@ impl Real {
         }
     }
 
-    /// Waits for a read that is under way, unless the caller is to stop. The waiter may be the one
-    /// that everybody counts on for polling, so it looks itself now and then.
+    /// Waits for a read in progress, unless the caller must stop. The waiting thread may be the one
+    /// on which all others rely for polling, so it polls now and then.
     pub fn wait(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), LostPage> {
         loop {
             self.poll(self.core.clock.now());

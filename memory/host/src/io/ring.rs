@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! start:  flight number -> submission queue -> io_uring_enter, on the caller's thread
-//! arrive: completion queue <- whoever polls (try_lock), else the reaper, asleep in io_uring_enter
+//! arrive: completion queue <- a polling thread (try_lock), else the reaper in io_uring_enter
 //! ```
 //! A read that did not bring a whole page goes to the reader threads, which read it again as any
 //! other: they retry what can be retried and report what cannot. So do reads beyond
@@ -11,8 +11,8 @@
 //!
 //! # Unsafe
 //! The kernel writes into a frame while its read is in flight. The page word says Reading and the
-//! ticket is claimed from before the submission until after the completion, so nobody else touches
-//! the frame; the ring is emptied before the pool goes (`shut_down`).
+//! ticket is claimed from before the submission until after the completion, so no other thread
+//! touches the frame. The ring is emptied before the pool is dropped (`shut_down`).
 
 use super::readers::Readers;
 use super::timer::Timer;
@@ -57,7 +57,7 @@ struct Shared {
     /// The right to use the completion queue.
     completion: Mutex<()>,
     flights: Mutex<Flights>,
-    /// Flights, for those who only want to know.
+    /// The number of flights, for statistics.
     pending: AtomicUsize,
     /// The kernel has not taken everything from the submission queue yet.
     owed: AtomicBool,
@@ -121,7 +121,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes in what has arrived, unless somebody else is at it; how many.
+    /// Takes in what has arrived, unless another thread does so. Returns the number.
     pub fn poll(&self) -> usize {
         let shared = &*self.shared;
         if shared.pending.load(Ordering::Relaxed) == 0 {
@@ -154,7 +154,7 @@ impl Ring {
         }
     }
 
-    /// Nobody polls any more.
+    /// No thread polls any more.
     pub fn take_over(&self) {
         if self.shared.pending.load(Ordering::Relaxed) > 0 {
             self.wake();
@@ -195,7 +195,7 @@ impl Shared {
         self.enter();
     }
 
-    /// Has the kernel take what is in the submission queue, whoever put it there.
+    /// Makes the kernel take all submissions in the queue, also those of other threads.
     fn enter(&self) {
         // Nothing taken: interrupted, short of memory for a moment, or another thread's call has
         // taken it.

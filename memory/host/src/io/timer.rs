@@ -1,7 +1,7 @@
 //! Completions that wait for their time: devices that are slow on purpose.
 //!
-//! Delivered with no lock held, by whoever polls, else by a thread that is started when first
-//! needed and wakes once for each time that is due.
+//! Completions are delivered with no lock held, by a thread that polls, else by a thread that is
+//! started when first needed and wakes once for each time that is due.
 
 use super::watch::{POLLERS_LATE, Watch};
 use super::{Completion, join};
@@ -27,7 +27,7 @@ struct Shared {
     core: Arc<Core>,
     watch: Arc<Watch>,
     queue: Mutex<Queue>,
-    /// The earliest time in the queue, for those who only want to know.
+    /// The earliest time in the queue, as a hint.
     first: AtomicU64,
     stop: AtomicBool,
 }
@@ -54,7 +54,7 @@ impl Timer {
         }
     }
 
-    /// Delivers `completion` when it is due: now, or later by somebody else.
+    /// Delivers `completion` when it is due: now, or later from another thread.
     pub fn complete_at(&self, due: Nanos, completion: Completion) {
         let core = &self.shared.core;
         if due > core.clock.now() {
@@ -62,7 +62,7 @@ impl Timer {
                 if self.shared.schedule(due, completion) && !self.shared.watch.is_polled() {
                     self.wake();
                 }
-                // Whoever ended the latency has emptied the queue before, or does so after.
+                // The thread that ended the latency has emptied the queue before, or does so after.
                 if core.at_once.load(Ordering::SeqCst) {
                     self.deliver_all();
                 }
@@ -105,14 +105,14 @@ impl Timer {
             .map(Nanos)
     }
 
-    /// Nobody polls any more.
+    /// No thread polls any more.
     pub fn take_over(&self) {
         if self.shared.first() != NEVER {
             self.wake();
         }
     }
 
-    /// Ends the thread, and delivers what is scheduled: nobody is left to see that it is early.
+    /// Ends the thread, and delivers all that is scheduled, even if it is early.
     pub fn shut_down(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.wake();
@@ -121,8 +121,8 @@ impl Timer {
         self.deliver_all();
     }
 
-    /// Starts the thread if it does not run; false when there is none to be had, and whoever has
-    /// something due sleeps himself.
+    /// Starts the thread if it does not run. False if no thread can be started: then a caller with
+    /// a completion that is due later sleeps itself.
     fn is_running(&self) -> bool {
         let mut thread = lock(&self.thread);
         if thread.is_none() {

@@ -1,12 +1,12 @@
-//! Who looks for what has come: vCPUs in passing, or a thread that sleeps until something has.
+//! How completions are taken in: by vCPUs that poll, or by a thread that sleeps until one arrives.
 //!
-//! Waking a thread costs more than taking in what it was woken for, and where every core runs a
-//! vCPU it takes a core away from one. So while somebody *polls*, the thread of a device stays
-//! asleep, or looks rarely; when the last poller stops, it takes over what is in flight.
+//! Waking a thread costs more than taking in the completion, and if every core runs a vCPU it takes
+//! a core away from one. So while any thread *polls*, the device's thread stays asleep, or polls
+//! rarely. When the last poller stops, the device's thread takes over what is in flight.
 //!
 //! ```text
-//! starter: pending += 1; fence; nobody polls?        -> wake        thread: pending and nobody
-//! poller:  pollers -= 1; fence; none left, pending?  -> wake                polls? work : park
+//! starter: pending += 1; fence; no poller?           -> wake        thread: pending and no
+//! poller:  pollers -= 1; fence; none left, pending?  -> wake                poller? work : park
 //! ```
 //! A Dekker exchange: one of the two sees the other, and a thread that is woken before it parks
 //! does not park.
@@ -14,7 +14,7 @@
 use lacuna_sync::shim::atomic::{AtomicUsize, Ordering, fence};
 use std::time::Duration;
 
-/// What may pass before a thread looks whether those who poll have forgotten to.
+/// The time after which a device's thread checks whether the pollers are late.
 pub const POLLERS_LATE: Duration = Duration::from_millis(5);
 
 /// How many poll.
@@ -27,8 +27,8 @@ impl Watch {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The caller polls no more. True when nobody does: then whatever is pending, read after this
-    /// call, needs its thread.
+    /// The caller polls no more. True if no other thread does: then operations that are pending,
+    /// read after this call, need the device's thread.
     #[must_use]
     pub fn leave(&self) -> bool {
         let last = self.0.fetch_sub(1, Ordering::Relaxed) == 1;
@@ -36,7 +36,7 @@ impl Watch {
         last
     }
 
-    /// Whether somebody polls, after the caller has noted what is pending.
+    /// Whether a thread polls, after the caller has recorded what is pending.
     #[must_use]
     pub fn is_polled(&self) -> bool {
         fence(Ordering::SeqCst);

@@ -95,7 +95,7 @@ impl MemoryStore {
     fn store(&self, entry: SwapEntry, bytes: &[u8]) -> Result<(), SwapError> {
         let frames = self.frames()?;
         let place = self.lock().take(frames, entry, bytes.len())?;
-        // Outside the lock: nobody else has this place, and the frame stays while it is used.
+        // Outside the lock: no other thread has this place, and the frame stays while it is used.
         frames
             .frame(Pfn::new(place.frame))
             .write(place.offset(), bytes);
