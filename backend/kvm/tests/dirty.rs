@@ -1,22 +1,18 @@
-//! A monitor keeps a copy of a running guest's memory: it copies the pages that each harvest of the
-//! kernel's dirty log names. At the end the copy must equal the guest's memory.
+//! Full rings, the log in two steps, and refusals. That no mode misses a write is in
+//! `check/conformance`.
 
 mod common;
 
 use common::{builder, can_run, image, within};
-use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
 use lacuna_kvm::{Delivery, DirtyError, KvmError, Logging, RingSize, SlotId, Vm, VmBuilder};
 use lacuna_machine::{Ending, GuestMemory as _, Next, PlatformDevices, Vcpu, dispatch};
-use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
-
-/// Each process dirties its whole heap many times, and checks all of it at the end.
-const CHURN: &str = "transactions=20000 cold=3000 tick_us=20000";
 
 /// Each of these guests ends by itself; some kernels take minutes where others take seconds.
 const HANG_SECONDS: u64 = 900;
@@ -39,72 +35,6 @@ fn has(delivery: Delivery) -> bool {
             false
         }
         Err(why) => panic!("{why}"),
-    }
-}
-
-type Page = [u8; PAGE_SIZE];
-
-fn read(vm: &Vm, gfns: GfnRange, page: usize) -> Page {
-    let gfn = gfns.start().checked_add(page as u64).unwrap();
-    let mut bytes = [0; PAGE_SIZE];
-    vm.read(gfn.gpa(), &mut bytes).unwrap();
-    bytes
-}
-
-/// A copy of all slots, page by page.
-struct Copy(BTreeMap<SlotId, (GfnRange, Vec<Page>)>);
-
-impl Copy {
-    fn begin(vm: &Vm) -> Self {
-        let all = |(id, gfns): (SlotId, GfnRange)| {
-            vm.set_logging(id, Logging::On).unwrap();
-            let pages = (0..gfns.pages() as usize).map(|at| read(vm, gfns, at));
-            (id, (gfns, pages.collect()))
-        };
-        Self(vm.slots().into_iter().map(all).collect())
-    }
-
-    /// The pages that were written, without copying them yet.
-    fn dirty(&self, vm: &Vm) -> BTreeSet<(SlotId, usize)> {
-        let mut dirty = BTreeSet::new();
-        if matches!(vm.delivery(), Delivery::Ring(_)) {
-            let note = |id, at| {
-                dirty.insert((id, at));
-            };
-            let collected = vm.collect_rings(note).unwrap();
-            assert!(
-                vm.reset_rings().unwrap() <= collected,
-                "host writes need no entry"
-            );
-            return dirty;
-        }
-        for (id, (gfns, _)) in &self.0 {
-            let mut words = vec![0; gfns.pages().div_ceil(64) as usize];
-            vm.get_dirty(*id, &mut words).unwrap();
-            let is_set = |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
-            dirty.extend((0..words.len() * 64).filter(is_set).map(|at| (*id, at)));
-        }
-        dirty
-    }
-
-    fn harvest(&mut self, vm: &Vm) -> usize {
-        let dirty = self.dirty(vm);
-        for (id, at) in &dirty {
-            let (gfns, pages) = self.0.get_mut(id).unwrap();
-            pages[*at] = read(vm, *gfns, *at);
-        }
-        dirty.len()
-    }
-
-    fn compare(&self, vm: &Vm) {
-        for (id, (gfns, pages)) in &self.0 {
-            for (at, bytes) in pages.iter().enumerate() {
-                assert!(
-                    *bytes == read(vm, *gfns, at),
-                    "{id}: page {at} was written unseen"
-                );
-            }
-        }
     }
 }
 
@@ -201,53 +131,6 @@ fn beside<T: Send + 'static>(
     })
 }
 
-/// Returns how many pages were harvested.
-fn follow(builder: &VmBuilder, name: &'static str, pause: Duration) -> usize {
-    beside(builder, name, move |guest| {
-        guest.prepared();
-        let mut copy = Copy::begin(guest.vm);
-        guest.pause(0);
-        let mut harvested = 0;
-        while !guest.is_over() {
-            thread::sleep(pause);
-            harvested += copy.harvest(guest.vm);
-        }
-        harvested += copy.harvest(guest.vm);
-        copy.compare(guest.vm);
-        harvested
-    })
-}
-
-fn follow_churn(delivery: Delivery) {
-    if !can_run() || !has(delivery) {
-        return;
-    }
-    for vcpus in [1, 2] {
-        let mut builder = builder(16, 16, vcpus, CHURN);
-        builder.delivery = delivery;
-        for pause in [5, 30] {
-            let harvested = follow(&builder, "churn", Duration::from_millis(pause));
-            println!("{delivery:?}, {vcpus} vCPUs, every {pause} ms: {harvested} pages");
-            assert!(harvested > 1000, "{harvested} pages");
-        }
-    }
-}
-
-#[test]
-fn the_bitmap_reports_every_write() {
-    follow_churn(Delivery::Bitmap);
-}
-
-#[test]
-fn the_rings_report_every_write() {
-    follow_churn(ring(LARGE));
-}
-
-#[test]
-fn the_page_map_reports_every_write() {
-    follow_churn(Delivery::Pagemap);
-}
-
 #[test]
 fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
     let delivery = ring(RingSize::BYTES_MIN);
@@ -287,35 +170,6 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
             thread::sleep(Duration::from_millis(10));
         }
     });
-}
-
-/// A harvest includes what this process writes, and only while a slot logs.
-#[test]
-fn host_writes_are_reported() {
-    if !can_run() {
-        return;
-    }
-    for delivery in [Delivery::Bitmap, ring(LARGE), Delivery::Pagemap] {
-        if !has(delivery) {
-            continue;
-        }
-        let mut builder = builder(16, 16, 1, "");
-        builder.delivery = delivery;
-        let vm = builder.vm().unwrap();
-        let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).unwrap();
-        write(0x3000);
-        // The page map counts a page that is brought in as written.
-        for (_, gfns) in vm.slots() {
-            (0..gfns.pages() as usize).for_each(|at| drop(read(&vm, gfns, at).to_vec()));
-        }
-        let mut copy = Copy::begin(&vm);
-        assert_eq!(copy.dirty(&vm).len(), 0, "{delivery:?}");
-        write(0x5fff);
-        write(0xff_f000);
-        let expected = [5, 6, 0xfff].map(|page| (SlotId(0), page));
-        assert_eq!(copy.dirty(&vm), BTreeSet::from(expected), "{delivery:?}");
-        assert_eq!(copy.harvest(&vm), 0, "{delivery:?}");
-    }
 }
 
 #[test]

@@ -13,17 +13,6 @@ use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 
 #[test]
-fn hello_prints_its_line() {
-    let (outcome, text) = pass(&builder(32, 32, 1, ""), "hello");
-    assert!(text.to_lowercase().contains("hello"), "{text}");
-    assert!(outcome.retired[0] > 1000);
-    assert!(
-        outcome.status.is_some(),
-        "the guest announced its status page"
-    );
-}
-
-#[test]
 fn all_workloads_succeed() {
     pass(&builder(64, 64, 2, "seconds=1"), "bm");
     pass(&builder(32, 8, 2, "rounds=1"), "membound");
