@@ -1,6 +1,6 @@
 //! Aging: was this page used since the last look?
 
-use crate::{Cursor, Entry, EntryRef, Leaf};
+use crate::{Cursor, Entry, EntryRef, Leaf, TableFormat};
 use lacuna_addr::Gfn;
 
 /// What aging found.
@@ -15,7 +15,7 @@ pub enum Age {
     Absent,
 }
 
-impl Cursor<'_> {
+impl<F: TableFormat> Cursor<'_, F> {
     /// Reads and clears A of the leaf that maps `gfn`: one answer, and one A, for the whole block
     /// when that is a 2 MiB leaf.
     ///
@@ -73,6 +73,7 @@ impl Cursor<'_> {
 }
 
 impl Age {
+    #[inline]
     fn of(entry: Entry) -> Self {
         match entry {
             Entry::Leaf(leaf) if leaf.accessed => Self::Young,

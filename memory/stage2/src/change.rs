@@ -9,10 +9,10 @@
 //!  Table --> Leaf 2 MiB    link_collapsed only: the table's leaves are the leaf's parts
 //! ```
 
-use crate::{Entry, EntryRef, Leaf, Stage2, format};
+use crate::{Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
-use lacuna_tables::TableId;
+use lacuna_tables::{Index, TableId};
 
 /// How much is mapped, by leaf size, and by how many tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -82,7 +82,7 @@ impl RangeCounts {
     }
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// Replaces `old` by `new` at `at`, under a cursor that holds `gfn`, one of the frames
     /// translated there. When the entry is not `old` any more, changes nothing and returns what it
     /// is: a walk has set A or D, or, in an upper table, a cursor with another range lock linked a
@@ -90,7 +90,7 @@ impl Stage2 {
     ///
     /// # Panics
     /// When no situation makes the change right: a bug in the caller that must not reach a guest.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn change(
         &self,
         at: EntryRef,
@@ -116,7 +116,7 @@ impl Stage2 {
     ) -> Result<(), Entry> {
         assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves are split");
         for gfn in block.iter() {
-            let part = format::encode(Entry::Leaf(leaf.part(gfn)));
+            let part = F::encode(Entry::Leaf(leaf.part(gfn)));
             // Published by the exchange below.
             self.entry(EntryRef::page_of(table, gfn))
                 .store(part, Ordering::Relaxed);
@@ -159,13 +159,13 @@ impl Stage2 {
     }
 
     /// The exchange, and the counts. Legality is the caller's.
-    #[inline]
+    #[inline(always)]
     fn replace(&self, at: EntryRef, gfn: Gfn, old: Entry, new: Entry) -> Result<(), Entry> {
         // Release: whoever walks to the new table or frame sees it zeroed and filled. Acquire on
         // removal is not needed: frames are reused after a shoot-down, which orders the guest's
         // accesses.
         let entry = self.entry(at);
-        let (was, becomes) = (format::encode(old), format::encode(new));
+        let (was, becomes) = (F::encode(old), F::encode(new));
         match entry.compare_exchange(was, becomes, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => {
                 // A leaf that becomes a leaf has the same size.
@@ -176,13 +176,13 @@ impl Stage2 {
                 }
                 Ok(())
             }
-            Err(seen) => Err(format::decode(seen)),
+            Err(seen) => Err(F::decode(seen)),
         }
     }
 
     /// [`Stage2::change`] of whatever is there to what `next` makes of it, however often a walk
     /// comes in between. Returns what was there.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn update(
         &self,
         at: EntryRef,
@@ -202,8 +202,8 @@ impl Stage2 {
         }
     }
 
-    /// Arms the leaf at `at` if it is writable: `armed` is [`format::protected`] or
-    /// [`format::cleaned`]. Returns the leaf as it was, or `None` when nothing had to change. The
+    /// Arms the leaf at `at` if it is writable: `armed` is [`F::write_protected`] or
+    /// [`F::dirty_cleared`]. Returns the leaf as it was, or `None` when nothing had to change. The
     /// one way to take D and leave W: the caller tells the host that the page is dirty.
     ///
     /// It changes the raw bits, because a harvest calls it for every dirty page, and decoding and
@@ -214,11 +214,11 @@ impl Stage2 {
         let mut old = entry.load(Ordering::Acquire);
         loop {
             let new = armed(old);
-            if !format::is_writable_leaf(old) || new == old {
+            if !F::is_writable_leaf(old) || new == old {
                 return None;
             }
             match entry.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => match format::decode(old) {
+                Ok(_) => match F::decode(old) {
                     Entry::Leaf(leaf) => return Some(leaf),
                     _ => unreachable!("a writable leaf is a leaf"),
                 },
@@ -233,29 +233,25 @@ impl Stage2 {
         old == new
             || self
                 .entry(at)
-                .compare_exchange(
-                    format::encode(old),
-                    format::encode(new),
-                    order,
-                    Ordering::Relaxed,
-                )
+                .compare_exchange(F::encode(old), F::encode(new), order, Ordering::Relaxed)
                 .is_ok()
     }
 
-    /// The table that `at` points to, if it does: [`Stage2::read`] where it nearly always does.
-    #[inline]
-    pub(crate) fn read_table(&self, at: EntryRef) -> Option<TableId> {
-        format::table(self.entry(at).load(Ordering::Acquire))
+    /// The table that entry `index` of `table` points to, if it does: [`Stage2::read`] where it
+    /// nearly always does.
+    #[inline(always)]
+    pub(crate) fn read_table(&self, table: TableId, index: Index) -> Option<TableId> {
+        F::table(self.arena.entry(table, index).load(Ordering::Acquire))
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn read(&self, at: EntryRef) -> Entry {
-        format::decode(self.entry(at).load(Ordering::Acquire))
+        F::decode(self.entry(at).load(Ordering::Acquire))
     }
 }
 
 /// Why `old` must not become `new`, whoever asks.
-#[inline]
+#[inline(always)]
 fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
     if let Entry::Leaf(leaf) = new
         && let Some(defect) = leaf.defect()
@@ -276,7 +272,7 @@ fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
 
 /// Rights, A and D of a mapping may change, what it maps may not: a TLB that still holds the old
 /// frame would be undetectable.
-#[inline]
+#[inline(always)]
 fn illegal_leaf(old: Leaf, new: Leaf) -> Option<&'static str> {
     if (old.pfn, old.level) != (new.pfn, new.level) {
         Some("a present leaf must be unmapped before its frame changes")

@@ -31,7 +31,7 @@
 //! in exec, are not uniform: rights that the backing does not grant are never invented.
 
 use crate::format::{self, block_range};
-use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, Write};
+use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Write};
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::{Index, TableId};
@@ -58,7 +58,7 @@ pub struct Collapsed {
     pub leaf: Leaf,
 }
 
-impl<'s> Cursor<'s> {
+impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Replaces the table of 4 KiB leaves around `gfn` by the 2 MiB leaf that does the same. `None`
     /// when there is no such table. The flush has only the table in it.
     ///
@@ -219,19 +219,20 @@ impl<'s> Cursor<'s> {
     }
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// Whether a write goes through to any page of `table`, which holds 4 KiB leaves.
     fn any_writable(&self, table: TableId) -> bool {
         // Relaxed: whatever gave W did so under the range lock, or before all vCPUs had passed.
         Index::all().any(|index| {
             let entry = self.arena.entry(table, index);
-            format::is_writable_leaf(entry.load(Ordering::Relaxed))
+            F::is_writable_leaf(entry.load(Ordering::Relaxed))
         })
     }
 }
 
 /// The large leaf that does what `whole` does and, for `gfn`, what `page` does; `None` when there
 /// is none. The first page decides about the frames.
+#[inline]
 fn join(whole: Option<Leaf>, page: Leaf, gfn: Gfn) -> Option<Leaf> {
     let Some(whole) = whole else {
         let first = Leaf {

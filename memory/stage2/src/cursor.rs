@@ -15,14 +15,14 @@
 //! gives W back to a 4 KiB leaf. The tables above a block are shared between range locks: they are
 //! linked by compare-and-swap, and unlinked only under a cursor over all they span.
 
-use crate::{Flush, Stage2};
+use crate::{Ept, Flush, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::{InvalidateSeq, RangeGuard};
 
 /// The right to change the mappings of a range.
 #[must_use = "a cursor that is dropped at once locked nothing for anybody"]
-pub struct Cursor<'s> {
-    pub(crate) stage2: &'s Stage2,
+pub struct Cursor<'s, F = Ept> {
+    pub(crate) stage2: &'s Stage2<F>,
     range: GfnRange,
     guards: Guards<'s>,
 }
@@ -33,9 +33,9 @@ pub(crate) enum Guards<'s> {
     Many(Vec<RangeGuard<'s>>),
 }
 
-impl<'s> Cursor<'s> {
+impl<'s, F: TableFormat> Cursor<'s, F> {
     #[inline]
-    pub(crate) fn new(stage2: &'s Stage2, range: GfnRange, guards: Guards<'s>) -> Self {
+    pub(crate) fn new(stage2: &'s Stage2<F>, range: GfnRange, guards: Guards<'s>) -> Self {
         Self {
             stage2,
             range,

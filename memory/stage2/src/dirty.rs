@@ -1,9 +1,9 @@
 //! Which pages are written: D taken and given apart from W, and W given back without a lock.
 
-use crate::format::{self, Height};
+use crate::format::Height;
 use crate::unmap::Removed;
 use crate::walk::translation;
-use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, Translation, Write};
+use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Translation, Write};
 use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
@@ -11,7 +11,7 @@ use lacuna_tables::TableId;
 /// How often a repair tries against others: as KVM.
 const TRIES: usize = 4;
 
-impl<'s> Cursor<'s> {
+impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Takes D from every 4 KiB leaf in `runs` and leaves W, so that the next walk for a write
     /// sets it again, and a logging one notes it. From larger leaves, of which one D would speak
     /// for all pages, it takes W too. `cleared` is told of each leaf that had D, as it was: that D
@@ -27,7 +27,7 @@ impl<'s> Cursor<'s> {
     ) -> Flush<'s> {
         let mut flush = self.flush();
         self.each_leaf(runs, |at, gfn| {
-            if let Some(leaf) = self.stage2.arm(at, format::cleaned) {
+            if let Some(leaf) = self.stage2.arm(at, F::dirty_cleared) {
                 flush.add_stale(leaf.span(gfn));
                 if leaf.dirty {
                     cleared(Removed { gfn, at, leaf });
@@ -106,14 +106,14 @@ impl<'s> Cursor<'s> {
 }
 
 /// The tables of 4 KiB leaves of one block after the other, each looked up once.
-struct BlockTables<'s> {
-    stage2: &'s Stage2,
+struct BlockTables<'s, F> {
+    stage2: &'s Stage2<F>,
     /// The last block, by number, and its table if it has one.
     last: Option<(u64, Option<TableId>)>,
 }
 
-impl<'s> BlockTables<'s> {
-    fn new(stage2: &'s Stage2) -> Self {
+impl<'s, F: TableFormat> BlockTables<'s, F> {
+    fn new(stage2: &'s Stage2<F>) -> Self {
         Self { stage2, last: None }
     }
 
@@ -142,7 +142,7 @@ impl<'s> BlockTables<'s> {
     }
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// Asks the processor for the cache lines of the 4 KiB leaves of `gfns`, because
     /// [`Cursor::protect`] or [`Cursor::clear_dirty`] is going to change them: prefetched they come
     /// together, while locked exchanges wait for one after the other. One gfn of each
@@ -157,9 +157,6 @@ impl Stage2 {
             }
         }
     }
-
-    /// Entries that share a cache line, aligned.
-    pub const LINE: u64 = 64 / size_of::<u64>() as u64;
 
     /// Gives W, with A and D, to the 4 KiB leaf of `gfn` if it is [`Write::OnFault`], without a
     /// lock. `None` when this is not so easy: nothing is mapped, a larger leaf is, or writes are

@@ -49,6 +49,7 @@ pub enum Write {
 
 impl Leaf {
     /// A 4 KiB leaf as a read fault installs it: accessed, clean, the first write faults.
+    #[inline]
     pub const fn clean(pfn: Pfn) -> Self {
         Self {
             pfn,
@@ -62,6 +63,7 @@ impl Leaf {
 
     /// A 4 KiB leaf as a write fault installs it: W and D preset, because the access that faulted
     /// is about to write.
+    #[inline]
     pub const fn dirty(pfn: Pfn) -> Self {
         Self {
             write: Write::Allowed,
@@ -71,6 +73,7 @@ impl Leaf {
     }
 
     /// A 4 KiB leaf of a read-only slot.
+    #[inline]
     pub const fn read_only(pfn: Pfn) -> Self {
         Self {
             write: Write::Never,
@@ -80,6 +83,7 @@ impl Leaf {
 
     /// The same leaf at another level.
     #[must_use]
+    #[inline]
     pub const fn at(self, level: Level) -> Self {
         Self { level, ..self }
     }
@@ -98,6 +102,7 @@ impl Leaf {
 
     /// Both leaves' rights, A and D, on this one's frames.
     #[must_use]
+    #[inline]
     pub(crate) fn merged(self, other: Self) -> Self {
         Self {
             write: self.write.max(other.write),
@@ -109,27 +114,31 @@ impl Leaf {
     }
 
     /// Whether it grants all that `other` grants.
+    #[inline]
     pub(crate) fn covers(self, other: Self) -> bool {
         self.write >= other.write && self.exec >= other.exec
     }
 
     /// Whether a write goes through (W).
+    #[inline]
     pub const fn is_writable(self) -> bool {
         matches!(self.write, Write::Allowed)
     }
 
     /// The host frame behind `gfn`, one of the guest frames that this leaf maps.
-    #[inline]
+    #[inline(always)]
     pub const fn frame_of(self, gfn: Gfn) -> Pfn {
         format::frame_of(self.pfn, self.level, gfn)
     }
 
     /// The guest frames that this leaf maps, `gfn` among them.
+    #[inline]
     pub fn span(self, gfn: Gfn) -> GfnRange {
         format::leaf_span(self.level, gfn)
     }
 
     /// What is wrong with it, in itself.
+    #[inline]
     pub(crate) fn defect(self) -> Option<&'static str> {
         if self.dirty && self.write != Write::Allowed {
             return Some("D without W: a page that cannot be written cannot get dirty");
@@ -150,18 +159,21 @@ impl Leaf {
 pub struct EntryRef(NonZeroU32);
 
 impl EntryRef {
+    #[inline(always)]
     pub(crate) fn new(table: TableId, index: Index) -> Self {
         let packed = table.get() * ENTRIES as u32 + u32::from(index.get());
         Self(NonZeroU32::new(packed).expect("a TableId is not zero"))
     }
 
     /// Where the 4 KiB leaf of `gfn` is in `table`, which translates its block.
+    #[inline]
     pub(crate) fn page_of(table: TableId, gfn: Gfn) -> Self {
         Self::new(table, Height::of_leaf(Level::L4K).index(gfn))
     }
 
     /// Where the 4 KiB leaf of `gfn` is, if this is where another one of the same block is.
     #[must_use]
+    #[inline]
     pub fn beside(self, gfn: Gfn) -> Self {
         Self::page_of(self.table(), gfn)
     }
@@ -179,11 +191,13 @@ impl EntryRef {
     }
 
     /// A nonzero number for an atomic array.
+    #[inline]
     pub const fn to_bits(self) -> u32 {
         self.0.get()
     }
 
     /// Back from [`EntryRef::to_bits`]; `None` for what cannot be one, zero among it.
+    #[inline]
     pub const fn from_bits(bits: u32) -> Option<Self> {
         match NonZeroU32::new(bits) {
             Some(bits) if bits.get() >= ENTRIES as u32 => Some(Self(bits)),

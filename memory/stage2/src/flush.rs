@@ -10,12 +10,12 @@
 //!   \--retire--> done, when only tables are in it: nobody waits, a later reap frees them
 //! ```
 
-use crate::Stage2;
 use crate::format::blocks_of;
+use crate::{Stage2, TableFormat};
 use lacuna_addr::GfnRange;
 use lacuna_sync::shim::{spin_loop, yield_now};
 use lacuna_sync::{Blocks, GracePeriod, Qsbr};
-use lacuna_tables::Detached;
+use lacuna_tables::{Arena, Detached};
 
 /// Who makes the vCPUs forget. Called without any lock held.
 pub trait Shootdown {
@@ -62,7 +62,7 @@ impl Shootdown for Qsbr {
 /// TLBs may hold what the tables no longer say, or walks be inside of tables that are unlinked.
 #[must_use = "frames and tables may be reused only after the flush is finished"]
 pub struct Flush<'s> {
-    stage2: &'s Stage2,
+    arena: &'s Arena,
     /// Where something has changed; empty when there is nothing to do.
     blocks: Blocks,
     stale: Stale,
@@ -81,15 +81,15 @@ enum Stale {
 /// A shoot-down that was requested.
 #[must_use = "frames may be reused only after the wait"]
 pub struct Waiting<'s> {
-    stage2: &'s Stage2,
+    arena: &'s Arena,
     grace: Option<GracePeriod>,
 }
 
 impl<'s> Flush<'s> {
     /// Nothing is stale: where a batch begins.
-    pub fn none(stage2: &'s Stage2) -> Self {
+    pub fn none<F: TableFormat>(stage2: &'s Stage2<F>) -> Self {
         Self {
-            stage2,
+            arena: &stage2.arena,
             blocks: Blocks::none(),
             stale: Stale::Tables,
             tables: Vec::new(),
@@ -97,12 +97,14 @@ impl<'s> Flush<'s> {
     }
 
     /// Whether there is nothing to flush.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
 
     /// Whether a TLB may hold what the tables do not say: then somebody must wait. Else
     /// [`Flush::retire`] will do.
+    #[inline]
     pub fn must_wait(&self) -> bool {
         self.stale == Stale::Translations
     }
@@ -113,31 +115,31 @@ impl<'s> Flush<'s> {
     }
 
     /// Takes over another flush of the same VM, so that one shoot-down serves both.
+    #[inline]
     pub fn join(&mut self, mut other: Self) {
-        assert!(
-            core::ptr::eq(self.stage2, other.stage2),
-            "flushes of two VMs"
-        );
+        assert!(core::ptr::eq(self.arena, other.arena), "flushes of two VMs");
         self.stale = self.stale.max(other.stale);
         self.blocks.join(core::mem::take(&mut other.blocks));
         self.tables.append(&mut other.tables);
     }
 
     /// Requests the shoot-down, if anything is stale.
+    #[inline]
     pub fn start(mut self, shootdown: &impl Shootdown) -> Waiting<'s> {
         let blocks = core::mem::take(&mut self.blocks);
         let grace = (!blocks.is_empty()).then(|| {
             let grace = shootdown.request_for(&blocks);
-            self.stage2.arena.retire(self.tables.drain(..), grace);
+            self.arena.retire(self.tables.drain(..), grace);
             grace
         });
         Waiting {
-            stage2: self.stage2,
+            arena: self.arena,
             grace,
         }
     }
 
     /// Requests the shoot-down and waits for it. Call with no cursor held.
+    #[inline]
     pub fn finish(self, shootdown: &impl Shootdown) {
         self.start(shootdown).wait(shootdown);
     }
@@ -149,9 +151,9 @@ impl<'s> Flush<'s> {
     /// When a TLB may hold what the tables do not say: nobody would wait for the frames.
     pub fn retire(self, shootdown: &impl Shootdown) {
         assert!(!self.must_wait(), "stale translations must be waited for");
-        let stage2 = self.stage2;
+        let arena = self.arena;
         let _ = self.start(shootdown);
-        stage2.reap(shootdown);
+        reap(arena, shootdown);
     }
 
     /// Something in `span` maps no longer what a TLB may hold.
@@ -162,6 +164,7 @@ impl<'s> Flush<'s> {
     }
 
     /// `table`, which translated `span`, is unlinked.
+    #[inline]
     pub(crate) fn add_table(&mut self, table: Detached, span: GfnRange) {
         self.blocks.add(blocks_of(span));
         self.tables.push(table);
@@ -182,15 +185,19 @@ impl Waiting<'_> {
     pub fn wait(self, shootdown: &impl Shootdown) {
         if let Some(grace) = self.grace {
             shootdown.wait(grace);
-            self.stage2.reap(shootdown);
+            reap(self.arena, shootdown);
         }
     }
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// Frees the unlinked tables whose shoot-down has passed, and returns how many: worth a try
     /// when tables are exhausted and some are in limbo.
     pub fn reap(&self, shootdown: &impl Shootdown) -> u32 {
-        self.arena.reap(|grace| shootdown.passed(grace))
+        reap(&self.arena, shootdown)
     }
+}
+
+fn reap(arena: &Arena, shootdown: &impl Shootdown) -> u32 {
+    arena.reap(|grace| shootdown.passed(grace))
 }

@@ -2,7 +2,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `format/` | bits, shifts and masks, nowhere else |
+//! | `format/` | [`TableFormat`], and [`Ept`]: bits, shifts and masks, nowhere else |
 //! | `entry` | the same entries, decoded |
 //! | `walk` | plays the hardware: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
@@ -45,6 +45,7 @@ pub use collapse::{Collapsed, NotUniform};
 pub use cursor::Cursor;
 pub use entry::{Entry, EntryRef, Leaf, Write};
 pub use flush::{Flush, Shootdown, Waiting};
+pub use format::{Ept, TableFormat};
 pub use lacuna_sync::{Blocks, InvalidateSeq};
 pub use lacuna_tables::{Arena, ArenaError, Exhausted, TableId, Usage};
 pub use map::{MapError, Mapped, Place};

@@ -1,7 +1,7 @@
 //! Mapping: prepare, which may fail, then commit, which may not.
 
 use crate::format::Height;
-use crate::{Cursor, Entry, EntryRef, Leaf, Stage2};
+use crate::{Cursor, Entry, EntryRef, Ept, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, Level};
 use lacuna_tables::{Exhausted, TableId};
 
@@ -63,8 +63,8 @@ impl Mapped {
 
 /// A place for a leaf, with every table above it: all that can fail has been done.
 #[must_use = "nothing is mapped before commit"]
-pub struct Place<'c, 's> {
-    cursor: &'c mut Cursor<'s>,
+pub struct Place<'c, 's, F: TableFormat = Ept> {
+    cursor: &'c mut Cursor<'s, F>,
     gfn: Gfn,
     at: EntryRef,
     leaf: Leaf,
@@ -80,7 +80,7 @@ enum Detour {
     No(MapError),
 }
 
-impl<'s> Cursor<'s> {
+impl<'s, F: TableFormat> Cursor<'s, F> {
     /// [`Cursor::prepare`] and [`Place::commit`] in one.
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl<'s> Cursor<'s> {
     ///
     /// # Panics
     /// When the cursor does not hold `gfn`.
-    pub fn prepare(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's>, MapError> {
+    pub fn prepare(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's, F>, MapError> {
         match self.way(gfn, leaf) {
             Err(Detour::Inside(at)) => self.inside(at, gfn, leaf),
             Err(Detour::No(error)) => Err(error),
@@ -123,23 +123,34 @@ impl<'s> Cursor<'s> {
     fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<EntryRef, Detour> {
         self.assert_holds(gfn);
         check_shape(gfn, leaf).map_err(Detour::No)?;
-        let target = Height::of_leaf(leaf.level);
-        let mut table = self.stage2.root;
-        let mut at = EntryRef::new(table, Height::ROOT.index(gfn));
-        for height in Height::DOWN {
-            at = EntryRef::new(table, height.index(gfn));
-            if height == target {
-                break;
-            }
-            table = match self.stage2.read_table(at) {
-                Some(below) => below,
-                None => self.step(at, gfn, leaf)?,
-            };
-        }
+        // Not a loop over the heights: a fault is faster without its branches.
+        let [root, directory] = Height::ABOVE_BLOCKS;
+        let upper = self.below((self.stage2.root, root), gfn, leaf)?;
+        let blocks = self.below((upper, directory), gfn, leaf)?;
+        let block = Height::of_leaf(Level::L2M);
+        let at = match leaf.level {
+            Level::L2M => EntryRef::new(blocks, block.index(gfn)),
+            _ => EntryRef::page_of(self.below((blocks, block), gfn, leaf)?, gfn),
+        };
         match self.stage2.read(at) {
             Entry::Absent => Ok(at),
             Entry::Leaf(found) if (found.pfn, found.level) == (leaf.pfn, leaf.level) => Ok(at),
             found => Err(Detour::No(occupied(gfn, leaf, found))),
+        }
+    }
+
+    /// The table below `table`, on the way to the place of `leaf` at `gfn`.
+    #[inline(always)]
+    fn below(
+        &self,
+        (table, height): (TableId, Height),
+        gfn: Gfn,
+        leaf: Leaf,
+    ) -> Result<TableId, Detour> {
+        let index = height.index(gfn);
+        match self.stage2.read_table(table, index) {
+            Some(below) => Ok(below),
+            None => self.step(EntryRef::new(table, index), gfn, leaf),
         }
     }
 
@@ -159,7 +170,7 @@ impl<'s> Cursor<'s> {
     /// A place for the 4 KiB `leaf` in the large leaf at `at`, with a table to split that into if
     /// it does not grant as much.
     #[cold]
-    fn inside(&mut self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's>, MapError> {
+    fn inside(&mut self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's, F>, MapError> {
         let spare = match self.stage2.read(at) {
             Entry::Leaf(large) if large.covers(leaf) => None,
             _ => Some(self.stage2.arena.alloc()?),
@@ -193,7 +204,7 @@ impl<'s> Cursor<'s> {
     }
 }
 
-impl Place<'_, '_> {
+impl<F: TableFormat> Place<'_, '_, F> {
     /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for what
     /// was absent.
     pub fn commit(mut self) -> Mapped {
@@ -211,7 +222,7 @@ impl Place<'_, '_> {
     }
 }
 
-impl Drop for Place<'_, '_> {
+impl<F: TableFormat> Drop for Place<'_, '_, F> {
     fn drop(&mut self) {
         if let Some(table) = self.spare {
             self.cursor.stage2.arena.free_unlinked(table);
@@ -220,8 +231,8 @@ impl Drop for Place<'_, '_> {
 }
 
 /// `wanted`, joined with the leaf of the same frame that may be there.
-#[inline]
-fn install(stage2: &Stage2, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
+#[inline(always)]
+fn install<F: TableFormat>(stage2: &Stage2<F>, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
     let found = stage2.update(at, gfn, |found| match found {
         Entry::Leaf(present) => Entry::Leaf(present.merged(wanted)),
         _ => Entry::Leaf(wanted),

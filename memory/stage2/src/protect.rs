@@ -1,10 +1,10 @@
 //! Write protection: the next write faults.
 
 use crate::unmap::Removed;
-use crate::{Cursor, Flush, format};
+use crate::{Cursor, Flush, TableFormat};
 use lacuna_addr::GfnRange;
 
-impl<'s> Cursor<'s> {
+impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Takes W, and with it D, from every leaf that maps a frame of `runs`. A 2 MiB leaf that
     /// reaches beyond a run loses both for all its frames, unless [`Cursor::cut`] has split it
     /// first. `protected` is called with each leaf that was writable, as it was: its D is recorded
@@ -20,7 +20,7 @@ impl<'s> Cursor<'s> {
     ) -> Flush<'s> {
         let mut flush = self.flush();
         self.each_leaf(runs, |at, gfn| {
-            if let Some(leaf) = self.stage2.arm(at, format::protected) {
+            if let Some(leaf) = self.stage2.arm(at, F::write_protected) {
                 flush.add_stale(leaf.span(gfn));
                 protected(Removed { gfn, at, leaf });
             }

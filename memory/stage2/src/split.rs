@@ -9,7 +9,7 @@
 //! was written is 512 dirty pages from then on.
 
 use crate::format::{Height, block_range};
-use crate::{Cursor, Entry, EntryRef, Leaf, Stage2};
+use crate::{Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_tables::{Exhausted, TableId};
 
@@ -25,7 +25,7 @@ pub struct Split {
     pub first: EntryRef,
 }
 
-impl Cursor<'_> {
+impl<F: TableFormat> Cursor<'_, F> {
     /// Splits the 2 MiB leaf that maps `gfn`; `None` when none does.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl Cursor<'_> {
     }
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// The entry that decides about the whole block of `gfn`; `None` when its table does not exist.
     pub(crate) fn block_entry(&self, gfn: Gfn) -> Option<(EntryRef, Entry)> {
         let mut table = self.root;

@@ -3,35 +3,54 @@
 use crate::change::RangeCounts;
 use crate::cursor::{Cursor, Guards};
 use crate::format::{block_of, block_range, blocks_of};
-use crate::{Counts, EntryRef};
+use crate::{Counts, EntryRef, Ept, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::AtomicU64;
 use lacuna_sync::{InvalidateSeq, RangeLocks};
 use lacuna_tables::{Arena, Exhausted, TableId};
+use std::marker::PhantomData;
 
-/// The tables of one VM, with the locks over them.
-pub struct Stage2 {
+/// The tables of one VM, in the format `F`, with the locks over them.
+pub struct Stage2<F = Ept> {
     pub(crate) arena: Arena,
     pub(crate) root: TableId,
     pub(crate) range_locks: RangeLocks,
     pub(crate) counts: Box<[RangeCounts]>,
+    format: PhantomData<F>,
 }
 
 impl Stage2 {
     /// Enough range locks that two of a few dozen vCPUs seldom meet, few enough to lock them all.
     pub const RANGE_LOCKS: usize = 256;
 
-    /// Empty tables in `arena`, which becomes this VM's own: limbo is tagged with one VM's grace
-    /// periods.
+    /// Entries that share a cache line, aligned.
+    pub const LINE: u64 = 64 / size_of::<u64>() as u64;
+
+    /// Empty EPT tables: [`Stage2::with_format`] for [`Ept`].
+    ///
+    /// # Errors
+    /// [`Exhausted`]: `arena` has no table for the root.
     pub fn new(arena: Arena) -> Result<Self, Exhausted> {
+        Self::with_format(arena)
+    }
+}
+
+impl<F: TableFormat> Stage2<F> {
+    /// Empty tables in `arena`. The arena belongs to this VM alone: its limbo is tagged with the
+    /// grace periods of one VM.
+    ///
+    /// # Errors
+    /// [`Exhausted`]: `arena` has no table for the root.
+    pub fn with_format(arena: Arena) -> Result<Self, Exhausted> {
         let root = arena.alloc()?;
         Ok(Self {
             arena,
             root,
-            range_locks: RangeLocks::new(Self::RANGE_LOCKS),
-            counts: (0..Self::RANGE_LOCKS)
+            range_locks: RangeLocks::new(Stage2::RANGE_LOCKS),
+            counts: (0..Stage2::RANGE_LOCKS)
                 .map(|_| RangeCounts::default())
                 .collect(),
+            format: PhantomData,
         })
     }
 
@@ -44,13 +63,13 @@ impl Stage2 {
 
     /// Locks the block of 512 frames around `gfn`. Allocates nothing.
     #[inline]
-    pub fn fault_cursor(&self, gfn: Gfn) -> Cursor<'_> {
+    pub fn fault_cursor(&self, gfn: Gfn) -> Cursor<'_, F> {
         let guard = self.range_locks.lock(block_of(gfn));
         Cursor::new(self, block_range(gfn), Guards::One(guard))
     }
 
     /// Takes every range lock of `range`, ascending.
-    pub fn cursor(&self, range: GfnRange) -> Cursor<'_> {
+    pub fn cursor(&self, range: GfnRange) -> Cursor<'_, F> {
         let indices = self.range_locks.indices(blocks_of(range));
         let guards = indices
             .into_iter()

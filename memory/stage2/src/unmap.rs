@@ -9,8 +9,8 @@
 //! the table rides in the flush, and is free when every vCPU has passed
 //! ```
 
-use crate::format::{self, Height};
-use crate::{Cursor, Entry, EntryRef, Flush, Leaf};
+use crate::format::Height;
+use crate::{Cursor, Entry, EntryRef, Flush, Leaf, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
@@ -27,8 +27,8 @@ pub struct Removed {
 }
 
 /// One sweep over a range: where removed leaves go, and what the flush must carry.
-struct Sweep<'a, 's> {
-    cursor: &'a Cursor<'s>,
+struct Sweep<'a, 's, F> {
+    cursor: &'a Cursor<'s, F>,
     range: GfnRange,
     flush: Flush<'s>,
     removed: &'a mut dyn FnMut(Removed),
@@ -36,7 +36,7 @@ struct Sweep<'a, 's> {
     entries: u64,
 }
 
-impl<'s> Cursor<'s> {
+impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Removes every leaf that maps a frame of `range`; `removed` is told of each, ascending. A
     /// 2 MiB leaf that reaches beyond the range goes whole, unless [`Cursor::cut`] has split it
     /// first. The frames may be reused when the flush is finished.
@@ -114,6 +114,7 @@ impl<'s> Cursor<'s> {
     }
 
     /// A 2 MiB leaf is one block, so whoever holds one of its frames holds it all.
+    #[inline]
     fn assert_holds_large(&self, leaf: Leaf, span: GfnRange) {
         if leaf.level == lacuna_addr::Level::L1G {
             self.assert_holds_all(span);
@@ -121,11 +122,11 @@ impl<'s> Cursor<'s> {
     }
 }
 
-impl crate::Stage2 {
+impl<F: TableFormat> crate::Stage2<F> {
     /// Whether a leaf is there. Stable only under a cursor.
     #[inline]
     pub fn has_leaf(&self, at: EntryRef) -> bool {
-        format::is_leaf(self.entry(at).load(Ordering::Acquire))
+        F::is_leaf(self.entry(at).load(Ordering::Acquire))
     }
 
     /// Where the leaf is that maps `gfn`. Stable only under a cursor.
@@ -143,7 +144,7 @@ impl crate::Stage2 {
     }
 }
 
-impl Sweep<'_, '_> {
+impl<F: TableFormat> Sweep<'_, '_, F> {
     /// The part of the range under a table of `height` that translates `inside`.
     fn table(&mut self, table: TableId, height: Height, inside: Gfn) {
         for (index, span) in height.entries(inside, self.range) {
@@ -206,6 +207,7 @@ impl Sweep<'_, '_> {
     }
 }
 
+#[inline]
 fn removal(found: Entry) -> Entry {
     match found {
         Entry::Leaf(_) => Entry::Absent,

@@ -1,19 +1,19 @@
 //! Walks everything and asserts. Tests, the simulator and fuzzers call it after each step.
 
 use crate::format::Height;
-use crate::{Counts, Entry, EntryRef, Leaf, Stage2};
+use crate::{Counts, Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_tables::TableId;
 use std::collections::HashSet;
 
-struct Census<'a, F> {
-    stage2: &'a Stage2,
+struct Census<'a, F, Each> {
+    stage2: &'a Stage2<F>,
     seen: HashSet<TableId>,
     counts: Counts,
-    each: F,
+    each: Each,
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// Asserts, with every range lock held, that
     /// * the entries are ones that this crate writes, legal in themselves, of their table's height;
     /// * no entry is frozen;
@@ -56,7 +56,7 @@ impl Stage2 {
     }
 }
 
-impl<F: FnMut(Gfn, Leaf)> Census<'_, F> {
+impl<F: TableFormat, Each: FnMut(Gfn, Leaf)> Census<'_, F, Each> {
     fn visit(&mut self, table: TableId, height: Height, span: GfnRange) {
         assert!(self.seen.insert(table), "{table:?} is linked twice");
         for (index, span) in height.entries(span.start(), span) {

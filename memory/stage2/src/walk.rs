@@ -6,9 +6,9 @@
 //! cursor over the gfn: that is what keeps the tables, and the frame in the answer, from being
 //! reused.
 
-use crate::format::{self, Height};
+use crate::format::Height;
 use crate::pml::{Log, LogFull, PmlLog, Unlogged};
-use crate::{Entry, Leaf, Stage2};
+use crate::{Entry, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Access, Gfn, Level, Pfn};
 use lacuna_sync::shim::Ordering;
 
@@ -53,15 +53,6 @@ pub enum Cause {
     Denied(Leaf),
 }
 
-impl Violation {
-    /// As a processor reports it: bits 2:0 read, write, fetch; bits 5:3 readable, writable,
-    /// executable. Bit 7 (linear address valid) and 8 (final translation) are for the processor to
-    /// add.
-    pub const fn qualification(self) -> u64 {
-        format::qualification(self)
-    }
-}
-
 /// One judgement of one entry.
 enum Step {
     Done(Walk),
@@ -71,7 +62,7 @@ enum Step {
     Full,
 }
 
-impl Stage2 {
+impl<F: TableFormat> Stage2<F> {
     /// Translates an access to `gfn`, setting A, and D for a write.
     #[inline]
     pub fn walk(&self, gfn: Gfn, access: Access) -> Walk {
@@ -98,23 +89,23 @@ impl Stage2 {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn walk_once(&self, gfn: Gfn, access: Access, log: &mut impl Log) -> Step {
         let mut table = self.root;
         for height in Height::DOWN {
             let entry = self.arena.entry(table, height.index(gfn));
             let raw = entry.load(Ordering::Acquire);
-            if let Some(below) = format::table(raw) {
+            if let Some(below) = F::table(raw) {
                 table = below;
                 continue;
             }
-            match format::decode(raw) {
+            match F::decode(raw) {
                 Entry::Table(below) => table = below,
                 Entry::Leaf(leaf) => {
                     if !grants(leaf, access) {
                         return violation(access, Cause::Denied(leaf));
                     }
-                    let used = format::used(raw, access);
+                    let used = F::accessed(raw, access);
                     if used != raw {
                         if !log.has_room() {
                             return Step::Full;
@@ -142,10 +133,12 @@ impl Stage2 {
     }
 }
 
+#[inline(always)]
 const fn violation(access: Access, cause: Cause) -> Step {
     Step::Done(Walk::Violation(Violation { access, cause }))
 }
 
+#[inline(always)]
 const fn grants(leaf: Leaf, access: Access) -> bool {
     match access {
         Access::Read => true,
@@ -154,7 +147,7 @@ const fn grants(leaf: Leaf, access: Access) -> bool {
     }
 }
 
-#[inline]
+#[inline(always)]
 pub(crate) const fn translation(leaf: Leaf, gfn: Gfn) -> Translation {
     Translation {
         pfn: leaf.frame_of(gfn),

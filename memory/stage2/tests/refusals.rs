@@ -1,7 +1,7 @@
 //! The requests that stage 2 refuses, and its messages.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
-use lacuna_stage2::{Arena, Cause, EntryRef, Leaf, MapError, Stage2, Violation, Write};
+use lacuna_stage2::{Arena, Cause, EntryRef, Ept, Leaf, MapError, Stage2, Violation, Write};
 use lacuna_sync::Qsbr;
 
 fn stage2(tables: u32) -> Stage2 {
@@ -245,11 +245,10 @@ fn a_range_wider_than_all_range_locks_takes_each_once() {
 #[test]
 fn the_qualification_is_the_processors() {
     let absent = |access| {
-        Violation {
+        Ept::exit_qualification(Violation {
             access,
             cause: Cause::Absent,
-        }
-        .qualification()
+        })
     };
     assert_eq!(
         [Access::Read, Access::Write, Access::Fetch].map(absent),
@@ -261,11 +260,10 @@ fn the_qualification_is_the_processors() {
         ..Leaf::clean(Pfn::new(1))
     };
     let denied = |access| {
-        Violation {
+        Ept::exit_qualification(Violation {
             access,
             cause: Cause::Denied(leaf),
-        }
-        .qualification()
+        })
     };
     assert_eq!(
         denied(Access::Write),

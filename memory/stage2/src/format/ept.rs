@@ -12,6 +12,7 @@
 //! Legal (HW, MW, W) are 000, 110 and 111, which is [`Write`]. A table pointer is born with A set:
 //! only leaves are aged, so the walker need not write above them.
 
+use super::TableFormat;
 use crate::{Cause, Entry, Leaf, Violation, Write};
 use lacuna_addr::{Access, Level, PAGE_SHIFT, Pfn};
 use lacuna_tables::TableId;
@@ -80,63 +81,106 @@ const _: () = {
     );
 };
 
-/// The bits of an entry. A new table is all zero: all absent.
-#[inline]
-pub(crate) const fn encode(entry: Entry) -> u64 {
-    match entry {
-        Entry::Absent => 0,
-        Entry::Frozen => FROZEN,
-        Entry::Table(id) => RIGHTS | ACCESSED | (id.get() as u64) << PAGE_SHIFT,
-        Entry::Leaf(leaf) => encode_leaf(leaf),
-    }
-}
+/// Intel's extended page tables, with A and D enabled.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ept;
 
-/// The table that the bits point to, if they do: [`decode`] for the upper levels of a walk, where
-/// they nearly always do.
-#[inline]
-pub(crate) const fn table(raw: u64) -> Option<TableId> {
-    if raw & (RIGHTS | LEVEL) == RIGHTS {
-        TableId::new(((raw & ADDRESS) >> PAGE_SHIFT) as u32)
-    } else {
-        None
+impl TableFormat for Ept {
+    #[inline(always)]
+    fn encode(entry: Entry) -> u64 {
+        match entry {
+            Entry::Absent => 0,
+            Entry::Frozen => FROZEN,
+            Entry::Table(id) => RIGHTS | ACCESSED | u64::from(id.get()) << PAGE_SHIFT,
+            Entry::Leaf(leaf) => encode_leaf(leaf),
+        }
     }
-}
 
-/// What the bits say.
-///
-/// # Panics
-/// On a table pointer that [`encode`] cannot have written: the host's own tables are corrupt.
-#[inline]
-pub(crate) const fn decode(raw: u64) -> Entry {
-    if raw & RIGHTS == 0 {
-        return if raw & FROZEN == 0 {
-            Entry::Absent
-        } else {
-            Entry::Frozen
+    #[inline(always)]
+    fn decode(raw: u64) -> Entry {
+        if raw & RIGHTS == 0 {
+            return if raw & FROZEN == 0 {
+                Entry::Absent
+            } else {
+                Entry::Frozen
+            };
+        }
+        let number = ((raw & ADDRESS) >> PAGE_SHIFT) as u32;
+        let level = match (raw & LEVEL) >> LEVEL_SHIFT {
+            0 => return Entry::Table(TableId::new(number).expect("corrupt stage-2 table pointer")),
+            1 => Level::L4K,
+            2 => Level::L2M,
+            _ => Level::L1G,
         };
+        let write = match (raw & WRITE != 0, raw & MMU_WRITABLE != 0) {
+            (true, _) => Write::Allowed,
+            (false, true) => Write::OnFault,
+            (false, false) => Write::Never,
+        };
+        Entry::Leaf(Leaf {
+            pfn: Pfn::new(number),
+            level,
+            write,
+            exec: raw & EXEC != 0,
+            accessed: raw & ACCESSED != 0,
+            dirty: raw & DIRTY != 0,
+        })
     }
-    let number = ((raw & ADDRESS) >> PAGE_SHIFT) as u32;
-    let level = match (raw & LEVEL) >> LEVEL_SHIFT {
-        0 => return Entry::Table(TableId::new(number).expect("corrupt stage-2 table pointer")),
-        1 => Level::L4K,
-        2 => Level::L2M,
-        _ => Level::L1G,
-    };
-    let write = match (raw & WRITE != 0, raw & MMU_WRITABLE != 0) {
-        (true, _) => Write::Allowed,
-        (false, true) => Write::OnFault,
-        (false, false) => Write::Never,
-    };
-    Entry::Leaf(Leaf {
-        pfn: Pfn::new(number),
-        level,
-        write,
-        exec: raw & EXEC != 0,
-        accessed: raw & ACCESSED != 0,
-        dirty: raw & DIRTY != 0,
-    })
+
+    #[inline(always)]
+    fn table(raw: u64) -> Option<TableId> {
+        if raw & (RIGHTS | LEVEL) == RIGHTS {
+            TableId::new(((raw & ADDRESS) >> PAGE_SHIFT) as u32)
+        } else {
+            None
+        }
+    }
+
+    #[inline(always)]
+    fn is_leaf(raw: u64) -> bool {
+        raw & LEVEL != 0
+    }
+
+    #[inline(always)]
+    fn is_writable_leaf(raw: u64) -> bool {
+        Self::is_leaf(raw) && raw & WRITE != 0
+    }
+
+    #[inline(always)]
+    fn accessed(leaf: u64, access: Access) -> u64 {
+        leaf | ACCESSED | flag(access.is_write(), DIRTY)
+    }
+
+    #[inline(always)]
+    fn write_protected(leaf: u64) -> u64 {
+        leaf & !(WRITE | DIRTY)
+    }
+
+    #[inline(always)]
+    fn dirty_cleared(leaf: u64) -> u64 {
+        leaf & !(DIRTY | flag(leaf & LARGE != 0, WRITE))
+    }
 }
 
+impl Ept {
+    /// The exit qualification of an EPT violation (SDM table 28-7). Bits 2:0 are the access: read,
+    /// write, fetch. Bits 5:3 are the rights that the entries on the way grant together. The
+    /// processor adds bit 7 (linear address valid) and bit 8 (final translation).
+    pub const fn exit_qualification(violation: Violation) -> u64 {
+        let access = match violation.access {
+            Access::Read => READ,
+            Access::Write => WRITE,
+            Access::Fetch => EXEC,
+        };
+        let rights = match violation.cause {
+            Cause::Absent => 0,
+            Cause::Denied(leaf) => encode_leaf(leaf) & RIGHTS,
+        };
+        access | rights << 3
+    }
+}
+
+#[inline(always)]
 const fn encode_leaf(leaf: Leaf) -> u64 {
     let write = match leaf.write {
         Write::Never => 0,
@@ -158,54 +202,9 @@ const fn encode_leaf(leaf: Leaf) -> u64 {
         | flag(leaf.dirty, DIRTY)
 }
 
-/// Whether the bits are a leaf: where 512 entries are asked, [`decode`] would tell too much.
-#[inline]
-pub(crate) const fn is_leaf(raw: u64) -> bool {
-    raw & LEVEL != 0
-}
-
-/// Whether they are one with W.
-#[inline]
-pub(crate) const fn is_writable_leaf(raw: u64) -> bool {
-    is_leaf(raw) && raw & WRITE != 0
-}
-
-/// A leaf's bits after `access` has gone through it: A, and D for a write.
-#[inline]
-pub(crate) const fn used(leaf: u64, access: Access) -> u64 {
-    leaf | ACCESSED | flag(access.is_write(), DIRTY)
-}
-
-/// A writable leaf's bits, write-protected: without W and D.
-#[inline]
-pub(crate) const fn protected(leaf: u64) -> u64 {
-    leaf & !(WRITE | DIRTY)
-}
-
-/// A writable leaf's bits, ready to be logged: without D. Above 4 KiB without W too, because one D
-/// would speak for all pages.
-#[inline]
-pub(crate) const fn cleaned(leaf: u64) -> u64 {
-    leaf & !(DIRTY | flag(leaf & LARGE != 0, WRITE))
-}
-
+#[inline(always)]
 const fn flag(on: bool, bit: u64) -> u64 {
     if on { bit } else { 0 }
-}
-
-/// The exit qualification of an EPT violation (SDM table 28-7): bits 2:0 the access, 5:3 the rights
-/// that the entries on the way granted together. Bits 7 and 8 are the processor's to add.
-pub(crate) const fn qualification(violation: Violation) -> u64 {
-    let access = match violation.access {
-        Access::Read => READ,
-        Access::Write => WRITE,
-        Access::Fetch => EXEC,
-    };
-    let rights = match violation.cause {
-        Cause::Absent => 0,
-        Cause::Denied(leaf) => encode_leaf(leaf) & RIGHTS,
-    };
-    access | rights << 3
 }
 
 #[cfg(test)]
@@ -244,15 +243,15 @@ mod tests {
     proptest! {
         #[test]
         fn decoding_undoes_encoding(entry in any_entry()) {
-            prop_assert_eq!(decode(encode(entry)), entry);
+            prop_assert_eq!(Ept::decode(Ept::encode(entry)), entry);
         }
 
         #[test]
         fn leaves_and_those_with_w_are_told_from_all_others(entry in any_entry()) {
-            let raw = encode(entry);
+            let raw = Ept::encode(entry);
             let writable = matches!(entry, Entry::Leaf(leaf) if leaf.is_writable());
-            prop_assert_eq!(is_leaf(raw), matches!(entry, Entry::Leaf(_)));
-            prop_assert_eq!(is_writable_leaf(raw), writable);
+            prop_assert_eq!(Ept::is_leaf(raw), matches!(entry, Entry::Leaf(_)));
+            prop_assert_eq!(Ept::is_writable_leaf(raw), writable);
         }
 
         #[test]
@@ -260,27 +259,27 @@ mod tests {
             for access in [Access::Read, Access::Write, Access::Fetch] {
                 let dirty = leaf.dirty || access.is_write();
                 let wanted = Leaf { accessed: true, dirty, ..leaf };
-                let found = used(encode(Entry::Leaf(leaf)), access);
-                prop_assert_eq!(decode(found), Entry::Leaf(wanted));
+                let found = Ept::accessed(Ept::encode(Entry::Leaf(leaf)), access);
+                prop_assert_eq!(Ept::decode(found), Entry::Leaf(wanted));
             }
         }
 
         #[test]
-        fn an_armed_leaf_keeps_all_but_w_and_d(leaf in any_leaf()) {
+        fn a_protected_or_cleared_leaf_keeps_all_but_w_and_d(leaf in any_leaf()) {
             let leaf = Leaf { write: Write::Allowed, ..leaf };
-            let raw = encode(Entry::Leaf(leaf));
+            let raw = Ept::encode(Entry::Leaf(leaf));
             let no_w = Leaf { write: Write::OnFault, dirty: false, ..leaf };
             let no_d = Leaf { dirty: false, ..leaf };
             let logged = if leaf.level == Level::L4K { no_d } else { no_w };
-            prop_assert_eq!(decode(protected(raw)), Entry::Leaf(no_w));
-            prop_assert_eq!(decode(cleaned(raw)), Entry::Leaf(logged));
+            prop_assert_eq!(Ept::decode(Ept::write_protected(raw)), Entry::Leaf(no_w));
+            prop_assert_eq!(Ept::decode(Ept::dirty_cleared(raw)), Entry::Leaf(logged));
         }
 
         /// What an Intel processor would make of it (SDM 29.3.3.1): present entries are no
         /// misconfiguration, others are not present.
         #[test]
         fn the_processor_agrees(entry in any_entry()) {
-            let raw = encode(entry);
+            let raw = Ept::encode(entry);
             match entry {
                 Entry::Absent | Entry::Frozen => prop_assert_eq!(raw & 0b111, 0),
                 Entry::Table(_) => {
@@ -298,12 +297,12 @@ mod tests {
 
     #[test]
     fn zeroed_memory_is_absent() {
-        assert_eq!(decode(0), Entry::Absent);
+        assert_eq!(Ept::decode(0), Entry::Absent);
     }
 
     #[test]
     #[should_panic(expected = "corrupt stage-2 table pointer")]
     fn a_pointer_to_table_zero_is_corruption() {
-        decode(RIGHTS);
+        Ept::decode(RIGHTS);
     }
 }

@@ -23,11 +23,13 @@ impl Height {
     pub(crate) const ABOVE_BLOCKS: [Self; 2] = [Self(4), Self(3)];
 
     /// The height whose tables hold leaves of `level`.
+    #[inline]
     pub(crate) const fn of_leaf(level: Level) -> Self {
         Self(level as u8)
     }
 
     /// The size of a leaf in a table of this height; the root holds none.
+    #[inline]
     pub(crate) const fn leaf_level(self) -> Option<Level> {
         match self.0 {
             1 => Some(Level::L4K),
@@ -38,6 +40,7 @@ impl Height {
     }
 
     /// The height of the tables that entries of this height point to.
+    #[inline]
     pub(crate) fn below(self) -> Self {
         assert!(self.0 > 1, "a table of 4 KiB leaves points to no table");
         Self(self.0 - 1)
@@ -51,6 +54,7 @@ impl Height {
 
     /// The entries of the table of this height over `inside` that translate a part of `range`, each
     /// with all the frames that it translates.
+    #[inline]
     pub(crate) fn entries(
         self,
         inside: Gfn,
@@ -72,11 +76,13 @@ impl Height {
     }
 
     /// All frames that the table of this height over `inside` translates.
+    #[inline]
     pub(crate) fn table_span(self, inside: Gfn) -> GfnRange {
         let shift = self.entry_shift() + INDEX_BITS;
         GfnRange::new(gfn(inside.get() >> shift << shift), 1 << shift).expect("a table's span")
     }
 
+    #[inline]
     const fn entry_shift(self) -> u32 {
         INDEX_BITS * (self.0 as u32 - 1)
     }
@@ -89,11 +95,13 @@ pub(crate) const fn block_of(gfn: Gfn) -> u64 {
 }
 
 /// The blocks that `range` touches.
+#[inline]
 pub(crate) fn blocks_of(range: GfnRange) -> Range<u64> {
     range.start().get() >> INDEX_BITS..((range.end_raw() - 1) >> INDEX_BITS) + 1
 }
 
 /// All frames of the block of `gfn`.
+#[inline]
 pub(crate) fn block_range(inside: Gfn) -> GfnRange {
     GfnRange::new(gfn(block_of(inside) << INDEX_BITS), 1 << INDEX_BITS).expect("a block's span")
 }
@@ -105,11 +113,13 @@ pub(crate) const fn frame_of(base: Pfn, level: Level, gfn: Gfn) -> Pfn {
 }
 
 /// The frames that a leaf of `level` around `inside` maps.
+#[inline]
 pub(crate) fn leaf_span(level: Level, inside: Gfn) -> GfnRange {
     let shift = level.page_shift();
     GfnRange::new(gfn(inside.get() >> shift << shift), level.pages()).expect("a leaf's span")
 }
 
+#[inline]
 fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("inside a table of the four-level tree")
 }

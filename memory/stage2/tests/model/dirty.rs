@@ -3,9 +3,9 @@
 use crate::plain::{Model, gfn};
 use crate::world::World;
 use lacuna_addr::{GfnRange, Level};
-use lacuna_stage2::{Leaf, Removed, Write};
+use lacuna_stage2::{Leaf, Removed, TableFormat, Write};
 
-impl World {
+impl<F: TableFormat> World<F> {
     pub(crate) fn clear_dirty(&mut self, range: GfnRange) {
         let mut cleared = Vec::new();
         let mut cursor = self.stage2.cursor(range);

@@ -4,19 +4,20 @@ use crate::Op;
 use crate::plain::{Model, gfn, leaf, range};
 use lacuna_addr::{Access, GfnRange, Level};
 use lacuna_stage2::{
-    Age, Arena, Cause, Counts, Entry, Leaf, MapError, Mapped, Removed, Stage2, Walk, Write,
+    Age, Arena, Cause, Counts, Entry, Ept, Leaf, MapError, Mapped, Removed, Stage2, TableFormat,
+    Walk, Write,
 };
 use lacuna_sync::Qsbr;
 
-pub(crate) struct World {
-    pub(crate) stage2: Stage2,
+pub(crate) struct World<F = Ept> {
+    pub(crate) stage2: Stage2<F>,
     pub(crate) model: Model,
     pub(crate) nobody: Qsbr,
 }
 
-impl World {
+impl<F: TableFormat> World<F> {
     pub(crate) fn new() -> Self {
-        let stage2 = Stage2::new(Arena::new(64).expect("address space")).expect("a root");
+        let stage2 = Stage2::with_format(Arena::new(64).expect("address space")).expect("a root");
         Self {
             stage2,
             model: Model::default(),
