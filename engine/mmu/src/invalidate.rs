@@ -6,7 +6,7 @@
 //! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
 //!         take each lock again: seq += 1, in_progress -= 1: faults are admitted
 //! ```
-//! A page that is not mapped is excluded like any other. A block in which nothing was mapped needs
+//! Faults on pages that are not mapped are excluded too. A block in which nothing was mapped needs
 //! no shoot-down, with one exception: another invalidation was in progress under its range lock.
 //! That one may have unmapped the block a moment ago without having waited yet, and the frames will
 //! be reused when *this* call returns.

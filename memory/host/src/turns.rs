@@ -8,7 +8,7 @@
 //! ```
 //! A frame is not handed to a waiting thread. It stays in the free map, which keeps one frame back
 //! for each waiting thread. So no frame is lost when a waiting thread gives up, and a thread that
-//! frees a frame need not know who waits for it.
+//! frees a frame need not know which thread waits.
 
 use std::collections::VecDeque;
 
