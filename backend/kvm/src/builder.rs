@@ -61,6 +61,22 @@ const WATCH: Duration = Duration::from_millis(100);
 const PVM: &str = "/sys/module/kvm_pvm";
 
 impl VmBuilder {
+    /// A guest with `memory` pages, of which `resident` may be in place at a time, of one vCPU. Its
+    /// pages come without delay, and asynchronous page faults are offered. Every field may be
+    /// changed before the VM is built.
+    pub fn new(memory: PageCount, resident: PageCount) -> Self {
+        Self {
+            memory,
+            resident,
+            vcpus: 1,
+            latency: LatencySetting::default(),
+            first_touch: FirstTouch::default(),
+            apf: Apf::On,
+            delivery: Delivery::default(),
+            command_line: String::new(),
+        }
+    }
+
     /// The guest kernel's whole command line.
     pub fn full_command_line(&self) -> String {
         let host = if Path::new(PVM).exists() {

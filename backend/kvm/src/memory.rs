@@ -10,7 +10,8 @@ use lacuna_machine::{BootError, GuestMemory, Layout, MemoryError};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::ptr;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
 /// Anonymous memory of the process, in 4 KiB pages.
 pub struct Mapping {
@@ -139,14 +140,23 @@ impl GuestMemory for Memory {
         let mut address = self.hva(gpa, bytes.len())?;
         let mut rest = bytes;
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(piece(rest.len(), address));
-            if let Ok(word) = now.try_into() {
-                // SAFETY: 1. `hva` put all of `bytes` inside the guest's mapping. 2. A piece of
-                // eight bytes lies on a whole word.
-                unsafe { quad(address) }.store(u64::from_ne_bytes(word), Ordering::Relaxed);
-            } else {
-                // SAFETY: 1. as above.
-                unsafe { byte(address) }.store(now[0], Ordering::Relaxed);
+            let size = piece(rest.len(), address);
+            let (now, later) = rest.split_at(size);
+            // SAFETY: 1. `hva` put all of `bytes` inside the guest's mapping. 2. A piece lies on a
+            // multiple of its size.
+            unsafe {
+                match size {
+                    8 => {
+                        atomic::<AtomicU64>(address).store(u64::from_ne_bytes(chunk(now)), Relaxed)
+                    }
+                    4 => {
+                        atomic::<AtomicU32>(address).store(u32::from_ne_bytes(chunk(now)), Relaxed)
+                    }
+                    2 => {
+                        atomic::<AtomicU16>(address).store(u16::from_ne_bytes(chunk(now)), Relaxed)
+                    }
+                    _ => atomic::<AtomicU8>(address).store(now[0], Relaxed),
+                }
             }
             address += now.len();
             rest = later;
@@ -160,14 +170,18 @@ impl GuestMemory for Memory {
         while !rest.is_empty() {
             let size = piece(rest.len(), address);
             let (now, later) = rest.split_at_mut(size);
-            if size == 8 {
-                // SAFETY: 1. `hva` put all of `into` inside the guest's mapping. 2. A piece of
-                // eight bytes lies on a whole word.
-                let word = unsafe { quad(address) }.load(Ordering::Relaxed);
-                now.copy_from_slice(&word.to_ne_bytes());
-            } else {
-                // SAFETY: 1. as above.
-                now[0] = unsafe { byte(address) }.load(Ordering::Relaxed);
+            // SAFETY: 1. `hva` put all of `into` inside the guest's mapping. 2. A piece lies on a
+            // multiple of its size.
+            unsafe {
+                match size {
+                    8 => now
+                        .copy_from_slice(&atomic::<AtomicU64>(address).load(Relaxed).to_ne_bytes()),
+                    4 => now
+                        .copy_from_slice(&atomic::<AtomicU32>(address).load(Relaxed).to_ne_bytes()),
+                    2 => now
+                        .copy_from_slice(&atomic::<AtomicU16>(address).load(Relaxed).to_ne_bytes()),
+                    _ => now[0] = atomic::<AtomicU8>(address).load(Relaxed),
+                }
             }
             address += size;
             rest = later;
@@ -183,28 +197,27 @@ impl GuestMemory for Memory {
     }
 }
 
-/// How many of `left` bytes at `address` are moved at once: whole words of the guest are never
-/// torn.
+/// How many of `left` bytes at `address` are moved at once: the largest aligned integer, so that an
+/// aligned access of 2, 4 or 8 bytes is one atomic access.
 fn piece(left: usize, address: usize) -> usize {
-    if left >= 8 && address.is_multiple_of(8) {
-        8
-    } else {
-        1
+    let mut size = 8;
+    while size > left || !address.is_multiple_of(size) {
+        size /= 2;
     }
+    size
+}
+
+/// The bytes of an integer.
+fn chunk<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    bytes.try_into().expect("a piece has its size")
 }
 
 /// # Safety
-/// Eight bytes at `address`, a multiple of 8, lie in a mapping of guest memory that outlives `'a`.
-unsafe fn quad<'a>(address: usize) -> &'a AtomicU64 {
+/// `A` is an atomic integer. Its bytes at `address`, a multiple of its size, lie in a mapping of
+/// guest memory that outlives `'a`.
+unsafe fn atomic<'a, A>(address: usize) -> &'a A {
     // SAFETY: 1. and 2. the contract. 3. All of this process touches guest memory by atomics.
-    unsafe { AtomicU64::from_ptr(ptr::with_exposed_provenance_mut(address)) }
-}
-
-/// # Safety
-/// The byte at `address` lies in a mapping of guest memory that outlives `'a`.
-unsafe fn byte<'a>(address: usize) -> &'a AtomicU8 {
-    // SAFETY: 1. and 2. the contract. 3. All of this process touches guest memory by atomics.
-    unsafe { AtomicU8::from_ptr(ptr::with_exposed_provenance_mut(address)) }
+    unsafe { &*ptr::with_exposed_provenance::<A>(address) }
 }
 
 /// Whether Linux has every page of these bytes resident, `mincore(2)`.

@@ -74,6 +74,23 @@ pub struct RunSummary {
 const VIRTUAL_IO_NS: u64 = 50_000;
 
 impl VmBuilder {
+    /// A guest with `memory` pages in `resident` pages of the host, of one vCPU. What has no room is
+    /// compressed in memory. Asynchronous page faults are offered, huge pages are not made. Every
+    /// field may be changed before the VM is built.
+    pub fn new(memory: PageCount, resident: PageCount) -> Self {
+        Self {
+            memory,
+            resident,
+            vcpus: 1,
+            huge: HugePages::Never,
+            swap: Swap::Memory,
+            latency: LatencySetting::default(),
+            apf: Apf::On,
+            seed: None,
+            command_line: String::new(),
+        }
+    }
+
     /// The memory manager of this run, for several VMs to share if wanted.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Result<Arc<Host>, HostError> {
         let io = match self.seed {

@@ -74,7 +74,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna",
         &[
             "lacuna-addr",
-            "lacuna-slots",
+            "lacuna-sync",
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",

@@ -15,6 +15,15 @@ pub struct MemorySlot {
     pub flags: SlotFlags,
 }
 
+impl MemorySlot {
+    /// The guest frame of the slot's page `index`, as [`harvest`](crate::harvest) hands it out.
+    pub fn gfn(&self, index: usize) -> Option<Gfn> {
+        let index = u64::try_from(index).ok()?;
+        let gfn = Gfn::new(self.gfns.start().get().checked_add(index)?)?;
+        self.gfns.contains(gfn).then_some(gfn)
+    }
+}
+
 /// Why a change of memory slots is refused. Nothing has changed then.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]

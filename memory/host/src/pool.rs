@@ -20,7 +20,7 @@ use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
 use std::ptr::{NonNull, null_mut};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 const HUGE: usize = BLOCK * PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
@@ -273,43 +273,48 @@ impl FramePtr<'_> {
         unsafe { &*self.base.as_ptr().cast::<AtomicU64>().add(index) }
     }
 
+    /// The atomic integer at `offset`.
+    ///
+    /// # Panics
+    /// If it does not lie in the page, or not on a multiple of its size.
     #[inline]
-    fn byte(&self, offset: usize) -> &AtomicU8 {
-        assert!(offset < PAGE_SIZE);
-        // SAFETY: inside the frame; every racing access is atomic (module contract).
-        unsafe { &*self.base.as_ptr().cast::<AtomicU8>().add(offset) }
+    fn atomic<A: Atomic>(&self, offset: usize) -> &A {
+        assert!(offset.is_multiple_of(size_of::<A>()) && offset < PAGE_SIZE);
+        // SAFETY: 1. The offset is in the page and a multiple of a size that divides the page
+        // (`Atomic`), so the integer lies inside the frame and is aligned. 2. Every racing access
+        // is atomic (module contract).
+        unsafe { &*self.base.as_ptr().add(offset).cast::<A>() }
     }
 
-    /// Copies bytes from `offset` on out of the frame. Panics outside the page.
-    pub fn read(self, mut offset: usize, out: &mut [u8]) {
-        let mut done = 0;
-        while done < out.len() {
-            match out[done..].first_chunk_mut::<8>() {
-                Some(chunk) if offset.is_multiple_of(8) => {
-                    *chunk = self.word(offset / 8).load(Ordering::Relaxed).to_ne_bytes();
-                    (offset, done) = (offset + 8, done + 8);
-                }
-                _ => {
-                    out[done] = self.byte(offset).load(Ordering::Relaxed);
-                    (offset, done) = (offset + 1, done + 1);
-                }
+    /// Copies bytes from `offset` on out of the frame. An aligned access of 2, 4 or 8 bytes is one
+    /// atomic load. Panics outside the page.
+    pub fn read(self, mut offset: usize, mut out: &mut [u8]) {
+        while !out.is_empty() {
+            let size = atom(offset, out.len());
+            let (now, rest) = out.split_at_mut(size);
+            match size {
+                8 => self.atomic::<AtomicU64>(offset).copy_out(now),
+                4 => self.atomic::<AtomicU32>(offset).copy_out(now),
+                2 => self.atomic::<AtomicU16>(offset).copy_out(now),
+                _ => self.atomic::<AtomicU8>(offset).copy_out(now),
             }
+            (offset, out) = (offset + size, rest);
         }
     }
 
-    /// Copies bytes into the frame from `offset` on. Panics outside the page.
+    /// Copies bytes into the frame from `offset` on. An aligned access of 2, 4 or 8 bytes is one
+    /// atomic store. Panics outside the page.
     pub fn write(self, mut offset: usize, mut bytes: &[u8]) {
-        while let Some((first, rest)) = bytes.split_first() {
-            if offset.is_multiple_of(8)
-                && let Some((word, tail)) = bytes.split_first_chunk::<8>()
-            {
-                self.word(offset / 8)
-                    .store(u64::from_ne_bytes(*word), Ordering::Relaxed);
-                (offset, bytes) = (offset + 8, tail);
-            } else {
-                self.byte(offset).store(*first, Ordering::Relaxed);
-                (offset, bytes) = (offset + 1, rest);
+        while !bytes.is_empty() {
+            let size = atom(offset, bytes.len());
+            let (now, rest) = bytes.split_at(size);
+            match size {
+                8 => self.atomic::<AtomicU64>(offset).copy_in(now),
+                4 => self.atomic::<AtomicU32>(offset).copy_in(now),
+                2 => self.atomic::<AtomicU16>(offset).copy_in(now),
+                _ => self.atomic::<AtomicU8>(offset).copy_in(now),
             }
+            (offset, bytes) = (offset + size, rest);
         }
     }
 
@@ -326,6 +331,43 @@ impl FramePtr<'_> {
         Content::Data
     }
 }
+
+/// The size of the largest aligned integer at `offset` that has no more than `left` bytes.
+#[inline]
+fn atom(offset: usize, left: usize) -> usize {
+    let mut size = 8;
+    while size > left || !offset.is_multiple_of(size) {
+        size /= 2;
+    }
+    size
+}
+
+/// An atomic integer whose size divides a page's.
+trait Atomic {
+    /// Stores the integer that `bytes` are in memory.
+    fn copy_in(&self, bytes: &[u8]);
+
+    /// Loads the integer into `bytes`.
+    fn copy_out(&self, bytes: &mut [u8]);
+}
+
+macro_rules! atomics {
+    ($($atomic:ty, $integer:ty);*) => {$(
+        impl Atomic for $atomic {
+            #[inline]
+            fn copy_in(&self, bytes: &[u8]) {
+                let bytes = bytes.try_into().expect("as many bytes as the integer has");
+                self.store(<$integer>::from_ne_bytes(bytes), Ordering::Relaxed);
+            }
+
+            #[inline]
+            fn copy_out(&self, bytes: &mut [u8]) {
+                bytes.copy_from_slice(&self.load(Ordering::Relaxed).to_ne_bytes());
+            }
+        }
+    )*};
+}
+atomics!(AtomicU8, u8; AtomicU16, u16; AtomicU32, u32; AtomicU64, u64);
 
 /// What a frame was found to contain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

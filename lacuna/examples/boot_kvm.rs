@@ -1,0 +1,40 @@
+//! Boots a guest on `/dev/kvm`. Its pages come from Lacuna's page source, one millisecond late, and
+//! KVM tells the guest of each: see how little the guest's work suffers.
+//!
+//!     cargo run --release --example boot_kvm [IMAGE [COMMAND LINE]]
+
+use lacuna::{Ending, Image, PageCount, kvm};
+use std::error::Error;
+use std::time::Duration;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    if let Err(reason) = kvm::available() {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    let mut arguments = std::env::args().skip(1);
+    let file = match arguments.next() {
+        Some(path) => std::fs::read(path)?,
+        None => {
+            let image = lacuna_guest::image("hello");
+            image
+                .ok_or("no guests are built in: name an image")?
+                .elf
+                .to_vec()
+        }
+    };
+    let image = Image::parse(&file)?;
+
+    let mut builder = kvm::VmBuilder::new(
+        PageCount::from_bytes(64 << 20),
+        PageCount::from_bytes(32 << 20),
+    );
+    builder.latency.set(Duration::from_millis(1));
+    builder.command_line = arguments.collect::<Vec<_>>().join(" ");
+    let console = |line: &str| println!("guest: {line}");
+    let end = builder.run(&image, console, |_| {})?;
+    match end.ending {
+        Ending::Exited(0) => Ok(()),
+        other => Err(format!("the guest ended with {other:?}").into()),
+    }
+}

@@ -1,0 +1,65 @@
+//! Prints once a second how many pages a running guest has written, by page-modification logging.
+//!
+//!     cargo run --release --example dirty_pages [SECONDS]
+//!
+//! A monitor that migrates the guest does the same: copy all memory, then the pages of each harvest.
+
+use lacuna::{
+    Builder, Detection, DirtyTracking, Ending, GuestMemory, HostClock, Image, Logging, MemorySlots,
+    PAGE_SIZE, PageCount, PlatformDevices, harvest, run_watched, set_logging_everywhere, soft,
+};
+use std::error::Error;
+use std::time::{Duration, Instant};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let seconds: u64 = match std::env::args().nth(1) {
+        Some(text) => text.parse()?,
+        None => 5,
+    };
+    let guest = lacuna_guest::image("churn").ok_or("no guests are built in")?;
+    let image = Image::parse(guest.elf)?;
+
+    let mut builder = soft::VmBuilder::new(
+        PageCount::from_bytes(128 << 20),
+        PageCount::from_bytes(160 << 20),
+    );
+    builder.command_line = "secs=600".into();
+    let vm = builder.build()?;
+    let vcpus = vm.boot(&image, &builder.full_command_line())?;
+    let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
+
+    // From the first D bit that this clears, each write is in one of the harvests.
+    if let Some(choice) = vm.detection() {
+        choice.choose(Detection::Pml);
+    }
+    set_logging_everywhere(&*vm, Logging::LAZY)?;
+    let mut page = vec![0; PAGE_SIZE];
+    let (mut next, end) = (
+        Instant::now(),
+        Instant::now() + Duration::from_secs(seconds),
+    );
+    run_watched(&vm, vcpus, &devices, &HostClock::default(), &mut |_| {
+        if Instant::now() < next {
+            return;
+        }
+        next += Duration::from_secs(1);
+        let mut dirty = Vec::new();
+        let harvested = harvest(&*vm, |slot, page| dirty.push((slot, page)));
+        if let Err(error) = harvested {
+            eprintln!("{error}");
+        }
+        // Copied after the harvest: a write that comes later is in the next one.
+        let slots = vm.memory_slots();
+        for &(id, index) in &dirty {
+            let slot = slots.iter().find(|slot| slot.id == id);
+            let gfn = slot.and_then(|slot| slot.gfn(index));
+            let copied = gfn.map(|gfn| vm.read(gfn.gpa(), &mut page));
+            assert!(matches!(copied, Some(Ok(()))), "a dirty page is in a slot");
+        }
+        println!("{} pages written", dirty.len());
+        if Instant::now() >= end {
+            devices.end(Ending::Stopped, &*vm);
+        }
+    })?;
+    Ok(())
+}
