@@ -2,7 +2,8 @@
 //!
 //!     cargo run --release --example dirty_pages [SECONDS]
 //!
-//! A monitor that migrates the guest does the same: copy all memory, then the pages of each harvest.
+//! A monitor that migrates the guest does the same: it copies all memory once, then the pages of
+//! each harvest.
 
 use lacuna::{
     Builder, Detection, DirtyTracking, Ending, GuestMemory, HostClock, Image, Logging, MemorySlots,

@@ -1,5 +1,5 @@
-//! Lacuna gives a virtual machine monitor its guests' memory: overcommitted, swapped, logged, and
-//! with asynchronous page faults, so that a guest works on while a page comes.
+//! Lacuna gives a VMM its guests' memory: overcommitted, swapped, logged, and with asynchronous
+//! page faults, so that a guest works on while a page comes.
 //!
 //! # Start a guest
 //! ```no_run
@@ -31,12 +31,12 @@
 //! | get vCPUs out of the guest | [`Kick`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`] |
 //!
-//! `examples/` has a program for each: `boot`, `devices`, `dirty_pages`, `vm_memory`.
+//! `examples/` has programs: `boot`, `devices`, `dirty_pages`, `vm_memory`.
 //!
 //! # Guest memory by `vm-memory`'s traits
-//! With the feature `vm-memory` (on unless you turn it off), [`vm_memory::View`] lets code that is written for rust-vmm's
-//! `Bytes<GuestAddress>` read and write a guest of this crate, and [`vm_memory::Foreign`] lets the
-//! loaders of this crate write into the memory of another monitor.
+//! With the default feature `vm-memory`, [`vm_memory::View`] lets code for rust-vmm's
+//! `Bytes<GuestAddress>` access a guest of this crate, and [`vm_memory::Foreign`] lets the loaders
+//! of this crate write into the memory of another monitor.
 //!
 //! # Speed
 //! A program that depends on this crate is built with its own settings. Two matter:
@@ -63,8 +63,7 @@ pub use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 pub use lacuna_machine::*;
 pub use lacuna_sync::{Clock, HostClock, Nanos};
 
-/// The backend that runs anywhere: software processors, and a memory manager with reclaim, swap
-/// and huge pages.
+/// The backend that runs anywhere: software processors, reclaim, swap and huge pages.
 pub mod soft {
     pub use lacuna_soft::{
         ApfStats, HostError, HostStats, HugePages, LatencySetting, SoftError, Stalls, Swap, Vcpu,

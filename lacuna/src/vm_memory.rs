@@ -1,8 +1,8 @@
 //! Guest memory by the traits of rust-vmm's `vm-memory`, in both directions.
 //!
-//! [`View`] shows a guest of this crate to code that is generic over `Bytes<GuestAddress>`. It is no
-//! `vm_memory::GuestMemory`: that trait lends host addresses, and a page of an overcommitted guest
-//! has none that stays.
+//! [`View`] shows a guest of this crate to code that is generic over `Bytes<GuestAddress>`. It is
+//! no `vm_memory::GuestMemory`: that trait lends host addresses, and a page of an overcommitted
+//! guest has none that stays.
 //!
 //! [`Foreign`] shows another monitor's memory to the loaders of this crate, such as
 //! [`Boot::load`](crate::Boot::load).
@@ -65,8 +65,8 @@ fn check_atomic<T>(at: GuestAddress) -> Result<(), GuestMemoryError> {
 }
 
 impl<M: GuestMemory> View<'_, M> {
-    /// Moves up to `count` bytes through a buffer of this process, a page at a time; `step` says how
-    /// many of its bytes it has moved.
+    /// Moves up to `count` bytes through a buffer of this process, a page at a time. `step` returns
+    /// how many of its bytes it has moved.
     fn bounce(
         &self,
         at: GuestAddress,

@@ -74,7 +74,7 @@ pub struct RunSummary {
 const VIRTUAL_IO_NS: u64 = 50_000;
 
 impl VmBuilder {
-    /// A guest with `memory` pages in `resident` pages of the host, of one vCPU. What has no room is
+    /// A guest of one vCPU with `memory` pages, in `resident` pages of the host. The others are
     /// compressed in memory. Asynchronous page faults are offered, huge pages are not made. Every
     /// field may be changed before the VM is built.
     pub fn new(memory: PageCount, resident: PageCount) -> Self {

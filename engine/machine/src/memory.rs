@@ -39,8 +39,8 @@ impl MemoryError {
 
 /// Reads and writes of a guest's memory by its VMM. May sleep for pages that are elsewhere.
 ///
-/// The vCPUs access the same bytes meanwhile. An access of 1, 2, 4 or 8 bytes at a multiple of its size
-/// is one atomic access, with relaxed ordering; a larger one is made of those.
+/// The vCPUs access the same bytes meanwhile. An access of 1, 2, 4 or 8 bytes at a multiple of its
+/// size is one atomic access with relaxed ordering. A larger access is made of those.
 pub trait GuestMemory {
     /// Copies `bytes` into the guest. Seen by dirty tracking like a guest's own write.
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError>;
