@@ -1,4 +1,4 @@
-//! Aging: was this page used since the last look?
+//! Aging: whether a page was accessed since the last check.
 
 use crate::{Cursor, Entry, EntryRef, Leaf, TableFormat};
 use lacuna_addr::Gfn;
@@ -7,24 +7,24 @@ use lacuna_addr::Gfn;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Age {
-    /// Used since the last look.
+    /// Accessed since the last check.
     Young,
-    /// Mapped, not used.
+    /// Mapped, not accessed.
     Old,
     /// Not mapped.
     Absent,
 }
 
 impl<F: TableFormat> Cursor<'_, F> {
-    /// Reads and clears A of the leaf that maps `gfn`: one answer, and one A, for the whole block
-    /// when that is a 2 MiB leaf.
+    /// Reads and clears A of the leaf that maps `gfn`. If that is a 2 MiB leaf, it has one A for
+    /// the whole block.
     ///
-    /// A TLB that still holds the page goes on using it without setting A again. No flush is asked
-    /// for each page: end the *pass* with one shoot-down request that nobody waits for, or hot
-    /// pages look old.
+    /// A TLB that still holds the page is used without setting A again. There is no flush for each
+    /// page: end the *pass* with one shoot-down request that is not waited for, or hot pages look
+    /// old.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`.
+    /// If the cursor does not hold `gfn`.
     pub fn age(&mut self, gfn: Gfn) -> Age {
         self.assert_holds(gfn);
         match self.stage2.find(gfn) {
@@ -33,11 +33,10 @@ impl<F: TableFormat> Cursor<'_, F> {
         }
     }
 
-    /// [`Cursor::age`] without the walk: `at` is where `gfn` is mapped.
+    /// As [`Cursor::age`], without the walk: `at` is where `gfn` is mapped.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`; in debug builds also when `at` is not where it is
-    /// mapped.
+    /// If the cursor does not hold `gfn`; in debug builds also if `gfn` is not mapped at `at`.
     pub fn age_at(&mut self, at: EntryRef, gfn: Gfn) -> Age {
         self.assert_maps(at, gfn);
         let old = self.stage2.update(at, gfn, |found| match found {
@@ -50,10 +49,10 @@ impl<F: TableFormat> Cursor<'_, F> {
         Age::of(old)
     }
 
-    /// Reads A of the leaf that maps `gfn`, and leaves it as it is.
+    /// Reads A of the leaf that maps `gfn`, and does not change it.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`.
+    /// If the cursor does not hold `gfn`.
     pub fn test_young(&self, gfn: Gfn) -> Age {
         self.assert_holds(gfn);
         match self.stage2.find(gfn) {
@@ -62,7 +61,7 @@ impl<F: TableFormat> Cursor<'_, F> {
         }
     }
 
-    /// [`Cursor::test_young`] without the walk: `at` is where `gfn` is mapped.
+    /// As [`Cursor::test_young`], without the walk: `at` is where `gfn` is mapped.
     ///
     /// # Panics
     /// As [`Cursor::age_at`].

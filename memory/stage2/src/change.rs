@@ -1,5 +1,5 @@
-//! The choke point: every write to an entry, except the walker's A and D and the W of a repair, is
-//! a `change`, and so is legal:
+//! Every write to an entry goes through `change`, and so is legal. The exceptions are A and D,
+//! which the walker sets, and W, which a fast page fault (`repair`) sets.
 //!
 //! ```text
 //!  Absent --> Leaf, Table, Frozen      Leaf --> the same frames with other rights, A, D
@@ -14,7 +14,7 @@ use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
 use lacuna_tables::{Index, TableId};
 
-/// How much is mapped, by leaf size, and by how many tables.
+/// What is mapped, by leaf size, and the number of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counts {
     /// Leaves of 4 KiB, 2 MiB, 1 GiB.
@@ -49,9 +49,9 @@ impl Counts {
     }
 }
 
-/// One range lock's share of the counts, written only under its lock, so that counting costs a
+/// One range lock's share of the counts. It is written only under that lock, so counting costs a
 /// fault no shared cache line. A table linked under one range lock may be unlinked under another:
-/// shares wrap, only their sum means something.
+/// shares wrap around, and only their sum has a meaning.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct RangeCounts {
@@ -84,12 +84,12 @@ impl RangeCounts {
 
 impl<F: TableFormat> Stage2<F> {
     /// Replaces `old` by `new` at `at`, under a cursor that holds `gfn`, one of the frames
-    /// translated there. When the entry is not `old` any more, changes nothing and returns what it
-    /// is: a walk has set A or D, or, in an upper table, a cursor with another range lock linked a
-    /// table first.
+    /// translated there. If the entry is no longer `old`, changes nothing and returns the current
+    /// entry. That happens if a walk has set A or D, or if, in an upper table, a cursor with
+    /// another range lock has linked a table first.
     ///
     /// # Panics
-    /// When no situation makes the change right: a bug in the caller that must not reach a guest.
+    /// If the change is never legal: this is a bug in the caller, which must not reach a guest.
     #[inline(always)]
     pub(crate) fn change(
         &self,
@@ -104,9 +104,9 @@ impl<F: TableFormat> Stage2<F> {
         self.replace(at, gfn, old, new)
     }
 
-    /// Fills `table`, which nobody else knows, with the parts of `leaf`, which maps `block`, and
-    /// links it at `at`, where `leaf` must be. When it is not any more, a walk has set A or D:
-    /// returns what is there, and the table may be filled again.
+    /// Fills `table`, which no other thread knows, with the parts of `leaf`, which maps `block`,
+    /// and links it at `at`, where `leaf` must be. If a walk has set A or D meanwhile, links
+    /// nothing and returns the current entry; the table may then be filled again.
     pub(crate) fn link_split(
         &self,
         at: EntryRef,
@@ -117,7 +117,7 @@ impl<F: TableFormat> Stage2<F> {
         assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves are split");
         for gfn in block.iter() {
             let part = F::encode(Entry::Leaf(leaf.part(gfn)));
-            // Published by the exchange below.
+            // The exchange below publishes it.
             self.entry(EntryRef::page_of(table, gfn))
                 .store(part, Ordering::Relaxed);
         }
@@ -129,7 +129,7 @@ impl<F: TableFormat> Stage2<F> {
     }
 
     /// Replaces `table` at `at` by `leaf`, which maps `block`. The table's leaves map the same
-    /// frames, or nothing, and still count: they are frozen next, or forgotten.
+    /// frames, or nothing, and still count: the caller freezes or forgets them next.
     pub(crate) fn link_collapsed(&self, at: EntryRef, block: GfnRange, table: TableId, leaf: Leaf) {
         assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves replace tables");
         assert_eq!(leaf.defect(), None, "{leaf:?} at {block:?}");
@@ -138,7 +138,7 @@ impl<F: TableFormat> Stage2<F> {
                 match self.read(EntryRef::page_of(table, gfn)) {
                     Entry::Absent => true,
                     Entry::Leaf(child) => {
-                        // W may have come since, by a repair: it is joined in later.
+                        // A fast page fault may have set W since: W is joined in later.
                         child.pfn == leaf.frame_of(gfn) && leaf.exec >= child.exec
                     }
                     Entry::Table(_) | Entry::Frozen => false,
@@ -150,25 +150,25 @@ impl<F: TableFormat> Stage2<F> {
             .expect("only a cursor takes a table away");
     }
 
-    /// The leaves of the pages of `block` count no more: their table is out of use, and stays as it
-    /// is until nobody is inside.
+    /// Removes the leaves of `block` from the counts: their table is out of use, and is not changed
+    /// until no walk is inside.
     pub(crate) fn forget_leaves(&self, block: GfnRange) {
         let leaf = Entry::Leaf(Leaf::clean(Pfn::new(0)));
         let counts = self.counts_of(block.start());
         counts.count(leaf, block.pages().wrapping_neg());
     }
 
-    /// The exchange, and the counts. Legality is the caller's.
+    /// The exchange, and the counts. The caller has checked legality.
     #[inline(always)]
     fn replace(&self, at: EntryRef, gfn: Gfn, old: Entry, new: Entry) -> Result<(), Entry> {
-        // Release: whoever walks to the new table or frame sees it zeroed and filled. Acquire on
-        // removal is not needed: frames are reused after a shoot-down, which orders the guest's
+        // Release: a walk that reaches the new table or frame sees it zeroed and filled. A removal
+        // needs no acquire: frames are reused after a shoot-down, which orders the guest's
         // accesses.
         let entry = self.entry(at);
         let (was, becomes) = (F::encode(old), F::encode(new));
         match entry.compare_exchange(was, becomes, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => {
-                // A leaf that becomes a leaf has the same size.
+                // A leaf that replaces a leaf has the same size.
                 if !matches!((old, new), (Entry::Leaf(_), Entry::Leaf(_))) {
                     let counts = self.counts_of(gfn);
                     counts.count(old, 1u64.wrapping_neg());
@@ -180,8 +180,8 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// [`Stage2::change`] of whatever is there to what `next` makes of it, however often a walk
-    /// comes in between. Returns what was there.
+    /// As [`Stage2::change`], of the current entry to what `next` makes of it; repeated if a walk
+    /// changes the entry meanwhile. Returns the old entry.
     #[inline(always)]
     pub(crate) fn update(
         &self,
@@ -203,8 +203,9 @@ impl<F: TableFormat> Stage2<F> {
     }
 
     /// Arms the leaf at `at` if it is writable: `armed` is [`F::write_protected`] or
-    /// [`F::dirty_cleared`]. Returns the leaf as it was, or `None` when nothing had to change. The
-    /// one way to take D and leave W: the caller tells the host that the page is dirty.
+    /// [`F::dirty_cleared`]. Returns the old leaf, or `None` if nothing had to change. This is
+    /// the only function that clears D and leaves W: the caller tells the host that the page is
+    /// dirty.
     ///
     /// It changes the raw bits, because a harvest calls it for every dirty page, and decoding and
     /// encoding an entry costs more than the exchange.
@@ -227,7 +228,7 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// Rights, A or D of a leaf, beside the cursor: whether the entry was `old`.
+    /// Changes rights, A or D of a leaf without a cursor. Returns whether the entry was `old`.
     pub(crate) fn exchange(&self, at: EntryRef, old: Entry, new: Entry, order: Ordering) -> bool {
         debug_assert_eq!(illegal(old, new), None, "{old:?} -> {new:?}");
         old == new
@@ -237,8 +238,8 @@ impl<F: TableFormat> Stage2<F> {
                 .is_ok()
     }
 
-    /// The table that entry `index` of `table` points to, if it does: [`Stage2::read`] where it
-    /// nearly always does.
+    /// The table that entry `index` of `table` points to, if any: [`Stage2::read`] for places where
+    /// it nearly always does.
     #[inline(always)]
     pub(crate) fn read_table(&self, table: TableId, index: Index) -> Option<TableId> {
         F::table(self.arena.entry(table, index).load(Ordering::Acquire))
@@ -250,7 +251,7 @@ impl<F: TableFormat> Stage2<F> {
     }
 }
 
-/// Why `old` must not become `new`, whoever asks.
+/// Why `old` must never become `new`; `None` if it may.
 #[inline(always)]
 fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
     if let Entry::Leaf(leaf) = new
@@ -270,8 +271,8 @@ fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
     }
 }
 
-/// Rights, A and D of a mapping may change, what it maps may not: a TLB that still holds the old
-/// frame would be undetectable.
+/// Rights, A and D of a mapping may change, but not the frame that it maps: a TLB that still holds
+/// the old frame could not be detected.
 #[inline(always)]
 fn illegal_leaf(old: Leaf, new: Leaf) -> Option<&'static str> {
     if (old.pfn, old.level) != (new.pfn, new.level) {

@@ -1,34 +1,35 @@
-//! A table of 512 leaves becomes one 2 MiB leaf, in place.
+//! Collapses a table of 512 leaves to one 2 MiB leaf, in place.
 //!
 //! ```text
-//! 1 read the children: what large leaf does the same?
+//! 1 read the children: which large leaf is equivalent?
 //! 2 parent: Table -> Leaf       every later walk finds the large leaf
 //! 3 each child: -> Frozen       its last A and D are in the value swapped out; a walk still inside
 //!                               starts again at the root, and finds the large leaf
-//! 4 A or D came between 1 and 3: into the large leaf too
+//! 4 A or D set between 1 and 3: set them in the large leaf too
 //! ```
-//! At no moment does a walk find nothing or another frame, for the children map the frames that the
-//! large leaf maps. The cursor is held from 1 to 4, so nobody takes the large leaf away, or judges
-//! its D, before 4. No TLB entry is wrong: each is a part of the large leaf, with its rights or
-//! fewer. Only the table has to wait for walks inside it ([`Flush::retire`](crate::Flush::retire)).
+//! No walk ever finds nothing or another frame, because the children map the frames that the large
+//! leaf maps. The cursor is held from 1 to 4, so no other thread removes the large leaf, or reads
+//! its D, before 4. All TLB entries stay valid: each is a part of the large leaf, with its rights
+//! or fewer. Only the table must wait for walks inside it
+//! ([`Flush::retire`](crate::Flush::retire)).
 //!
-//! Where no page of the block can be repaired meanwhile, 3 and 4 fall away: the large leaf that has
-//! W gets D at once. A walk inside of the table can set A, which is lost, and D where there is W;
-//! and what it finds is a part of the large leaf, as what a TLB has.
+//! If no fast page fault can happen in the block meanwhile, 3 and 4 are not needed: a large leaf
+//! with W gets D at once. A walk inside the table can set A, and D where there is W; and the leaf
+//! that it finds is a part of the large leaf, like a TLB entry.
 //!
-//! Where besides all pages are known to be mapped as one large leaf would map them, one thing is
-//! left to be found out in 1: whether any page has W. Without repairs W comes and goes under the
-//! cursor alone, so the search may end with the first page that has it, and what it finds stays
-//! true until 2. D follows from W; and A, which nobody would look for in 512 places, is set: a
-//! block that looks used is looked at again by reclaim, one that looks unused is taken apart.
+//! If in addition all pages are known to be mapped as one large leaf would map them, step 1 has
+//! only to find out whether any page has W. Without fast page faults W changes only under the
+//! cursor. So the search may stop at the first page with W, and its result stays true until 2. D
+//! follows from W. A is set, because reading it in 512 places is not worth it: reclaim looks again
+//! at a block that looks accessed, but splits one that does not.
 //!
-//! **What becomes of rights, A and D.** A and D are *or*-ed: the large leaf's D speaks for the
-//! whole block, so pages that were clean count as dirty with it, and none that was dirty is
-//! forgotten. W is given if any page has it, since [`Write::OnFault`](crate::Write::OnFault) means
-//! that the MMU may set W without asking: the next write to a page that was clean sets D, which is
-//! as good a notice as the fault. So do not collapse where every first write must *fault* (dirty
-//! logging by page). [`Write::Never`](crate::Write::Never) beside any other, or pages that differ
-//! in exec, are not uniform: rights that the backing does not grant are never invented.
+//! **Rights, A and D.** A and D are *or*-ed. The large leaf's D stands for the whole block, so
+//! clean pages then count as dirty, and no dirty page is forgotten. W is set if any page has it,
+//! since [`Write::OnFault`](crate::Write::OnFault) means that the MMU may set W without asking: the
+//! next write to a page that was clean sets D, which records it as well as the fault would. So do
+//! not collapse where every first write must *fault* (dirty logging by page).
+//! [`Write::Never`](crate::Write::Never) beside any other value, or pages that differ in exec, are
+//! not uniform: rights that the backing does not grant are never added.
 
 use crate::format::{self, block_range};
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Write};
@@ -42,32 +43,32 @@ use lacuna_tables::{Index, TableId};
 pub struct NotUniform {
     /// The first page that does not fit.
     pub gfn: Gfn,
-    /// What is there.
+    /// The entry there.
     pub found: Entry,
 }
 
-/// A table that became a 2 MiB leaf.
+/// The result of a collapse.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "the reverse map must forget the small leaves"]
 pub struct Collapsed {
     /// The first guest frame of the block.
     pub gfn: Gfn,
-    /// Where the large leaf is.
+    /// The place of the large leaf.
     pub at: EntryRef,
-    /// It, with all that its pages had.
+    /// The large leaf, with A, D and rights of all its pages.
     pub leaf: Leaf,
 }
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
-    /// Replaces the table of 4 KiB leaves around `gfn` by the 2 MiB leaf that does the same. `None`
-    /// when there is no such table. The flush has only the table in it.
+    /// Replaces the table of 4 KiB leaves around `gfn` by the equivalent 2 MiB leaf. `None` if
+    /// there is no such table. The flush contains only the table.
     ///
     /// # Errors
-    /// [`NotUniform`]: a page is not mapped, or not to the frame that one leaf would map it to, or
-    /// with rights that do not mix. Nothing has changed.
+    /// [`NotUniform`]: a page is not mapped, or not to the frame to which one leaf would map it, or
+    /// has rights that cannot be joined. Nothing has changed.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`.
+    /// If the cursor does not hold `gfn`.
     pub fn collapse(&mut self, gfn: Gfn) -> Result<Option<(Collapsed, Flush<'s>)>, NotUniform> {
         self.assert_holds(gfn);
         let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
@@ -78,18 +79,18 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
-    /// As [`Cursor::collapse`], where the caller knows that every page of the block is mapped, to
-    /// the frames from `first` on, with rights that differ in W alone; and that no repair of one is
-    /// under way, or will be. Then nothing comes to the table any more that the large leaf does not
-    /// have, and the 512 leaves in it are left as they are. The large leaf has A; and W, with D, if
+    /// As [`Cursor::collapse`], if the caller knows two things: every page of the block is mapped
+    /// to the frames from `first` on, with rights that differ only in W; and no fast page fault in
+    /// the block is in progress, or will be. Then the table cannot get anything that the large leaf
+    /// does not have, and its 512 leaves are not changed. The large leaf has A; and W, with D, if
     /// any page has W.
     ///
     /// # Errors
-    /// [`NotUniform`]: the first or the last page says that the caller is wrong. Nothing has
+    /// [`NotUniform`]: the first or the last page shows that the caller is wrong. Nothing has
     /// changed.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`; in debug builds also when any page says so.
+    /// If the cursor does not hold `gfn`; in debug builds also if any page shows it.
     pub fn collapse_unrepaired(
         &mut self,
         gfn: Gfn,
@@ -106,16 +107,16 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(Some(self.collapsed(at, table, block, leaf)))
     }
 
-    /// As [`Cursor::collapse`], where the caller knows what is behind the whole block: `leaf`. Its
-    /// rights, A and D are joined with the pages', and pages that are not mapped yet are mapped by
-    /// it. `None` when there is no table of 4 KiB leaves: [`Cursor::map`] can do it.
+    /// As [`Cursor::collapse`], if the caller knows the backing of the whole block: `leaf`. Its
+    /// rights, A and D are joined with those of the pages; pages that are not mapped yet are mapped
+    /// by it. `None` if there is no table of 4 KiB leaves: then use [`Cursor::map`].
     ///
     /// # Errors
-    /// [`NotUniform`]: a page is mapped to another frame, or with rights that do not mix. Nothing
-    /// has changed.
+    /// [`NotUniform`]: a page is mapped to another frame, or has rights that cannot be joined.
+    /// Nothing has changed.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`, or `leaf` is not a sound 2 MiB leaf.
+    /// If the cursor does not hold `gfn`, or `leaf` is not a valid 2 MiB leaf.
     pub fn collapse_to(
         &mut self,
         gfn: Gfn,
@@ -131,7 +132,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
-    /// What large leaf does what the table does, and what `granted` does.
+    /// The large leaf that is equivalent to the table and `granted` together.
     fn whole(
         &self,
         table: TableId,
@@ -204,7 +205,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         self.collapsed(at, table, block, now.merged(last))
     }
 
-    /// `table` is out of use: what is to be done about it.
+    /// The result, with `table`, which is out of use, in the flush.
     fn collapsed(
         &self,
         at: EntryRef,
@@ -220,9 +221,9 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Whether a write goes through to any page of `table`, which holds 4 KiB leaves.
+    /// Whether any page of `table`, which holds 4 KiB leaves, is writable.
     fn any_writable(&self, table: TableId) -> bool {
-        // Relaxed: whatever gave W did so under the range lock, or before all vCPUs had passed.
+        // Relaxed: W was set under the range lock, or before all vCPUs had left the guest.
         Index::all().any(|index| {
             let entry = self.arena.entry(table, index);
             F::is_writable_leaf(entry.load(Ordering::Relaxed))
@@ -230,8 +231,8 @@ impl<F: TableFormat> Stage2<F> {
     }
 }
 
-/// The large leaf that does what `whole` does and, for `gfn`, what `page` does; `None` when there
-/// is none. The first page decides about the frames.
+/// The large leaf that is equivalent to `whole` and, for `gfn`, to `page`; `None` if there is none.
+/// The first page decides the frames.
 #[inline]
 fn join(whole: Option<Leaf>, page: Leaf, gfn: Gfn) -> Option<Leaf> {
     let Some(whole) = whole else {

@@ -1,4 +1,4 @@
-//! The cursor is the lock: to change a mapping, hold a cursor over its gfn; `Drop` unlocks.
+//! The cursor is the lock: a mapping is changed only under a cursor over its gfn; `Drop` unlocks.
 //!
 //! ```text
 //! fault          s = invalidate_seq(gfn)  find the slot, resolve the page (no lock)
@@ -9,11 +9,12 @@
 //!                c = cursor(range)    c.invalidate_end()    drop    now the frames may be reused
 //! ```
 //!
-//! A cursor holds range locks (see `lacuna_sync::RangeLocks`), each a set of 2 MiB blocks,
-//! ascending, so two cursors cannot deadlock; a thread holds one cursor at a time. Under a cursor
-//! nobody else changes an entry of its blocks, except a walk that sets A or D, and a repair that
-//! gives W back to a 4 KiB leaf. The tables above a block are shared between range locks: they are
-//! linked by compare-and-swap, and unlinked only under a cursor over all they span.
+//! A cursor holds range locks (see `lacuna_sync::RangeLocks`), each of a set of 2 MiB blocks, taken
+//! in ascending order. A thread holds one cursor at a time. So two cursors cannot deadlock. Under a
+//! cursor no other thread changes an entry of its blocks, with two exceptions: a walk sets A or D,
+//! and a fast page fault sets W in a 4 KiB leaf. The tables above a block are shared between range
+//! locks: they are linked by compare-and-swap, and unlinked only under a cursor over all that they
+//! span.
 
 use crate::{Ept, Flush, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
@@ -43,16 +44,16 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// What it locks: whole, for [`Stage2::fault_cursor`], the block around the gfn.
+    /// The range that it locks; for [`Stage2::fault_cursor`] the block around the gfn.
     pub fn range(&self) -> GfnRange {
         self.range
     }
 
-    /// Whether what was resolved after `snapshot`, taken for a gfn of this cursor's one block, may
-    /// still be mapped: no invalidation near it is under way or has ended since.
+    /// Whether the fault must be retried: an invalidation near it is in progress, or one has ended
+    /// since `seq` was read for a gfn of this cursor's one block.
     ///
     /// # Panics
-    /// On a cursor made for a range: it has no one sequence.
+    /// On a cursor made for a range: it has no single sequence.
     #[inline]
     #[must_use]
     pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
@@ -62,14 +63,15 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// An invalidation in this range begins: until its end no fault is admitted near it.
+    /// An invalidation in this range begins: until it ends, faults near it must retry.
     pub fn invalidate_begin(&mut self) {
         self.for_each_guard(RangeGuard::invalidate_begin);
     }
 
-    /// What others may have removed here and not waited for yet: nothing, unless an invalidation is
-    /// in progress. Who finds nothing to unmap but must be sure that no TLB holds it asks before
-    /// [`Cursor::invalidate_begin`], and finishes this.
+    /// A flush for what other threads may have unmapped here without having waited yet. It is empty
+    /// unless an invalidation is in progress. A caller that unmaps nothing, but must be sure that
+    /// no TLB holds the range, calls this before [`Cursor::invalidate_begin`] and finishes the
+    /// flush.
     pub fn unsettled(&self) -> Flush<'s> {
         let mut flush = self.flush();
         let in_progress = match &self.guards {
@@ -82,7 +84,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         flush
     }
 
-    /// The invalidation that a cursor over the same range began has ended: its flush is finished.
+    /// Ends the invalidation that a cursor over the same range began; its flush must be finished.
     pub fn invalidate_end(&mut self) {
         self.for_each_guard(RangeGuard::invalidate_end);
     }

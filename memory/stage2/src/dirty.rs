@@ -1,4 +1,4 @@
-//! Which pages are written: D taken and given apart from W, and W given back without a lock.
+//! Dirty tracking: D cleared and set independently of W, and W set without a lock.
 
 use crate::format::Height;
 use crate::unmap::Removed;
@@ -8,18 +8,17 @@ use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
-/// How often a repair tries against others: as KVM.
+/// How often a fast page fault tries when others change the entry: as in KVM.
 const TRIES: usize = 4;
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
-    /// Takes D from every 4 KiB leaf in `runs` and leaves W, so that the next walk for a write
-    /// sets it again, and a logging one notes it. From larger leaves, of which one D would speak
-    /// for all pages, it takes W too. `cleared` is told of each leaf that had D, as it was: that D
-    /// is in nobody's hands but yours. Until the flush is finished a vCPU may write through its
-    /// TLB.
+    /// Clears D in every 4 KiB leaf in `runs` and leaves W, so the next walk for a write sets D
+    /// again, and a logging walk records it. In larger leaves, where one D would stand for all
+    /// pages, W is cleared too. `cleared` is called with each leaf that had D, as it was: that D is
+    /// recorded nowhere else. Until the flush is finished a vCPU may write through its TLB.
     ///
     /// # Panics
-    /// When the cursor does not hold `runs`.
+    /// If the cursor does not hold `runs`.
     pub fn clear_dirty(
         &mut self,
         runs: impl IntoIterator<Item = GfnRange>,
@@ -37,11 +36,11 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         flush
     }
 
-    /// Sets D of every leaf in `range` that may be written: no walk will have to. Nothing to flush,
-    /// for a TLB can only know less.
+    /// Sets D in every writable leaf in `range`, so that no walk has to. No flush is needed,
+    /// because a TLB can only have fewer rights.
     ///
     /// # Panics
-    /// When the cursor does not hold `range`.
+    /// If the cursor does not hold `range`.
     pub fn preset_dirty(&mut self, range: GfnRange) {
         self.each_leaf([range], |at, gfn| {
             self.stage2.update(at, gfn, |found| match found {
@@ -57,7 +56,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Calls `visit` with each leaf that maps a frame of `runs`, and the first frame it maps.
     ///
     /// # Panics
-    /// When the cursor does not hold `runs`.
+    /// If the cursor does not hold `runs`.
     #[inline]
     pub(crate) fn each_leaf(
         &self,
@@ -67,7 +66,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         let mut tables = BlockTables::new(self.stage2);
         for run in runs {
             self.assert_holds_all(run);
-            // Nearly always: pages of one block, which has small leaves.
+            // The common case: pages of one block that has small leaves.
             let Some(table) = tables.of_run(run) else {
                 self.each_leaf_below(self.stage2.root, Height::ROOT, run, &mut visit);
                 continue;
@@ -105,10 +104,10 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     }
 }
 
-/// The tables of 4 KiB leaves of one block after the other, each looked up once.
+/// Finds the tables of 4 KiB leaves, each once, if calls come block after block.
 struct BlockTables<'s, F> {
     stage2: &'s Stage2<F>,
-    /// The last block, by number, and its table if it has one.
+    /// The number of the last block, and its table if it has one.
     last: Option<(u64, Option<TableId>)>,
 }
 
@@ -117,7 +116,7 @@ impl<'s, F: TableFormat> BlockTables<'s, F> {
         Self { stage2, last: None }
     }
 
-    /// The table that translates all of `run`; `None` when a larger leaf does, or no single table.
+    /// The table that translates all of `run`; `None` if a larger leaf does, or no single table.
     #[inline]
     fn of_run(&mut self, run: GfnRange) -> Option<TableId> {
         let last = (run.end_raw() - 1) / Level::L2M.pages();
@@ -143,11 +142,11 @@ impl<'s, F: TableFormat> BlockTables<'s, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Asks the processor for the cache lines of the 4 KiB leaves of `gfns`, because
-    /// [`Cursor::protect`] or [`Cursor::clear_dirty`] is going to change them: prefetched they come
-    /// together, while locked exchanges wait for one after the other. One gfn of each
-    /// [`Stage2::LINE`] is enough. A hint that changes nothing, so it takes no lock: where a table
-    /// has changed meanwhile, another line comes in vain.
+    /// Prefetches the cache lines of the 4 KiB leaves of `gfns`, because [`Cursor::protect`] or
+    /// [`Cursor::clear_dirty`] is going to change them. Prefetched lines arrive in parallel; locked
+    /// exchanges wait for one after the other. One gfn of each [`Stage2::LINE`] is enough. This is
+    /// a hint that changes nothing, so it takes no lock: if a table has changed meanwhile, another
+    /// line arrives in vain.
     pub fn prefetch(&self, gfns: impl IntoIterator<Item = Gfn>) {
         let mut tables = BlockTables::new(self);
         for gfn in gfns {
@@ -158,12 +157,12 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// Gives W, with A and D, to the 4 KiB leaf of `gfn` if it is [`Write::OnFault`], without a
-    /// lock. `None` when this is not so easy: nothing is mapped, a larger leaf is, or writes are
-    /// never allowed, or others change the leaf all the time.
+    /// A fast page fault: sets W, A and D in the 4 KiB leaf of `gfn` if it is [`Write::OnFault`],
+    /// without a lock. `None` if that is not possible: nothing is mapped, a larger leaf is, writes
+    /// are never allowed, or other threads change the leaf all the time.
     ///
-    /// The page counts as written *from here on*: tell whoever wants to know afterwards. The caller
-    /// is online in the VM's `Qsbr`, as for a walk.
+    /// The page counts as written *from here on*, so mark it dirty afterwards. The caller is online
+    /// in the VM's `Qsbr`, as for a walk.
     pub fn repair(&self, gfn: Gfn) -> Option<Translation> {
         (0..TRIES).find_map(|_| {
             let at = self.find(gfn)?;

@@ -5,17 +5,17 @@ use core::num::NonZeroU32;
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_tables::{ENTRIES, Index, TableId};
 
-/// What an entry says.
+/// The meaning of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Entry {
     /// Nothing is mapped.
     Absent,
     /// It points to a table of the next lower height.
     Table(TableId),
-    /// It maps.
+    /// It maps frames.
     Leaf(Leaf),
-    /// Its table was unlinked and is being torn down. A walk that meets it starts again at the
-    /// root, where it can no longer find this table; `Absent` would be a false violation.
+    /// Its table was unlinked and is being taken apart. A walk that finds this starts again at the
+    /// root, from which it can no longer reach this table; `Absent` would be a false violation.
     Frozen,
 }
 
@@ -30,20 +30,20 @@ pub struct Leaf {
     pub write: Write,
     /// Whether instruction fetches are allowed.
     pub exec: bool,
-    /// Used since it was last aged.
+    /// Accessed since it was last aged.
     pub accessed: bool,
-    /// Written, or allowed to be without the walker's notice.
+    /// Written, or writable without a record by the walker.
     pub dirty: bool,
 }
 
 /// What happens to a write. In order of growing rights.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Write {
-    /// The backing is read-only: it ends as MMIO or an error.
+    /// The backing is read-only: the write ends as MMIO or an error.
     Never,
-    /// It faults, and the MMU may set W without asking anybody: it only wants to know.
+    /// It faults, and the MMU may set W without asking the host: the fault only records the write.
     OnFault,
-    /// It goes through.
+    /// It succeeds.
     Allowed,
 }
 
@@ -88,8 +88,8 @@ impl Leaf {
         Self { level, ..self }
     }
 
-    /// The 4 KiB leaf that does for `gfn`, one of the guest frames that this leaf maps, what this
-    /// one does.
+    /// The 4 KiB leaf that is equivalent to this leaf for `gfn`, one of the guest frames that it
+    /// maps.
     #[inline]
     #[must_use]
     pub const fn part(self, gfn: Gfn) -> Self {
@@ -119,7 +119,7 @@ impl Leaf {
         self.write >= other.write && self.exec >= other.exec
     }
 
-    /// Whether a write goes through (W).
+    /// Whether a write succeeds (W).
     #[inline]
     pub const fn is_writable(self) -> bool {
         matches!(self.write, Write::Allowed)
@@ -137,7 +137,7 @@ impl Leaf {
         format::leaf_span(self.level, gfn)
     }
 
-    /// What is wrong with it, in itself.
+    /// Why the leaf is not valid; `None` if it is.
     #[inline]
     pub(crate) fn defect(self) -> Option<&'static str> {
         if self.dirty && self.write != Write::Allowed {
@@ -150,10 +150,10 @@ impl Leaf {
     }
 }
 
-/// Where an entry is, in 32 bits: what a reverse map remembers of a leaf.
+/// The place of an entry, in 32 bits: what a reverse map stores for a leaf.
 ///
-/// It is good as long as the leaf stays mapped, which whoever holds the cursor over its gfn can
-/// rely on.
+/// It is valid as long as the leaf stays mapped. The holder of the cursor over its gfn can rely on
+/// that.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(transparent)]
 pub struct EntryRef(NonZeroU32);
@@ -165,13 +165,13 @@ impl EntryRef {
         Self(NonZeroU32::new(packed).expect("a TableId is not zero"))
     }
 
-    /// Where the 4 KiB leaf of `gfn` is in `table`, which translates its block.
+    /// The place of the 4 KiB leaf of `gfn` in `table`, which translates its block.
     #[inline]
     pub(crate) fn page_of(table: TableId, gfn: Gfn) -> Self {
         Self::new(table, Height::of_leaf(Level::L4K).index(gfn))
     }
 
-    /// Where the 4 KiB leaf of `gfn` is, if this is where another one of the same block is.
+    /// The place of the 4 KiB leaf of `gfn`, if this is the place of another one of the same block.
     #[must_use]
     #[inline]
     pub fn beside(self, gfn: Gfn) -> Self {
@@ -196,7 +196,7 @@ impl EntryRef {
         self.0.get()
     }
 
-    /// Back from [`EntryRef::to_bits`]; `None` for what cannot be one, zero among it.
+    /// The inverse of [`EntryRef::to_bits`]; `None` for invalid numbers such as zero.
     #[inline]
     pub const fn from_bits(bits: u32) -> Option<Self> {
         match NonZeroU32::new(bits) {

@@ -1,13 +1,14 @@
 //! A stale TLB is a value.
 //!
-//! Whatever can leave one returns a [`Flush`], which knows the blocks that it is about. Only
-//! finishing it (request a shoot-down of those blocks, wait until every vCPU that may hold them has
-//! passed) makes frames and tables reusable, and the tables it unlinked travel inside it.
+//! Every operation that can leave one returns a [`Flush`], which has the blocks in question. Frames
+//! and tables may be reused only after it is finished: it requests a shoot-down of those blocks,
+//! and waits until every vCPU that may hold them has passed a quiescent point. The unlinked tables
+//! are inside it.
 //!
 //! ```text
 //! Flush --start--> Waiting --wait--> done: frames may be reused, its tables are free
 //!   \---------------finish-------------^
-//!   \--retire--> done, when only tables are in it: nobody waits, a later reap frees them
+//!   \--retire--> done, if only tables are in it: not waited for, a later reap frees them
 //! ```
 
 use crate::format::blocks_of;
@@ -17,28 +18,29 @@ use lacuna_sync::shim::{spin_loop, yield_now};
 use lacuna_sync::{Blocks, GracePeriod, Qsbr};
 use lacuna_tables::{Arena, Detached};
 
-/// Who makes the vCPUs forget. Called without any lock held.
+/// Makes the vCPUs flush their TLBs. Called without any lock held.
 pub trait Shootdown {
     /// Asks every vCPU to flush its TLB, after the entries are gone. Does not wait.
     fn request(&self) -> GracePeriod;
 
-    /// Asks those vCPUs only that may hold something of `blocks`. By default everybody: right for
-    /// who does not know better.
+    /// Requests a flush only from the vCPUs that may hold translations of `blocks`. The default
+    /// requests it from all, which is always right.
     fn request_for(&self, blocks: &Blocks) -> GracePeriod {
         let _ = blocks;
         self.request()
     }
 
-    /// Whether every vCPU that was asked has done so, or run no guest code, since `grace` was
+    /// Whether every vCPU of `grace` has flushed, or has run no guest code, since `grace` was
     /// requested.
     fn passed(&self, grace: GracePeriod) -> bool;
 
-    /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline first, or it
+    /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline before, or it
     /// waits for itself.
     fn wait(&self, grace: GracePeriod) {
         let mut spins = 0u32;
         while !self.passed(grace) {
-            // A vCPU passes within a basic block, unless its thread was preempted: then let it run.
+            // A vCPU passes within a basic block, unless its thread was preempted: then yield the
+            // core.
             spins += 1;
             if spins < 64 { spin_loop() } else { yield_now() }
         }
@@ -59,22 +61,22 @@ impl Shootdown for Qsbr {
     }
 }
 
-/// TLBs may hold what the tables no longer say, or walks be inside of tables that are unlinked.
+/// TLBs may hold what the tables no longer have, or walks may be inside unlinked tables.
 #[must_use = "frames and tables may be reused only after the flush is finished"]
 pub struct Flush<'s> {
     arena: &'s Arena,
-    /// Where something has changed; empty when there is nothing to do.
+    /// The blocks in which something has changed; empty if there is nothing to do.
     blocks: Blocks,
     stale: Stale,
     tables: Vec<Detached>,
 }
 
-/// What may be wrong in somebody's hands.
+/// What may be stale.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Stale {
-    /// A walk may be inside of an unlinked table; every TLB entry is right.
+    /// A walk may be inside an unlinked table; every TLB entry is valid.
     Tables,
-    /// A TLB may allow what the tables do not: frames wait.
+    /// A TLB may allow what the tables do not: frames must wait.
     Translations,
 }
 
@@ -86,7 +88,7 @@ pub struct Waiting<'s> {
 }
 
 impl<'s> Flush<'s> {
-    /// Nothing is stale: where a batch begins.
+    /// A flush of nothing, with which a batch begins.
     pub fn none<F: TableFormat>(stage2: &'s Stage2<F>) -> Self {
         Self {
             arena: &stage2.arena,
@@ -102,19 +104,19 @@ impl<'s> Flush<'s> {
         self.blocks.is_empty()
     }
 
-    /// Whether a TLB may hold what the tables do not say: then somebody must wait. Else
-    /// [`Flush::retire`] will do.
+    /// Whether a TLB may hold what the tables no longer have: then the flush must be waited for.
+    /// Otherwise [`Flush::retire`] is enough.
     #[inline]
     pub fn must_wait(&self) -> bool {
         self.stale == Stale::Translations
     }
 
-    /// The blocks it is about (gfn >> 9).
+    /// The blocks to be flushed (gfn >> 9).
     pub fn blocks(&self) -> &Blocks {
         &self.blocks
     }
 
-    /// Takes over another flush of the same VM, so that one shoot-down serves both.
+    /// Merges another flush of the same VM into this one, so that one shoot-down serves both.
     #[inline]
     pub fn join(&mut self, mut other: Self) {
         assert!(core::ptr::eq(self.arena, other.arena), "flushes of two VMs");
@@ -138,17 +140,18 @@ impl<'s> Flush<'s> {
         }
     }
 
-    /// Requests the shoot-down and waits for it. Call with no cursor held.
+    /// Requests the shoot-down and waits for it. No cursor may be held.
     #[inline]
     pub fn finish(self, shootdown: &impl Shootdown) {
         self.start(shootdown).wait(shootdown);
     }
 
-    /// Requests the shoot-down, and waits for nothing: the tables are freed by a later flush, or by
-    /// [`Stage2::reap`]. For a flush of tables alone; a vCPU's own thread may call it online.
+    /// Requests the shoot-down without waiting: a later flush, or [`Stage2::reap`], frees the
+    /// tables. Only for a flush of tables; a vCPU's own thread may call it online.
     ///
     /// # Panics
-    /// When a TLB may hold what the tables do not say: nobody would wait for the frames.
+    /// If a TLB may hold what the tables no longer have, because the frames would not be waited
+    /// for.
     pub fn retire(self, shootdown: &impl Shootdown) {
         assert!(!self.must_wait(), "stale translations must be waited for");
         let arena = self.arena;
@@ -156,14 +159,14 @@ impl<'s> Flush<'s> {
         reap(arena, shootdown);
     }
 
-    /// Something in `span` maps no longer what a TLB may hold.
+    /// Adds a change of what `span` maps; a TLB may still hold the old translation.
     #[inline]
     pub(crate) fn add_stale(&mut self, span: GfnRange) {
         self.stale = Stale::Translations;
         self.blocks.add(blocks_of(span));
     }
 
-    /// `table`, which translated `span`, is unlinked.
+    /// Adds `table`, which translated `span` and is unlinked.
     #[inline]
     pub(crate) fn add_table(&mut self, table: Detached, span: GfnRange) {
         self.blocks.add(blocks_of(span));
@@ -181,7 +184,7 @@ impl Drop for Flush<'_> {
 }
 
 impl Waiting<'_> {
-    /// Waits until every vCPU has passed, then frees the tables that were waiting for it.
+    /// Waits until every vCPU has passed, then frees the tables in it.
     pub fn wait(self, shootdown: &impl Shootdown) {
         if let Some(grace) = self.grace {
             shootdown.wait(grace);
@@ -191,8 +194,8 @@ impl Waiting<'_> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Frees the unlinked tables whose shoot-down has passed, and returns how many: worth a try
-    /// when tables are exhausted and some are in limbo.
+    /// Frees the unlinked tables whose shoot-down has passed, and returns their number. Useful when
+    /// tables are exhausted and some are in limbo.
     pub fn reap(&self, shootdown: &impl Shootdown) -> u32 {
         reap(&self.arena, shootdown)
     }

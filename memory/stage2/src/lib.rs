@@ -4,20 +4,20 @@
 //! |---|---|
 //! | `format/` | [`TableFormat`], and [`Ept`]: bits, shifts and masks, nowhere else |
 //! | `entry` | the same entries, decoded |
-//! | `walk` | plays the hardware: translates, sets A and D, without a lock |
+//! | `walk` | what the hardware does: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
 //! | `map` `unmap` `protect` `age` `split` `collapse` | one verb each |
-//! | `pml` | the log of a walk that notes what it makes dirty |
-//! | `dirty` | D apart from W; W given back without a lock |
+//! | `pml` | the log of a walk that records the pages whose D it sets |
+//! | `dirty` | D independent of W; W set without a lock |
 //! | `change` | the one function that writes an entry: counts and asserts legality |
-//! | `flush` | a stale TLB is a value that must be dealt with |
+//! | `flush` | a stale TLB as a value that must be handled |
 //! | `verify` | walks everything and asserts |
 //!
-//! Three rules. *The cursor is the lock*: entries change under the range lock of their block, so
-//! faults on different 2 MiB blocks do not meet; beside it change only A and D, by the walker, and
-//! W, by a repair. *A frame never changes its mapping in place*: it is unmapped, shot down, and
-//! mapped anew; split and collapse change only the size of the leaves over it. *Prepare may fail,
-//! commit may not.*
+//! Three rules. *The cursor is the lock*: entries change only under the range lock of their block,
+//! so faults in different 2 MiB blocks do not contend. The exceptions are A and D, set by the
+//! walker, and W, set by a fast page fault. *A mapping never gets another frame in place*: it is
+//! unmapped, shot down, and mapped again; split and collapse change only the size of the leaves.
+//! *Prepare may fail, commit may not.*
 //!
 //! Imports `addr`, `sync`, `tables`. No `unsafe`.
 #![forbid(unsafe_code)]

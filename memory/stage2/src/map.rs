@@ -1,4 +1,4 @@
-//! Mapping: prepare, which may fail, then commit, which may not.
+//! Maps in two steps: prepare, which may fail, then commit, which may not.
 
 use crate::format::Height;
 use crate::{Cursor, Entry, EntryRef, Ept, Leaf, Stage2, TableFormat};
@@ -8,7 +8,7 @@ use lacuna_tables::{Exhausted, TableId};
 /// Why a leaf cannot be mapped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum MapError {
-    /// No table page is left.
+    /// No table page is free.
     #[error(transparent)]
     Exhausted(#[from] Exhausted),
     /// Another mapping is in the way: unmap it, finish the flush, then map.
@@ -16,9 +16,9 @@ pub enum MapError {
     Occupied {
         /// The frame to be mapped.
         gfn: Gfn,
-        /// What was to be mapped.
+        /// The leaf to be mapped.
         wanted: Leaf,
-        /// What is there: a leaf of another frame or level, or a table of smaller leaves.
+        /// The entry there: a leaf of another frame or level, or a table of smaller leaves.
         found: Entry,
     },
     /// The gfn or the host frame is not a multiple of the leaf's pages.
@@ -36,24 +36,24 @@ pub enum MapError {
     Level(Level),
 }
 
-/// What mapping did.
+/// The result of mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "a new leaf must enter the reverse map"]
 pub enum Mapped {
-    /// Nothing was there.
+    /// Nothing was mapped there.
     New(EntryRef),
-    /// The same frame was there with fewer rights: now it has both leaves' rights, A and D.
+    /// The same frame was mapped with fewer rights: the leaf now has both leaves' rights, A and D.
     Upgraded(EntryRef),
-    /// The same frame was there with all that was asked for: another vCPU was faster.
+    /// The same frame was mapped with everything that was asked for: another vCPU was faster.
     Spurious(EntryRef),
-    /// A 4 KiB leaf needs rights that the 2 MiB leaf over its frame does not have: that became a
-    /// table of 512 leaves, this one upgraded. All 512 are new to the reverse map
+    /// A 4 KiB leaf needs rights that the 2 MiB leaf over its frame does not have. That leaf was
+    /// split into 512 leaves, and this one was upgraded. All 512 are new to the reverse map
     /// ([`EntryRef::beside`]).
     Split(EntryRef),
 }
 
 impl Mapped {
-    /// Where the leaf is. For a 4 KiB leaf of which a 2 MiB leaf does the work, where that is.
+    /// The place of the leaf; for a 4 KiB leaf inside an equivalent 2 MiB leaf, the place of that.
     pub const fn at(self) -> EntryRef {
         match self {
             Self::New(at) | Self::Upgraded(at) | Self::Spurious(at) | Self::Split(at) => at,
@@ -61,27 +61,27 @@ impl Mapped {
     }
 }
 
-/// A place for a leaf, with every table above it: all that can fail has been done.
+/// A place for a leaf, with every table above it: all steps that can fail are done.
 #[must_use = "nothing is mapped before commit"]
 pub struct Place<'c, 's, F: TableFormat = Ept> {
     cursor: &'c mut Cursor<'s, F>,
     gfn: Gfn,
     at: EntryRef,
     leaf: Leaf,
-    /// A table for the large leaf at `at`, which must be split first.
+    /// A table for the split of the large leaf at `at`.
     spare: Option<TableId>,
 }
 
-/// Why a leaf does not simply have an entry of its own.
+/// Why a leaf cannot simply have an entry of its own.
 enum Detour {
-    /// A 2 MiB leaf, which is here, maps the same frame.
+    /// A 2 MiB leaf, at this place, maps the same frame.
     Inside(EntryRef),
     /// It cannot be mapped.
     No(MapError),
 }
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
-    /// [`Cursor::prepare`] and [`Place::commit`] in one.
+    /// As [`Cursor::prepare`] and [`Place::commit`] in one.
     ///
     /// # Errors
     /// As `prepare`.
@@ -94,16 +94,16 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// Finds the place of `leaf` at `gfn`, adding the tables that lack. The place of a 4 KiB leaf
-    /// may be inside a 2 MiB leaf over the same frame: one that grants the access does its work,
-    /// and another is split by the commit.
+    /// Finds the place of `leaf` at `gfn`, and adds the missing tables. The place of a 4 KiB leaf
+    /// may be inside a 2 MiB leaf over the same frame: if that grants the access, it is used; if
+    /// not, the commit splits it.
     ///
     /// # Errors
-    /// [`MapError::Exhausted`]: finish flushes, or give the VM more tables. The others are bugs of
-    /// the caller, found before anything is changed.
+    /// [`MapError::Exhausted`]: finish flushes, or give the VM more tables. The other errors are
+    /// bugs of the caller, found before anything is changed.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`.
+    /// If the cursor does not hold `gfn`.
     pub fn prepare(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's, F>, MapError> {
         match self.way(gfn, leaf) {
             Err(Detour::Inside(at)) => self.inside(at, gfn, leaf),
@@ -118,7 +118,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// Where `leaf` at `gfn` is, or will be, with every table above it.
+    /// The place of `leaf` at `gfn`, with every table above it.
     #[inline]
     fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<EntryRef, Detour> {
         self.assert_holds(gfn);
@@ -154,7 +154,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// Down from `at`, above the place of `leaf`, where there was no table.
+    /// Continues from `at`, above the place of `leaf`, where there was no table.
     #[cold]
     fn step(&self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<TableId, Detour> {
         match self.stage2.read(at) {
@@ -167,8 +167,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// A place for the 4 KiB `leaf` in the large leaf at `at`, with a table to split that into if
-    /// it does not grant as much.
+    /// A place for the 4 KiB `leaf` in the large leaf at `at`, with a table for the split if the
+    /// large leaf does not grant as much.
     #[cold]
     fn inside(&mut self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's, F>, MapError> {
         let spare = match self.stage2.read(at) {
@@ -184,8 +184,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         })
     }
 
-    /// Links an empty table at `at`, or takes the one that a cursor with another range lock linked
-    /// meanwhile.
+    /// Links an empty table at `at`, or uses the one that a cursor with another range lock has
+    /// linked meanwhile.
     #[cold]
     fn link(&self, at: EntryRef, gfn: Gfn) -> Result<TableId, Exhausted> {
         let new = self.stage2.arena.alloc()?;
@@ -205,8 +205,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 }
 
 impl<F: TableFormat> Place<'_, '_, F> {
-    /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for what
-    /// was absent.
+    /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for an
+    /// absent leaf.
     pub fn commit(mut self) -> Mapped {
         match self.spare.take() {
             Some(table) => self.split_and_upgrade(table),
@@ -230,7 +230,7 @@ impl<F: TableFormat> Drop for Place<'_, '_, F> {
     }
 }
 
-/// `wanted`, joined with the leaf of the same frame that may be there.
+/// `wanted`, joined with the leaf of the same frame if there is one.
 #[inline(always)]
 fn install<F: TableFormat>(stage2: &Stage2<F>, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
     let found = stage2.update(at, gfn, |found| match found {

@@ -1,11 +1,12 @@
-//! Page-modification logging: the walk notes every page whose D it sets.
+//! Page-modification logging: the walk records every page whose D it sets.
 //!
 //! ```text
 //! index  511 510 ...  1   0   0xffff
 //!         |--- entries --->|  full: the next walk that would set A or D ends first, neither set
 //! ```
-//! As Intel's processors do it (SDM 29.3.6): entries go down from 511, each the address of a page.
-//! Only D going from 0 to 1 makes an entry, but a full log stops a walk that would set A alone too.
+//! As Intel's processors do it (SDM 29.3.6). Entries go down from 511; each is the address of a
+//! page. Only a change of D from 0 to 1 makes an entry, but a full log also stops a walk that would
+//! set only A.
 
 use lacuna_addr::{Gfn, Gpa};
 
@@ -21,11 +22,11 @@ pub struct PmlLog {
 pub struct LogFull;
 
 impl PmlLog {
-    /// How many pages it can hold.
+    /// The number of pages it can hold.
     pub const ENTRIES: usize = 512;
     const EMPTY: u16 = Self::ENTRIES as u16 - 1;
 
-    /// An empty one.
+    /// An empty log.
     pub fn new() -> Self {
         Self {
             entries: Box::new([Gpa::default(); Self::ENTRIES]),
@@ -33,18 +34,18 @@ impl PmlLog {
         }
     }
 
-    /// Where the next entry goes: 511 when empty, `0xffff` when full.
+    /// The index of the next entry: 511 if the log is empty, `0xffff` if it is full.
     pub fn index(&self) -> u16 {
         self.index
     }
 
-    /// Whether nothing is in it.
+    /// Whether the log is empty.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.index == Self::EMPTY
     }
 
-    /// Whether the next A or D has to wait.
+    /// Whether the next A or D must wait for a flush of the log.
     #[inline]
     pub fn is_full(&self) -> bool {
         usize::from(self.index) >= Self::ENTRIES
@@ -55,7 +56,7 @@ impl PmlLog {
         &self.entries
     }
 
-    /// What is logged, the youngest first as in [`Self::entries`]. The log is empty from here on.
+    /// The logged pages, the newest first as in [`Self::entries`]. The log is then empty.
     #[inline]
     pub fn take(&mut self) -> &[Gpa] {
         let first = usize::from(self.index.wrapping_add(1));
@@ -76,15 +77,15 @@ impl Default for PmlLog {
     }
 }
 
-/// What a walk does when it sets A or D.
+/// The log of a walk that sets A or D.
 pub(crate) trait Log {
-    /// Whether it may.
+    /// Whether the walk may set them.
     fn has_room(&self) -> bool;
-    /// It has set D of the leaf that maps `gfn`.
+    /// The walk has set D of the leaf that maps `gfn`.
     fn written(&mut self, gfn: Gfn);
 }
 
-/// Nobody wants to know.
+/// No log.
 pub(crate) struct Unlogged;
 
 impl Log for Unlogged {

@@ -5,14 +5,14 @@ use crate::{Cursor, Flush, TableFormat};
 use lacuna_addr::GfnRange;
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
-    /// Takes W, and with it D, from every leaf that maps a frame of `runs`. A 2 MiB leaf that
+    /// Clears W, and with it D, in every leaf that maps a frame of `runs`. A 2 MiB leaf that
     /// reaches beyond a run loses both for all its frames, unless [`Cursor::cut`] has split it
     /// first. `protected` is called with each leaf that was writable, as it was: its D is recorded
-    /// nowhere else. The MMU may still give W back on a fault. Until the flush is finished a vCPU
-    /// may write through its TLB.
+    /// nowhere else. The MMU may set W again on a fault. Until the flush is finished a vCPU may
+    /// write through its TLB.
     ///
     /// # Panics
-    /// When the cursor does not hold `runs`.
+    /// If the cursor does not hold `runs`.
     pub fn protect(
         &mut self,
         runs: impl IntoIterator<Item = GfnRange>,

@@ -1,19 +1,19 @@
-//! A 2 MiB leaf becomes a table of 512 leaves: the same translation, so nothing to flush.
+//! Splits a 2 MiB leaf to a table of 512 leaves: the same translation, so no flush is needed.
 //!
 //! ```text
 //! a table, not yet linked: 512 leaves with the large leaf's frames, rights, A and D
-//! parent: Leaf -> Table     from the very leaf that was copied; a walk has set A or D meanwhile?
-//!                           copy those bits, and again
+//! parent: Leaf -> Table     only from the value that was copied; if a walk has set A or D
+//!                           meanwhile, copy those bits and try again
 //! ```
-//! A walk finds either the large leaf or the small one. Each small leaf inherits D, so a block that
-//! was written is 512 dirty pages from then on.
+//! A walk finds either the large leaf or the small one. Each small leaf inherits D, so a written
+//! block is 512 dirty pages from then on.
 
 use crate::format::{Height, block_range};
 use crate::{Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_tables::{Exhausted, TableId};
 
-/// A 2 MiB leaf that became a table.
+/// The result of a split.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "512 new leaves must enter the reverse map"]
 pub struct Split {
@@ -21,18 +21,18 @@ pub struct Split {
     pub gfn: Gfn,
     /// The large leaf as it was, with its last A and D.
     pub leaf: Leaf,
-    /// Where the first frame's leaf is; [`EntryRef::beside`] has the others.
+    /// The place of the first frame's leaf; [`EntryRef::beside`] gives the others.
     pub first: EntryRef,
 }
 
 impl<F: TableFormat> Cursor<'_, F> {
-    /// Splits the 2 MiB leaf that maps `gfn`; `None` when none does.
+    /// Splits the 2 MiB leaf that maps `gfn`; `None` if there is none.
     ///
     /// # Errors
-    /// [`Exhausted`]: no table page is left, and nothing has changed.
+    /// [`Exhausted`]: no table page is free, and nothing has changed.
     ///
     /// # Panics
-    /// When the cursor does not hold `gfn`.
+    /// If the cursor does not hold `gfn`.
     pub fn split(&mut self, gfn: Gfn) -> Result<Option<Split>, Exhausted> {
         self.assert_holds(gfn);
         let Some((at, Entry::Leaf(_))) = self.stage2.block_entry(gfn) else {
@@ -43,14 +43,14 @@ impl<F: TableFormat> Cursor<'_, F> {
     }
 
     /// Splits the 2 MiB leaves that map frames inside and outside of `range`: at most its first and
-    /// its last. After it, unmapping or protecting `range` touches nothing else. `split` is told of
-    /// each.
+    /// its last. After it, unmapping or protecting `range` changes nothing outside. `split` is
+    /// called with each.
     ///
     /// # Errors
-    /// [`Exhausted`]: no table page is left. What `split` was told of is done.
+    /// [`Exhausted`]: no table page is free. The splits that `split` was called with are done.
     ///
     /// # Panics
-    /// When the cursor does not hold `range`.
+    /// If the cursor does not hold `range`.
     pub fn cut(&mut self, range: GfnRange, mut split: impl FnMut(Split)) -> Result<(), Exhausted> {
         self.assert_holds_all(range);
         let last = Gfn::new(range.end_raw() - 1).expect("the last of a range");
@@ -65,7 +65,7 @@ impl<F: TableFormat> Cursor<'_, F> {
         Ok(())
     }
 
-    /// Splits the 2 MiB leaf at `at`, which maps `gfn`, into the fresh `table`.
+    /// Splits the 2 MiB leaf at `at`, which maps `gfn`, into the new `table`.
     pub(crate) fn split_into(&self, at: EntryRef, gfn: Gfn, table: TableId) -> Split {
         let block = block_range(gfn);
         loop {
@@ -84,7 +84,8 @@ impl<F: TableFormat> Cursor<'_, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// The entry that decides about the whole block of `gfn`; `None` when its table does not exist.
+    /// The entry that translates or leads to the whole block of `gfn`; `None` if its table does not
+    /// exist.
     pub(crate) fn block_entry(&self, gfn: Gfn) -> Option<(EntryRef, Entry)> {
         let mut table = self.root;
         for height in Height::ABOVE_BLOCKS {

@@ -20,7 +20,8 @@ pub struct Stage2<F = Ept> {
 }
 
 impl Stage2 {
-    /// Enough range locks that two of a few dozen vCPUs seldom meet, few enough to lock them all.
+    /// So many range locks that two of a few dozen vCPUs seldom contend, and few enough to lock all
+    /// of them.
     pub const RANGE_LOCKS: usize = 256;
 
     /// Entries that share a cache line, aligned.
@@ -36,8 +37,8 @@ impl Stage2 {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Empty tables in `arena`. The arena belongs to this VM alone: its limbo is tagged with the
-    /// grace periods of one VM.
+    /// Empty tables in `arena`. The arena belongs to this VM only: its limbo has the grace
+    /// periods of one VM.
     ///
     /// # Errors
     /// [`Exhausted`]: `arena` has no table for the root.
@@ -54,8 +55,8 @@ impl<F: TableFormat> Stage2<F> {
         })
     }
 
-    /// The invalidation sequence near `gfn`. Take it *before* looking up the slot and asking the
-    /// host for the page, and show it to [`Cursor::invalidate_retry`].
+    /// The invalidation sequence near `gfn`. Read it *before* looking up the slot and asking the
+    /// host for the page, and pass it to [`Cursor::invalidate_retry`].
     #[inline]
     pub fn invalidate_seq(&self, gfn: Gfn) -> InvalidateSeq {
         self.range_locks.invalidate_seq(block_of(gfn))
@@ -78,7 +79,7 @@ impl<F: TableFormat> Stage2<F> {
         Cursor::new(self, range, Guards::Many(guards))
     }
 
-    /// What is mapped. Exact when no cursor is at work.
+    /// The counts of what is mapped. Exact if no cursor is in use.
     pub fn counts(&self) -> Counts {
         self.counts
             .iter()
@@ -86,7 +87,7 @@ impl<F: TableFormat> Stage2<F> {
             .fold(Counts::default(), Counts::plus)
     }
 
-    /// Where the tables live.
+    /// The arena of the tables.
     pub fn arena(&self) -> &Arena {
         &self.arena
     }

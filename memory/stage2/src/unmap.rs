@@ -1,12 +1,13 @@
 //! Unmapping.
 //!
-//! A page goes alone. A range that covers all that a table spans takes the table with it:
+//! A single page is unmapped alone. A range that covers all that a table spans also unlinks the
+//! table:
 //!
 //! ```text
 //! parent: Table -> Absent      no new walk enters
 //! each child: -> Frozen        the last A and D are in the value swapped out; a walk still inside
 //!                              starts again at the root
-//! the table rides in the flush, and is free when every vCPU has passed
+//! the table is in the flush, and is freed when every vCPU has passed
 //! ```
 
 use crate::format::Height;
@@ -15,39 +16,39 @@ use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
-/// A leaf that was taken out.
+/// A leaf that was removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Removed {
     /// The first guest frame it mapped.
     pub gfn: Gfn,
-    /// Where it was.
+    /// Its place.
     pub at: EntryRef,
-    /// It, with its last A and D.
+    /// The leaf, with its last A and D.
     pub leaf: Leaf,
 }
 
-/// One sweep over a range: where removed leaves go, and what the flush must carry.
+/// One pass over a range: what happens to removed leaves, and what the flush contains.
 struct Sweep<'a, 's, F> {
     cursor: &'a Cursor<'s, F>,
     range: GfnRange,
     flush: Flush<'s>,
     removed: &'a mut dyn FnMut(Removed),
-    /// Entries read.
+    /// The number of entries read.
     entries: u64,
 }
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
-    /// Removes every leaf that maps a frame of `range`; `removed` is told of each, ascending. A
-    /// 2 MiB leaf that reaches beyond the range goes whole, unless [`Cursor::cut`] has split it
-    /// first. The frames may be reused when the flush is finished.
+    /// Removes every leaf that maps a frame of `range`; `removed` is called with each, in ascending
+    /// order. A 2 MiB leaf that reaches beyond the range is removed as a whole, unless
+    /// [`Cursor::cut`] has split it first. The frames may be reused after the flush is finished.
     ///
     /// # Panics
-    /// When the cursor does not hold `range`, or not all of a 1 GiB leaf found in it.
+    /// If the cursor does not hold `range`, or not all of a 1 GiB leaf found in it.
     pub fn unmap(&mut self, range: GfnRange, removed: impl FnMut(Removed)) -> Flush<'s> {
         self.unmap_counted(range, removed).0
     }
 
-    /// [`Cursor::unmap`], with the number of entries that it read on its way down.
+    /// As [`Cursor::unmap`]; also returns the number of entries that it read.
     ///
     /// # Panics
     /// As [`Cursor::unmap`].
@@ -78,11 +79,11 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         self.unmap_at(at, gfn)
     }
 
-    /// [`Cursor::unmap_page`] without the walk: `at` is where `gfn` was mapped, as the reverse map
-    /// remembers it. `None` when no leaf is there.
+    /// As [`Cursor::unmap_page`], without the walk: `at` is where `gfn` was mapped, from the
+    /// reverse map. `None` if no leaf is there.
     ///
     /// # Panics
-    /// As [`Cursor::unmap`]; in debug builds also when `at` is not where `gfn` is mapped.
+    /// As [`Cursor::unmap`]; in debug builds also if `gfn` is not mapped at `at`.
     pub fn unmap_at(&mut self, at: EntryRef, gfn: Gfn) -> Option<(Removed, Flush<'s>)> {
         self.assert_maps(at, gfn);
         let Entry::Leaf(leaf) = self.stage2.update(at, gfn, removal) else {
@@ -102,7 +103,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         ))
     }
 
-    /// That `at` is where `gfn` is mapped, if it is mapped.
+    /// Asserts that `gfn` is mapped at `at`, if it is mapped.
     #[track_caller]
     #[inline]
     pub(crate) fn assert_maps(&self, at: EntryRef, gfn: Gfn) {
@@ -113,7 +114,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         );
     }
 
-    /// A 2 MiB leaf is one block, so whoever holds one of its frames holds it all.
+    /// A 2 MiB leaf is one block, so a cursor that holds one of its frames holds all of them.
     #[inline]
     fn assert_holds_large(&self, leaf: Leaf, span: GfnRange) {
         if leaf.level == lacuna_addr::Level::L1G {
@@ -129,7 +130,7 @@ impl<F: TableFormat> crate::Stage2<F> {
         F::is_leaf(self.entry(at).load(Ordering::Acquire))
     }
 
-    /// Where the leaf is that maps `gfn`. Stable only under a cursor.
+    /// The place of the leaf that maps `gfn`. Stable only under a cursor.
     pub fn find(&self, gfn: Gfn) -> Option<EntryRef> {
         let mut table = self.root;
         for height in Height::DOWN {
@@ -145,7 +146,7 @@ impl<F: TableFormat> crate::Stage2<F> {
 }
 
 impl<F: TableFormat> Sweep<'_, '_, F> {
-    /// The part of the range under a table of `height` that translates `inside`.
+    /// Handles the part of the range under a table of `height` that translates `inside`.
     fn table(&mut self, table: TableId, height: Height, inside: Gfn) {
         for (index, span) in height.entries(inside, self.range) {
             let at = EntryRef::new(table, index);
@@ -166,7 +167,7 @@ impl<F: TableFormat> Sweep<'_, '_, F> {
         }
     }
 
-    /// Takes out `table` of `height`, which `parent` points to, with all below it.
+    /// Unlinks `table` of `height`, to which `parent` points, with all tables and leaves below it.
     fn unlink(&mut self, parent: EntryRef, table: TableId, height: Height, first: Gfn) {
         self.cursor.stage2.update(parent, first, |_| Entry::Absent);
         self.freeze(table, height, first);

@@ -18,17 +18,17 @@ impl<F: TableFormat> Stage2<F> {
     /// * the entries are ones that this crate writes, legal in themselves, of their table's height;
     /// * no entry is frozen;
     /// * every table is reachable exactly once, or unlinked and waiting for a shoot-down;
-    /// * the running counts are what is there.
+    /// * the running counts are right.
     ///
-    /// Returns what is there. Walks may go on meanwhile.
+    /// Returns the counts. Walks may continue meanwhile.
     ///
     /// # Panics
-    /// When one of these is not so.
+    /// If one of these does not hold.
     pub fn verify(&self) -> Counts {
         self.verify_leaves(|_, _| {})
     }
 
-    /// The same, and shows each leaf with its first frame.
+    /// The same, and calls `each` with each leaf and its first frame.
     ///
     /// # Panics
     /// As [`Stage2::verify`].

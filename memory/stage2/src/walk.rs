@@ -1,9 +1,9 @@
-//! What the hardware does on a TLB miss.
+//! The walk that hardware makes on a TLB miss.
 //!
-//! Without a lock, against every change: each step reads one entry once. A and D are set by
-//! compare-and-swap on the value that was judged, so a leaf that is unmapped or write-protected
-//! meanwhile is judged again. Whoever walks must be online in the VM's `Qsbr`, or hold the
-//! cursor over the gfn: that is what keeps the tables, and the frame in the answer, from being
+//! It takes no lock, and is safe against every change: each step reads one entry once. A and D are
+//! set by compare-and-swap on the value that was checked, so a leaf that is unmapped or
+//! write-protected meanwhile is checked again. The caller must be online in the VM's `Qsbr`, or
+//! hold the cursor over the gfn: this keeps the tables, and the frame in the answer, from being
 //! reused.
 
 use crate::format::Height;
@@ -16,20 +16,20 @@ use lacuna_sync::shim::Ordering;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Walk {
-    /// The access goes through.
+    /// The access succeeds.
     Hit(Translation),
-    /// It does not (exit 48).
+    /// It fails (exit 48).
     Violation(Violation),
 }
 
-/// What a TLB may remember.
+/// A translation that a TLB may cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Translation {
-    /// The host frame behind the gfn that was asked for, not the leaf's first.
+    /// The host frame behind the gfn that was asked for, not the leaf's first frame.
     pub pfn: Pfn,
     /// The size of the leaf around it.
     pub level: Level,
-    /// Writes may go through without another walk: W, and D already set.
+    /// Writes succeed without another walk: W, and D already set.
     pub writable: bool,
     /// Fetches are allowed.
     pub exec: bool,
@@ -38,13 +38,13 @@ pub struct Translation {
 /// An access that the tables do not allow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Violation {
-    /// What was tried.
+    /// The access.
     pub access: Access,
-    /// Why not.
+    /// Its cause.
     pub cause: Cause,
 }
 
-/// Why an access does not go through.
+/// Why an access fails.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cause {
     /// Nothing is mapped there.
@@ -53,10 +53,10 @@ pub enum Cause {
     Denied(Leaf),
 }
 
-/// One judgement of one entry.
+/// The result of a check of one entry.
 enum Step {
     Done(Walk),
-    /// Somebody changed the entry between our look and our update.
+    /// Another thread changed the entry between the load and the update.
     Again,
     /// A or D must be set, and the log has no room.
     Full,
@@ -73,8 +73,8 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// [`Stage2::walk`] by a processor whose page-modification logging is on: each page whose D it
-    /// sets goes into `log`.
+    /// As [`Stage2::walk`], by a processor whose page-modification logging is on: each page whose D
+    /// it sets goes into `log`.
     ///
     /// # Errors
     /// [`LogFull`]: A or D would have to be set. Nothing has changed.
@@ -110,9 +110,9 @@ impl<F: TableFormat> Stage2<F> {
                         if !log.has_room() {
                             return Step::Full;
                         }
-                        // Relaxed on success: the leaf's publication was acquired by the load
-                        // above, and A and D order nothing. D reaches whoever removes the leaf by
-                        // the removal itself.
+                        // Relaxed on success: the load above acquired the leaf's publication, and A
+                        // and D order nothing. The removal of the leaf itself hands D to the thread
+                        // that removes it.
                         let swap =
                             entry.compare_exchange(raw, used, Ordering::Relaxed, Ordering::Relaxed);
                         if swap.is_err() {

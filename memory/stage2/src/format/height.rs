@@ -4,7 +4,7 @@ use lacuna_addr::{GPA_BITS, Gfn, GfnRange, Level, PAGE_SHIFT, Pfn};
 use lacuna_tables::{ENTRIES, Index};
 use std::ops::Range;
 
-/// How far a table stands above the guest's pages: 1 holds 4 KiB leaves, 4 is the root.
+/// The height of a table above the guest's pages: 1 holds 4 KiB leaves, 4 is the root.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Height(u8);
 
@@ -17,9 +17,9 @@ const _: () = assert!(
 
 impl Height {
     pub(crate) const ROOT: Self = Self(4);
-    /// The order in which a walk meets them.
+    /// All heights, in the order of a walk.
     pub(crate) const DOWN: [Self; 4] = [Self(4), Self(3), Self(2), Self(1)];
-    /// Those of them whose entries span more than a block.
+    /// The heights whose entries span more than a block.
     pub(crate) const ABOVE_BLOCKS: [Self; 2] = [Self(4), Self(3)];
 
     /// The height whose tables hold leaves of `level`.
@@ -46,7 +46,7 @@ impl Height {
         Self(self.0 - 1)
     }
 
-    /// Which entry of a table of this height translates `gfn`.
+    /// The index of the entry that translates `gfn` in a table of this height.
     #[inline]
     pub(crate) const fn index(self, gfn: Gfn) -> Index {
         Index::truncate(gfn.get() >> self.entry_shift())
@@ -94,7 +94,7 @@ pub(crate) const fn block_of(gfn: Gfn) -> u64 {
     gfn.get() >> INDEX_BITS
 }
 
-/// The blocks that `range` touches.
+/// The blocks that `range` overlaps.
 #[inline]
 pub(crate) fn blocks_of(range: GfnRange) -> Range<u64> {
     range.start().get() >> INDEX_BITS..((range.end_raw() - 1) >> INDEX_BITS) + 1
