@@ -31,10 +31,11 @@ mod slices;
 mod sweep;
 
 use crate::experiment::{LabError, Options, vcpus};
+use crate::fixture::builder;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, HugePages, LatencySetting, Swap, VmBuilder};
+use lacuna_soft::{Apf, Swap, VmBuilder};
 use slices::Pace;
 use std::time::Duration;
 
@@ -90,16 +91,12 @@ pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm"];
 /// `bm` with a worker and a faulter for each vCPU, until it is ended.
 fn bm(swap: Swap) -> VmBuilder {
     let vcpus = vcpus();
+    let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
     VmBuilder {
-        memory: PageCount::from_bytes(MEMORY_MIB << 20),
-        resident: PageCount::from_bytes(RESIDENT_MIB << 20),
-        vcpus,
-        huge: HugePages::Never,
         swap,
-        latency: LatencySetting::default(),
         apf: Apf::On,
-        seed: None,
         command_line: bm_words(vcpus),
+        ..builder(memory, resident, vcpus)
     }
 }
 

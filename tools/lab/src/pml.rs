@@ -28,7 +28,6 @@ mod score_always;
 mod score_charge;
 mod score_guest;
 mod score_page;
-mod turns;
 
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;

@@ -6,10 +6,10 @@
 
 use crate::experiment::LabError;
 use crate::interrupt;
-use lacuna_addr::{Gpa, PageCount};
+use lacuna_addr::Gpa;
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
 use lacuna_machine::{Ending, GuestMemory, Image, PlatformDevices};
-use lacuna_soft::{Apf, HugePages, LatencySetting, Stalls, Swap, Vm, VmBuilder};
+use lacuna_soft::{Apf, Stalls, Vm, VmBuilder};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -193,23 +193,6 @@ pub fn image(name: &str) -> Result<Image<'static>, LabError> {
     }
 }
 
-/// A VM with so many MiB, for which there is a frame each, and what a host keeps free besides:
-/// nothing is ever reclaimed.
-pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
-    let memory = PageCount::from_bytes(mib << 20);
-    VmBuilder {
-        memory,
-        resident: PageCount::new(memory.get() + memory.get() / 8 + 16384),
-        vcpus,
-        huge: HugePages::Never,
-        swap: Swap::Memory,
-        latency: LatencySetting::default(),
-        apf: Apf::Off,
-        seed: None,
-        command_line: String::new(),
-    }
-}
-
 /// Starts a VM of `builder` with the guest `name`, carries out `experiment` while it runs, and ends
 /// it. The latency dial is at zero until the experiment turns it.
 ///
@@ -239,21 +222,20 @@ pub fn on_soft<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture::builder;
+    use lacuna_addr::PageCount;
+    use lacuna_soft::Swap;
 
     const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
 
     fn small(words: &str) -> VmBuilder {
+        let [memory, resident] = [32, 8].map(|mib| PageCount::from_bytes(mib << 20));
         VmBuilder {
-            memory: PageCount::from_bytes(32 << 20),
-            resident: PageCount::from_bytes(8 << 20),
-            vcpus: 2,
-            huge: HugePages::Never,
             // Not compressed memory: what bm writes at random compresses worse and worse.
             swap: Swap::File(std::env::temp_dir()),
-            latency: lacuna_soft::LatencySetting::default(),
             apf: Apf::On,
-            seed: None,
             command_line: words.into(),
+            ..builder(memory, resident, 2)
         }
     }
 

@@ -19,7 +19,7 @@
 //! says what it does cover.
 
 use crate::experiment::LabError;
-use crate::interrupt;
+use crate::{interrupt, turns};
 use std::time::{Duration, Instant};
 
 /// Probability that an interval should cover the true median.
@@ -240,12 +240,13 @@ pub fn measures<const M: usize>(
 ) -> Result<Vec<[Vec<f64>; M]>, LabError> {
     let mut round = || {
         let mut sums = vec![[0.0; M]; arms];
-        for arm in (0..arms).chain((0..arms).rev()) {
+        turns::round(arms, 1, |arm, _| {
             interrupt::check()?;
             for (sum, figure) in sums[arm].iter_mut().zip(slice(arm)?) {
                 *sum += figure;
             }
-        }
+            Ok::<_, LabError>(())
+        })?;
         Ok::<_, LabError>(sums)
     };
     let mut runs = vec![[const { Vec::new() }; M]; arms];
@@ -272,6 +273,29 @@ pub fn paired(a: &[f64], b: &[f64]) -> Summary {
     );
     let ratios: Vec<f64> = a.iter().zip(b).map(|(a, b)| b / a).collect();
     Summary::of(&ratios)
+}
+
+/// One figure a round: the mean over the [`shifts`](crate::turns::shifts). `figures` are those of
+/// `rounds` rounds in each shift, one shift after the other. As every VM has played every arm, what
+/// makes one VM differ from another cancels.
+pub fn across_shifts(figures: &[f64], rounds: usize) -> Vec<f64> {
+    let mean = |round: usize| {
+        let all: Vec<f64> = figures
+            .iter()
+            .skip(round)
+            .step_by(rounds)
+            .copied()
+            .collect();
+        all.iter().sum::<f64>() / all.len() as f64
+    };
+    (0..rounds).map(mean).collect()
+}
+
+/// `b` over `a` in percent, the geometric mean [`across_shifts`].
+pub fn percent_across(a: &[f64], b: &[f64], rounds: usize) -> Summary {
+    let logs: Vec<f64> = a.iter().zip(b).map(|(a, b)| (b / a).ln()).collect();
+    let means = across_shifts(&logs, rounds).into_iter();
+    Summary::of(&means.map(|log| 100.0 * log.exp()).collect::<Vec<_>>())
 }
 
 #[cfg(test)]
@@ -398,6 +422,17 @@ mod tests {
         let found = found.unwrap();
         assert_eq!(found[1], [vec![1.0; 3], vec![11.0; 3]]);
         assert_eq!(found[0], [vec![0.0; 3], vec![10.0; 3]]);
+    }
+
+    /// Two VMs, one half again as fast, and arms of which one does nine tenths of the other, then
+    /// eight.
+    #[test]
+    fn what_a_vm_is_faster_cancels() {
+        let a = [100.0, 100.0, 150.0, 150.0];
+        let b = [150.0 * 0.9, 150.0 * 0.8, 100.0 * 0.9, 100.0 * 0.8];
+        let found = percent_across(&a, &b, 2);
+        assert!((found.low - 80.0).abs() < 1e-9 && (found.high - 90.0).abs() < 1e-9);
+        assert_eq!(across_shifts(&[1.0, 10.0, 3.0, 30.0], 2), [2.0, 20.0]);
     }
 
     #[test]

@@ -22,7 +22,6 @@ pub use range::first_look;
 
 mod fixture;
 mod neighbour;
-mod pair;
 mod pressure;
 mod range;
 mod reads;

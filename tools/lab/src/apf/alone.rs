@@ -10,12 +10,13 @@
 
 use super::slices::{add_stalls, stalls_json, stalls_text};
 use crate::experiment::{LabError, Options};
+use crate::fixture::builder;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, on_soft};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, Status};
-use lacuna_soft::{Apf, HugePages, LatencySetting, Stalls, Swap, VmBuilder};
+use lacuna_soft::{Apf, LatencySetting, Stalls, VmBuilder};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -45,16 +46,11 @@ const fn work(options: &Options) -> u64 {
 
 /// `apf.memory_alone_time_ratio`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
     let builder = VmBuilder {
-        memory: PageCount::from_bytes(MEMORY_MIB << 20),
-        resident: PageCount::from_bytes(RESIDENT_MIB << 20),
-        vcpus: 1,
-        huge: HugePages::Never,
-        swap: Swap::Memory,
-        latency: LatencySetting::default(),
         apf: Apf::On,
-        seed: None,
         command_line: format!("work={} rounds={ROUNDS}", work(options)),
+        ..builder(memory, resident, 1)
     };
     let runs = if options.quick { 2 } else { 12 };
     let found = on_soft(&builder, "membound", |session| {

@@ -3,9 +3,9 @@
 use crate::experiment::{LabError, Options};
 use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
 use crate::first_look::{Found, Row};
+use crate::fixture::resident;
 use crate::report::{Progress, short};
 use crate::result::{Better, Measurement, Report};
-use crate::session::resident;
 use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
 use lacuna_machine::{Ending, Image};

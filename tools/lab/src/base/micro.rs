@@ -7,14 +7,11 @@
 //! the install, the TLB fill and the retry, and the three instructions of the loop around it.
 
 use crate::experiment::LabError;
+use crate::fixture::{boot_code, builder, slot};
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
-use lacuna_soft::{
-    Apf, Host, HugePages, LatencySetting, MmuNotifier, SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm,
-    VmBuilder, VmConfig,
-};
-use lacuna_sync::{Clock, HostClock};
+use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
+use lacuna_machine::{Exit, Vcpu as _};
+use lacuna_soft::{Delivery, MmuNotifier, SlotId, Vcpu, Vm};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -41,7 +38,6 @@ pub struct Touch {
 /// The pages are a memory slot of their own, with a region of their own behind it: both are new for
 /// each touch, so every page faults, and the frames that come back are the ones that went last.
 pub struct Fixture {
-    host: Arc<Host>,
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,
     pages: u64,
@@ -54,50 +50,13 @@ impl Fixture {
     /// A VM of `vcpus`, with frames for their shares of `pages`. The frames have been touched, so
     /// that the machine under us has backed them.
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let boot = AREA / PAGE_SIZE as u64;
+        let boot = PageCount::new(AREA / PAGE_SIZE as u64);
         // Room for the per-CPU page caches and for what a VM has beside its share.
-        let frames = PageCount::new(vcpus as u64 * pages + boot + 4096);
-        let builder = VmBuilder {
-            memory: frames,
-            resident: frames,
-            vcpus,
-            huge: HugePages::Never,
-            swap: Swap::Memory,
-            latency: LatencySetting::default(),
-            apf: Apf::Off,
-            seed: None,
-            command_line: String::new(),
-        };
-        let host = builder.host(Arc::clone(&clock))?;
-        let config = VmConfig {
-            memory: PageCount::new(boot),
-            vcpus,
-            apf: Apf::Off,
-            ..VmConfig::default()
-        };
-        let vm = Vm::new(Arc::clone(&host), clock, config)?;
+        let frames = PageCount::new(vcpus as u64 * pages + boot.get() + 4096);
+        let builder = builder(boot, frames, vcpus);
         let code = program(pages * PAGE_SIZE as u64);
-        let at = Gpa::new(CODE).expect("a small address");
-        let segment = Segment {
-            gpa: at,
-            bytes: &code,
-            size: code.len() as u64,
-        };
-        let vcpus = vm.boot(
-            &Image {
-                arch: lacuna_machine::Arch::X86_64,
-                segments: vec![segment],
-                entry: at,
-            },
-            "",
-        )?;
-        Ok(Self {
-            host,
-            vm,
-            vcpus,
-            pages,
-        })
+        let (vm, vcpus) = boot_code(&builder, Delivery::Bitmap, &[(CODE, &code)])?;
+        Ok(Self { vm, vcpus, pages })
     }
 
     /// Every vCPU touches its share once. `before` runs before the clock starts.
@@ -108,14 +67,8 @@ impl Fixture {
     fn add_area(&self) -> Result<HvaRange, LabError> {
         let pages = self.pages * self.vcpus.len() as u64;
         let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
-        let region = self.host.add_region(PageCount::new(pages), notifier)?;
-        self.vm.add_slot(SlotSpec {
-            id: SLOT,
-            guest: AREA,
-            host: region.start(),
-            bytes: pages * PAGE_SIZE as u64,
-            flags: SlotFlags::empty(),
-        })?;
+        let region = self.vm.host().add_region(PageCount::new(pages), notifier)?;
+        self.vm.add_slot(slot(SLOT, AREA, region))?;
         Ok(region)
     }
 }
@@ -131,7 +84,7 @@ pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result
     let touched = run(fixtures);
     for (fixture, region) in fixtures.iter().zip(regions) {
         fixture.vm.delete_slot(SLOT)?;
-        fixture.host.remove_region(region)?;
+        fixture.vm.host().remove_region(region)?;
     }
     touched
 }

@@ -16,9 +16,10 @@
 
 use super::ending_loss::{over, within_noise};
 use crate::experiment::{LabError, Options, vcpus};
+use crate::fixture::resident;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on_soft, resident};
+use crate::session::{Session, on_soft};
 use crate::stats::{Summary, measures};
 use lacuna_addr::Level;
 use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};

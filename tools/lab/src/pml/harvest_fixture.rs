@@ -2,13 +2,11 @@
 //! and passes quiescent points as a vCPU does, whether it has anything to do or not.
 
 use crate::experiment::LabError;
+use crate::fixture::{Tables, builder};
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{Access, Gfn, PAGE_SIZE, PageCount};
-use lacuna_soft::{
-    Apf, Delivery, Detection, Fault, Host, HugePages, LatencySetting, Logging, Mmu, MmuNotifier,
-    Room, SlotFlags, SlotId, SlotSpec, Swap, VcpuMmu, VmBuilder, Walk,
-};
-use lacuna_sync::{Clock, HostClock, Qsbr};
+use lacuna_addr::{Access, Gfn, PageCount};
+use lacuna_soft::{Delivery, Detection, Fault, Logging, Mmu, Room, SlotId, VcpuMmu, Walk};
+use lacuna_sync::Qsbr;
 use std::hint::spin_loop;
 use std::ops::Range;
 use std::sync::Arc;
@@ -64,24 +62,16 @@ impl Fixture {
         experiment: impl FnOnce(&mut Self) -> Result<T, LabError>,
     ) -> Result<T, LabError> {
         assert!(pages.is_power_of_two(), "{pages} pages");
-        let host = host(pages)?;
-        let qsbr = Arc::new(Qsbr::new(1));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), TABLES)?;
+        let frames = PageCount::new(pages + SPARE);
+        let tables = Tables::new(&builder(PageCount::new(pages), frames, 1), TABLES)?;
+        let Tables { host, qsbr, mmu } = &tables;
         mmu.set_delivery(delivery)?;
-        let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
-        let region = host.add_region(PageCount::new(pages), notifier)?;
-        mmu.add_slot(SlotSpec {
-            id: SLOT,
-            guest: FIRST.gpa().get(),
-            host: region.start(),
-            bytes: pages * PAGE_SIZE as u64,
-            flags: SlotFlags::empty(),
-        })?;
+        let region = tables.add_slot(SLOT, FIRST.gpa().get(), pages)?;
         let (orders, taken) = channel();
         let (told, answers) = channel();
         let writer = Writer {
-            mmu: &mmu,
-            qsbr: &qsbr,
+            mmu,
+            qsbr,
             vcpu_mmu: mmu.vcpu_mmu()?,
             pages,
             order: 0..0,
@@ -89,7 +79,7 @@ impl Fixture {
             answers: told,
         };
         let mut fixture = Self {
-            mmu: Arc::clone(&mmu),
+            mmu: Arc::clone(mmu),
             pages,
             words: match delivery {
                 Delivery::Bitmap => vec![0; pages.div_ceil(64) as usize],
@@ -189,22 +179,6 @@ impl Fixture {
             Err(_) => Err(LabError::Guest("the writer has ended".into())),
         }
     }
-}
-
-fn host(pages: u64) -> Result<Arc<Host>, LabError> {
-    let builder = VmBuilder {
-        memory: PageCount::new(pages),
-        resident: PageCount::new(pages + SPARE),
-        vcpus: 1,
-        huge: HugePages::Never,
-        swap: Swap::Memory,
-        latency: LatencySetting::default(),
-        apf: Apf::Off,
-        seed: None,
-        command_line: String::new(),
-    };
-    let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-    Ok(builder.host(clock)?)
 }
 
 /// The thread that writes.

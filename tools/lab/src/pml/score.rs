@@ -10,13 +10,13 @@
 use super::score_always;
 use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
 use super::score_guest::{Churn, Period, Setup, Watch, play, with_churns};
-use super::turns::{TURN, percent_across};
 use crate::experiment::{LabError, Options, vcpus};
+use crate::fixture::resident;
 use crate::host_info::HostInfo;
+use crate::players::TURN;
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
-use crate::session::resident;
-use crate::stats::Summary;
+use crate::stats::{Summary, percent_across};
 use lacuna_soft::{Backup, Delivery, Detection, RingSize, VmBuilder};
 use std::time::Duration;
 

@@ -2,10 +2,9 @@
 
 use super::score_charge::DIAL_MOST;
 use super::score_guest::{Churn, Period, Setup, Watch, play};
-use super::turns::percent_across;
 use crate::experiment::LabError;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::Summary;
+use crate::stats::{Summary, percent_across};
 use lacuna_soft::Detection;
 
 const ID: &str = "pml.always_on_loss_percent";

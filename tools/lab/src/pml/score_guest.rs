@@ -9,8 +9,9 @@
 //! it has, uncounted.
 
 use super::score_charge::Counted;
-use super::turns::{Done, Last, Player, TURN, reap, round, shifts, turns_of, with_players};
 use crate::experiment::LabError;
+use crate::players::{Cast, Done, InBackground, Player, TURN, reap, turns_of, with_players};
+use crate::turns::{Last, round, shifts};
 use lacuna_guest::status::DIAL_AT;
 use lacuna_machine::GuestMemory;
 use lacuna_soft::{Delivery, Detection, DirtyStats, Logging, SlotId, Vm, VmBuilder};
@@ -221,7 +222,13 @@ pub fn with_churns<T>(
     count: usize,
     experiment: impl FnOnce(&mut [Churn<'_>]) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
-    with_players(&setup.builder, setup.delivery, count, |players| {
+    let cast = Cast {
+        guest: "churn",
+        delivery: setup.delivery,
+        background: InBackground::Nothing,
+    };
+    let builders = vec![setup.builder.clone(); count];
+    with_players(&builders, cast, |players| {
         let mut churns: Vec<_> = players.into_iter().map(Churn::new).collect();
         experiment(&mut churns)
     })
@@ -275,9 +282,9 @@ fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture::resident;
     use crate::pml::score::rings;
     use crate::pml::score_charge::DIAL_MOST;
-    use crate::session::resident;
 
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
     const PML: Watch = Watch::Dirty(Detection::Pml);

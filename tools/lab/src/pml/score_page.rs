@@ -10,18 +10,18 @@
 
 use super::score::{Set, rings};
 use super::score_charge::{Counted, EXIT_NS};
-use super::turns::{across_shifts, reap, round, shifts};
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
+use crate::fixture::{boot_code, resident};
 use crate::native::thread_cpu_ns;
+use crate::players::reap;
 use crate::report::{align, figure};
 use crate::result::{Better, Measurement, Report};
-use crate::session::resident;
-use crate::stats::{Rounds, Summary, paired};
-use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, Image, Segment, Vcpu as _};
-use lacuna_soft::{Apf, Delivery, Detection, Logging, SlotId, Vcpu, Vm, VmConfig};
-use lacuna_sync::{Clock, HostClock};
+use crate::stats::{Rounds, Summary, across_shifts, paired};
+use crate::turns::{round, shifts};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{Exit, Vcpu as _};
+use lacuna_soft::{Delivery, Detection, Logging, SlotId, Vcpu, Vm};
 use std::sync::Arc;
 
 const CODE: u64 = 0x10_0000;
@@ -265,29 +265,10 @@ struct Rig {
 impl Rig {
     fn new(pages: u64, walks: Walks, delivery: Delivery) -> Result<Self, LabError> {
         let end = (AREA + pages * STRIDE).next_multiple_of(BLOCK);
-        let memory = PageCount::from_bytes(end);
-        let builder = resident(end >> 20, 1);
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let config = VmConfig {
-            memory,
-            vcpus: 1,
-            apf: Apf::Off,
-            ..VmConfig::default()
-        };
-        let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
-        vm.set_delivery(delivery)?;
         let (code, tables) = (program(pages, walks), tables(end));
-        let segment = |at: u64, bytes| Segment {
-            gpa: Gpa::new(at).expect("a small address"),
-            bytes,
-            size: <[u8]>::len(bytes) as u64,
-        };
-        let image = Image {
-            arch: lacuna_machine::Arch::X86_64,
-            segments: vec![segment(CODE, &code), segment(TABLES, &tables)],
-            entry: Gpa::new(CODE).expect("a small address"),
-        };
-        let vcpu = vm.boot(&image, "")?.remove(0);
+        let pieces = [(CODE, &*code), (TABLES, &*tables)];
+        let (vm, mut vcpus) = boot_code(&resident(end >> 20, 1), delivery, &pieces)?;
+        let vcpu = vcpus.remove(0);
         let slots = vm.mmu().slots();
         let slot = slots.iter().next().expect("a VM has memory");
         let mut rig = Self {

@@ -3,13 +3,9 @@
 //! a guest.
 
 use crate::experiment::LabError;
+use crate::fixture::{Tables, builder};
 use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
-use lacuna_soft::{
-    Apf, Fault, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
-    Swap, VcpuMmu, VmBuilder,
-};
-use lacuna_sync::{Clock, HostClock, Qsbr};
-use std::sync::Arc;
+use lacuna_soft::{Fault, Host, HugePages, Mmu, SlotId, VcpuMmu, VmBuilder};
 
 /// Pages of a block.
 pub const BLOCK: u64 = 512;
@@ -21,8 +17,7 @@ const TARGET_SLOT: SlotId = SlotId(0);
 
 /// A slot under test among others.
 pub struct Fixture {
-    host: Arc<Host>,
-    mmu: Arc<Mmu>,
+    tables: Tables,
     vcpu_mmu: VcpuMmu,
     first: Gfn,
     blocks: u64,
@@ -33,27 +28,17 @@ impl Fixture {
     /// `slots` slots, of which the one in the middle is under test, with `blocks` times 2 MiB; the
     /// others have 2 MiB each.
     pub fn new(slots: u64, blocks: u64, huge: HugePages) -> Result<Self, LabError> {
+        // Room for what reclaim wants free before it makes huge pages, and for the per-CPU page
+        // caches.
+        let frames = PageCount::new((blocks + 32) * BLOCK);
         let builder = VmBuilder {
-            memory: PageCount::new(blocks * BLOCK),
-            // Room for what reclaim wants free before it makes huge pages, and for the per-CPU page
-            // caches.
-            resident: PageCount::new((blocks + 32) * BLOCK),
-            vcpus: 1,
             huge,
-            swap: Swap::Memory,
-            latency: LatencySetting::default(),
-            apf: Apf::Off,
-            seed: None,
-            command_line: String::new(),
+            ..builder(PageCount::new(blocks * BLOCK), frames, 1)
         };
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = builder.host(clock)?;
-        let qsbr = Arc::new(Qsbr::new(1));
-        let mmu = Mmu::new(Arc::clone(&host), qsbr, TABLES)?;
+        let tables = Tables::new(&builder, TABLES)?;
         let mut fixture = Self {
-            vcpu_mmu: mmu.vcpu_mmu()?,
-            host,
-            mmu,
+            vcpu_mmu: tables.mmu.vcpu_mmu()?,
+            tables,
             first: Gfn::new(TARGET / PAGE_SIZE as u64).expect("a small address"),
             blocks,
             others: Vec::new(),
@@ -75,30 +60,22 @@ impl Fixture {
     }
 
     fn add(&self, id: u64, guest: u64, pages: u64) -> Result<HvaRange, LabError> {
-        let notifier = Arc::clone(&self.mmu) as Arc<dyn MmuNotifier>;
-        let region = self.host.add_region(PageCount::new(pages), notifier)?;
-        self.mmu.add_slot(SlotSpec {
-            id: SlotId(u16::try_from(id).expect("fewer slots than that")),
-            guest,
-            host: region.start(),
-            bytes: pages * PAGE_SIZE as u64,
-            flags: SlotFlags::empty(),
-        })?;
-        Ok(region)
+        let id = u16::try_from(id).expect("fewer slots than that");
+        self.tables.add_slot(SlotId(id), guest, pages)
     }
 
     /// Gives the slot under test a new backing, of which no page was touched.
     pub fn renew(&mut self) -> Result<(), LabError> {
         if let Some(range) = self.target() {
-            self.mmu.delete_slot(TARGET_SLOT)?;
-            self.host.remove_region(range)?;
+            self.tables.mmu.delete_slot(TARGET_SLOT)?;
+            self.tables.host.remove_region(range)?;
         }
         self.add(u64::from(TARGET_SLOT.0), TARGET, self.blocks * BLOCK)?;
         Ok(())
     }
 
     fn target(&self) -> Option<HvaRange> {
-        let slots = self.mmu.slots();
+        let slots = self.tables.mmu.slots();
         slots.get(TARGET_SLOT).map(|slot| slot.hvas)
     }
 
@@ -115,12 +92,12 @@ impl Fixture {
 
     /// Its memory-management unit.
     pub fn mmu(&self) -> &Mmu {
-        &self.mmu
+        &self.tables.mmu
     }
 
     /// Its host.
     pub fn host(&self) -> &Host {
-        &self.host
+        &self.tables.host
     }
 
     /// Faults in the first `blocks` blocks under test, for writing, by leaves of `level`: one fault
@@ -142,7 +119,11 @@ impl Fixture {
     pub fn fault(&mut self, page: u64, level: Level) -> Result<(), LabError> {
         let gfn = self.first.checked_add(page).expect("inside the slot");
         let found = loop {
-            match self.mmu.fault(&mut self.vcpu_mmu, gfn, Access::Write) {
+            match self
+                .tables
+                .mmu
+                .fault(&mut self.vcpu_mmu, gfn, Access::Write)
+            {
                 Fault::Mapped(page) => break page.level,
                 Fault::Busy => {}
                 _ => return Err(LabError::Guest("a resident fault cannot be had".into())),

@@ -1,13 +1,14 @@
 //! Skewed access to more memory than there is, with huge pages and without. The null is a second VM
 //! without: what differs between two VMs made the same way is in it.
 
-use super::pair::{Side, Turn, side_by_side};
 use crate::experiment::{LabError, Options, vcpus};
+use crate::fixture::builder;
+use crate::players::{Cast, InBackground, Player, Slice, with_players};
 use crate::report::short;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
-use lacuna_soft::{Apf, HugePages, LatencySetting, Swap, VmBuilder};
+use lacuna_soft::{Delivery, HugePages, VmBuilder};
 use std::time::Duration;
 
 /// Memory the guest believes it has, in MiB.
@@ -54,10 +55,10 @@ const PLACES: [Place; 2] = [
 /// Steps of the progress that it makes.
 pub const STEPS: u64 = PLACES.len() as u64;
 
-const fn turn(options: &Options) -> Turn {
-    Turn {
+const fn turn(options: &Options) -> Slice {
+    Slice {
         settle: Duration::from_millis(100),
-        slice: Duration::from_millis(if options.quick { 200 } else { 500 }),
+        counted: Duration::from_millis(if options.quick { 200 } else { 500 }),
     }
 }
 
@@ -69,19 +70,22 @@ pub fn measure(
 ) -> Result<(), LabError> {
     for place in &PLACES {
         progress.step(format!("memory pressure, {}", place.about))?;
+        let [memory, resident] =
+            [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
         let builder = |huge| VmBuilder {
-            memory: PageCount::from_bytes(MEMORY_MIB << 20),
-            resident: PageCount::from_bytes(RESIDENT_MIB << 20),
-            vcpus: vcpus(),
             huge,
-            swap: Swap::Memory,
-            latency: LatencySetting::default(),
-            apf: Apf::Off,
-            seed: None,
             command_line: format!("huge=1 skew={SKEW} seconds=1000000 {}", place.words),
+            ..builder(memory, resident, vcpus())
         };
-        let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
-        let found = side_by_side(&launches, "zipf", |sides| take_turns(options, place, sides))?;
+        let builders = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
+        let cast = Cast {
+            guest: "zipf",
+            delivery: Delivery::Bitmap,
+            background: InBackground::Reclaim,
+        };
+        let found = with_players(&builders, cast, |mut players| {
+            take_turns(options, place, &mut players)
+        })?;
         if Summary::of(&found[SMALL][2]).median == 0.0 {
             return Err(LabError::Guest("memory was not scarce: no swap-ins".into()));
         }
@@ -94,19 +98,23 @@ pub fn measure(
 /// pages a second from swap.
 type Found = Vec<[Vec<f64>; 3]>;
 
-fn take_turns(options: &Options, place: &Place, sides: &mut [Side<'_>]) -> Result<Found, LabError> {
+fn take_turns(
+    options: &Options,
+    place: &Place,
+    players: &mut [Player<'_>],
+) -> Result<Found, LabError> {
     let turn = turn(options);
     // Until what is hot is resident, and what is not is not.
-    let warm_up = Turn {
-        slice: Duration::from_secs(if options.quick { 1 } else { 10 }),
+    let warm_up = Slice {
+        counted: Duration::from_secs(if options.quick { 1 } else { 10 }),
         ..turn
     };
-    for side in sides.iter_mut() {
-        side.take(warm_up)?;
+    for player in players.iter_mut() {
+        player.slice(warm_up)?;
     }
     let rounds = if options.quick { 2 } else { place.rounds };
     measures(3, rounds, |arm| {
-        let took = sides[arm].take(turn)?;
+        let took = players[arm].slice(turn)?;
         let huge = (took.host.huge_pages << 21) as f64;
         let resident = ((took.host.resident) << 12) as f64;
         Ok([took.rate, 100.0 * huge / resident, took.swap_ins])
@@ -137,7 +145,7 @@ fn tell(options: &Options, place: &Place, found: &Found, report: &mut Report) {
             .param("zipf_s", SKEW as f64 / 100.0)
             .param("write_percent", 50)
             .param("place", place.about)
-            .param("slice_ms", turn.slice.as_millis() as u64)
+            .param("slice_ms", turn.counted.as_millis() as u64)
             .param("settle_ms", turn.settle.as_millis() as u64);
         bar.into_iter().fold(result, Measurement::bar)
     };

@@ -1,11 +1,11 @@
 //! Random reads over more memory than 4 KiB TLB entries reach. The null is a second VM with those.
 
-use super::pair::{Turn, side_by_side};
 use crate::experiment::{LabError, Options};
+use crate::fixture::resident;
+use crate::players::{Cast, InBackground, Slice, with_players};
 use crate::result::{Better, Measurement, Report};
-use crate::session::resident;
 use crate::stats::{Summary, paired, rounds};
-use lacuna_soft::{HugePages, VmBuilder};
+use lacuna_soft::{Delivery, HugePages, VmBuilder};
 use std::time::Duration;
 
 /// `thp.random_read_ratio`.
@@ -19,14 +19,19 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
             ..resident(mib + 64, 1)
         }
     };
-    let turn = Turn {
+    let cast = Cast {
+        guest: "reads",
+        delivery: Delivery::Bitmap,
+        background: InBackground::Reclaim,
+    };
+    let turn = Slice {
         settle: Duration::from_millis(40),
-        slice: Duration::from_millis(100),
+        counted: Duration::from_millis(100),
     };
     let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
-    let rates = side_by_side(&launches, "reads", |sides| {
+    let rates = with_players(&launches, cast, |mut players| {
         let repeats = if options.quick { 2 } else { 15 };
-        rounds(3, repeats, |arm| Ok(sides[arm].take(turn)?.rate))
+        rounds(3, repeats, |arm| Ok(players[arm].slice(turn)?.rate))
     })?;
     let ratio = paired(&rates[0], &rates[1]);
     report.push(

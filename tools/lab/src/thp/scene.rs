@@ -2,12 +2,11 @@
 //! keeps touching every page of another piece, the next 2 MiB.
 
 use crate::experiment::LabError;
+use crate::fixture::{boot_code, resident};
 use crate::native::thread_cpu_ns;
-use crate::session::resident;
-use lacuna_addr::{Gfn, Gpa, HvaRange, PAGE_SIZE};
-use lacuna_machine::{Exit, Image, Kick as _, Segment, Vcpu as _};
-use lacuna_soft::{HugePages, RmapWalk, Vcpu, Vm, VmBuilder, VmConfig};
-use lacuna_sync::{Clock, HostClock};
+use lacuna_addr::{Gfn, HvaRange, PAGE_SIZE};
+use lacuna_machine::{Exit, Kick as _, Vcpu as _};
+use lacuna_soft::{Delivery, HugePages, RmapWalk, Vcpu, Vm, VmBuilder};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -47,28 +46,10 @@ impl Scene {
             huge,
             ..resident(MEMORY_MIB, 2)
         };
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = builder.host(Arc::clone(&clock))?;
-        let config = VmConfig {
-            memory: builder.memory,
-            vcpus: builder.vcpus,
-            apf: builder.apf,
-            ..VmConfig::default()
-        };
-        let vm = Vm::new(host, clock, config)?;
         let code = program(passes);
-        let at = Gpa::new(u64::from(CODE)).expect("a small address");
-        let segment = Segment {
-            gpa: at,
-            bytes: &code,
-            size: code.len() as u64,
-        };
-        let image = Image {
-            arch: lacuna_machine::Arch::X86_64,
-            segments: vec![segment],
-            entry: at,
-        };
-        let mut vcpus = vm.boot(&image, "")?.into_iter();
+        let pieces = [(u64::from(CODE), &*code)];
+        let (vm, vcpus) = boot_code(&builder, Delivery::Bitmap, &pieces)?;
+        let mut vcpus = vcpus.into_iter();
         let (worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
         let first = Gfn::new(u64::from(TOUCHED) / PAGE_SIZE as u64).expect("a small address");
         let slots = vm.mmu().slots();

@@ -1,24 +1,26 @@
 //! VMs that take turns: one runs, for some milliseconds, and the others stand still.
 //!
 //! Machines are noisy at every scale: on the test machine a guest's rate in one 10 ms differs from
-//! that in the next by 6 to 10 %, and in one second as much (docs/speed-pml.md). So long
-//! slices tell no more than short ones, and what helps is to change arms often. But an arm has its
-//! own rhythm, a harvest a second, a mapping that comes back page by page, that must not be cut.
-//! Hence a VM for each arm, and between two turns time stands still for it:
+//! that in the next by 6 to 10 %, and in one second as much (docs/speed-pml.md). So long slices
+//! tell no more than short ones, and what helps is to change arms often. But an arm has its own
+//! rhythm, such as a harvest a second, or a mapping that comes back page by page. Turns must not
+//! cut it. Hence a VM for each arm, and between two turns time stands still for it:
 //!
 //! ```text
 //! core time   a b c c b a b c a a c b ...     each letter a turn of a VM, some ms
 //! VM a        a─────────a─────a─a─── ...       its second is fifty turns of its own
 //! ```
-//! Frames lie where they lie, some better than others: so arms change VMs too ([`shifts`]).
+//! A VM without a turn has no vCPU and no background thread at work, so each pays for all of its
+//! own work and for nothing of the other's. Its vCPUs' threads wait at a gate; the gate closes by a
+//! kick of all vCPUs. Frames lie where they lie, some better than others: so arms change VMs too
+//! ([`crate::turns::shifts`]).
 
 use crate::experiment::LabError;
+use crate::fixture::boot;
 use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
-use crate::stats::Summary;
-use lacuna_machine::{Ending, Exit, PlatformDevices, VcpuError, dispatch};
-use lacuna_soft::{Delivery, Step, Vcpu, Vm, VmBuilder, VmConfig, Wait};
-use lacuna_sync::{Clock, HostClock};
+use lacuna_machine::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _, VcpuError, dispatch};
+use lacuna_soft::{Background, Delivery, HostStats, Vcpu, Vm, VmBuilder};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
@@ -29,8 +31,45 @@ pub const TURN: Duration = Duration::from_millis(20);
 
 /// What a guest may take until it has announced its status page.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Instructions between two looks at whose turn it is: some 100 us.
-const FUEL: u64 = 35_000;
+
+/// Whether a host works in the background while its VM has a turn.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum InBackground {
+    /// It does nothing: all memory is resident, and no block is to become huge.
+    Nothing,
+    /// It reclaims pages and collapses blocks.
+    Reclaim,
+}
+
+/// What all players have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct Cast {
+    /// The guest image.
+    pub guest: &'static str,
+    /// Where dirty tracking records.
+    pub delivery: Delivery,
+    /// What their hosts do meanwhile.
+    pub background: InBackground,
+}
+
+/// A turn of which a part is counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Slice {
+    /// What goes before it, while caches become warm.
+    pub settle: Duration,
+    /// What is counted.
+    pub counted: Duration,
+}
+
+/// What happened in a [`Slice`].
+pub struct Took {
+    /// Steps a second of the processes that access memory.
+    pub rate: f64,
+    /// Pages a second read from swap.
+    pub swap_ins: f64,
+    /// The host's counters at the end.
+    pub host: HostStats,
+}
 
 /// What a VM did in turns of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -95,9 +134,11 @@ impl Player<'_> {
         &mut self,
         during: impl FnOnce(&Vm) -> Result<(), LabError>,
     ) -> Result<Done, LabError> {
+        let background = self.machine.background()?;
         self.machine.gate.open();
         let result = during(&self.machine.vm);
-        self.machine.gate.close();
+        self.machine.close();
+        drop(background);
         result?;
         if let Some(ending) = self.machine.devices.ending() {
             let text = format!("the guest ended while it was measured: {ending:?}");
@@ -118,6 +159,31 @@ impl Player<'_> {
             thread::sleep(time);
             Ok(())
         })
+    }
+
+    /// A turn of which a part is counted.
+    ///
+    /// # Errors
+    /// When the guest ends.
+    pub fn slice(&mut self, slice: Slice) -> Result<Took, LabError> {
+        let machine = self.machine;
+        let guest = machine.guest()?;
+        let mut took = None;
+        self.turn(|vm| {
+            guest.run_for(slice.settle)?;
+            let (before, swapped_in) = (guest.count()?, vm.host().stats().swapped_in);
+            guest.run_for(slice.counted)?;
+            let (count, host) = (guest.count()?, vm.host().stats());
+            let [_, rate] = count.rates_since(&before);
+            let swapped_in = (host.swapped_in - swapped_in) as f64;
+            took = Some(Took {
+                rate,
+                swap_ins: swapped_in / (count.at - before.at).as_secs_f64(),
+                host,
+            });
+            Ok(())
+        })?;
+        Ok(took.expect("the turn was counted"))
     }
 
     fn done(&self) -> Result<Done, LabError> {
@@ -177,13 +243,17 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// On return, no vCPU runs.
-    fn close(&self) {
-        let mut state = self.state.lock().expect("no panic under this lock");
-        state.closed = true;
+    /// From now on no vCPU passes.
+    fn shut(&self) {
+        self.state.lock().expect("no panic under this lock").closed = true;
         self.closed.store(true, Ordering::Relaxed);
-        let closed = self.changed.wait_while(state, |state| state.vcpus > 0);
-        drop(closed.expect("no panic under this lock"));
+    }
+
+    /// Waits until no vCPU is inside.
+    fn wait(&self) {
+        let state = self.state.lock().expect("no panic under this lock");
+        let left = self.changed.wait_while(state, |state| state.vcpus > 0);
+        drop(left.expect("no panic under this lock"));
     }
 
     fn spent_ns(&self) -> [f64; 2] {
@@ -216,33 +286,47 @@ struct Machine {
     vm: Arc<Vm>,
     devices: PlatformDevices,
     words: LastWords,
+    background: InBackground,
     gate: Gate,
     rings_full: AtomicU64,
     reaped: AtomicU64,
 }
 
 impl Machine {
-    fn new(builder: &VmBuilder, delivery: Delivery) -> Result<(Self, Vec<Vcpu>), LabError> {
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let config = VmConfig {
-            memory: builder.memory,
-            vcpus: builder.vcpus,
-            apf: builder.apf,
-            ..VmConfig::default()
-        };
-        let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
-        vm.set_delivery(delivery)?;
-        let vcpus = vm.boot(&image("churn")?, &builder.full_command_line())?;
+    fn new(builder: &VmBuilder, cast: Cast) -> Result<(Self, Vec<Vcpu>), LabError> {
+        let command_line = builder.full_command_line();
+        let (vm, vcpus) = boot(builder, cast.delivery, &image(cast.guest)?, &command_line)?;
         let words = LastWords::default();
         let machine = Self {
             devices: PlatformDevices::new(words.console()),
             vm,
             words,
+            background: cast.background,
             gate: Gate::default(),
             rings_full: AtomicU64::new(0),
             reaped: AtomicU64::new(0),
         };
         Ok((machine, vcpus))
+    }
+
+    /// On return, no vCPU runs. A kick that a vCPU did not need makes its next run return at once,
+    /// and the run after that goes on.
+    fn close(&self) {
+        self.gate.shut();
+        self.vm.kick_all();
+        self.gate.wait();
+    }
+
+    fn background(&self) -> Result<Option<Background>, LabError> {
+        Ok(match self.background {
+            InBackground::Nothing => None,
+            InBackground::Reclaim => Some(self.vm.host().spawn_background()?),
+        })
+    }
+
+    fn guest(&self) -> Result<Guest<'_>, LabError> {
+        let guest = Guest::attach(&*self.vm, &self.devices);
+        guest.ok_or_else(|| LabError::Guest("the guest did not begin".into()))
     }
 
     /// One vCPU's thread.
@@ -251,14 +335,8 @@ impl Machine {
         let mut turn = Some(self.gate.enter());
         while self.devices.ending().is_none() {
             self.gate.pass(&mut turn);
-            match vcpu.step(FUEL) {
-                Step::Ran => {}
-                // Nothing is ever swapped, so whatever it waits for is near.
-                Step::Wait(Wait::Page(ticket)) => drop(self.vm.host().wait(&ticket)),
-                Step::Wait(_) => thread::yield_now(),
-                Step::Exit(exit) => self.exit(&mut vcpu, Ok(exit)),
-                Step::Failed(error) => self.exit(&mut vcpu, Err(error)),
-            }
+            let exit = vcpu.run();
+            self.exit(&mut vcpu, exit);
         }
     }
 
@@ -275,23 +353,23 @@ impl Machine {
 
     /// Lets it boot and prepare, and stops it.
     fn attach(&self) -> Result<Player<'_>, LabError> {
+        let background = self.background()?;
         let deadline = Instant::now() + LIMIT;
-        let guest = loop {
-            if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
-                break guest;
-            }
+        while self.devices.status_page().is_none() {
             if self.devices.ending().is_some() || Instant::now() > deadline {
-                return Err(LabError::Guest("the guest did not begin".into()));
+                break;
             }
             thread::sleep(Duration::from_millis(1));
-        };
+        }
+        let guest = self.guest()?;
         guest.prepared()?;
+        self.close();
+        drop(background);
         let mut player = Player {
             machine: self,
             guest,
             last: Done::default(),
         };
-        self.gate.close();
         player.last = player.done()?;
         Ok(player)
     }
@@ -307,23 +385,19 @@ impl Drop for End<'_> {
     }
 }
 
-/// Starts so many VMs with `churn`, one after the other, carries out `experiment` when all are
-/// prepared and stand still, and ends them.
+/// Starts a VM with the guest of `cast` for each of `builders`, one after the other: the next when
+/// this one is prepared and stands still. Then carries out `experiment`, and ends them.
 ///
 /// # Errors
-/// Those of the experiment and of the builder; and a guest that ends before the experiment does.
+/// Those of the experiment and of the builders; and a guest that ends before the experiment does.
 pub fn with_players<T>(
-    builder: &VmBuilder,
-    delivery: Delivery,
-    count: usize,
+    builders: &[VmBuilder],
+    cast: Cast,
     experiment: impl FnOnce(Vec<Player<'_>>) -> Result<T, LabError>,
 ) -> Result<T, LabError> {
-    let (mut machines, mut vcpus) = (Vec::new(), Vec::new());
-    for _ in 0..count {
-        let (machine, its) = Machine::new(builder, delivery)?;
-        machines.push(machine);
-        vcpus.push(its);
-    }
+    let made = builders.iter().map(|builder| Machine::new(builder, cast));
+    let made = made.collect::<Result<Vec<_>, _>>()?;
+    let (machines, vcpus): (Vec<_>, Vec<_>) = made.into_iter().unzip();
     let result = thread::scope(|scope| {
         let _ends: Vec<_> = machines.iter().map(End).collect();
         let mut players = Vec::new();
@@ -352,95 +426,23 @@ pub fn reap(vm: &Vm) -> u64 {
     pages as u64
 }
 
-/// Every way to give `count` arms to as many VMs by turning: VM `shift[arm]` plays `arm`.
-pub fn shifts(count: usize) -> impl Iterator<Item = Vec<usize>> {
-    (0..count).map(move |shift| (0..count).map(|arm| (arm + shift) % count).collect())
-}
-
-/// Figures of `rounds` rounds in each of the [`shifts`], one shift after the other: one a round,
-/// the mean over the shifts. As every VM has played every arm, what makes one VM differ from
-/// another cancels.
-pub fn across_shifts(figures: &[f64], rounds: usize) -> Vec<f64> {
-    let mean = |round: usize| {
-        let all: Vec<f64> = figures
-            .iter()
-            .skip(round)
-            .step_by(rounds)
-            .copied()
-            .collect();
-        all.iter().sum::<f64>() / all.len() as f64
-    };
-    (0..rounds).map(mean).collect()
-}
-
-/// `b` over `a` in percent, the geometric mean [`across_shifts`].
-pub fn percent_across(a: &[f64], b: &[f64], rounds: usize) -> Summary {
-    let logs: Vec<f64> = a.iter().zip(b).map(|(a, b)| (b / a).ln()).collect();
-    let means = across_shifts(&logs, rounds).into_iter();
-    Summary::of(&means.map(|log| 100.0 * log.exp()).collect::<Vec<_>>())
-}
-
-/// Whether a turn is the last of its round.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Last {
-    /// It is.
-    Yes,
-    /// More will come.
-    No,
-}
-
 /// How many turns there and back `time` is for one VM, and how long each of them.
 pub fn turns_of(time: Duration) -> (usize, Duration) {
     let pairs = time.div_duration_f64(2 * TURN).ceil().max(1.0) as u32;
     (pairs as usize, time / (2 * pairs))
 }
 
-/// A round: `pairs` times the turns of all arms, there and back, each time with another one first:
-/// an arm with two turns in a row finds its caches warm. Calls `turn` with an arm.
-///
-/// # Errors
-/// The first of a turn.
-pub fn round<E>(
-    arms: usize,
-    pairs: usize,
-    mut turn: impl FnMut(usize, Last) -> Result<(), E>,
-) -> Result<(), E> {
-    for pair in 0..pairs {
-        let order = (0..arms).map(|place| (pair + place) % arms);
-        for arm in order.clone() {
-            turn(arm, Last::No)?;
-        }
-        let last = if pair + 1 == pairs {
-            Last::Yes
-        } else {
-            Last::No
-        };
-        for arm in order.rev() {
-            turn(arm, last)?;
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::resident;
+    use crate::fixture::resident;
+    use lacuna_soft::HugePages;
 
-    #[test]
-    fn a_round_goes_there_and_back_and_begins_with_another_each_time() {
-        let mut turns = Vec::new();
-        let told: Result<(), ()> = round(3, 3, |arm, last| {
-            turns.push((arm, last));
-            Ok(())
-        });
-        told.unwrap();
-        let arms: Vec<_> = turns.iter().map(|turn| turn.0).collect();
-        assert_eq!(arms[..6], [0, 1, 2, 2, 1, 0]);
-        assert_eq!(arms[6..], [1, 2, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2]);
-        let last: Vec<_> = turns.iter().map(|turn| turn.1 == Last::Yes).collect();
-        assert_eq!(last, [[false; 15].as_slice(), &[true; 3]].concat());
-    }
+    const CHURN: Cast = Cast {
+        guest: "churn",
+        delivery: Delivery::Bitmap,
+        background: InBackground::Nothing,
+    };
 
     #[test]
     fn a_time_is_as_many_turns() {
@@ -448,34 +450,12 @@ mod tests {
         assert_eq!(turns_of(TURN), (1, TURN / 2));
     }
 
-    /// Two VMs, one half again as fast, and arms of which one does nine tenths of the other, then
-    /// eight.
-    #[test]
-    fn what_a_vm_is_faster_cancels() {
-        let a = [100.0, 100.0, 150.0, 150.0];
-        let b = [150.0 * 0.9, 150.0 * 0.8, 100.0 * 0.9, 100.0 * 0.8];
-        let found = percent_across(&a, &b, 2);
-        assert!((found.low - 80.0).abs() < 1e-9 && (found.high - 90.0).abs() < 1e-9);
-        assert_eq!(across_shifts(&[1.0, 10.0, 3.0, 30.0], 2), [2.0, 20.0]);
-    }
-
-    #[test]
-    fn every_vm_plays_every_arm() {
-        let mut played = [[0; 3]; 3];
-        for vms in shifts(3) {
-            vms.iter()
-                .enumerate()
-                .for_each(|(arm, vm)| played[arm][*vm] += 1);
-        }
-        assert_eq!(played, [[1; 3]; 3]);
-    }
-
     /// Between two turns a VM does nothing, and its time does not pass.
     #[test]
     fn who_has_no_turn_stands_still() {
         let mut builder = resident(48, 2);
         builder.command_line = "hot=4M seconds=1000000".into();
-        let done = with_players(&builder, Delivery::Bitmap, 2, |mut players| {
+        let done = with_players(&[builder.clone(), builder], CHURN, |mut players| {
             // However long it takes here until something is done.
             let until_some = |player: &mut Player<'_>| {
                 let mut all = Done::default();
@@ -502,12 +482,55 @@ mod tests {
     fn a_guest_that_ends_is_told_of() {
         let mut builder = resident(48, 1);
         builder.command_line = "hot=4M transactions=1".into();
-        let ended = with_players(&builder, Delivery::Bitmap, 1, |mut players| {
+        let ended = with_players(&[builder], CHURN, |mut players| {
             loop {
                 players[0].run_for(TURN)?;
             }
         });
         let text = Result::<(), _>::unwrap_err(ended).to_string();
         assert!(text.contains("ended with Exited(0)"), "{text}");
+    }
+
+    #[test]
+    fn a_slice_tells_what_its_vm_did_and_what_its_host_has() {
+        let builder = |huge| VmBuilder {
+            huge,
+            command_line: "huge=1 seconds=1000000".into(),
+            ..resident(32, 1)
+        };
+        let cast = Cast {
+            guest: "zipf",
+            background: InBackground::Reclaim,
+            ..CHURN
+        };
+        let slice = Slice {
+            settle: Duration::from_millis(30),
+            counted: Duration::from_millis(50),
+        };
+        let builders = [HugePages::Never, HugePages::Always].map(builder);
+        let done = with_players(&builders, cast, |mut players| {
+            let resting = players[1].guest.count()?.faulters;
+            let took = players[0].slice(slice)?;
+            assert!(took.rate > 0.0 && took.host.huge_pages == 0);
+            assert_eq!(players[1].guest.count()?.faulters, resting);
+            let took = players[1].slice(slice)?;
+            assert!(took.rate > 0.0 && took.host.huge_pages > 4);
+            Ok(())
+        });
+        done.unwrap();
+    }
+
+    #[test]
+    fn a_guest_that_refuses_says_why() {
+        let builder = VmBuilder {
+            command_line: "processes=0".into(),
+            ..resident(32, 1)
+        };
+        let cast = Cast {
+            guest: "zipf",
+            ..CHURN
+        };
+        let error = with_players(&[builder], cast, |_| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("cannot be"), "{error}");
     }
 }

@@ -1,0 +1,136 @@
+//! What VMs under measurement are made of, from the largest to the smallest.
+//!
+//! | fixture | what it has | for |
+//! |---|---|---|
+//! | [`crate::session`] | one running guest of any backend | what is switched while it runs |
+//! | [`crate::players`] | VMs with one guest image that take turns | what differs between VMs |
+//! | [`boot_code`] | a VM that runs some bytes of machine code | one path, without a guest kernel |
+//! | [`Tables`] | slots, tables and a host, and no processor | work on tables alone |
+
+use crate::experiment::LabError;
+use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_machine::{Arch, Image, Segment};
+use lacuna_soft::{
+    Apf, Delivery, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
+    Swap, Vcpu, Vm, VmBuilder, VmConfig,
+};
+use lacuna_sync::{Clock, HostClock, Qsbr};
+use std::sync::Arc;
+
+/// A VM with `memory` and as many frames as `resident`. Everything else is as plain as it can be.
+pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilder {
+    VmBuilder {
+        memory,
+        resident,
+        vcpus,
+        huge: HugePages::Never,
+        swap: Swap::Memory,
+        latency: LatencySetting::default(),
+        apf: Apf::Off,
+        seed: None,
+        command_line: String::new(),
+    }
+}
+
+/// A VM with `mib` MiB, a frame for each of its pages, and what a host keeps free besides: nothing
+/// is ever reclaimed.
+pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
+    let memory = PageCount::from_bytes(mib << 20);
+    let frames = PageCount::new(memory.get() + memory.get() / 8 + 16384);
+    builder(memory, frames, vcpus)
+}
+
+/// The VM of `builder`, with vCPUs at the start of `image`, which nothing runs yet.
+///
+/// # Errors
+/// The VM could not be made.
+pub fn boot(
+    builder: &VmBuilder,
+    delivery: Delivery,
+    image: &Image<'_>,
+    command_line: &str,
+) -> Result<(Arc<Vm>, Vec<Vcpu>), LabError> {
+    let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+    let config = VmConfig {
+        memory: builder.memory,
+        vcpus: builder.vcpus,
+        apf: builder.apf,
+        delivery,
+        ..VmConfig::default()
+    };
+    let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
+    let vcpus = vm.boot(image, command_line)?;
+    Ok((vm, vcpus))
+}
+
+/// [`boot`] of machine code: pieces of memory by their addresses. vCPUs start at the first piece.
+///
+/// # Errors
+/// The VM could not be made.
+///
+/// # Panics
+/// If there is no piece, or an address is none.
+pub fn boot_code(
+    builder: &VmBuilder,
+    delivery: Delivery,
+    pieces: &[(u64, &[u8])],
+) -> Result<(Arc<Vm>, Vec<Vcpu>), LabError> {
+    let at = |address: u64| Gpa::new(address).expect("a small address");
+    let segments = pieces.iter().map(|&(address, bytes)| Segment {
+        gpa: at(address),
+        bytes,
+        size: bytes.len() as u64,
+    });
+    let image = Image {
+        arch: Arch::X86_64,
+        segments: segments.collect(),
+        entry: at(pieces[0].0),
+    };
+    boot(builder, delivery, &image, "")
+}
+
+/// The memory of a VM without its processors. Work on tables and reverse maps is measured on it.
+pub struct Tables {
+    /// Where its memory comes from.
+    pub host: Arc<Host>,
+    /// Its quiescent states: one vCPU.
+    pub qsbr: Arc<Qsbr>,
+    /// Its memory-management unit.
+    pub mmu: Arc<Mmu>,
+}
+
+impl Tables {
+    /// Memory without slots, with at most `tables` table pages.
+    ///
+    /// # Errors
+    /// The host or the MMU could not be made.
+    pub fn new(builder: &VmBuilder, tables: u32) -> Result<Self, LabError> {
+        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
+        let host = builder.host(clock)?;
+        let qsbr = Arc::new(Qsbr::new(1));
+        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), tables)?;
+        Ok(Self { host, qsbr, mmu })
+    }
+
+    /// Adds a slot of `pages` pages at `guest`, with a region of its own behind it.
+    ///
+    /// # Errors
+    /// The region or the slot was refused.
+    pub fn add_slot(&self, id: SlotId, guest: u64, pages: u64) -> Result<HvaRange, LabError> {
+        let notifier = Arc::clone(&self.mmu) as Arc<dyn MmuNotifier>;
+        let region = self.host.add_region(PageCount::new(pages), notifier)?;
+        self.mmu.add_slot(slot(id, guest, region))?;
+        Ok(region)
+    }
+}
+
+/// A plain slot at `guest` with all of `region` behind it.
+pub fn slot(id: SlotId, guest: u64, region: HvaRange) -> SlotSpec {
+    SlotSpec {
+        id,
+        guest,
+        host: region.start(),
+        bytes: region.pages() * PAGE_SIZE as u64,
+        flags: SlotFlags::empty(),
+    }
+}
