@@ -4,12 +4,13 @@ use crate::entry::{Absent, Entry};
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_apf::x86::{self, CpuState, Unwritable};
 use lacuna_apf::{Guest, Prefault};
-use lacuna_cpu::HostPage;
+use lacuna_cpu::{HostPage, Processor};
 use lacuna_machine::{GuestMemory as _, MemoryError, VcpuError};
+use lacuna_x86::Cpu;
 
-impl Guest for Entry {
+impl<P: Processor> Guest for Entry<P> {
     fn is_interruptible(&self) -> bool {
-        self.cpu.interruptible()
+        self.cpu.is_interruptible()
     }
 
     fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
@@ -27,7 +28,7 @@ impl Guest for Entry {
     }
 }
 
-impl x86::Guest for Entry {
+impl x86::Guest for Entry<Cpu> {
     fn state(&self) -> CpuState {
         CpuState {
             user: self.cpu.cpl() != 0,
@@ -81,7 +82,7 @@ impl x86::Guest for Entry {
     }
 }
 
-impl Entry {
+impl<P: Processor> Entry<P> {
     /// Missing guest memory is the guest's fault; a page that cannot be brought in ends the run.
     fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
         if let Err(MemoryError::Backing { gpa, cause } | MemoryError::Refused { gpa, cause }) =

@@ -4,18 +4,17 @@ use crate::bus::{Blocked, SoftBus};
 use crate::code::Stale;
 use crate::{SoftError, Vm};
 use lacuna_addr::{Access, Gfn};
-use lacuna_cpu::{HostPage, Stop};
+use lacuna_cpu::{Exit, HostPage, Processor, Stop};
 use lacuna_host::Ticket;
 use lacuna_machine::VcpuError;
 use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
-use lacuna_x86::Cpu;
 use std::sync::Arc;
 
 /// A processor with its bus.
-pub(crate) struct Entry {
+pub struct Entry<P> {
     pub(crate) vm: Arc<Vm>,
     pub(crate) index: usize,
-    pub(crate) cpu: Cpu,
+    pub(crate) cpu: P,
     pub(crate) bus: SoftBus,
     /// Why the words that the guest shares with the host could not be accessed, although it has
     /// memory there.
@@ -47,10 +46,14 @@ pub(crate) enum Absent {
     Busy,
 }
 
-impl Entry {
-    pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, SoftError> {
+impl<P: Processor> Entry<P> {
+    pub(crate) fn new(
+        vm: Arc<Vm>,
+        index: usize,
+        fabric: Arc<P::Fabric>,
+    ) -> Result<Self, SoftError> {
         Ok(Self {
-            cpu: Cpu::new(index, Arc::clone(&vm.apics), Arc::clone(&vm.clock)),
+            cpu: P::new(index, fabric, Arc::clone(&vm.clock)),
             bus: SoftBus::new(Arc::clone(&vm), index)?,
             vm,
             index,
@@ -71,12 +74,12 @@ impl Entry {
     }
 
     /// Runs guest code for about `fuel` instructions.
-    pub(crate) fn run(&mut self, fuel: u64) -> lacuna_x86::Exit {
+    pub(crate) fn run(&mut self, fuel: u64) -> Exit<P::Own> {
         self.online(|cpu, bus, slot| cpu.run(bus, slot, fuel))
     }
 
     /// Runs one instruction while all other vCPUs are stopped.
-    pub(crate) fn run_alone(&mut self) -> lacuna_x86::Exit {
+    pub(crate) fn run_alone(&mut self) -> Exit<P::Own> {
         let qsbr = self.vm.qsbr();
         self.vm.exclusive.alone(qsbr, self.index, || {
             let grace = qsbr.online(self.index);
@@ -110,7 +113,7 @@ impl Entry {
     }
 
     /// Runs `body` between two quiescent points.
-    fn online<R>(&mut self, body: impl FnOnce(&mut Cpu, &mut SoftBus, &VcpuSlot) -> R) -> R {
+    fn online<R>(&mut self, body: impl FnOnce(&mut P, &mut SoftBus, &VcpuSlot) -> R) -> R {
         let qsbr = self.vm.qsbr();
         let grace = self.vm.exclusive.online(qsbr, self.index);
         let _online = Online {
@@ -125,7 +128,12 @@ impl Entry {
     }
 }
 
-fn flush_since(cpu: &mut Cpu, slot: &VcpuSlot, flushed: &mut GracePeriod, grace: GracePeriod) {
+fn flush_since(
+    cpu: &mut impl Processor,
+    slot: &VcpuSlot,
+    flushed: &mut GracePeriod,
+    grace: GracePeriod,
+) {
     if grace > *flushed {
         cpu.flush_tlb();
         slot.flushed();

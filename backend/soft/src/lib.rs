@@ -17,6 +17,7 @@
 //! | `kind` | whether an error is due to the request, the guest or the host |
 //! | `builder` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
+//! | `platform`, `x86` | what an architecture adds to its processor |
 //! | `dirty` | dirty tracking |
 //! | `memory` | guest memory for code that is no vCPU: loaders, devices, viewers |
 //!
@@ -38,12 +39,15 @@ mod kind;
 mod layout;
 mod memory;
 mod park;
+mod platform;
 mod seeded;
 mod stall;
 mod vcpu;
 mod vm;
+mod x86;
 
 pub use builder::{RunSummary, Swap, VmBuilder};
+pub use entry::Entry;
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
     Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuNotifier,
@@ -58,7 +62,8 @@ pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, VcpuMmu};
 pub use lacuna_mmu::{Recovery, RmapWalk, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 pub use lacuna_stage2::Walk;
+pub use platform::Platform;
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 pub use stall::Stalls;
-pub use vcpu::{Step, Vcpu, Wait};
+pub use vcpu::{Step, Vcpu, VcpuOf, Wait};
 pub use vm::{SoftError, Vm};

@@ -10,17 +10,17 @@
 
 use crate::bus::{Blocked, PageFault};
 use crate::entry::Entry;
+use crate::platform::Platform;
 use crate::vm::Meter;
 use crate::{SoftError, Vm};
 use lacuna_addr::Gpa;
-use lacuna_apf::NotPresent;
-use lacuna_apf::x86::{Control, Msr, Queue};
-use lacuna_cpu::{Stop, Wake};
+use lacuna_apf::{NotPresent, Queue};
+use lacuna_cpu::{Exit as Left, Stop, Wake};
 use lacuna_host::{Ticket, fine_sleeps};
-use lacuna_machine::{Apf, Boot, Exit, VcpuError, Width};
+use lacuna_machine::{Apf, Exit, VcpuError, Width};
 use lacuna_mmu::Room;
 use lacuna_sync::Nanos;
-use lacuna_x86::{Regs, System, Table};
+use lacuna_x86::Cpu;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
@@ -61,26 +61,34 @@ pub enum Wait {
 // [`Vm::boot`] returns a vector of them, and each runs on a thread of its own. Without the
 // alignment the end of one would share a cache line with the beginning of the next.
 #[repr(align(128))]
-pub struct Vcpu {
-    vm: Arc<Vm>,
-    index: usize,
-    entry: Entry,
-    apf: Queue,
+pub struct VcpuOf<P: Platform> {
+    pub(crate) vm: Arc<Vm>,
+    pub(crate) index: usize,
+    pub(crate) entry: Entry<P>,
+    pub(crate) apf: Queue<P::Apf>,
     /// Its initial state; none in a VM whose vCPUs are to be restored.
-    boot: Option<Boot>,
+    boot: Option<P::Boot>,
     /// Instructions retired when its pins were last released.
     held_at: u64,
     stalled_since: Option<Nanos>,
 }
 
-impl Vcpu {
-    pub(crate) fn new(vm: Arc<Vm>, index: usize, boot: Option<Boot>) -> Result<Self, SoftError> {
+/// A virtual x86-64 processor.
+pub type Vcpu = VcpuOf<Cpu>;
+
+impl<P: Platform> VcpuOf<P> {
+    pub(crate) fn new(
+        vm: Arc<Vm>,
+        index: usize,
+        fabric: Arc<P::Fabric>,
+        boot: Option<P::Boot>,
+    ) -> Result<Self, SoftError> {
         let kicks = Arc::clone(&vm.kicks);
-        let features = vm.features();
+        let contract = P::contract(vm.config.apf);
         let id = u32::try_from(index).expect("at most 64 vCPUs");
         let mut vcpu = Self {
-            entry: Entry::new(Arc::clone(&vm), index)?,
-            apf: Queue::new(id, Control::new(features), move || kicks.wake(index)),
+            entry: Entry::new(Arc::clone(&vm), index, fabric)?,
+            apf: Queue::new(id, contract, move || kicks.wake(index)),
             vm,
             index,
             boot,
@@ -99,17 +107,12 @@ impl Vcpu {
     }
 
     fn start(&mut self) {
-        let features = self.vm.features();
-        self.entry.cpu.set_kvm_features(features.bits());
-        if let Some(boot) = &self.boot {
-            self.entry.cpu.set_system(boot_system(boot));
-            self.entry.cpu.set_regs(&boot_regs(boot));
-        }
+        self.entry.cpu.start(self.vm.config.apf, self.boot.as_ref());
     }
 
-    /// Its registers, for traces and debuggers.
-    pub fn regs(&self) -> Regs {
-        self.entry.cpu.regs()
+    /// The processor, between two steps.
+    pub fn processor(&mut self) -> &mut P {
+        &mut self.entry.cpu
     }
 
     /// Instructions retired so far.
@@ -236,23 +239,8 @@ impl Vcpu {
         None
     }
 
-    fn read_msr(&mut self, index: u32) -> Step {
-        let value = Msr::of(index).and_then(|msr| self.apf.read_msr(msr));
-        self.entry.cpu.complete_msr(value);
-        Step::Ran
-    }
-
-    fn write_msr(&mut self, index: u32, value: u64) -> Step {
-        let now = self.vm.clock.now();
-        let written = Msr::of(index)
-            .is_some_and(|msr| self.apf.write_msr(msr, value, now, &mut self.entry).is_ok());
-        self.entry.cpu.complete_msr(written.then_some(0));
-        self.publish();
-        Step::Ran
-    }
-
     /// Publishes its counters for other threads.
-    fn publish(&self) {
+    pub(crate) fn publish(&self) {
         *self.meter().apf.lock().expect("no panic under this lock") = self.apf.stats();
     }
 
@@ -305,44 +293,26 @@ impl Vcpu {
         &self.vm.meters[self.index]
     }
 
-    fn finish(&mut self, exit: lacuna_x86::Exit) -> Step {
-        use lacuna_x86::Exit as X;
+    fn finish(&mut self, exit: Left<P::Own>) -> Step {
         match exit {
-            X::Fuel | X::Requested | X::Stop(Stop::Again) => Step::Ran,
-            X::Halt => self.halt(),
-            X::Stop(Stop::Wait | Stop::Lost) => self.blocked(),
-            X::Stop(Stop::Mmio(gpa)) => self.unbacked(gpa),
-            X::IoOut { port, size, value } => Step::Exit(Exit::IoOut {
-                port,
-                width: width(size),
-                value,
-            }),
-            X::IoIn { port, size } => Step::Exit(Exit::IoIn {
-                port,
-                width: width(size),
-            }),
-            X::MmioRead { gpa, size } => Step::Exit(Exit::MmioRead {
+            Left::Fuel | Left::Requested | Left::Stop(Stop::Again) => Step::Ran,
+            Left::Halt => self.halt(),
+            Left::Stop(Stop::Wait | Stop::Lost) => self.blocked(),
+            Left::Stop(Stop::Mmio(gpa)) => self.unbacked(gpa),
+            Left::MmioRead { gpa, size } => Step::Exit(Exit::MmioRead {
                 gpa,
                 width: width(size),
             }),
-            X::MmioWrite { gpa, size, value } => Step::Exit(Exit::MmioWrite {
+            Left::MmioWrite { gpa, size, value } => Step::Exit(Exit::MmioWrite {
                 gpa,
                 width: width(size),
                 value,
             }),
-            X::MsrRead { index } => self.read_msr(index),
-            X::MsrWrite { index, value } => self.write_msr(index, value),
-            X::Exclusive => {
+            Left::Exclusive => {
                 let exit = self.entry.run_alone();
                 self.finish(exit)
             }
-            X::Shutdown(shutdown) => {
-                let lacuna_x86::Shutdown { rip, first } = shutdown;
-                Step::Exit(Exit::Shutdown(format!(
-                    "vCPU {}: triple fault: vector {} at rip {rip:#x} could not be delivered",
-                    self.index, first.vector
-                )))
-            }
+            Left::Own(exit) => P::finish(self, exit),
         }
     }
 
@@ -374,7 +344,7 @@ impl Vcpu {
             "vCPU {}: code, page table or system structure at {gpa}, where there is no memory \
              (rip {:#x})",
             self.index,
-            self.entry.cpu.regs().rip
+            self.entry.cpu.pc()
         );
         Step::Exit(Exit::Shutdown(text))
     }
@@ -402,7 +372,7 @@ impl Vcpu {
     }
 }
 
-impl lacuna_machine::Vcpu for Vcpu {
+impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
     fn index(&self) -> usize {
         self.index
     }
@@ -441,36 +411,11 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 }
 
-fn width(size: u8) -> Width {
+pub(crate) fn width(size: u8) -> Width {
     match size {
         1 => Width::Byte,
         2 => Width::Word,
         4 => Width::Long,
         _ => Width::Quad,
     }
-}
-
-fn boot_regs(boot: &Boot) -> Regs {
-    let mut regs = Regs {
-        rip: boot.entry.get(),
-        rflags: 2,
-        ..Regs::default()
-    };
-    const RBX: usize = 3;
-    const RSI: usize = 6;
-    regs.gpr[RBX] = boot.start_info.get();
-    regs.gpr[RSI] = boot.start_info.get();
-    regs
-}
-
-fn boot_system(boot: &Boot) -> System {
-    let (code, data) = (boot.code_selector, boot.data_selector);
-    let mut system = System::long_mode(boot.page_table.get());
-    system.selectors = [data, code, data, data, data, data];
-    system.gdtr = Table {
-        base: boot.gdt.get(),
-        limit: u32::from(boot.gdt_limit),
-        ..Table::default()
-    };
-    system
 }

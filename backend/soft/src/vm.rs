@@ -3,18 +3,18 @@
 use crate::code::CodeMap;
 use crate::exclusive::Exclusive;
 use crate::park::Parker;
+use crate::platform::Platform;
 use crate::stall::Stalls;
-use crate::vcpu::Vcpu;
+use crate::vcpu::{Vcpu, VcpuOf};
 use lacuna_addr::{HvaRange, NoRoom, PAGE_SIZE, PageCount, room_for_threads};
 use lacuna_apf::Stats as ApfStats;
-use lacuna_apf::x86::Features;
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
-use lacuna_machine::{Apf, Boot, BootError, Delivery, DirtyError, Image, Kick, Layout, VmConfig};
+use lacuna_machine::{Apf, BootError, Delivery, DirtyError, Image, Kick, Layout, VmConfig};
 use lacuna_mmu::{Mmu, MmuError};
 use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
 use lacuna_sync::{Clock, Qsbr, VcpuSlot};
-use lacuna_x86::ApicBus;
+use lacuna_x86::Cpu;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -86,7 +86,6 @@ pub struct Vm {
     pub(crate) host: Arc<Host>,
     pub(crate) mmu: Arc<Mmu>,
     pub(crate) kicks: Arc<VcpuKicks>,
-    pub(crate) apics: Arc<ApicBus>,
     pub(crate) code: CodeMap,
     pub(crate) exclusive: Exclusive,
     pub(crate) clock: Arc<dyn Clock>,
@@ -118,7 +117,6 @@ impl Vm {
         }
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
         let kicks = Arc::new(VcpuKicks { qsbr, parkers });
-        let wake: Arc<dyn Wake> = Arc::clone(&kicks) as Arc<dyn Wake>;
         let end = layout
             .ranges()
             .iter()
@@ -128,7 +126,6 @@ impl Vm {
         CodeMap::check_room(end)?;
         let vm = Self {
             code: CodeMap::new(end, vcpus),
-            apics: Arc::new(ApicBus::new(vcpus, wake)),
             exclusive: Exclusive::default(),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
             booted: AtomicBool::new(false),
@@ -185,8 +182,20 @@ impl Vm {
         image: &Image<'_>,
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
+        self.boot_on::<Cpu>(image, command_line)
+    }
+
+    /// [`Vm::boot`] with processors of another architecture.
+    ///
+    /// # Errors
+    /// As [`Vm::boot`].
+    pub fn boot_on<P: Platform>(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<VcpuOf<P>>, SoftError> {
         self.make_once(|| {
-            let boot = Boot::load(image, &self.layout, command_line, &**self)?;
+            let boot = P::load(self, image, command_line)?;
             self.make_vcpus(Some(boot))
         })
     }
@@ -197,13 +206,13 @@ impl Vm {
     /// # Errors
     /// As [`Vm::boot`].
     pub fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
-        self.make_once(|| self.make_vcpus(None))
+        self.make_once(|| self.make_vcpus::<Cpu>(None))
     }
 
-    fn make_once(
+    fn make_once<V>(
         &self,
-        make: impl FnOnce() -> Result<Vec<Vcpu>, SoftError>,
-    ) -> Result<Vec<Vcpu>, SoftError> {
+        make: impl FnOnce() -> Result<Vec<V>, SoftError>,
+    ) -> Result<Vec<V>, SoftError> {
         if self.booted.swap(true, Ordering::AcqRel) {
             return Err(SoftError::Booted);
         }
@@ -220,16 +229,21 @@ impl Vm {
     /// # Errors
     /// The reason why the image cannot be loaded.
     pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
-        Boot::load(image, &self.layout, command_line, self)?;
+        Cpu::load(self, image, command_line)?;
         Ok(())
     }
 
-    fn make_vcpus(self: &Arc<Self>, boot: Option<Boot>) -> Result<Vec<Vcpu>, SoftError> {
+    fn make_vcpus<P: Platform>(
+        self: &Arc<Self>,
+        boot: Option<P::Boot>,
+    ) -> Result<Vec<VcpuOf<P>>, SoftError> {
         // The VM's tables may have left no address space for the vCPUs and their threads. The
         // tables of a vCPU fit into what a thread's arena leaves of its mapping.
         room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
+        let wake: Arc<dyn Wake> = Arc::clone(&self.kicks) as Arc<dyn Wake>;
+        let fabric = Arc::new(P::fabric(self.config.vcpus, wake));
         (0..self.config.vcpus)
-            .map(|index| Vcpu::new(Arc::clone(self), index, boot))
+            .map(|index| VcpuOf::new(Arc::clone(self), index, Arc::clone(&fabric), boot))
             .collect()
     }
 
@@ -268,14 +282,6 @@ impl Vm {
     pub fn set_apf(&self, apf: Apf) {
         let off = apf == Apf::Off || self.config.apf == Apf::Off;
         self.apf_paused.store(off, Ordering::Relaxed);
-    }
-
-    /// The features that CPUID offers.
-    pub(crate) fn features(&self) -> Features {
-        match self.config.apf {
-            Apf::Off => Features::empty(),
-            Apf::On => Features::ASYNC_PF | Features::ASYNC_PF_INT,
-        }
     }
 
     pub(crate) fn apf(&self) -> Apf {

@@ -1,0 +1,104 @@
+//! The x86 platform: PVH images, KVM's paravirtual MSRs, port I/O.
+
+use crate::platform::Platform;
+use crate::vcpu::{Step, VcpuOf, width};
+use crate::vm::Vm;
+use lacuna_apf::x86::{Control, Features, Msr};
+use lacuna_machine::{Apf, Boot, BootError, Exit, Image};
+use lacuna_x86::{Cpu, Own, Regs, Shutdown, System, Table};
+
+impl Platform for Cpu {
+    type Boot = Boot;
+    type Apf = Control;
+
+    fn load(vm: &Vm, image: &Image<'_>, command_line: &str) -> Result<Boot, BootError> {
+        Boot::load(image, &vm.layout, command_line, vm)
+    }
+
+    fn contract(offered: Apf) -> Control {
+        Control::new(features(offered))
+    }
+
+    fn start(&mut self, offered: Apf, boot: Option<&Boot>) {
+        self.set_kvm_features(features(offered).bits());
+        if let Some(boot) = boot {
+            self.set_system(boot_system(boot));
+            self.set_regs(&boot_regs(boot));
+        }
+    }
+
+    fn finish(vcpu: &mut VcpuOf<Self>, exit: Own) -> Step {
+        match exit {
+            Own::IoOut { port, size, value } => Step::Exit(Exit::IoOut {
+                port,
+                width: width(size),
+                value,
+            }),
+            Own::IoIn { port, size } => Step::Exit(Exit::IoIn {
+                port,
+                width: width(size),
+            }),
+            Own::MsrRead { index } => vcpu.read_msr(index),
+            Own::MsrWrite { index, value } => vcpu.write_msr(index, value),
+            Own::Shutdown(Shutdown { rip, first }) => Step::Exit(Exit::Shutdown(format!(
+                "vCPU {}: triple fault: vector {} at rip {rip:#x} could not be delivered",
+                vcpu.index, first.vector
+            ))),
+        }
+    }
+}
+
+impl VcpuOf<Cpu> {
+    /// Its registers, for traces and debuggers.
+    pub fn regs(&self) -> Regs {
+        self.entry.cpu.regs()
+    }
+
+    fn read_msr(&mut self, index: u32) -> Step {
+        let value = Msr::of(index).and_then(|msr| self.apf.read_msr(msr));
+        self.entry.cpu.complete_msr(value);
+        Step::Ran
+    }
+
+    fn write_msr(&mut self, index: u32, value: u64) -> Step {
+        let now = self.vm.clock.now();
+        let written = Msr::of(index)
+            .is_some_and(|msr| self.apf.write_msr(msr, value, now, &mut self.entry).is_ok());
+        self.entry.cpu.complete_msr(written.then_some(0));
+        self.publish();
+        Step::Ran
+    }
+}
+
+/// What CPUID offers.
+fn features(offered: Apf) -> Features {
+    match offered {
+        Apf::Off => Features::empty(),
+        Apf::On => Features::ASYNC_PF | Features::ASYNC_PF_INT,
+    }
+}
+
+fn boot_regs(boot: &Boot) -> Regs {
+    let mut regs = Regs {
+        rip: boot.entry.get(),
+        rflags: 2,
+        ..Regs::default()
+    };
+    const RBX: usize = 3;
+    const RSI: usize = 6;
+    regs.gpr[RBX] = boot.start_info.get();
+    regs.gpr[RSI] = boot.start_info.get();
+    regs
+}
+
+fn boot_system(boot: &Boot) -> System {
+    let (code, data) = (boot.code_selector, boot.data_selector);
+    let mut system = System::long_mode(boot.page_table.get());
+    system.selectors = [data, code, data, data, data, data];
+    system.gdtr = Table {
+        base: boot.gdt.get(),
+        limit: u32::from(boot.gdt_limit),
+        ..Table::default()
+    };
+    system
+}
