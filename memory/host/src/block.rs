@@ -242,7 +242,7 @@ impl Parts<'_> {
             if word.change(state, PageState::Collapsed).is_err() {
                 for (word, &state) in pairs().take(done) {
                     word.change(PageState::Collapsed, state)
-                        .expect("nobody moves a collapsed page");
+                        .expect("no thread moves a collapsed page");
                 }
                 return Err(TakenBack);
             }

@@ -245,7 +245,7 @@ impl Core {
             let _turn = lock(&self.collapsing);
             parts.collapse(&pages.states)
         }
-        .expect("nobody moves an isolated page that is resident");
+        .expect("no thread moves an isolated page that is resident");
         // They rest; their dirty marks stay.
         let rest = |desc: &Desc| desc.set_state(FrameState::Free);
         parts.frames.iter().for_each(rest);
@@ -269,7 +269,7 @@ impl Core {
         for (word, state) in span.words.iter().zip(&pages.states) {
             if state.frame().is_some() {
                 word.advance(PageState::evicted)
-                    .expect("nobody moves an isolated page that is resident");
+                    .expect("no thread moves an isolated page that is resident");
             }
         }
         let range = pages.first.block_range();

@@ -372,7 +372,7 @@ mod tests {
         assert_eq!(
             (taken.len(), frames.queued()),
             (2, 0),
-            "nobody waits any more"
+            "no thread waits any more"
         );
     }
 }

@@ -21,7 +21,7 @@ use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::{InvalidateSeq, RangeGuard};
 
 /// The right to change the mappings of a range.
-#[must_use = "a cursor that is dropped at once locked nothing for anybody"]
+#[must_use = "a cursor that is dropped at once protects nothing"]
 pub struct Cursor<'s, F = Ept> {
     pub(crate) stage2: &'s Stage2<F>,
     range: GfnRange,

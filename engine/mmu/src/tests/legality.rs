@@ -78,7 +78,7 @@ fn disallowed_leaves_are_split_and_what_the_host_has_by_pages_stays_so() {
     assert_eq!(
         mmu.stage2.counts().leaves,
         [513, 0, 0],
-        "contiguous, but nobody says that the host has the block whole"
+        "contiguous, but the host does not have the block whole"
     );
     for page in [3, 601] {
         let later = touch(&mmu, page, Access::Write, Level::L2M).expect("a slot");
