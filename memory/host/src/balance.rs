@@ -20,9 +20,15 @@ use std::time::Duration;
 /// Pages being written to swap at which background reclaim starts no more and waits for
 /// completions.
 const MAX_WRITING: usize = 16 * CLUSTER;
-/// First batches of a direct sweep, which spare accessed pages. After these, or after two turns of
-/// the clock hand, the sweep also takes accessed pages; after three turns, huge blocks too.
+/// First batches of a direct sweep, which spare accessed pages.
 const GENTLE: usize = 8;
+/// Turns of the clock hand, within one sweep of direct reclaim, after which it takes accessed
+/// pages.
+const TURNS_SPARING_ACCESSED: usize = 2;
+/// Turns after which it takes compound pages.
+const TURNS_SPARING_COMPOUND: usize = 3;
+/// Turns after which it gives up: the last one has looked at every frame and spared none.
+const MAX_TURNS: usize = 4;
 /// Failed swap writes after which a sweep of direct reclaim stops. Under a virtual executor, which
 /// cannot wait for the device to recover, also the failures in a row after which direct reclaim
 /// returns the device's error.
@@ -201,14 +207,15 @@ impl Host {
         let failures = || core.stats.write_failures.load(Ordering::Relaxed);
         let enough = failures() + MAX_FAILURES as u64;
         while core.frames.available() + core.pages_writing() < core.frames.queued().max(1)
-            && sweep.progress.scanned < 4 * core.frames.len()
+            && sweep.progress.scanned < MAX_TURNS * core.frames.len()
             && failures() < enough
             && !stop.load(Ordering::Acquire)
         {
-            let gentle = rounds < GENTLE && sweep.progress.scanned < 2 * core.frames.len();
+            let turn = sweep.progress.scanned / core.frames.len();
+            let gentle = rounds < GENTLE && turn < TURNS_SPARING_ACCESSED;
             let priority = if gentle {
                 ScanPriority::SpareAccessed
-            } else if sweep.progress.scanned < 3 * core.frames.len() {
+            } else if turn < TURNS_SPARING_COMPOUND {
                 ScanPriority::SpareCompound
             } else {
                 ScanPriority::TakeAll
@@ -258,7 +265,7 @@ impl Host {
                 }
                 if progress.scanned == 0 {
                     self.io.help(&self.core, seen, TICK);
-                } else if self.failure().is_some() || barren > 4 * self.core.frames.len() {
+                } else if self.failure().is_some() || barren > MAX_TURNS * self.core.frames.len() {
                     // The swap device fails or is full, or no page may be taken. Do not spin.
                     std::thread::park_timeout(PACE);
                     barren = 0;

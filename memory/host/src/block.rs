@@ -1,11 +1,11 @@
-//! What is known of a block of frames, and the two changes between whole and small.
+//! The descriptor of a block of frames, and the two changes between compound page and split.
 //!
 //! ```text
 //!            block word CAS won                       isolate (CAS)
-//!   Loose ----------------> Used <-----------------------------> Isolated
+//!   Split ----------------> Used <-----------------------------> Isolated
 //!     ^                                          publish            |
 //!     '-------------------------------------------------------------'
-//!                        split, or the region is gone
+//!                   the compound page is split, or its region removed
 //! ```
 //! *Loose*: its frames are used separately, or are free. While a block is whole its frames'
 //! descriptors are unused: they say Free, though the free map does not have them, and only their
@@ -14,10 +14,10 @@
 //!
 //! ```text
 //! marker                              splitter
-//! dirty := 1; fence                   state := Loose; fence
-//! state is Loose? marks the frame(s)  dirty was 1? marks every frame
+//! dirty := 1; fence                   state := Split; fence
+//! state is Split? marks the frame(s)  dirty was 1? marks every frame
 //! ```
-//! One of them sees the other.
+//! It is a Dekker exchange: at least one of the two threads sees what the other has stored.
 
 use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::desc::{Desc, Dirt};
@@ -31,42 +31,44 @@ use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 pub enum FrameBlockState {
     /// The block is not used as a whole: see its frames.
     Split,
-    /// A block of pages.
+    /// It is a compound page.
     Used,
     /// A block of pages, and a thread that may split it.
     Isolated,
 }
 
-/// A block's descriptor.
+/// The descriptor of a block of frames.
 pub struct BlockDesc {
-    /// The first of its pages, while Used or Isolated.
+    /// The first page of the compound page, while Used or Isolated.
     owner: AtomicU64,
     state: AtomicU8,
     dirty: AtomicU8,
-    /// Turns of the clock hand at which it was found accessed, the last one in the highest bit.
+    /// One bit for each of the last eight turns of the clock hand: it was accessed. The latest turn
+    /// is the highest bit.
     history: AtomicU8,
-    /// Split on trial: its pages have until the hand's next turn to show that they are in use.
+    /// A sampled split is in progress: reclaim leaves the pages alone until the hand's next turn.
     sampled: AtomicU8,
-    /// How much more its pages were wanted than those in swap, in sixteenths, at its last trial.
+    /// The result of the last sampled split: how often its pages were accessed, compared with pages
+    /// in swap, in sixteenths.
     worth: AtomicU8,
-    /// How many pages had ever been read back from swap when its trial began, modulo 2^32.
+    /// Pages read back from swap before the sampled split began, modulo 2^32.
     read_back: AtomicU32,
 }
 
-/// What is believed of a block that was never tried: no more than is asked. So all are tried before
-/// one of which more is known is tried again.
+/// The result that a block has before its first sampled split: just the threshold. So each block is
+/// sampled once before a block with a better result is sampled again.
 const UNTRIED: u8 = 8;
 
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<BlockDesc>() == 24);
 
-/// What a mark on a block has come to.
+/// What became of a dirty mark on a block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Marked {
     /// The block is whole, or the thread that splits it sees the mark.
     Done,
-    /// It may have been split before: mark the frames.
+    /// The block may have been split before: the caller marks the frames.
     Split,
 }
 
@@ -90,7 +92,7 @@ impl BlockDesc {
             .store(u8::from(dirty == Dirt::Dirty), Ordering::Relaxed);
     }
 
-    /// As `prepare`, for frames that are mapped already: a mark that is there stays.
+    /// As `prepare`, for frames that may be mapped: the dirty mark stays.
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.history.store(u8::MAX, Ordering::Relaxed);
@@ -104,7 +106,7 @@ impl BlockDesc {
             .store(FrameBlockState::Used as u8, Ordering::Release);
     }
 
-    /// The isolated block's frames go their own ways.
+    /// The frames of the isolated block have states of their own from now on.
     pub fn mark_split(&self) {
         self.state
             .store(FrameBlockState::Split as u8, Ordering::Release);
@@ -129,18 +131,19 @@ impl BlockDesc {
             .map(|_| self.owner())
     }
 
-    /// The first of its pages; meaningful while Used or Isolated.
+    /// The first page of the compound page. Valid while Used or Isolated.
     pub fn owner(&self) -> PageNo {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
 
-    /// Some page of it was, or is about to be, written.
+    /// A page of the block was written, or is about to be.
     #[inline]
     pub fn mark_dirty(&self) -> Marked {
         if self.dirty.load(Ordering::Relaxed) == 0 {
             self.dirty.store(1, Ordering::Release);
         }
-        // Also after a mark that was there already: it may be one that came too late.
+        // The fence is needed even if the mark was set before: that mark may have come after the
+        // splitter looked.
         fence(Ordering::SeqCst);
         match self.state() {
             FrameBlockState::Split => Marked::Split,
@@ -148,7 +151,7 @@ impl BlockDesc {
         }
     }
 
-    /// Notes what the clock hand has found, and says how warm the block was before.
+    /// Notes what the clock hand has found. Returns how warm the block was before.
     pub fn remember(&self, young: Youth) -> Warmth {
         let history = self.history.load(Ordering::Relaxed);
         let now = history >> 1 | u8::from(young == Youth::Young) << 7;
@@ -159,19 +162,19 @@ impl BlockDesc {
         }
     }
 
-    /// Notes what a trial has found.
+    /// Notes the result of a sampled split.
     pub fn note_worth(&self, sixteenths: u64) {
         self.worth
             .store(sixteenths.min(255) as u8, Ordering::Relaxed);
     }
 
-    /// `read_back` is how many pages were ever read back from swap.
+    /// `read_back` is the number of pages read back from swap so far.
     pub fn begin_sample(&self, read_back: u64) {
         self.read_back.store(read_back as u32, Ordering::Relaxed);
         self.sampled.store(1, Ordering::Relaxed);
     }
 
-    /// How many of the `read_back` were read back since its trial began.
+    /// Of the `read_back` pages, how many were read back since the sampled split began.
     pub fn read_back_since(&self, read_back: u64) -> u32 {
         (read_back as u32).wrapping_sub(self.read_back.load(Ordering::Relaxed))
     }
@@ -180,20 +183,20 @@ impl BlockDesc {
         self.sampled.load(Ordering::Relaxed) != 0
     }
 
-    /// Whether it was on trial, which it is no more.
+    /// Ends the sampled split. Whether there was one.
     pub fn end_sample(&self) -> bool {
         self.is_sampled() && self.sampled.swap(0, Ordering::Relaxed) != 0
     }
 }
 
-/// How much a block is in use: first by how often any page of it was, then by its last trial.
+/// How much a block is used: its recent turns first, then the result of its last sampled split.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Warmth {
     history: u8,
     worth: u8,
 }
 
-/// Whether something was accessed since the hand last passed.
+/// Whether a block or page was accessed since the clock hand last passed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Youth {
     /// It was.
@@ -202,7 +205,7 @@ pub enum Youth {
     Old,
 }
 
-/// A block of pages: its block word and its words, and those of the frames it is in or goes to.
+/// A block of pages with the block of frames that it is in, or is moved to.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
     pub block_word: &'a BlockWord,
@@ -220,12 +223,12 @@ impl Parts<'_> {
             desc.adopt(first.plus(i));
             let frame = self.number.frame(i);
             word.advance(|state| state.split_off(frame))
-                .expect("no word of a whole block changes by itself");
+                .expect("no page word of a compound page changes alone");
         }
         let block = self.number;
         self.block_word
             .change(PageBlockState::Compound { block }, PageBlockState::Split)
-            .expect("only who isolated a block changes its block_word");
+            .expect("only the thread that isolated a block changes its word");
         self.desc.mark_split();
         if self.desc.dirty.swap(0, Ordering::AcqRel) != 0 {
             self.frames.iter().for_each(Desc::mark_dirty);
@@ -233,9 +236,8 @@ impl Parts<'_> {
         self.frames.iter().for_each(Desc::publish);
     }
 
-    /// Small -> Whole, if every page still is where the caller has put it: `from`, a word's state
-    /// each. Otherwise all words are again as they were. A fault that meets a Merged word under a
-    /// block word that says Small waits for the caller's lock.
+    /// Split -> Compound, if each page word still has its state in `from`. Otherwise all words are
+    /// again as they were. A fault that sees Collapsed under Split waits for the caller's lock.
     pub fn collapse(self, from: &[PageState]) -> Result<(), TakenBack> {
         let pairs = || self.words.iter().zip(from);
         for (done, (word, &state)) in pairs().enumerate() {
@@ -250,11 +252,11 @@ impl Parts<'_> {
         let block = self.number;
         self.block_word
             .change(PageBlockState::Split, PageBlockState::Compound { block })
-            .expect("only who isolated its pages changes a block_word from Small");
+            .expect("only the thread that isolated the pages changes the block word");
         Ok(())
     }
 }
 
-/// A fault was quicker than a collapse.
+/// A fault took a page back during a collapse.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TakenBack;

@@ -1,17 +1,19 @@
-//! Pages become a whole block again.
+//! Collapse: the pages of a split block become a compound page.
 //!
 //! ```text
-//! gather ------> age -----> in place: all 512 are in one block already ----------> Merged, Whole
-//! isolate all,   in use?                                                           then unmapped
+//! gather ------> age -----> in place: all 512 are in one block already ------> Collapsed, Compound
+//! isolate all,   accessed?                                                      then unmapped
 //! or none        |
-//!                '--------> by copy: Evicting, unmapped, copied to a free block -> Merged, Whole
+//!                '--------> by copy: Evicting, unmapped, copied to a free block -> same
 //! ```
-//! *In place* the pages stay in their frames, so that what is mapped stays right; they are unmapped
-//! afterwards only so that the next access maps them as one. *By copy* a page that a fault takes
-//! back meanwhile spoils it, and everything is put back. In both, no page can leave its frame in
-//! between, because all their descriptors are isolated.
+//! **In place** the pages stay in their frames, so each mapping stays right. They are unmapped
+//! afterwards only so that the next access maps 2 MiB.
 //!
-//! Entries go: a whole block has no copy in swap, and pages that had one count as dirty.
+//! **By copy**, a fault may take a page back before the copy is published. Then everything is put
+//! back. In both cases no page leaves its frame meanwhile, because all descriptors are isolated.
+//!
+//! The swap entries of the pages are freed. A compound page has no copy in swap, so pages that had
+//! one count as dirty.
 
 use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::{Desc, Dirt, FrameState};
@@ -23,26 +25,26 @@ use crate::stats::Counters;
 use lacuna_addr::{HvaRange, Pfn};
 use std::sync::Arc;
 
-/// Pages of a block that may be Empty: the most memory, in 512ths, that a collapse may add.
+/// Most pages of zeros without a frame: a collapse adds at most this much memory.
 const EMPTY: usize = BLOCK / 16;
 /// Pages that must have been accessed since the last check.
 const IN_USE: usize = BLOCK / 2;
-/// Blocks of pages that one step looks at.
+/// Most blocks that one step looks at.
 const LOOK: usize = 64;
 
-/// What a step of [`Host::collapse_step`] has come to.
+/// The result of [`Host::collapse_step`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Collapse {
-    /// A block of pages is whole now.
+    /// A block of pages was collapsed.
     Made,
-    /// Nothing yet; there are more to look at.
+    /// None was collapsed; there are more blocks to look at.
     Looked,
-    /// Nothing, and that was the last of them; or there is no memory for it.
+    /// None was collapsed, and this was the last block; or free memory is low.
     Idle,
 }
 
-/// Where the collapse in the background is: the block of pages that it looks at next.
+/// The block that the next step of background collapse looks at.
 pub(crate) struct Collapser {
     next: PageNo,
 }
@@ -54,16 +56,16 @@ impl Default for Collapser {
     }
 }
 
-/// The pages of a small block, none of which can leave its frame until they are let be.
+/// The pages of a split block, all isolated: none leaves its frame before [`Core::let_be`].
 pub(crate) struct Gathered {
     region: Arc<Region>,
     first: PageNo,
-    /// A page each: Resident, or Empty.
+    /// The state of each page: Resident, Zero or Empty.
     pub states: Vec<PageState>,
 }
 
 impl Gathered {
-    /// Which of the pages were accessed, which they are no more.
+    /// Which of the pages were accessed. Clears their accessed bits.
     pub fn age(&self, round: &mut Round) -> Vec<bool> {
         let ranges: Vec<HvaRange> = (0..BLOCK).map(|i| self.first.plus(i).range()).collect();
         let mut young = vec![false; BLOCK];
@@ -71,7 +73,7 @@ impl Gathered {
         young
     }
 
-    /// The block of frames that every page is in, at its place.
+    /// The block of frames, if every page is in one block at its own place.
     fn block(&self) -> Option<BlockNo> {
         let block = BlockNo::of(self.states[0].frame()?);
         let own = (0..BLOCK).map(|i| Some(block.frame(i)));
@@ -116,7 +118,7 @@ impl Core {
         Collapse::Looked
     }
 
-    /// The next block that has a block word; `None` once after the last.
+    /// The next block; `None` once after the last.
     fn next_block(&self, regions: &RegionList) -> Option<(Arc<Region>, PageNo)> {
         let mut collapser = lock(&self.collapser);
         let next = regions.iter().find_map(|region| {
@@ -155,7 +157,7 @@ impl Core {
         made
     }
 
-    /// Isolates the pages of a small block if all of them are resident, or as good as.
+    /// Isolates the pages of a split block, if all of them are resident or zeros.
     fn gather(&self, region: &Arc<Region>, first: PageNo) -> Option<Gathered> {
         let span = region.span(first)?;
         if span.block_word.load() != PageBlockState::Split {
@@ -183,7 +185,7 @@ impl Core {
                 Some(frame) => self.isolate_from(frame, first.plus(i)),
                 None => true,
             };
-            // Isolated now, the page stays where it is; but it may have moved before.
+            // Isolated now, the page stays in its frame; but it may have moved before.
             if isolated && span.words[i].load() == state {
                 pages.states.push(state);
                 continue;
@@ -197,7 +199,8 @@ impl Core {
         Some(pages)
     }
 
-    /// Isolates the pages of a block of frames if all of them are there, each in its place.
+    /// Isolates the pages of a block of frames, if all are of one block of pages, each at its
+    /// place.
     pub fn gather_frames(&self, block: BlockNo) -> Option<Gathered> {
         let first = self.frames.desc(block.frame(0)).owner();
         let region = self.regions.find(first)?;
@@ -224,14 +227,14 @@ impl Core {
         }
     }
 
-    /// The pages may leave their frames again.
+    /// Ends the isolation of the pages.
     pub fn let_be(&self, pages: Gathered) {
         pages
             .frames()
             .for_each(|frame| self.frames.desc(frame).publish());
     }
 
-    /// Makes pages whole that are in their places.
+    /// Collapses pages that are in one block of frames already.
     pub fn collapse_in_place(&self, pages: Gathered, block: BlockNo) {
         let span = pages.region.span(pages.first).expect("gathered from it");
         let parts = self.frames.parts(span, block);
@@ -257,7 +260,7 @@ impl Core {
         pages.region.notifier.invalidate(&[range]);
     }
 
-    /// Moves pages to a block of their own.
+    /// Copies pages to a free block and collapses them there.
     fn collapse_by_copy(&self, pages: Gathered, block: BlockNo) -> Collapse {
         let span = pages.region.span(pages.first).expect("gathered from it");
         let parts = self.frames.parts(span, block);
@@ -293,7 +296,7 @@ impl Core {
         };
         if collapsed.is_err() {
             for word in span.words {
-                // Err: a fault has taken it back, or it is Empty.
+                // Err: a fault has taken it back, or it has no frame.
                 let _ = word.advance(PageState::rescued);
             }
             parts.frames.iter().for_each(Desc::free);

@@ -1,4 +1,4 @@
-//! What is known of a frame: 16 bytes each.
+//! The descriptor of a frame: 16 bytes each.
 //!
 //! ```text
 //!          take a batch              page word CAS won
@@ -8,11 +8,11 @@
 //!    |                            pages; back by give)     Isolated -----------'
 //!    '-------------------------------------------------------'  the page has left the frame
 //! ```
-//! *Isolated* is ownership: one reclaimer (or region removal, or a copy helper) at a time may take
-//! the frame from its page, and a frame whose write-out is in flight stays isolated until it
-//! completes. All other states have one owner too (free map, per-CPU page cache, store), so
-//! `Used -> Isolated` is the only transition that needs a compare-and-swap, and a fault touches no
-//! descriptor with one.
+//! **Isolated** is exclusive: one reclaimer, region removal or copy at a time may take the frame
+//! from its page. A frame whose write-out is in flight stays isolated until the write completes.
+//! All other states have one owner too (free map, per-CPU page cache, store), so `Used -> Isolated`
+//! is the only transition that needs a compare-and-swap, and a fault touches no descriptor with
+//! one.
 
 use crate::residency::PageNo;
 use lacuna_sync::shim::AtomicU64;
@@ -22,7 +22,7 @@ use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum FrameState {
-    /// The free map; or the frame rests in a whole block (see `block`).
+    /// In the free map; or part of a compound page (see `block`).
     Free,
     /// A per-CPU page cache, or a fault that has not published it yet.
     Cached,
@@ -59,7 +59,7 @@ pub struct Desc {
     recent: AtomicU8,
 }
 
-/// A frame costs no more than this beside its 4 KiB, and a bit in the free map.
+/// A frame costs this much beside its 4 KiB, and a bit in the free map.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Desc>() == 16);
 
@@ -73,7 +73,7 @@ impl Desc {
         }
     }
 
-    /// The free map has it.
+    /// The frame goes to the free map.
     pub fn free(&self) {
         self.dirty.store(0, Ordering::Relaxed);
         self.set_state(FrameState::Free);
@@ -94,13 +94,13 @@ impl Desc {
         self.recent.store(0, Ordering::Relaxed);
     }
 
-    /// After the page word names it.
+    /// The page word names the frame: it is Used from now on.
     #[inline]
     pub fn publish(&self) {
         self.set_state(FrameState::Used);
     }
 
-    /// Hands the frame from one sole owner to the next.
+    /// Changes the state. The caller is the only thread that may.
     #[inline]
     pub fn set_state(&self, state: FrameState) {
         self.state.store(state as u8, Ordering::Release);
@@ -120,12 +120,12 @@ impl Desc {
             .map(|_| self.owner())
     }
 
-    /// The page it belongs to; meaningful while Used or Isolated.
+    /// The page in the frame. Valid while Used or Isolated.
     pub fn owner(&self) -> PageNo {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
 
-    /// The page was, or is about to be, written. Tests first: the line is shared between cores.
+    /// The page was written, or is about to be. Tests first, because cores share the cache line.
     #[inline]
     pub fn mark_dirty(&self) {
         if self.dirty.load(Ordering::Relaxed) == 0 {
@@ -133,7 +133,7 @@ impl Desc {
         }
     }
 
-    /// Reads alone.
+    /// Reads the mark.
     pub fn dirt(&self) -> Dirt {
         if self.dirty.load(Ordering::Acquire) != 0 {
             Dirt::Dirty
@@ -142,7 +142,7 @@ impl Desc {
         }
     }
 
-    /// Reads and clears. Only for a page that nothing maps.
+    /// Reads and clears the mark. Only for a page that is mapped nowhere.
     pub fn take_dirty(&self) -> Dirt {
         if self.dirty.swap(0, Ordering::AcqRel) != 0 {
             Dirt::Dirty
@@ -155,7 +155,7 @@ impl Desc {
         self.recent.store(1, Ordering::Relaxed);
     }
 
-    /// Whether it was recent, which it is no more.
+    /// Clears the mark. Whether it was set.
     pub fn take_recent(&self) -> bool {
         self.recent.load(Ordering::Relaxed) != 0 && {
             self.recent.store(0, Ordering::Relaxed);
@@ -167,8 +167,8 @@ impl Desc {
 /// Whether a page differs from its copy in swap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Dirt {
-    /// It does not: it can be dropped.
+    /// It does not differ: it can be dropped.
     Clean,
-    /// It may.
+    /// It may differ.
     Dirty,
 }

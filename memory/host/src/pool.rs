@@ -66,8 +66,11 @@ pub(crate) fn table_of<T>(len: usize, make: impl FnMut() -> T) -> Box<[T]> {
     table.into_boxed_slice()
 }
 
-/// Asks the processor for the cache line of `value`, which is going to be read and perhaps written.
-/// A hint: where the target has no such instruction in stable Rust, nothing happens.
+/// Asks the processor for the cache line of `value`, to be read and perhaps written. The hint is
+/// for reading (T0): most descriptors are dirty already and are not written again, and a prefetch
+/// for writing would take the line from other cores. `tables` prefetches entries for writing,
+/// because it changes each of them. Where the target has no such instruction in stable Rust,
+/// nothing happens.
 #[inline]
 pub(crate) fn prefetch<T>(value: &T) {
     #[cfg(target_arch = "x86_64")]

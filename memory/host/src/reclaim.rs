@@ -11,8 +11,8 @@
 //! has isolated are not picked. Several threads may reclaim at once: the hand deals each its own
 //! window of frames. `sampled_split` describes how it handles whole blocks.
 //!
-//! Listeners are called with no lock held; a page can be taken back by a fault at any moment until
-//! its frame is free.
+//! MMU notifiers are called with no lock held. A fault can take a page back until its frame is
+//! free.
 
 use crate::block_word::BLOCK;
 use crate::desc::{Dirt, FrameState};
@@ -28,26 +28,27 @@ use lacuna_addr::{HvaRange, Pfn};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Frames that the hand deals at once: a part of one block.
+/// Frames in one window of the clock hand: a part of one block.
 const WINDOW: usize = 64;
-/// Pages looked at closely in one batch.
+/// Most pages that one batch isolates.
 const PICK: usize = 2 * CLUSTER;
-/// Looks in one batch before it is enough: a frame is one, and so is a window that is passed over.
+/// Most looks in one batch. A frame is one look, and so is a window that is passed over.
 const SCAN: usize = 1024;
 const _: () = assert!(BLOCK.is_multiple_of(WINDOW));
 
-/// What a batch does with pages in use.
+/// Which pages a batch of reclaim spares. It falls from one variant to the next while no frame
+/// becomes free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum ScanPriority {
-    /// Spares pages accessed since the hand's last turn.
+    /// It spares pages that were accessed since the hand's last turn.
     SpareAccessed,
     /// Spares blocks: a thread waits, and a single page is a smaller loss.
     SpareCompound,
-    /// None: there is nothing but blocks.
+    /// It spares none: compound pages are all that is left.
     TakeAll,
 }
 
-/// A frame that this thread has isolated, with the page it is to be taken from.
+/// A frame that this thread has isolated, and the page in it.
 pub(crate) struct Victim {
     pub frame: Pfn,
     pub page: PageNo,
@@ -60,7 +61,7 @@ impl Victim {
     }
 }
 
-/// What one batch has come to.
+/// The result of one batch.
 #[derive(Debug)]
 pub(crate) struct Batch {
     pub scanned: usize,
@@ -73,7 +74,7 @@ pub(crate) struct Round {
     scanned: usize,
     pinned: Vec<PageNo>,
     regions: RegionList,
-    /// Pages that may be taken from each region.
+    /// Pages that the batch may take from each region.
     allowance: Vec<i64>,
     aged: Vec<(usize, Arc<dyn MmuNotifier>)>,
 }
@@ -81,7 +82,7 @@ pub(crate) struct Round {
 impl Round {
     pub fn new(core: &Core, priority: ScanPriority) -> Self {
         let regions = core.regions.snapshot();
-        // What a store in memory has taken is no region's to share.
+        // Frames of a store in memory are not shared among the regions.
         let pages = core.frames.len() - core.frames.in_store();
         let allowance = regions
             .iter()
@@ -102,7 +103,7 @@ impl Round {
         self.find(page).is_some_and(|at| self.allowance[at] > 0)
     }
 
-    /// Takes one page from the region of `page`, if that is above its floor.
+    /// Counts one page of the region of `page` as taken, if the region is above its floor.
     fn take_from(&mut self, page: PageNo) -> Option<Arc<Region>> {
         let at = self.find(page).filter(|&at| self.allowance[at] > 0)?;
         self.allowance[at] -= 1;
@@ -117,7 +118,7 @@ impl Round {
         self.regions[at].contains(page).then_some(at)
     }
 
-    /// Asks `region`'s listener which of `ranges` were accessed.
+    /// Asks the region's MMU notifier which of `ranges` were accessed.
     pub fn age(&mut self, region: &Region, ranges: &[HvaRange], young: &mut [bool]) {
         region.notifier.age(ranges, young);
         if self.aged.iter().all(|(aged, _)| *aged != region.listener) {
@@ -125,7 +126,7 @@ impl Round {
         }
     }
 
-    /// No more questions: processors may be told to look again.
+    /// Ends the aging pass at every notifier that was asked.
     pub fn end(&mut self) {
         for (_, notifier) in self.aged.drain(..) {
             notifier.end_of_aging();
@@ -157,7 +158,7 @@ impl Host {
     }
 }
 
-/// A batch's victims after they were unmapped.
+/// The pages of a batch after they were unmapped.
 #[derive(Default)]
 struct Sorted {
     freed: Vec<Victim>,
@@ -167,7 +168,8 @@ struct Sorted {
 }
 
 impl Core {
-    /// Isolates the next pages under the clock hand that may be taken, by listener and address.
+    /// Isolates the next pages under the clock hand that may be taken. Returns them sorted by
+    /// notifier and address.
     fn pick(&self, round: &mut Round) -> Vec<Victim> {
         let total = self.frames.len();
         let mut picked = Vec::with_capacity(PICK);
@@ -236,7 +238,7 @@ impl Core {
         old
     }
 
-    /// Moves the pages to Evicting and has them unmapped.
+    /// Changes the page words to Evicting and has the pages unmapped.
     fn evict(&self, victims: Vec<Victim>) -> Vec<Victim> {
         let mut evicting = Vec::with_capacity(victims.len());
         for victim in victims {
@@ -252,7 +254,7 @@ impl Core {
         evicting
     }
 
-    /// Drops what need not be written and copies what must.
+    /// Drops the pages that need no write, and copies the others.
     fn sort_out(&self, victims: Vec<Victim>) -> Sorted {
         let mut out = Sorted {
             pages: self.take_buffer(),
@@ -294,7 +296,7 @@ impl Core {
         out
     }
 
-    /// Lets an isolated page be: it is resident, or its owner took it back.
+    /// Ends the isolation of a page that stays: it is resident, or a fault took it back.
     pub fn keep(&self, victim: Victim) {
         self.frames.desc(victim.frame).publish();
     }
@@ -309,7 +311,7 @@ impl Core {
         self.keep(victim);
     }
 
-    /// Frees the frames of pages that have left them.
+    /// Frees the frames of evicted pages.
     pub fn release(&self, victims: Vec<Victim>) {
         if victims.is_empty() {
             return;
@@ -324,7 +326,7 @@ impl Core {
     }
 }
 
-/// `ranges`, ascending, with neighbours made one.
+/// `ranges`, ascending, with adjacent ones joined.
 fn joined(ranges: impl Iterator<Item = HvaRange>) -> Vec<HvaRange> {
     let mut joined: Vec<HvaRange> = Vec::new();
     for range in ranges {

@@ -1,25 +1,28 @@
-//! The clock hand meets a block: which whole blocks stay, and which are split.
+//! Reclaim of compound pages: which of them stay, and which are split.
 //!
 //! ```text
-//!             not accessed for a turn                  its pages leave like any others, the hand
-//!   whole --------------------------------> split      goes on over them at once
+//!                not accessed for a turn            its pages are evicted like any others
+//!   compound --------------------------------> split
 //!     ^ |
-//!     | | accessed, but pages that were evicted had to be read back meanwhile,
-//!     | | and it is the coldest of its round
-//!     | '--------------------------------> on trial: split, its pages left alone for one turn
+//!     | | accessed, but pages were read back from swap,
+//!     | | and it is the coldest compound page of its round
+//!     | '--------------------------------> sampled split: its pages stay for one turn
 //!     |                                        |
-//!     | a page of it was accessed half as      | less often
-//!     | often as one in swap was wanted back   |
-//!     '----------------------------------------+-----> those not accessed leave
+//!     | accessed at least half as often        | less often
+//!     | as a page in swap was read back        |
+//!     '----------------------------------------+-----> pages that were not accessed are evicted
 //! ```
-//! The accessed bit of a block says little: one busy page of 512 sets it. So a block that is not
-//! accessed for a whole turn is colder than any page that is not, and goes first. But a block that
-//! always is accessed may still be mostly cold, and were it spared for ever, small pages would be
-//! thrashed in what room is left. That shows: pages come back from swap. Each time some have, one
-//! block is chosen, the one with the least history of those that the hand has met, and is put on
-//! trial when the hand meets it again. What a page of it could be given up for is a page in swap,
-//! and how often that is wanted is known: pages read back during the trial, by pages in swap. It
-//! costs little to be wrong: no page moves, and a block that is worth it is made whole in place.
+//! The accessed bit of a compound page says little, because one busy page of 512 sets it. If it is
+//! not set for a whole turn, all 512 pages are cold, so the compound page is split and evicted
+//! first.
+//!
+//! A compound page that is always accessed may still be mostly cold. If such pages were always
+//! spared, 4 KiB pages would be thrashed in the memory that is left. Pages that are read back from
+//! swap show that this happens. Then the compound page with the least history of those that the
+//! clock hand has met is chosen, and split for one turn when the hand meets it again. After the
+//! turn it is compared with swap: pages read back meanwhile, divided by pages in swap.
+//!
+//! A wrong choice costs little: no page moves, and the pages are collapsed in place.
 
 use crate::block::{FrameBlockState, Warmth, Youth};
 use crate::block_word::{BLOCK, BlockNo};
@@ -33,47 +36,49 @@ use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Whole blocks that the hand meets before the coldest of them is put on trial.
+/// Compound pages that the clock hand meets before it samples the coldest of them.
 const ROUND: usize = 16;
-/// Pages read back from swap before another block is put on trial: about what one sets free.
+/// Pages read back from swap before the next sampled split: about what one frees.
 const READ_BACK: u64 = 64;
-/// How much more often a page of a block must be used than a page in swap is wanted, in sixteenths.
-/// Half as often is enough: a whole block is worth more than its pages, in faults and in TLBs.
+/// How often a page of the block must be accessed for the block to stay, compared with a page in
+/// swap, in sixteenths. Half as often is enough, because a compound page saves faults and TLB
+/// entries.
 const ASKED: u64 = 8;
-/// What the hand does with a window of frames.
+
+/// What reclaim does with a window of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Window {
-    /// Looks at each.
+    /// It looks at each frame.
     Frames,
-    /// Passes over it: it belongs to a whole block, or to one on trial.
+    /// It passes over all of them: they are a compound page, or a sampled split.
     Passed,
 }
 
-/// The blocks of this round.
+/// The compound pages that the clock hand has met in this round.
 #[derive(Default)]
 pub(crate) struct SampledSplits {
     met: usize,
     coldest: Option<(Warmth, BlockNo)>,
-    /// Whose trial begins when the hand meets it.
+    /// The block that is split when the hand meets it again.
     chosen: Option<BlockNo>,
-    /// Pages that had been read back when the last trial began.
+    /// Pages read back from swap before the last sampled split was chosen.
     read_back: u64,
 }
 
-/// A whole block that this thread has isolated.
+/// A compound page that this thread has isolated.
 struct IsolatedBlock {
     block: BlockNo,
     first: PageNo,
     region: Arc<Region>,
 }
 
-/// What becomes of a block that is in use.
+/// What becomes of a compound page that was accessed.
 enum Verdict {
     Spared,
     Sampled,
 }
 
-/// Whether the hand leaves a split block's pages alone for a turn.
+/// Whether reclaim leaves the pages of a split block alone for a turn.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Grace {
     OneTurn,
@@ -81,7 +86,7 @@ enum Grace {
 }
 
 impl Core {
-    /// The hand reaches a window of frames, all of one block.
+    /// The clock hand reaches a window of frames, all of one block.
     pub fn meet_block(&self, round: &mut Round, start: Pfn) -> Window {
         let Some((block, desc)) = self.frames.block_of(start) else {
             return Window::Frames;
@@ -148,8 +153,8 @@ impl Core {
         })
     }
 
-    /// Enters a block that is in use into the round. Whether its own trial begins: a block that was
-    /// chosen waits for the hand to meet it, so that its pages have a whole turn.
+    /// Enters an accessed compound page into the round. A block that was chosen before is split
+    /// now, when the hand meets it, so that its pages have a whole turn.
     fn enter(&self, warmth: Warmth, block: BlockNo) -> Verdict {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
         let mut sampled = lock(&self.sampled_splits);
@@ -177,7 +182,7 @@ impl Core {
             self.frames.block(isolated.block).begin_sample(read_back);
         }
         let span = isolated.region.span(isolated.first);
-        let span = span.expect("a whole block has a block_word");
+        let span = span.expect("a compound page has a block word");
         self.frames
             .parts(span, isolated.block)
             .split(isolated.first);
@@ -189,8 +194,7 @@ impl Core {
             .split_huge(isolated.first.block_range());
     }
 
-    /// The trial is over: the block is whole again if its pages are in use more than those in swap
-    /// would be in their place.
+    /// Ends a sampled split. The pages are collapsed again if they were accessed often enough.
     fn judge(&self, round: &mut Round, block: BlockNo) -> Window {
         let Some(pages) = self.gather_frames(block) else {
             return Window::Frames;
@@ -208,8 +212,8 @@ impl Core {
         Window::Frames
     }
 
-    /// How much more often a page of a block on trial was accessed than a page in swap was wanted
-    /// back, in sixteenths.
+    /// How often a page of the sampled block was accessed, compared with how often a page in swap
+    /// was read back, in sixteenths.
     fn worth(&self, block: BlockNo, in_use: usize) -> u64 {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
         let wanted = u64::from(self.frames.block(block).read_back_since(read_back));
@@ -217,7 +221,8 @@ impl Core {
         16 * in_use as u64 * swapped / (wanted * BLOCK as u64).max(1)
     }
 
-    /// Has the hand pass over pages whose accessed bits were taken.
+    /// Marks pages as recent whose accessed bits this thread has cleared, so that the hand spares
+    /// them.
     pub fn spare(&self, pages: &Gathered, young: &[bool]) {
         let frames = pages.states.iter().map(|state| state.frame());
         for (frame, _) in frames.zip(young).filter(|(_, young)| **young) {

@@ -4,6 +4,7 @@
 mod common;
 
 use common::FakeMmu;
+use common::shared_file::SharedFile;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, Page, Reads, Resolution,
@@ -11,8 +12,6 @@ use lacuna_host::{
 };
 use lacuna_sync::HostClock;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -211,43 +210,11 @@ fn a_flipped_bit_is_found_in_virtual_time() {
     assert!(guest.read_all(start) > 10);
 }
 
-/// A file to which others write too.
-struct Open(Arc<File>);
-
-impl SwapStore for Open {
-    fn describe(&self) -> String {
-        "a file of many".into()
-    }
-
-    fn capacity(&self) -> PageCount {
-        SLOTS
-    }
-
-    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
-        let read = self.0.read_exact_at(&mut page.0, entry.offset());
-        read.map_err(|error| SwapError::Io(error.to_string()))
-    }
-
-    fn reads(&self) -> Reads<'_> {
-        Reads::File(self.0.as_fd())
-    }
-
-    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
-        let written = self.0.write_all_at(Page::bytes(pages), first.offset());
-        written.map_err(|error| WriteFailed {
-            done: 0,
-            error: SwapError::Io(error.to_string()),
-        })
-    }
-
-    fn discard(&self, _entry: SwapEntry) {}
-}
-
 #[test]
 fn a_file_that_another_program_wrote_to() {
     for bring in [wait, start] {
         let file = Arc::new(tempfile::tempfile().unwrap());
-        let guest = Guest::new(Box::new(Open(file.clone())), RING);
+        let guest = Guest::new(Box::new(SharedFile(file.clone())), RING);
         let entries = file.metadata().unwrap().len() / PAGE_SIZE as u64;
         for entry in (0..entries).step_by(5) {
             file.write_all_at(b"mine", entry * PAGE_SIZE as u64 + 99)

@@ -5,15 +5,13 @@
 mod common;
 
 use common::FakeMmu;
+use common::shared_file::SharedFile;
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, FileStore, Host, HostConfig, HugePages, Io, Latency, LatencySetting, Page,
-    PerCpuPages, Reads, Resolution, SwapEntry, SwapError, SwapStore, Ticket, WriteFailed,
+    Fault, FaultyStore, FileStore, Host, HostConfig, HugePages, Io, Latency, LatencySetting,
+    PerCpuPages, Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::HostClock;
-use std::fs::File;
-use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -166,43 +164,11 @@ fn a_device_that_injects_faults_is_not_bypassed() {
     guest.host.verify();
 }
 
-/// A file that can be truncated while the manager uses it.
-struct Cut(Arc<File>);
-
-impl SwapStore for Cut {
-    fn describe(&self) -> String {
-        "a file to cut".into()
-    }
-
-    fn capacity(&self) -> PageCount {
-        PageCount::new(4096)
-    }
-
-    fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError> {
-        let read = self.0.read_exact_at(&mut page.0, entry.offset());
-        read.map_err(|error| SwapError::Io(error.to_string()))
-    }
-
-    fn reads(&self) -> Reads<'_> {
-        Reads::File(self.0.as_fd())
-    }
-
-    fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
-        let written = self.0.write_all_at(Page::bytes(pages), first.offset());
-        written.map_err(|error| WriteFailed {
-            done: 0,
-            error: SwapError::Io(error.to_string()),
-        })
-    }
-
-    fn discard(&self, _entry: SwapEntry) {}
-}
-
 /// A read that brings a part of a page, or nothing, is reported in the device's own words.
 #[test]
 fn a_short_read_is_an_error_as_on_a_thread() {
     let file = Arc::new(tempfile::tempfile().unwrap());
-    let mut guest = Guest::swapped_out(Box::new(Cut(file.clone())));
+    let mut guest = Guest::swapped_out(Box::new(SharedFile(file.clone())));
     file.set_len(PAGE_SIZE as u64 / 2).unwrap();
     for ticket in guest.start_all() {
         let error = guest.host.wait(&ticket).unwrap_err().to_string();

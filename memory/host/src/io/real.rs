@@ -133,9 +133,8 @@ impl Real {
         let result = self.core.read(ticket);
         let completion = Completion::Read(ticket.clone(), result);
         // The removal of a region waits for its reads.
-        let is_moot = || ticket.region().is_removed();
-        match sleep_until(&self.core, due, stop, is_moot) {
-            Slept::Whole => self.core.complete(completion),
+        match sleep_until(&self.core, due, stop, Some(ticket.region())) {
+            Slept::UntilDue => self.core.complete(completion),
             Slept::Stopped => self.timer.complete_at(due, completion),
         }
     }

@@ -68,7 +68,7 @@ impl Timer {
                 }
                 return;
             }
-            let _ = sleep_until(core, due, &self.shared.stop, || false);
+            let _ = sleep_until(core, due, &self.shared.stop, None);
         }
         core.complete(completion);
     }
@@ -207,17 +207,17 @@ const NAP: Duration = Duration::from_millis(10);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub(super) enum Slept {
-    Whole,
+    UntilDue,
     Stopped,
 }
 
-/// Sleeps on the caller's thread until `due`, or until soon after `stop` is set. `is_moot` says
-/// that nothing is left to be slow for: then the sleep counts as whole.
+/// Sleeps on the caller's thread until `due`, or until soon after `stop` is set. The sleep ends
+/// early, as if it were due, when simulated latency has ended, or when `region` is removed.
 pub(super) fn sleep_until(
     core: &Core,
     due: Nanos,
     stop: &AtomicBool,
-    is_moot: impl Fn() -> bool,
+    region: Option<&Region>,
 ) -> Slept {
     let mut now = core.clock.now();
     if now < due {
@@ -227,13 +227,14 @@ pub(super) fn sleep_until(
         if stop.load(Ordering::Acquire) {
             return Slept::Stopped;
         }
-        if core.at_once.load(Ordering::Relaxed) || is_moot() {
-            return Slept::Whole;
+        let is_removed = region.is_some_and(Region::is_removed);
+        if core.at_once.load(Ordering::Relaxed) || is_removed {
+            return Slept::UntilDue;
         }
         std::thread::sleep(Duration::from_nanos(due.since(now)).min(NAP));
         now = core.clock.now();
     }
-    Slept::Whole
+    Slept::UntilDue
 }
 
 /// Timer slack of 1 ns for the calling thread: the kernel's default of 50 us would be added to

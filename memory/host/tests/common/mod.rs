@@ -2,6 +2,7 @@
 //! and one vCPU that faults on it.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod shared_file;
 pub mod source;
 
 use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
