@@ -16,6 +16,7 @@
 //! | [`compare`] | two commits, measured in turns: what became slower or faster |
 #![forbid(unsafe_code)]
 
+mod arch;
 mod comments;
 mod compare;
 mod finding;

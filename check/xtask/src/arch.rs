@@ -1,0 +1,116 @@
+//! Code for one architecture of the host lies in a few files, each with a portable form.
+//!
+//! The workspace runs guests of an architecture that need not be the host's, so hardly anything
+//! depends on the host's processor.
+
+use crate::finding::Finding;
+
+/// What code for one architecture of the host contains. Each is in two parts, so that this file has
+/// none.
+const MARKS: [&str; 5] = [
+    concat!("target_", "arch"),
+    concat!("target_", "feature"),
+    concat!("core::", "arch"),
+    concat!("std::", "arch"),
+    concat!("asm", "!("),
+];
+
+/// A file that may have such code.
+struct Listed {
+    path: &'static str,
+    portable: Portable,
+}
+
+/// Where the same is done for every other architecture.
+enum Portable {
+    /// In the same file, under the opposite condition.
+    Here,
+    /// In another file of the list: a test that says why the comparison is skipped.
+    In(&'static str),
+}
+
+const FILES: &[Listed] = &[
+    // Prefetches.
+    here("memory/tables/src/backing.rs"),
+    // Prefetches, and zeros past the caches.
+    here("memory/host/src/pool.rs"),
+    // The native benchmark runs on the processor that the guests are made for.
+    here("guest/build.rs"),
+    // Comparison of the software processor with the host's.
+    elsewhere("cpu/x86/tests/native.rs"),
+    elsewhere("cpu/x86/tests/native_faults.rs"),
+    elsewhere("cpu/x86/tests/support/mod.rs"),
+    here("cpu/x86/tests/native_skipped.rs"),
+];
+
+const fn here(path: &'static str) -> Listed {
+    Listed {
+        path,
+        portable: Portable::Here,
+    }
+}
+
+const fn elsewhere(path: &'static str) -> Listed {
+    Listed {
+        path,
+        portable: Portable::In("cpu/x86/tests/native_skipped.rs"),
+    }
+}
+
+/// The findings of one Rust file.
+pub fn check(path: &str, text: &str) -> Vec<Finding> {
+    let marked = (1..).zip(text.lines()).filter(|(_, line)| {
+        !line.trim_start().starts_with("//") && MARKS.iter().any(|mark| line.contains(mark))
+    });
+    let marked: Vec<usize> = marked.map(|(number, _)| number).collect();
+    let Some(listed) = FILES.iter().find(|listed| listed.path == path) else {
+        let what = "code for one architecture of the host: check/xtask/src/arch.rs lists where";
+        let findings = marked
+            .iter()
+            .map(|&line| Finding::at(path, line, what.to_owned()));
+        return findings.collect();
+    };
+    let opposite = ["not(", "!cfg!("].map(|start| format!("{start}{}", MARKS[0]));
+    let what = match listed.portable {
+        _ if marked.is_empty() => {
+            "has no code for one architecture: take it off the list of arch.rs"
+        }
+        Portable::Here if !opposite.iter().any(|not| text.contains(not.as_str())) => {
+            "code for one architecture without a portable form in the same file"
+        }
+        Portable::In(other) if !FILES.iter().any(|listed| listed.path == other) => {
+            "its portable form is not on the list of arch.rs"
+        }
+        _ => return Vec::new(),
+    };
+    vec![Finding::of(path, what)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn condition(not: bool) -> String {
+        let arch = format!("{} = \"x86_64\"", MARKS[0]);
+        match not {
+            true => format!("#[cfg(not({arch}))]\nfn f() {{}}\n"),
+            false => format!("#[cfg({arch})]\nfn f() {{}}\n"),
+        }
+    }
+
+    #[test]
+    fn only_listed_files_have_it_and_each_has_a_portable_form() {
+        let one = condition(false);
+        assert_eq!(check("base/addr/src/lib.rs", &one).len(), 1);
+        assert_eq!(check("base/addr/src/lib.rs", &format!("// {one}")).len(), 0);
+        assert_eq!(check("memory/host/src/pool.rs", &one).len(), 1);
+        let both = one.clone() + &condition(true);
+        assert_eq!(check("memory/host/src/pool.rs", &both).len(), 0);
+        assert_eq!(
+            check("memory/host/src/pool.rs", "fn f() {}").len(),
+            1,
+            "listed in vain"
+        );
+        assert_eq!(check("cpu/x86/tests/native.rs", &one).len(), 0);
+    }
+}
