@@ -60,6 +60,8 @@ fn row(result: &Measurement) -> [String; 7] {
     let verdict = match (result.met, result.runs) {
         // So few make no 95 % interval.
         (Some(_), 2..=4) => "undecided",
+        (Some(true), _) if result.simulated => "ok, simulated",
+        (Some(false), _) if result.simulated => "MISSED, simulated",
         (Some(true), _) => "ok",
         (Some(false), _) => "MISSED",
         (None, _) => "",

@@ -213,6 +213,12 @@ pub fn measure(
     progress: &Progress,
 ) -> Result<(), LabError> {
     let pace = Pace::of(options);
+    report.say(format!(
+        "pml: the bar of {BAR} % is for `pml.score_percent.pml.exitcost`, which is simulated in \
+         one respect. An exit to this hypervisor is the return of a function, so each exit is \
+         charged {EXIT_NS:.0} ns, what it costs on hardware ({EXIT_SOURCE}). \
+         The `.raw` figures are as measured.",
+    ));
     for (delivery, to) in [("", Delivery::Bitmap), ("_ring", rings())] {
         let setup = setup(pace, to);
         with_churns(&setup, ARMS.len(), |churns| {
