@@ -344,10 +344,7 @@ fn a_vm_with_rings_refuses_bitmap_calls_and_host_writes() {
     fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
     assert_eq!(fixture.host_write(1, 1), Err(DirtyError::NoBitmap));
     let text = fixture.mmu.get_dirty(SLOT, &mut [0; 25]).unwrap_err();
-    assert!(
-        text.to_string().contains("collect from the rings"),
-        "{text}"
-    );
+    assert!(text.to_string().contains("reap the rings"), "{text}");
     let late = fixture.mmu.set_delivery(Delivery::Bitmap);
     assert_eq!(late, Err(DirtyError::TooLate));
 }
