@@ -2,14 +2,16 @@
 
 use crate::pages::FirstTouch;
 use crate::source::{SourceConfig, SourceStats};
-use crate::{Delivery, KvmError, Vm, VmConfig};
-use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_machine::{Apf, Console, Ending, GuestMemory, Image, PlatformDevices};
+use crate::tracker::Tracker;
+use crate::{KvmError, Vm};
+use lacuna_addr::PageCount;
+use lacuna_machine::{
+    Apf, Console, CpuModel, Delivery, Ending, Image, Observed, PlatformDevices, RunEnd, VmConfig,
+    run_watched, status_page,
+};
 use lacuna_sync::{Clock, HostClock, LatencySetting, Nanos};
 use std::path::Path;
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 
 /// The description of a run.
 #[derive(Clone, Debug)]
@@ -26,23 +28,17 @@ pub struct VmBuilder {
     pub first_touch: FirstTouch,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
-    /// How its writes are recorded while a slot logs.
+    /// Where dirty logging records its writes.
     pub delivery: Delivery,
+    /// What detects them.
+    pub tracker: Tracker,
+    /// Which processor the guest sees.
+    pub cpu: CpuModel,
     /// For the guest kernel; `smp=` and `ap=` are added, and what the host's KVM makes necessary.
     pub command_line: String,
 }
 
-/// A run in progress, or ended.
-pub struct Observed<'a> {
-    /// The VM.
-    pub vm: &'a Vm,
-    /// Its devices.
-    pub devices: &'a PlatformDevices,
-    /// The time since the run began.
-    pub now: Nanos,
-}
-
-/// The result of a run.
+/// How a run went.
 pub struct RunSummary {
     /// Why it ended.
     pub ending: Ending,
@@ -54,10 +50,8 @@ pub struct RunSummary {
     pub status: Option<Vec<u8>>,
 }
 
-/// How often the watcher of a run is called.
-const WATCH: Duration = Duration::from_millis(100);
-/// Exists if the host's KVM works without hardware support (PVM). That KVM runs guest kernels in
-/// its instruction emulator, and guest programs cannot use the usual system calls.
+/// There where the host's KVM is the one without hardware support (PVM), which runs guest kernels
+/// in its instruction emulator and does not let guest programs make system calls of the usual kind.
 const PVM: &str = "/sys/module/kvm_pvm";
 
 impl VmBuilder {
@@ -73,6 +67,8 @@ impl VmBuilder {
             first_touch: FirstTouch::default(),
             apf: Apf::On,
             delivery: Delivery::default(),
+            tracker: Tracker::default(),
+            cpu: CpuModel::default(),
             command_line: String::new(),
         }
     }
@@ -97,58 +93,57 @@ impl VmBuilder {
         &self,
         image: &Image<'_>,
         console: impl Console + 'static,
-        mut watch: impl FnMut(&Observed<'_>),
+        mut watch: impl FnMut(&Observed<'_, Vm>),
     ) -> Result<RunSummary, KvmError> {
-        let vm = self.vm()?;
-        let vcpus = vm.boot(image, &self.full_command_line())?;
-        let devices = PlatformDevices::new(console);
-        let clock = HostClock::default();
-        let watcher = thread::current();
-        thread::scope(|scope| {
-            let runner = scope.spawn(|| {
-                drop(lacuna_machine::run(vcpus, &devices, &*vm));
-                watcher.unpark();
-            });
-            while !runner.is_finished() && devices.ending().is_none() {
-                watch(&Observed {
-                    vm: &vm,
-                    devices: &devices,
-                    now: clock.now(),
-                });
-                thread::park_timeout(WATCH);
-            }
-        });
-        let end = clock.now();
+        let end = self.run_with(image, &PlatformDevices::new(console), &mut watch)?;
         Ok(RunSummary {
-            ending: devices.ending().unwrap_or(Ending::Stopped),
-            stats: vm.source_stats(),
-            status: status_page(&vm, &devices),
-            end,
+            ending: end.ending,
+            stats: end.vm.source_stats(),
+            end: end.end,
+            status: end.status,
         })
     }
 
-    /// Its VM, not booted, for a caller that runs the vCPUs in another way.
+    /// As [`VmBuilder::run`], with devices of the caller's.
+    pub(crate) fn run_with(
+        &self,
+        image: &Image<'_>,
+        devices: &PlatformDevices,
+        watch: &mut dyn FnMut(&Observed<'_, Vm>),
+    ) -> Result<RunEnd<Vm>, KvmError> {
+        let vm = self.vm()?;
+        let vcpus = vm.boot(image, &self.full_command_line())?;
+        let clock = HostClock::default();
+        let run = run_watched(&vm, vcpus, devices, &clock, watch);
+        run.map_err(|error| KvmError::Thread(error.to_string()))?;
+        // The status page may be away.
+        vm.end_latency();
+        Ok(RunEnd {
+            ending: devices.ending().unwrap_or(Ending::Stopped),
+            end: clock.now(),
+            status: status_page(&*vm, devices),
+            trace_hash: None,
+            vm,
+        })
+    }
+
+    /// Its VM, not booted.
     ///
     /// # Errors
     /// As [`Vm::new`].
     pub fn vm(&self) -> Result<Arc<Vm>, KvmError> {
-        Vm::new(VmConfig {
+        let config = VmConfig {
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,
             delivery: self.delivery,
-            source: SourceConfig {
-                resident: self.resident,
-                latency: self.latency.clone(),
-                first_touch: self.first_touch,
-            },
-        })
+            cpu: self.cpu,
+        };
+        let source = SourceConfig {
+            resident: self.resident,
+            latency: self.latency.clone(),
+            first_touch: self.first_touch,
+        };
+        Vm::new(config, source, self.tracker)
     }
-}
-
-/// A copy of the status page, without a fault if possible.
-fn status_page(vm: &Vm, devices: &PlatformDevices) -> Option<Vec<u8>> {
-    let mut page = vec![0; PAGE_SIZE];
-    vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
-    Some(page)
 }

@@ -1,9 +1,9 @@
 //! Why a run cannot start.
 
 use crate::available::Unavailable;
-use crate::dirty::DirtyError;
 use crate::memory::MapError;
-use lacuna_machine::BootError;
+use lacuna_machine::{BootError, ErrorKind};
+use lacuna_slots::{DirtyError, SlotError};
 use lacuna_sys::Errno;
 
 /// Why a run cannot start.
@@ -57,6 +57,15 @@ pub enum KvmError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// The memory does not fit into slots.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The VM has its vCPUs.
+    #[error("this VM has its vCPUs already: make another one")]
+    Booted,
+    /// A thread of the run cannot be started.
+    #[error("cannot start a thread of the run: {0}")]
+    Thread(String),
     /// The page source cannot start.
     #[error("userfaultfd: cannot {step}: {errno}")]
     Userfaultfd {
@@ -76,6 +85,27 @@ pub enum KvmError {
 }
 
 impl KvmError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Vcpus { .. }
+            | Self::Resident { .. }
+            | Self::Ring { .. }
+            | Self::Away
+            | Self::Slot(_)
+            | Self::Booted => ErrorKind::Request,
+            Self::Boot(error) | Self::Memory(MapError::Boot(error)) => error.kind(),
+            Self::Unavailable(_)
+            | Self::NoApf
+            | Self::NoRing
+            | Self::Dirty(_)
+            | Self::Memory(MapError::Map { .. })
+            | Self::Thread(_)
+            | Self::Userfaultfd { .. }
+            | Self::Kvm { .. } => ErrorKind::Host,
+        }
+    }
+
     /// For `map_err`: KVM refused to `step`.
     pub(crate) fn step(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |e| Self::Kvm {

@@ -70,6 +70,26 @@ impl VcpuKick {
 pub struct VcpuKicks {
     stopping: AtomicBool,
     vcpus: Box<[VcpuKick]>,
+    /// No vCPU may enter the guest.
+    holding: AtomicBool,
+    turn: Mutex<()>,
+}
+
+/// While it lives, no vCPU is in the guest.
+pub struct Held<'a> {
+    kicks: &'a VcpuKicks,
+    _turn: MutexGuard<'a, ()>,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.kicks.holding.store(false, Ordering::SeqCst);
+        for vcpu in &self.kicks.vcpus {
+            // Under the lock: a vCPU that has just seen the flag is asleep by then.
+            let _state = vcpu.state();
+            vcpu.left.notify_all();
+        }
+    }
 }
 
 /// While this exists the vCPU may be kicked.
@@ -82,6 +102,8 @@ impl VcpuKicks {
         Self {
             stopping: AtomicBool::new(false),
             vcpus: (0..vcpus).map(|_| VcpuKick::default()).collect(),
+            holding: AtomicBool::new(false),
+            turn: Mutex::new(()),
         }
     }
 
@@ -112,7 +134,18 @@ impl VcpuKicks {
         std::mem::take(&mut self.vcpus[index].state().requested)
     }
 
-    /// Makes every vCPU leave, for good.
+    /// Gets every vCPU out and keeps it out. Not for a vCPU's own thread.
+    pub fn hold(&self) -> Held<'_> {
+        let turn = self.turn.lock().expect("no panic under this lock");
+        self.holding.store(true, Ordering::SeqCst);
+        self.flush();
+        Held {
+            kicks: self,
+            _turn: turn,
+        }
+    }
+
+    /// Gets every vCPU out, for good.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         for vcpu in &self.vcpus {
@@ -147,7 +180,9 @@ impl VcpuKicks {
     /// `immediate_exit` is that field of the vCPU's `struct kvm_run`, valid as long as the result.
     pub unsafe fn enter(&self, index: usize, immediate_exit: NonNull<u8>) -> Entry<'_> {
         let vcpu = &self.vcpus[index];
-        let mut state = vcpu.state();
+        let held = |_: &mut State| self.holding.load(Ordering::SeqCst);
+        let state = vcpu.left.wait_while(vcpu.state(), held);
+        let mut state = state.expect("no panic under this lock");
         // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all that write it
         // hold the lock.
         unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }

@@ -13,7 +13,12 @@
 //! | `source` | the page source: a thread on userfaultfd that carries them out |
 //! | `setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
-//! | `kick` | makes vCPUs leave it |
+//! | `kick` | getting vCPUs out of it |
+//! | `boot` | from a VM to its vCPUs |
+//! | `state` | a vCPU's whole state, saved and restored |
+//! | `slots` | memory slots: this process's table, and what KVM is told |
+//! | `tracker` | what detects the guest's writes |
+//! | `interface` | the backend interface of `lacuna_machine` |
 //! | `vm` | one VM: descriptors, slots, memory, source |
 //! | `dirty` | dirty tracking: KVM's bitmap, its rings, Linux's page table |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
@@ -26,27 +31,34 @@
 //! reason.
 
 mod available;
+mod boot;
 mod builder;
 mod dirty;
 mod error;
+mod interface;
 mod kick;
 mod memory;
 mod pages;
 mod ring;
 mod setup;
+mod slots;
 mod source;
+mod state;
+mod tracker;
 mod vcpu;
 mod vm;
 
 pub use available::{Unavailable, available};
-pub use builder::{Observed, RunSummary, VmBuilder};
-pub use dirty::{Delivery, DirtyError, Logging};
+pub use builder::{RunSummary, VmBuilder};
 pub use error::KvmError;
-pub use lacuna_machine::Apf;
-pub use lacuna_slots::{ClearError, RingSize, RingSizeError, SlotId};
+pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
+pub use lacuna_slots::{
+    Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,
+};
 pub use lacuna_sync::LatencySetting;
 pub use memory::MapError;
 pub use pages::FirstTouch;
 pub use source::{SourceConfig, SourceStats};
+pub use tracker::Tracker;
 pub use vcpu::Vcpu;
-pub use vm::{Vm, VmConfig};
+pub use vm::Vm;

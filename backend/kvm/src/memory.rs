@@ -6,7 +6,7 @@
 //! same time, and the mapping lives as long as the [`Memory`] that hands out the addresses.
 
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{BootError, GuestMemory, Layout, MemoryError};
+use lacuna_machine::{BootError, Layout};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::ptr;
@@ -19,7 +19,7 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    fn new(pages: PageCount) -> Result<Self, Errno> {
+    pub fn new(pages: PageCount) -> Result<Self, Errno> {
         let bytes = usize::try_from(pages.bytes()).map_err(|_| Errno::NOMEM)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: 1. a new mapping at an address of the kernel's choice touches no memory of ours.
@@ -121,79 +121,55 @@ impl Memory {
             (offset < bytes).then(|| Gpa::truncate(gpa.get() + offset))
         })
     }
+}
 
-    /// Address of `bytes` bytes at `gpa`, all in one slot.
-    fn hva(&self, gpa: Gpa, bytes: usize) -> Result<usize, MemoryError> {
-        let found = self.slots().find_map(|(start, hva, size)| {
-            let offset = gpa.get().checked_sub(start.get())?;
-            let end = offset.checked_add(bytes as u64)?;
-            (end <= size).then(|| hva.get() + offset)
-        });
-        found
-            .map(|hva| hva as usize)
-            .ok_or(MemoryError::NoSlot(gpa))
+/// Copies `bytes` to address `at`. Words of the guest's that lie on a multiple of their size are
+/// never torn.
+///
+/// # Safety
+/// The range lies in a mapping of guest memory.
+pub unsafe fn copy_in(at: u64, bytes: &[u8]) {
+    let mut address = at as usize;
+    let mut rest = bytes;
+    while !rest.is_empty() {
+        let size = piece(rest.len(), address);
+        let (now, later) = rest.split_at(size);
+        // SAFETY: 1. the contract. 2. A piece lies on a multiple of its size.
+        unsafe {
+            match size {
+                8 => atomic::<AtomicU64>(address).store(u64::from_ne_bytes(chunk(now)), Relaxed),
+                4 => atomic::<AtomicU32>(address).store(u32::from_ne_bytes(chunk(now)), Relaxed),
+                2 => atomic::<AtomicU16>(address).store(u16::from_ne_bytes(chunk(now)), Relaxed),
+                _ => atomic::<AtomicU8>(address).store(now[0], Relaxed),
+            }
+        }
+        address += size;
+        rest = later;
     }
 }
 
-impl GuestMemory for Memory {
-    fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
-        let mut address = self.hva(gpa, bytes.len())?;
-        let mut rest = bytes;
-        while !rest.is_empty() {
-            let size = piece(rest.len(), address);
-            let (now, later) = rest.split_at(size);
-            // SAFETY: 1. `hva` put all of `bytes` inside the guest's mapping. 2. A piece lies on a
-            // multiple of its size.
-            unsafe {
-                match size {
-                    8 => {
-                        atomic::<AtomicU64>(address).store(u64::from_ne_bytes(chunk(now)), Relaxed)
-                    }
-                    4 => {
-                        atomic::<AtomicU32>(address).store(u32::from_ne_bytes(chunk(now)), Relaxed)
-                    }
-                    2 => {
-                        atomic::<AtomicU16>(address).store(u16::from_ne_bytes(chunk(now)), Relaxed)
-                    }
-                    _ => atomic::<AtomicU8>(address).store(now[0], Relaxed),
-                }
+/// Copies from address `at`. Words of the guest's that lie on a multiple of their size are never
+/// torn.
+///
+/// # Safety
+/// The range lies in a mapping of guest memory.
+pub unsafe fn copy_out(at: u64, into: &mut [u8]) {
+    let mut address = at as usize;
+    let mut rest = into;
+    while !rest.is_empty() {
+        let size = piece(rest.len(), address);
+        let (now, later) = rest.split_at_mut(size);
+        // SAFETY: 1. the contract. 2. A piece lies on a multiple of its size.
+        unsafe {
+            match size {
+                8 => now.copy_from_slice(&atomic::<AtomicU64>(address).load(Relaxed).to_ne_bytes()),
+                4 => now.copy_from_slice(&atomic::<AtomicU32>(address).load(Relaxed).to_ne_bytes()),
+                2 => now.copy_from_slice(&atomic::<AtomicU16>(address).load(Relaxed).to_ne_bytes()),
+                _ => now[0] = atomic::<AtomicU8>(address).load(Relaxed),
             }
-            address += now.len();
-            rest = later;
         }
-        Ok(())
-    }
-
-    fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
-        let mut address = self.hva(gpa, into.len())?;
-        let mut rest = into;
-        while !rest.is_empty() {
-            let size = piece(rest.len(), address);
-            let (now, later) = rest.split_at_mut(size);
-            // SAFETY: 1. `hva` put all of `into` inside the guest's mapping. 2. A piece lies on a
-            // multiple of its size.
-            unsafe {
-                match size {
-                    8 => now
-                        .copy_from_slice(&atomic::<AtomicU64>(address).load(Relaxed).to_ne_bytes()),
-                    4 => now
-                        .copy_from_slice(&atomic::<AtomicU32>(address).load(Relaxed).to_ne_bytes()),
-                    2 => now
-                        .copy_from_slice(&atomic::<AtomicU16>(address).load(Relaxed).to_ne_bytes()),
-                    _ => now[0] = atomic::<AtomicU8>(address).load(Relaxed),
-                }
-            }
-            address += size;
-            rest = later;
-        }
-        Ok(())
-    }
-
-    /// A page that is evicted between the check and the copy costs its latency once.
-    fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {
-        self.hva(gpa, into.len())
-            .is_ok_and(|address| is_mapped(address, into.len()))
-            && self.read(gpa, into).is_ok()
+        address += size;
+        rest = later;
     }
 }
 
@@ -220,8 +196,9 @@ unsafe fn atomic<'a, A>(address: usize) -> &'a A {
     unsafe { &*ptr::with_exposed_provenance::<A>(address) }
 }
 
-/// Whether Linux has every page of these bytes resident, `mincore(2)`.
-fn is_mapped(address: usize, bytes: usize) -> bool {
+/// Whether Linux has every page of these bytes in place, `mincore(2)`.
+pub fn is_mapped(address: u64, bytes: usize) -> bool {
+    let address = address as usize;
     let first = address / PAGE_SIZE * PAGE_SIZE;
     let pages = (address + bytes).div_ceil(PAGE_SIZE) - first / PAGE_SIZE;
     let mut present = vec![0; pages];

@@ -5,7 +5,7 @@ use kvm_bindings::{
     kvm_segment, kvm_sregs,
 };
 use kvm_ioctls::{Cap, Error, Kvm, VcpuFd};
-use lacuna_machine::{Apf, Boot};
+use lacuna_machine::{Apf, Boot, CpuModel, VmConfig};
 
 /// KVM's features, `KVM_CPUID_FEATURES`.
 const FEATURES: u32 = 0x4000_0001;
@@ -30,15 +30,19 @@ pub struct Features {
     supported: CpuId,
     tsc_deadline: bool,
     apf: Apf,
+    model: CpuModel,
+    msrs: Vec<u32>,
 }
 
 impl Features {
-    /// The features of this host's KVM.
-    pub fn of(kvm: &Kvm, apf: Apf) -> Result<Self, Error> {
+    /// What this host's KVM can do.
+    pub fn of(kvm: &Kvm, config: &VmConfig) -> Result<Self, Error> {
         Ok(Self {
             supported: kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?,
             tsc_deadline: kvm.check_extension(Cap::TscDeadlineTimer),
-            apf,
+            apf: config.apf,
+            model: config.cpu,
+            msrs: kvm.get_msr_index_list()?.as_slice().to_vec(),
         })
     }
 
@@ -47,6 +51,11 @@ impl Features {
         let leaf = self.supported.as_slice().iter();
         let features = leaf.filter(|e| e.function == FEATURES).map(|e| e.eax);
         features.fold(0, |all, eax| all | eax) & APF_BITS == APF_BITS
+    }
+
+    /// Model-specific registers that KVM saves and restores.
+    pub fn msrs(&self) -> &[u32] {
+        &self.msrs
     }
 
     /// CPUID of vCPU `index`, whose APIC id is the same.
@@ -68,6 +77,9 @@ impl Features {
                 _ => {}
             }
         }
+        if let CpuModel::Common { .. } = self.model {
+            entries.iter_mut().for_each(common);
+        }
         entries.push(kvm_cpuid_entry2 {
             function: CLOCKS,
             eax: tsc_khz,
@@ -77,10 +89,18 @@ impl Features {
         CpuId::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))
     }
 
-    /// Puts a new vCPU at the guest's entry point.
-    pub fn start(&self, vcpu: &VcpuFd, index: usize, boot: &Boot) -> Result<(), Error> {
+    /// Puts a fresh vCPU at the guest's entry point.
+    pub fn start(&self, vcpu: &VcpuFd, index: usize, boot: Option<&Boot>) -> Result<(), Error> {
+        if let CpuModel::Common { tsc_khz: Some(khz) } = self.model
+            && khz != vcpu.get_tsc_khz()?
+        {
+            vcpu.set_tsc_khz(khz)?;
+        }
         let tsc_khz = vcpu.get_tsc_khz()?;
         vcpu.set_cpuid2(&self.cpuid(index as u32, tsc_khz)?)?;
+        let Some(boot) = boot else {
+            return Ok(());
+        };
         let mut sregs = vcpu.get_sregs()?;
         long_mode(&mut sregs, boot);
         vcpu.set_sregs(&sregs)?;
@@ -98,7 +118,35 @@ impl Features {
     }
 }
 
-/// As [`Boot`] specifies: 64-bit code at CPL 0, flat segments, the identity map.
+/// Hides what not every backend has: FPU, vectors, and most extensions. The features that remain
+/// are those of the soft backend's processor.
+fn common(e: &mut kvm_cpuid_entry2) {
+    const PCID: u32 = 1 << 17;
+    const POPCNT: u32 = 1 << 23;
+    match (e.function, e.index) {
+        (1, _) => {
+            e.ecx &= PCID | X2APIC | POPCNT | TSC_DEADLINE | HYPERVISOR;
+            // DE PSE TSC MSR PAE CX8 APIC PGE CMOV PAT CLFSH HTT
+            e.edx &= 0b11_1100 | 1 << 6 | 0b11 << 8 | 1 << 13 | 0b11 << 15 | 1 << 19 | 1 << 28;
+        }
+        (7, 0) => {
+            const SMEP: u32 = 1 << 7;
+            (e.eax, e.ebx, e.ecx, e.edx) = (0, e.ebx & SMEP, 0, 0);
+        }
+        (6 | 7 | 0xa | 0xd | 0x10 | 0x12 | 0x14, _) => {
+            (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0);
+        }
+        (FEATURES, _) => e.eax &= 1 << 1 | APF_BITS,
+        (0x8000_0001, _) => {
+            e.ecx &= 1 << 0 | 1 << 5;
+            // SYSCALL NX, 1 GiB pages, RDTSCP, long mode
+            e.edx &= 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
+        }
+        _ => {}
+    }
+}
+
+/// As [`Boot`] says: 64-bit code at CPL 0, flat segments, the identity map.
 fn long_mode(sregs: &mut kvm_sregs, boot: &Boot) {
     const PE_ET_NE_PG: u64 = 1 | 1 << 4 | 1 << 5 | 1 << 31;
     const PAE: u64 = 1 << 5;

@@ -16,10 +16,10 @@
 //! UNSAFETY: pages are registered and moved by address. The addresses are those of `Memory`'s two
 //! mappings, which the thread keeps alive, and which all code accesses only by atomics.
 
-use crate::dirty::Delivery;
 use crate::kick::VcpuKicks;
 use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
+use crate::tracker::Tracker;
 use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
 use lacuna_sync::LatencySetting;
 use lacuna_sys::{Errno, Fault, Userfaultfd};
@@ -106,12 +106,12 @@ impl Source {
     /// Opens a descriptor. With the page map, it also records writes.
     ///
     /// # Errors
-    /// Those of userfaultfd; the text says what was tried.
-    pub fn open(delivery: Delivery) -> Result<Userfaultfd, (&'static str, Errno)> {
-        match delivery {
-            Delivery::Pagemap => Userfaultfd::open_tracking()
+    /// Of userfaultfd; the text says what was tried.
+    pub fn open(tracker: Tracker) -> Result<Userfaultfd, (&'static str, Errno)> {
+        match tracker {
+            Tracker::Pagemap => Userfaultfd::open_tracking()
                 .map_err(|e| ("note writes without a fault's message (Linux 6.7)", e)),
-            Delivery::Bitmap | Delivery::Ring(_) => Userfaultfd::open().map_err(|e| ("open", e)),
+            Tracker::Kvm => Userfaultfd::open().map_err(|e| ("open", e)),
         }
     }
 
@@ -466,107 +466,4 @@ fn stand_out() {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use io_uring::IoUring;
-    use lacuna_machine::GuestMemory;
-    use std::sync::mpsc;
-
-    const PAGES: u64 = 4096;
-
-    /// A source whose first pages are in its store; `None`, and a recorded skip, where this
-    /// host has none.
-    fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
-        let uffd = match Source::open(Delivery::Bitmap) {
-            Ok(uffd) => uffd,
-            Err((what, errno)) => {
-                lacuna_skip::skip(format!("userfaultfd: {what}: {errno}"));
-                return None;
-            }
-        };
-        let memory = Arc::new(Memory::new(PageCount::new(PAGES)).unwrap());
-        let kicks = Arc::new(VcpuKicks::new(1));
-        let config = SourceConfig {
-            resident: PageCount::new(Pages::BUDGET_MIN as u64),
-            latency: LatencySetting::default(),
-            first_touch: FirstTouch::Immediate,
-        };
-        let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&kicks)).unwrap();
-        for page in 0..PAGES as u32 {
-            write(&memory, page, u64::from(page) + 1);
-        }
-        Some((source, memory, kicks))
-    }
-
-    fn write(memory: &Memory, page: Page, word: u64) {
-        let gpa = memory.gpa(page).unwrap();
-        memory.write(gpa, &word.to_ne_bytes()).unwrap();
-    }
-
-    fn read(memory: &Memory, page: Page) -> u64 {
-        let mut word = [0; 8];
-        let gpa = memory.gpa(page).unwrap();
-        memory.read(gpa, &mut word).unwrap();
-        u64::from_ne_bytes(word)
-    }
-
-    /// Pins the page that the store has of `page`, like a device that reads from it: Linux does not
-    /// move it then.
-    fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
-        let ring = match IoUring::new(1) {
-            Ok(ring) => ring,
-            Err(error) => {
-                lacuna_skip::skip(format!("io_uring: {error}"));
-                return None;
-            }
-        };
-        let pinned = libc::iovec {
-            iov_base: std::ptr::with_exposed_provenance_mut(memory.store.page(page).get() as usize),
-            iov_len: PAGE_SIZE,
-        };
-        // SAFETY: 1. the mapping outlives the ring, which never uses the buffer.
-        unsafe { ring.submitter().register_buffers(&[pinned]) }.unwrap();
-        Some(ring)
-    }
-
-    /// A page that cannot be moved for a while is waited for, and does not keep others from
-    /// arriving.
-    #[test]
-    fn a_busy_page_is_waited_for() {
-        let Some((source, memory, _bells)) = source() else {
-            return;
-        };
-        let Some(ring) = pin(&memory, 0) else { return };
-        let (tell, told) = mpsc::channel();
-        let reader = Arc::clone(&memory);
-        let waits = thread::spawn(move || tell.send(read(&reader, 0)).unwrap());
-        // Longer than a source that counted its tries would wait.
-        thread::sleep(Duration::from_millis(2500));
-        assert_eq!(source.failure(), None);
-        assert_eq!(read(&memory, 1), 2, "others come meanwhile");
-        assert!(told.try_recv().is_err(), "it cannot have come");
-        ring.submitter().unregister_buffers().unwrap();
-        assert_eq!(told.recv().unwrap(), 1);
-        waits.join().unwrap();
-        assert_eq!(read(&memory, 0), 1);
-        assert_eq!(source.failure(), None);
-    }
-
-    /// The end of a VM does not wait for a page that cannot come.
-    #[test]
-    fn a_busy_page_does_not_delay_the_end() {
-        let Some((source, memory, kicks)) = source() else {
-            return;
-        };
-        let Some(ring) = pin(&memory, 0) else { return };
-        let reader = Arc::clone(&memory);
-        let waits = thread::spawn(move || read(&reader, 0));
-        while source.stats().faults <= PAGES {
-            thread::yield_now();
-        }
-        kicks.stop();
-        source.wake();
-        waits.join().unwrap();
-        drop((source, ring));
-    }
-}
+mod tests;

@@ -5,14 +5,17 @@
 //! reads it only inside `KVM_RUN`, which is entered when all accesses are answered.
 
 use crate::Vm;
+use crate::state::fresh_msrs;
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
 };
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::Gpa;
-use lacuna_machine::{Exit, VcpuError, Width};
+use lacuna_machine::{CpuModel, Exit, VcpuError, Width};
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// One virtual processor of the KVM backend.
 pub struct Vcpu {
@@ -22,6 +25,8 @@ pub struct Vcpu {
     vm: Arc<Vm>,
     index: usize,
     io: Option<Io>,
+    /// Model-specific registers as KVM made them.
+    fresh: BTreeMap<u32, u64>,
 }
 
 // SAFETY: 1. the one field that is not `Send` is the pointer in `io`, into a mapping that moves
@@ -53,6 +58,7 @@ enum Place {
 impl Vcpu {
     pub(crate) fn new(vm: Arc<Vm>, fd: VcpuFd, index: usize) -> Self {
         Self {
+            fresh: fresh_msrs(&fd, vm.features.msrs()),
             fd,
             vm,
             index,
@@ -60,8 +66,31 @@ impl Vcpu {
         }
     }
 
-    /// The next access that KVM has reported. A read is answered by `complete_read`; a write is
-    /// done.
+    pub(crate) fn fd(&self) -> &VcpuFd {
+        &self.fd
+    }
+
+    pub(crate) fn fresh(&self) -> &BTreeMap<u32, u64> {
+        &self.fresh
+    }
+
+    pub(crate) fn model(&self) -> CpuModel {
+        self.vm.config.cpu
+    }
+
+    /// Whether KVM has still to complete an instruction that accessed a device: it does so when the
+    /// vCPU is entered again.
+    pub(crate) fn is_mid_instruction(&self) -> bool {
+        self.io.is_some()
+    }
+
+    /// Another state is about to replace the one in which a device was accessed.
+    pub(crate) fn forget_access(&mut self) {
+        self.io = None;
+    }
+
+    /// The next access of those that KVM handed over. One that reads is answered by
+    /// `complete_read`; one that writes is done.
     fn next_access(&mut self) -> Option<Exit> {
         let io = self.io.as_mut().filter(|io| io.left > 0)?;
         let width = io.width;
@@ -97,6 +126,7 @@ impl Vcpu {
         if vm.kicks.is_stopping() {
             return Ok(Some(Exit::Interrupted));
         }
+        self.io = None;
         let (direction, data) = match self.fd.run() {
             Ok(VcpuExit::IoOut(port, data)) => (Direction::Out(Place::Port(port)), data),
             Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), &*data),
@@ -191,6 +221,7 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn run(&mut self) -> Result<Exit, VcpuError> {
+        self.vm.exits[self.index].fetch_add(1, Ordering::Relaxed);
         loop {
             if let Some(cause) = self.vm.source_failure() {
                 let vcpu = self.index;

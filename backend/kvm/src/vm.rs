@@ -1,42 +1,27 @@
 //! One VM on `/dev/kvm`: descriptors, memory, page source.
 //!
-//! UNSAFETY: memory slots give addresses of this process to KVM. They are those of the guest's
-//! mapping, which outlives the VM's descriptors: fields are dropped in the order of their
-//! declaration.
+//! UNSAFETY: bytes of the guest are read and written at addresses in the mapping of their slot. The
+//! fields are dropped in the order in which they stand, so that the mappings outlive the VM's
+//! descriptors.
 
+use crate::KvmError;
 use crate::available::open;
-use crate::dirty::{Delivery, Dirty};
+use crate::dirty::{Dirty, Log};
 use crate::kick::VcpuKicks;
-use crate::memory::Memory;
+use crate::memory::{self, Memory};
 use crate::pages::Pages;
-use crate::ring::{self, Ring};
+use crate::ring;
 use crate::setup::Features;
+use crate::slots::{Refusal, SlotTable};
 use crate::source::{Source, SourceConfig, SourceStats};
-use crate::{KvmError, Vcpu};
-use kvm_bindings::{
-    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap,
-    kvm_userspace_memory_region,
-};
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
-use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{Apf, Boot, GuestMemory, Image, Kick, MemoryError};
-use lacuna_slots::{RingSize, SlotId};
+use crate::tracker::Tracker;
+use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
+use kvm_ioctls::{Kvm, VmFd};
+use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_machine::{Apf, GuestMemory, Kick, MemoryError, VmConfig};
+use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId, SlotSpec};
 use std::sync::Arc;
-
-/// The configuration of a VM.
-#[derive(Clone, Debug)]
-pub struct VmConfig {
-    /// The memory that the guest sees.
-    pub memory: PageCount,
-    /// The number of its processors.
-    pub vcpus: usize,
-    /// Whether it is offered asynchronous page faults.
-    pub apf: Apf,
-    /// Where its pages come from.
-    pub source: SourceConfig,
-    /// How its writes are recorded while a slot logs.
-    pub delivery: Delivery,
-}
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// One virtual machine.
 pub struct Vm {
@@ -44,11 +29,16 @@ pub struct Vm {
     pub(crate) dirty: Dirty,
     /// Before the memory: KVM's workers may wait for pages until the descriptor is closed.
     pub(crate) fd: VmFd,
+    /// With the memory of slots that were added later.
+    pub(crate) slots: SlotTable,
     pub(crate) source: Source,
     pub(crate) memory: Arc<Memory>,
-    features: Features,
-    vcpus: usize,
+    pub(crate) features: Features,
+    pub(crate) config: VmConfig,
     pub(crate) kicks: Arc<VcpuKicks>,
+    /// Of each vCPU: exits that its VMM handled.
+    pub(crate) exits: Box<[AtomicU64]>,
+    pub(crate) booted: AtomicBool,
 }
 
 /// The address at which hardware without unrestricted guests keeps three pages for itself: in the
@@ -58,89 +48,61 @@ const TSS_ADDRESS: usize = 0xfffb_d000;
 const VCPUS_MAX: usize = 64;
 
 impl Vm {
-    /// A VM without an image.
+    /// A VM without content, whose memory comes from `source`.
     ///
     /// # Errors
     /// What this machine or its KVM lacks.
-    pub fn new(config: VmConfig) -> Result<Arc<Self>, KvmError> {
+    pub fn new(
+        config: VmConfig,
+        source: SourceConfig,
+        tracker: Tracker,
+    ) -> Result<Arc<Self>, KvmError> {
         let kvm = open()?;
-        let most = kvm.get_max_vcpus().min(VCPUS_MAX);
-        if !(1..=most).contains(&config.vcpus) {
-            return Err(KvmError::Vcpus {
-                asked: config.vcpus,
-                most,
-            });
-        }
-        let resident = config.source.resident.get().min(config.memory.get());
-        if resident < Pages::BUDGET_MIN as u64 {
-            return Err(KvmError::Resident {
-                pages: resident,
-                least: Pages::BUDGET_MIN as u64,
-            });
-        }
-        if config.delivery == Delivery::Pagemap && resident < config.memory.get() {
-            return Err(KvmError::Away);
-        }
-        let features =
-            Features::of(&kvm, config.apf).map_err(KvmError::step("read its features"))?;
+        check(&kvm, &config, &source, tracker)?;
+        let features = Features::of(&kvm, &config).map_err(KvmError::step("read its features"))?;
         if config.apf == Apf::On && !features.has_apf() {
             return Err(KvmError::NoApf);
         }
         let memory = Arc::new(Memory::new(config.memory)?);
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
-        let dirty = Dirty::new(config.delivery, &memory)?;
-        let uffd = Source::open(config.delivery);
-        let source = uffd
-            .and_then(|uffd| {
-                Source::start(uffd, Arc::clone(&memory), config.source, Arc::clone(&kicks))
-            })
+        let dirty = Dirty::new(config.delivery, tracker)?;
+        let source = Source::open(tracker)
+            .and_then(|uffd| Source::start(uffd, Arc::clone(&memory), source, Arc::clone(&kicks)))
             .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
-        let fd = make(&kvm, &memory)?;
-        if let Delivery::Ring(size) = config.delivery {
+        let fd = make(&kvm)?;
+        if let Delivery::Ring { size, .. } = config.delivery {
             use_rings(&fd, size)?;
         }
+        let slots = boot_slots(&fd, &memory)?;
         Ok(Arc::new(Self {
             dirty,
             fd,
+            slots,
             source,
             memory,
             features,
-            vcpus: config.vcpus,
             kicks,
+            exits: (0..config.vcpus).map(|_| AtomicU64::new(0)).collect(),
+            booted: AtomicBool::new(false),
+            config,
         }))
     }
 
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction.
-    ///
-    /// # Errors
-    /// The image does not fit, or KVM refuses.
-    pub fn boot(
-        self: &Arc<Self>,
-        image: &Image<'_>,
-        command_line: &str,
-    ) -> Result<Vec<Vcpu>, KvmError> {
-        let boot = Boot::load(image, &self.memory.layout, command_line, &*self.memory)?;
-        let vcpu = |index| {
-            let fd = self
-                .fd
-                .create_vcpu(index as u64)
-                .map_err(KvmError::step("make a vCPU"))?;
-            self.features
-                .start(&fd, index, &boot)
-                .map_err(KvmError::step("set up a vCPU"))?;
-            self.map_ring(&fd)?;
-            Ok(Vcpu::new(Arc::clone(self), fd, index))
-        };
-        (0..self.vcpus).map(vcpu).collect()
+    /// The run is over: no vCPU enters the guest again, and pages come without latency.
+    pub(crate) fn end_latency(&self) {
+        self.kicks.stop();
+        self.source.wake();
     }
 
-    fn map_ring(&self, vcpu: &VcpuFd) -> Result<(), KvmError> {
-        if let Delivery::Ring(size) = self.dirty.delivery() {
-            let step = "map a dirty ring";
-            let ring = Ring::map(vcpu, size).map_err(|errno| KvmError::Kvm { step, errno })?;
-            self.dirty.add_ring(ring);
+    /// What a switch or a harvest of dirty logging needs.
+    pub(crate) fn log(&self) -> Log<'_> {
+        Log {
+            dirty: &self.dirty,
+            fd: &self.fd,
+            slots: &self.slots,
+            source: &self.source,
+            kicks: &self.kicks,
         }
-        Ok(())
     }
 
     /// The counters of its page source.
@@ -154,37 +116,63 @@ impl Vm {
     }
 }
 
-/// The VM's descriptor, with interrupt controllers and memory.
-fn make(kvm: &Kvm, memory: &Memory) -> Result<VmFd, KvmError> {
+/// Refuses what the caller can change, before anything is made.
+fn check(
+    kvm: &Kvm,
+    config: &VmConfig,
+    source: &SourceConfig,
+    tracker: Tracker,
+) -> Result<(), KvmError> {
+    let most = kvm.get_max_vcpus().min(VCPUS_MAX);
+    if !(1..=most).contains(&config.vcpus) {
+        return Err(KvmError::Vcpus {
+            asked: config.vcpus,
+            most,
+        });
+    }
+    let resident = source.resident.get().min(config.memory.get());
+    if resident < Pages::BUDGET_MIN as u64 {
+        return Err(KvmError::Resident {
+            pages: resident,
+            least: Pages::BUDGET_MIN as u64,
+        });
+    }
+    if tracker == Tracker::Pagemap && resident < config.memory.get() {
+        return Err(KvmError::Away);
+    }
+    Ok(())
+}
+
+/// The VM's descriptor, with interrupt controllers.
+fn make(kvm: &Kvm) -> Result<VmFd, KvmError> {
     let fd = kvm.create_vm().map_err(KvmError::step("make a VM"))?;
     fd.set_tss_address(TSS_ADDRESS)
         .map_err(KvmError::step("place the TSS"))?;
     fd.create_irq_chip()
         .map_err(KvmError::step("make interrupt controllers"))?;
-    for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
-        let hvas = HvaRange::new(hva, bytes / PAGE_SIZE as u64).expect("a slot is a range");
-        // SAFETY: 1. the range is the guest's mapping, touched by atomics only. 2. It stays mapped
-        // until the descriptor is closed: see the fields' order.
-        unsafe { fd.set_user_memory_region(region(id, gpa, hvas, 0)) }
-            .map_err(KvmError::step("add a memory slot"))?;
-    }
     Ok(fd)
 }
 
-/// A memory slot in KVM's format.
-pub(crate) fn region(
-    id: SlotId,
-    gpa: Gpa,
-    hvas: HvaRange,
-    flags: u32,
-) -> kvm_userspace_memory_region {
-    kvm_userspace_memory_region {
-        slot: u32::from(id.0),
-        flags,
-        guest_phys_addr: gpa.get(),
-        memory_size: hvas.pages() * PAGE_SIZE as u64,
-        userspace_addr: hvas.start().get(),
+/// The slots of the boot layout, over the guest's mapping.
+fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
+    let slots = SlotTable::new();
+    for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
+        let spec = SlotSpec {
+            id,
+            guest: gpa.get(),
+            host: hva,
+            bytes,
+            flags: SlotFlags::empty(),
+        };
+        slots.add(fd, spec, None).map_err(|refusal| match refusal {
+            Refusal::Slot(error) => KvmError::Slot(error),
+            Refusal::Kvm(errno) => KvmError::Kvm {
+                step: "add a memory slot",
+                errno,
+            },
+        })?;
     }
+    Ok(slots)
 }
 
 /// Gives a ring to every vCPU that is made from now on. On a host whose stores are seen in order,
@@ -220,23 +208,82 @@ impl Kick for Vm {
 impl Drop for Vm {
     /// KVM waits for its workers, and they wait for pages.
     fn drop(&mut self) {
-        self.kicks.stop();
-        self.source.wake();
+        self.end_latency();
+    }
+}
+
+/// A piece of an access that lies in one slot: its place among the bytes, its length, its address.
+struct Piece {
+    done: usize,
+    len: usize,
+    at: Gpa,
+    hva: u64,
+    slot: Arc<crate::slots::KvmSlot>,
+}
+
+impl Vm {
+    fn pieces(&self, gpa: Gpa, len: usize) -> Result<Vec<Piece>, MemoryError> {
+        let slots = self.slots.snapshot();
+        let (mut pieces, mut done) = (Vec::new(), 0);
+        while done < len {
+            let at = gpa.checked_add(done as u64);
+            let at = at.ok_or(MemoryError::NoSlot(gpa))?;
+            let slot = slots.find(at.gfn()).ok_or(MemoryError::NoSlot(at))?;
+            let offset = at.get() - slot.gfns.start().gpa().get();
+            let left = slot.hvas.pages() * PAGE_SIZE as u64 - offset;
+            let part = left.min((len - done) as u64) as usize;
+            pieces.push(Piece {
+                done,
+                len: part,
+                at,
+                hva: slot.hvas.start().get() + offset,
+                slot: Arc::clone(slot),
+            });
+            done += part;
+        }
+        Ok(pieces)
     }
 }
 
 impl GuestMemory for Vm {
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
-        self.memory.write(gpa, bytes)?;
-        self.dirty.wrote(&self.memory, gpa, bytes.len());
+        let pieces = self.pieces(gpa, bytes.len())?;
+        let refused =
+            |piece: &&Piece| piece.slot.attach.is_logging() && !self.dirty.delivery().has_bitmaps();
+        if let Some(piece) = pieces.iter().find(refused) {
+            return Err(MemoryError::Refused {
+                gpa: piece.at,
+                cause: lacuna_slots::DirtyError::NoBitmap.to_string(),
+            });
+        }
+        for piece in &pieces {
+            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
+            unsafe { memory::copy_in(piece.hva, &bytes[piece.done..piece.done + piece.len]) };
+            let first = piece.slot.page(piece.at.gfn());
+            let last = (piece.at.offset() + piece.len - 1) / PAGE_SIZE;
+            for page in first..=first + last {
+                let _ = piece.slot.attach.host_writes.mark(page);
+            }
+        }
         Ok(())
     }
 
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
-        self.memory.read(gpa, into)
+        for piece in self.pieces(gpa, into.len())? {
+            let part = &mut into[piece.done..piece.done + piece.len];
+            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
+            unsafe { memory::copy_out(piece.hva, part) };
+        }
+        Ok(())
     }
 
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {
-        self.memory.peek(gpa, into)
+        let Ok(pieces) = self.pieces(gpa, into.len()) else {
+            return false;
+        };
+        pieces
+            .iter()
+            .all(|piece| memory::is_mapped(piece.hva, piece.len))
+            && self.read(gpa, into).is_ok()
     }
 }

@@ -6,8 +6,13 @@ mod common;
 use common::{builder, can_run, image, within};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
-use lacuna_kvm::{Delivery, DirtyError, KvmError, Logging, RingSize, SlotId, Vm, VmBuilder};
-use lacuna_machine::{Ending, GuestMemory as _, Next, PlatformDevices, Vcpu, dispatch};
+use lacuna_kvm::{
+    Backup, Delivery, DirtyError, KvmError, Logging, RingSize, SlotId, Tracker, Vm, VmBuilder,
+};
+use lacuna_machine::{
+    DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemoryError, Next,
+    PlatformDevices, SlotError, TwoStepLog as _, Vcpu, dispatch, set_logging_everywhere,
+};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -17,8 +22,9 @@ use std::time::Duration;
 /// Each of these guests ends by itself; some kernels take minutes where others take seconds.
 const HANG_SECONDS: u64 = 900;
 
-fn ring(bytes: usize) -> Delivery {
-    Delivery::Ring(RingSize::from_bytes(bytes).unwrap())
+fn ring(bytes: usize, backup: Backup) -> Delivery {
+    let size = RingSize::from_bytes(bytes).unwrap();
+    Delivery::Ring { size, backup }
 }
 
 /// If KVM emulates the guest's kernel, each of that kernel's stores makes an entry.
@@ -133,7 +139,7 @@ fn beside<T: Send + 'static>(
 
 #[test]
 fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
-    let delivery = ring(RingSize::BYTES_MIN);
+    let delivery = ring(RingSize::BYTES_MIN, Backup::Bitmap);
     if !can_run() || !has(delivery) {
         return;
     }
@@ -142,14 +148,13 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
     beside(&builder, "churn", |guest| {
         guest.prepared();
         let vm = guest.vm;
-        vm.slots()
-            .iter()
-            .for_each(|(id, _)| vm.set_logging(*id, Logging::On).unwrap());
+        set_logging_everywhere(vm, Logging::LAZY).unwrap();
+        let rings = vm.dirty_rings().unwrap();
         guest.pause(0);
         let mut collected = 0;
         while collected < 960 && !guest.is_over() {
             thread::sleep(Duration::from_millis(1));
-            collected += vm.collect_rings(|_, _| ()).unwrap();
+            collected += rings.reap_rings(&mut |_, _| ()).unwrap();
         }
         // The vCPU runs until it enters KVM again, and then no further. With room in its ring it
         // would run to its end.
@@ -160,11 +165,9 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
             thread::sleep(Duration::from_millis(300));
         }
         assert!(!guest.is_over(), "{full} transactions");
-        for (id, _) in vm.slots() {
-            vm.set_logging(id, Logging::Off).unwrap();
-        }
-        vm.collect_rings(|_, _| ()).unwrap();
-        assert!(vm.reset_rings().unwrap() >= 960);
+        set_logging_everywhere(vm, Logging::Off).unwrap();
+        rings.reap_rings(&mut |_, _| ()).unwrap();
+        assert!(rings.reset_rings().unwrap() >= 960);
         // With room in the ring it runs to its end.
         while !guest.is_over() {
             thread::sleep(Duration::from_millis(10));
@@ -183,7 +186,7 @@ fn the_bitmap_is_read_and_cleared_in_two_steps_by_whole_words() {
         vm.get_dirty(id, &mut words),
         Err(DirtyError::NotLogging(id))
     );
-    vm.set_logging(id, Logging::On).unwrap();
+    vm.set_logging(id, Logging::LAZY).unwrap();
     for page in [0, 70, 4095] {
         vm.write(Gpa::truncate(page * PAGE_SIZE as u64), &[1])
             .unwrap();
@@ -192,16 +195,19 @@ fn the_bitmap_is_read_and_cleared_in_two_steps_by_whole_words() {
         vm.peek_dirty(id, &mut words).unwrap();
         assert_eq!((words[0], words[1], words[63]), (1, 1 << 6, 1 << 63));
     }
-    vm.clear_dirty(id, 64, 64, &words[1..2]).unwrap();
+    vm.clear_dirty(id, 64, 64, &mut words[1..2]).unwrap();
     vm.peek_dirty(id, &mut words).unwrap();
     assert_eq!((words[0], words[1], words[63]), (1, 0, 1 << 63));
-    let clear = |first, pages| vm.clear_dirty(id, first, pages, &[1]).unwrap_err();
+    let clear = |first, pages| vm.clear_dirty(id, first, pages, &mut [1]).unwrap_err();
     assert!(matches!(clear(1, 64), DirtyError::Clear(_)));
     assert!(matches!(clear(4096, 64), DirtyError::Clear(_)));
     vm.get_dirty(id, &mut words).unwrap();
     assert_eq!((words[0], words[1], words[63]), (1, 0, 1 << 63));
     let none = vm.get_dirty(SlotId(9), &mut words);
-    assert_eq!(none, Err(DirtyError::NoSlot(SlotId(9))));
+    assert_eq!(
+        none,
+        Err(DirtyError::Slot(SlotError::Unknown { id: SlotId(9) }))
+    );
     let short = vm.get_dirty(id, &mut words[1..]).unwrap_err();
     assert!(
         short.to_string().contains("64 words of dirty bits, not 63"),
@@ -215,16 +221,22 @@ fn impossible_requests_are_refused_with_a_reason() {
         return;
     }
     let mut builder = builder(16, 8, 1, "");
-    builder.delivery = Delivery::Pagemap;
+    builder.tracker = Tracker::Pagemap;
     let away = builder.vm().map(drop).unwrap_err();
     assert!(matches!(away, KvmError::Away), "{away}");
-    builder.delivery = ring(LARGE);
+    builder.tracker = Tracker::Kvm;
+    builder.delivery = ring(LARGE, Backup::None);
     if has(builder.delivery) {
         let vm = builder.vm().unwrap();
         let (id, mut words) = (SlotId(0), vec![0; 64]);
-        vm.set_logging(id, Logging::On).unwrap();
+        vm.set_logging(id, Logging::LAZY).unwrap();
         assert_eq!(vm.get_dirty(id, &mut words), Err(DirtyError::NoBitmap));
         assert_eq!(vm.peek_dirty(id, &mut words), Err(DirtyError::NoBitmap));
-        assert_eq!(vm.collect_rings(|_, _| ()), Ok(0));
+        assert_eq!(vm.reap_rings(&mut |_, _| ()), Ok(0));
+        let write = vm.write(Gpa::truncate(0x1000), &[1]);
+        assert!(
+            matches!(write, Err(MemoryError::Refused { .. })),
+            "{write:?}"
+        );
     }
 }

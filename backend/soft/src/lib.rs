@@ -20,6 +20,7 @@
 //! | `platform`, `x86` | what an architecture adds to its processor |
 //! | `dirty` | dirty tracking |
 //! | `memory` | guest memory for code that is no vCPU: loaders, devices, viewers |
+//! | `state` | a vCPU's whole state, saved and restored |
 //!
 //! # Unsafe
 //! One `unsafe impl` (in `bus`): the promise that a page given to a processor stays valid until the
@@ -42,6 +43,7 @@ mod park;
 mod platform;
 mod seeded;
 mod stall;
+mod state;
 mod vcpu;
 mod vm;
 mod x86;

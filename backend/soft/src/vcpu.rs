@@ -70,7 +70,7 @@ pub struct VcpuOf<P: Platform> {
     boot: Option<P::Boot>,
     /// Instructions retired when its pins were last released.
     held_at: u64,
-    stalled_since: Option<Nanos>,
+    pub(crate) stalled_since: Option<Nanos>,
 }
 
 /// A virtual x86-64 processor.
@@ -250,7 +250,7 @@ impl<P: Platform> VcpuOf<P> {
         fine_sleeps();
         let vm = Arc::clone(&self.vm);
         let _polling = vm.host.polling();
-        while !self.meter().kicked.load(Ordering::Relaxed) {
+        while !self.is_kicked() {
             vm.host.poll(vm.clock.now());
             match (self.step(FUEL), vm.host.next_due()) {
                 (Step::Ran, _) => {}
@@ -262,6 +262,27 @@ impl<P: Platform> VcpuOf<P> {
                 }
                 (Step::Wait(Wait::Halt(until)), None) if self.halt_poll(until) => {}
                 (other, _) => return other,
+            }
+        }
+        self.leave()
+    }
+
+    fn is_kicked(&self) -> bool {
+        self.meter().kicked.load(Ordering::Relaxed)
+    }
+
+    /// Follows a kick. An instruction that a device has answered is completed before, unless that
+    /// takes waiting: the state that the VMM finds is whole.
+    fn leave(&mut self) -> Step {
+        while self.entry.cpu.save().is_none() {
+            match self.step(1) {
+                Step::Ran => {}
+                Step::Wait(Wait::Page(ticket)) => {
+                    self.vm.host.start(&ticket);
+                    break;
+                }
+                Step::Wait(_) => break,
+                other => return other,
             }
         }
         self.meter().kicked.store(false, Ordering::Release);

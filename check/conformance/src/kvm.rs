@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use lacuna_addr::{GfnRange, PageCount};
 use lacuna_kvm::{
-    Delivery, FirstTouch, KvmError, LatencySetting, Logging, RingSize, Vcpu, Vm, VmBuilder,
-    available,
+    Backup, CpuModel, Delivery, FirstTouch, KvmError, LatencySetting, Logging, RingSize, Tracker,
+    Vcpu, Vm, VmBuilder, available,
 };
-use lacuna_machine::Image;
+use lacuna_machine::{Image, MemorySlots as _, harvest, set_logging_everywhere};
 use lacuna_soft::SlotId;
 
 use crate::backend::{Backend, Lacks, Made, Request, Tracking};
@@ -17,13 +17,16 @@ use crate::backend::{Backend, Lacks, Made, Request, Tracking};
 pub struct Kvm;
 
 /// How `tracking` is called here.
-fn delivery(tracking: Tracking) -> Result<Delivery, Lacks> {
+fn mode(tracking: Tracking) -> Result<(Delivery, Tracker), Lacks> {
     // Where KVM emulates the guest's kernel, each store of that makes an entry.
     let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("a size of a ring");
     match tracking {
-        Tracking::Bitmap => Ok(Delivery::Bitmap),
-        Tracking::Ring => Ok(Delivery::Ring(size)),
-        Tracking::PageMap => Ok(Delivery::Pagemap),
+        Tracking::Bitmap => Ok((Delivery::Bitmap, Tracker::Kvm)),
+        Tracking::Ring => {
+            let backup = Backup::Bitmap;
+            Ok((Delivery::Ring { size, backup }, Tracker::Kvm))
+        }
+        Tracking::PageMap => Ok((Delivery::Bitmap, Tracker::Pagemap)),
         Tracking::WriteProtectBitmap
         | Tracking::PmlBitmap
         | Tracking::WriteProtectRing
@@ -40,6 +43,7 @@ impl Backend for Kvm {
 
     fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
         available().map_err(Lacks::because)?;
+        let (delivery, tracker) = mode(request.tracking)?;
         let builder = VmBuilder {
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
@@ -47,7 +51,9 @@ impl Backend for Kvm {
             latency: LatencySetting::default(),
             first_touch: FirstTouch::Immediate,
             apf: request.apf,
-            delivery: delivery(request.tracking)?,
+            delivery,
+            tracker,
+            cpu: CpuModel::default(),
             command_line: request.command_line.clone(),
         };
         builder.latency.set(request.latency);
@@ -76,37 +82,24 @@ impl Backend for Kvm {
     }
 
     fn slots(vm: &Vm) -> Vec<(SlotId, GfnRange)> {
-        vm.slots()
+        let slots = vm.memory_slots().into_iter();
+        slots.map(|slot| (slot.id, slot.gfns)).collect()
     }
 
     fn start_tracking(vm: &Vm) {
-        for (id, _) in vm.slots() {
-            vm.set_logging(id, Logging::On).expect("its own slot");
-        }
+        set_logging_everywhere(vm, Logging::LAZY).expect("its own slots");
     }
 
     fn stop_tracking(vm: &Vm) {
-        for (id, _) in vm.slots() {
-            vm.set_logging(id, Logging::Off).expect("its own slot");
-        }
+        set_logging_everywhere(vm, Logging::Off).expect("its own slots");
     }
 
     fn harvest(vm: &Vm) -> BTreeSet<(SlotId, usize)> {
         let mut dirty = BTreeSet::new();
-        if matches!(vm.delivery(), Delivery::Ring(_)) {
-            let note = |id, page| {
-                dirty.insert((id, page));
-            };
-            let reaped = vm.collect_rings(note).expect("rings that are large enough");
-            let reset = vm.reset_rings().expect("rings");
-            assert!(reset <= reaped, "the VMM's own writes need no entry");
-            return dirty;
-        }
-        for (id, gfns) in vm.slots() {
-            let mut words = vec![0; gfns.pages().div_ceil(64) as usize];
-            vm.get_dirty(id, &mut words).expect("its own slot");
-            dirty.extend(crate::running::set_bits(&words).map(|page| (id, page)));
-        }
+        let note = |id, page| {
+            dirty.insert((id, page));
+        };
+        harvest(vm, note).expect("rings that are large enough");
         dirty
     }
 

@@ -18,11 +18,13 @@
 mod bus;
 mod lapic;
 mod registers;
+mod saved;
 mod timer;
 
 pub use bus::ApicBus;
 pub use lapic::ApicState;
 pub(crate) use lapic::Lapic;
+pub use saved::ApicRegisters;
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -65,7 +65,7 @@ pub struct Cpu {
     /// The exit of a basic block that led to RIP and is not linked yet.
     unlinked: Option<Unlinked>,
     progress: Progress,
-    pending: Pending,
+    pub(crate) pending: Pending,
     retired: u64,
 }
 

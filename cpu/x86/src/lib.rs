@@ -40,6 +40,7 @@ mod op;
 mod processor;
 mod quiet;
 mod returns;
+mod saved;
 mod seam;
 mod segments;
 mod stack;
@@ -49,8 +50,9 @@ mod system;
 mod translations;
 mod walk;
 
-pub use apic::{ApicBus, ApicState};
+pub use apic::{ApicBus, ApicRegisters, ApicState};
 pub use cpu::{Cpu, Regs};
 pub use exit::{Exit, Shutdown};
+pub use saved::{Refused, check_regs, check_system};
 pub use seam::{Ept, Own, State};
 pub use state::{Exception, System, Table, Trap};

@@ -5,7 +5,7 @@
 
 use crate::{
     Apf, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick, MemorySlots,
-    PlatformDevices, Vcpu,
+    PlatformDevices, SaveRestore,
 };
 use lacuna_addr::PageCount;
 use lacuna_slots::Delivery;
@@ -95,7 +95,7 @@ pub struct VcpuStats {
 /// One virtual machine.
 pub trait Vm: GuestMemory + MemorySlots + DirtyTracking + Kick + Send + Sync + Sized {
     /// Its processors.
-    type Vcpu: Vcpu;
+    type Vcpu: SaveRestore;
     /// Why it refuses.
     type Error: BackendError;
 

@@ -47,6 +47,10 @@ pub struct RunArgs {
     /// zipf, reads, churn, gaps, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
     /// triple, hello
     pub image: String,
+    /// The hypervisor: soft is Lacuna's own and needs no KVM, kvm is /dev/kvm, auto is kvm where it
+    /// can be used and no option needs soft
+    #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
+    pub backend: Backend,
     /// Memory the guest believes it has
     #[arg(long, value_name = "SIZE", default_value = "2G")]
     pub memory: Size,
@@ -57,16 +61,17 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub vcpus: u32,
-    /// Where pages go: file or mem, with ,latency=1ms and ,dir=PATH if wanted
-    #[arg(long, value_name = "DEVICE", default_value = "file")]
-    pub swap: SwapSpec,
+    /// Where pages go: file or mem, with ,latency=1ms and ,dir=PATH if wanted; file on soft, mem on
+    /// kvm
+    #[arg(long, value_name = "DEVICE")]
+    pub swap: Option<SwapSpec>,
     /// Whether the guest is told of pages that are on their way (asynchronous page faults)
     #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
     pub apf: Apf,
     /// Where host memory is given out in 2 MiB pages: nowhere, where it is advised, or wherever a
     /// whole one is free
-    #[arg(long, value_enum, value_name = "never|madvise|always", default_value_t = Thp::default())]
-    pub thp: Thp,
+    #[arg(long, value_enum, value_name = "never|madvise|always")]
+    pub thp: Option<Thp>,
     /// Run all vCPUs on one thread under the virtual clock: the same seed, the same run
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
@@ -81,6 +86,30 @@ pub struct RunArgs {
     /// How the result is told
     #[command(flatten)]
     pub output: Output,
+}
+
+/// `--backend`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Backend {
+    /// Lacuna's own hypervisor, in this process
+    Soft,
+    /// Linux's, by /dev/kvm
+    Kvm,
+    /// kvm where it can be used and no option needs soft
+    Auto,
+}
+
+impl RunArgs {
+    /// The first option that the kvm backend does not have, in the user's words.
+    pub fn needs_soft(&self) -> Option<&'static str> {
+        let file = |swap: &SwapSpec| matches!(swap.medium, SwapMedium::File { .. });
+        match () {
+            () if self.seed.is_some() => Some("--seed"),
+            () if self.thp.is_some() => Some("--thp"),
+            () if self.swap.as_ref().is_some_and(file) => Some("--swap file"),
+            () => None,
+        }
+    }
 }
 
 /// `--apf`.
@@ -310,6 +339,18 @@ pub enum SwapMedium {
     Memory,
 }
 
+/// A file in the system's temporary folder.
+impl Default for SwapSpec {
+    fn default() -> Self {
+        Self {
+            medium: SwapMedium::File {
+                dir: std::env::temp_dir(),
+            },
+            latency: Duration::ZERO,
+        }
+    }
+}
+
 impl FromStr for SwapSpec {
     type Err = String;
 
@@ -386,9 +427,10 @@ mod tests {
             (Size(2 << 30), Size(512 << 20), 2)
         );
         assert_eq!((args.seed, args.append.as_str()), (None, ""));
-        assert_eq!((args.apf, args.thp), (Apf::On, Thp::default()));
-        assert_eq!(args.thp.pages(), HugePages::default());
-        assert!(matches!(args.swap.medium, SwapMedium::File { .. }));
+        assert_eq!((args.apf, args.thp), (Apf::On, None));
+        assert_eq!(args.backend, Backend::Soft);
+        assert_eq!(Thp::default().pages(), HugePages::default());
+        assert_eq!(args.swap, None);
     }
 
     #[test]
@@ -402,12 +444,12 @@ mod tests {
             ("x.elf", Size(64 << 20), 4)
         );
         assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
-        assert_eq!((args.apf, args.thp), (Apf::Off, Thp::Always));
+        assert_eq!((args.apf, args.thp), (Apf::Off, Some(Thp::Always)));
         let swap = SwapSpec {
             medium: SwapMedium::Memory,
             latency: Duration::from_millis(1),
         };
-        assert_eq!(args.swap, swap);
+        assert_eq!(args.swap, Some(swap));
         assert_eq!(
             args.output,
             Output {

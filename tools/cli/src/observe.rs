@@ -3,8 +3,8 @@
 use crate::snapshot::{Apf, Faults, GuestApf, Huge, Snapshot, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
-use lacuna_machine::GuestMemory;
-use lacuna_soft::{ApfStats, HostStats, HugePages, Observed, RunSummary, Vm, VmBuilder};
+use lacuna_machine::{Observed, RunEnd};
+use lacuna_soft::{ApfStats, HostStats};
 use std::time::Duration;
 
 /// Looks at a run now and then.
@@ -13,43 +13,34 @@ pub struct Observer {
 }
 
 impl Observer {
-    /// Before the run.
-    pub fn new(builder: &VmBuilder) -> Self {
-        let last = Snapshot {
-            memory_bytes: builder.memory.bytes(),
-            budget_bytes: builder.resident.bytes(),
-            huge: (builder.huge != HugePages::Never).then(Huge::default),
-            apf: (builder.apf == lacuna_soft::Apf::On).then(Apf::default),
-            ..Snapshot::default()
-        };
+    /// Before a run that `last` describes, with its parts that this run has.
+    pub fn new(last: Snapshot) -> Self {
         Self { last }
     }
 
     /// The run now.
-    pub fn look(&mut self, now: &Observed<'_, Vm>) -> &Snapshot {
+    pub fn look<V: Watched>(&mut self, now: &Observed<'_, V>) -> &Snapshot {
         let elapsed = Duration::from_nanos(now.now.0);
         if let Some(status) = read_status(now) {
             self.read(&status, elapsed);
         }
         self.last.elapsed = elapsed;
-        self.count(&now.vm.host().stats(), &now.vm.stalls());
-        self.count_apf(&now.vm.apf_stats());
+        now.vm.count(&mut self.last);
         &self.last
     }
 
     /// The run at its end.
-    pub fn last(&self, outcome: &RunSummary) -> Snapshot {
+    pub fn last<V: Watched>(&self, end: &RunEnd<V>) -> Snapshot {
         let mut last = Self {
             last: self.last.clone(),
         };
-        let elapsed = Duration::from_nanos(outcome.end.0);
-        let status = outcome.status.as_ref();
+        let elapsed = Duration::from_nanos(end.end.0);
+        let status = end.status.as_ref();
         if let Some(status) = status.and_then(|page| Status::parse(page).ok()) {
             last.read(&status, elapsed);
         }
         last.last.elapsed = elapsed;
-        last.count(&outcome.host, &outcome.stalls);
-        last.count_apf(&outcome.apf);
+        end.vm.count(&mut last.last);
         last.last
     }
 
@@ -65,56 +56,85 @@ impl Observer {
             };
         }
     }
+}
 
-    fn count_apf(&mut self, vcpus: &[ApfStats]) {
-        let Some(apf) = &mut self.last.apf else {
-            return;
-        };
-        let mut all = ApfStats::default();
-        vcpus.iter().for_each(|one| all.merge(one));
-        *apf = Apf {
-            taken: all.taken,
-            halted: all.halted,
-            repeated: all.repeated,
-            swap_in_min_ns: all.swap_in.min_ns,
-            swap_in_mean_ns: all.swap_in.mean_ns(),
-            swap_in_max_ns: all.swap_in.max_ns,
-            guest: apf.guest,
-        };
+/// A VM whose counters `lacuna run` shows.
+pub trait Watched: lacuna_machine::Vm {
+    /// Puts its counters into `last`.
+    fn count(&self, last: &mut Snapshot);
+}
+
+impl Watched for lacuna_soft::Vm {
+    fn count(&self, last: &mut Snapshot) {
+        count_host(last, &self.host().stats(), &self.stalls());
+        count_apf(last, &self.apf_stats());
     }
+}
 
-    fn count(&mut self, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
-        let last = &mut self.last;
-        last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
-        let page_cache = PageCount::new(host.page_cache).bytes();
-        last.peak_bytes = last.peak_bytes.max(peak_resident() + page_cache);
-        last.swap_in = host.swapped_in;
-        last.swap_out = host.swapped_out;
-        let fault = |kind: &str, count| Faults {
-            kind: kind.into(),
-            count,
-        };
-        if let Some(huge) = &mut last.huge {
-            *huge = Huge {
-                pages: host.huge_pages,
-                faults: host.huge_faults,
-                fallbacks: host.huge_fallbacks,
-                splits: host.splits,
-                collapses: host.collapses,
-            };
-        }
+impl Watched for lacuna_kvm::Vm {
+    fn count(&self, last: &mut Snapshot) {
+        let stats = lacuna_machine::Vm::stats(self);
+        last.resident_bytes = stats.resident.bytes();
+        last.peak_bytes = last.peak_bytes.max(peak_resident());
+        last.swap_in = stats.pages_in;
+        last.swap_out = stats.pages_out;
         last.faults = vec![
-            fault("zero-fill", host.faults_zero_fill),
-            fault("resident", host.faults_resident),
-            fault("swap-in", host.faults_swap_in),
-            fault("shared", host.faults_shared_ticket),
-            fault("rescued", host.faults_rescued),
+            fault("zero-fill", stats.first_touches),
+            fault("swap-in", stats.pages_in),
         ];
-        last.stalls = (0..)
-            .zip(stalls)
-            .map(|(vcpu, stalls)| stall(vcpu, stalls))
-            .collect();
     }
+}
+
+fn fault(kind: &str, count: u64) -> Faults {
+    Faults {
+        kind: kind.into(),
+        count,
+    }
+}
+
+fn count_apf(last: &mut Snapshot, vcpus: &[ApfStats]) {
+    let Some(apf) = &mut last.apf else {
+        return;
+    };
+    let mut all = ApfStats::default();
+    vcpus.iter().for_each(|one| all.merge(one));
+    *apf = Apf {
+        taken: all.taken,
+        halted: all.halted,
+        repeated: all.repeated,
+        swap_in_min_ns: all.swap_in.min_ns,
+        swap_in_mean_ns: all.swap_in.mean_ns(),
+        swap_in_max_ns: all.swap_in.max_ns,
+        guest: apf.guest,
+    };
+}
+
+fn count_host(last: &mut Snapshot, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
+    last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
+    let page_cache = PageCount::new(host.page_cache).bytes();
+    last.peak_bytes = last.peak_bytes.max(peak_resident() + page_cache);
+    last.swap_in = host.swapped_in;
+    last.swap_out = host.swapped_out;
+    if let Some(huge) = &mut last.huge {
+        *huge = Huge {
+            pages: host.huge_pages,
+            faults: host.huge_faults,
+            fallbacks: host.huge_fallbacks,
+            splits: host.splits,
+            collapses: host.collapses,
+        };
+    }
+    last.faults = vec![
+        fault("zero-fill", host.faults_zero_fill),
+        fault("resident", host.faults_resident),
+        fault("swap-in", host.faults_swap_in),
+        fault("shared", host.faults_shared_ticket),
+        fault("rescued", host.faults_rescued),
+    ];
+    last.stalls = (0..)
+        .zip(stalls)
+        .map(|(vcpu, stalls)| stall(vcpu, stalls))
+        .collect();
 }
 
 fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
@@ -130,7 +150,7 @@ fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
 
 /// The status page, where it costs nothing to look: a page that is swapped out is not fetched for
 /// it.
-fn read_status(now: &Observed<'_, Vm>) -> Option<Status> {
+fn read_status<V: Watched>(now: &Observed<'_, V>) -> Option<Status> {
     let mut page = vec![0; PAGE_BYTES];
     let gpa = now.devices.status_page()?.gpa();
     now.vm

@@ -1,16 +1,18 @@
 //! `lacuna run`: one guest, live.
 
-use crate::args::{self, RunArgs, SwapMedium};
+use crate::args::{self, Backend, RunArgs, SwapMedium};
 use crate::exit::Exit;
 use crate::image::{check_limits, load};
 use crate::live::{Live, summary};
-use crate::observe::Observer;
+use crate::observe::{Observer, Watched};
 use crate::output::{complain, print_guest_line, tell, visible};
 use crate::signals::{Signal, Signals};
 use crate::snapshot::{RunOptions, RunReport, Snapshot};
 use lacuna_addr::PageCount;
-use lacuna_machine::{Ending, Image};
-use lacuna_soft::{Apf, LatencySetting, Observed, RunSummary, Swap, Vm, VmBuilder};
+use lacuna_machine::{
+    Apf, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, RunEnd, Vm as _,
+};
+use lacuna_soft::{HugePages, LatencySetting, Swap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 
@@ -34,30 +36,70 @@ pub fn run(args: &RunArgs) -> Exit {
         Ok(image) => image,
         Err(error) => return refuse(Exit::Usage, &format!("{}: {error}", args.image)),
     };
-    let builder = builder(args);
-    let mut observer = Observer::new(&builder);
+    match choose(args) {
+        Ok(Backend::Kvm) => run_on(&kvm(args), args, &image, &signals),
+        Ok(Backend::Soft | Backend::Auto) => run_on(&soft(args), args, &image, &signals),
+        Err((exit, text)) => refuse(exit, &text),
+    }
+}
+
+/// The backend of a run. `auto` never fails: soft runs everywhere.
+fn choose(args: &RunArgs) -> Result<Backend, (Exit, String)> {
+    let option = args.needs_soft();
+    match (args.backend, option) {
+        (Backend::Kvm, Some(option)) => {
+            let text = format!(
+                "{option} needs the soft backend: leave it out, or give --backend soft or auto"
+            );
+            Err((Exit::Usage, text))
+        }
+        (Backend::Kvm, None) => match lacuna_kvm::available() {
+            Ok(()) => Ok(Backend::Kvm),
+            Err(why) => {
+                let text = format!("--backend kvm: {why}; --backend soft needs no KVM");
+                Err((Exit::Host, text))
+            }
+        },
+        (Backend::Auto, None) if lacuna_kvm::available().is_ok() => Ok(Backend::Kvm),
+        (Backend::Soft | Backend::Auto, _) => Ok(Backend::Soft),
+    }
+}
+
+/// The one way in which a guest runs, whatever the backend.
+fn run_on<B: Builder>(builder: &B, args: &RunArgs, image: &Image<'_>, signals: &Signals) -> Exit
+where
+    B::Vm: Watched,
+{
+    let mut observer = Observer::new(at_first::<B>(args));
     let mut screen = Screen::new(args);
     let console = screen.console();
-    let done = builder.run(&image, console, |now: &Observed<'_, Vm>| {
+    let mut watch = |now: &Observed<'_, B::Vm>| {
         screen.show(observer.look(now));
         if signals.caught().is_some() {
             now.devices.end(Ending::Stopped, now.vm);
         }
-    });
+    };
+    let done = builder.run_with_console(image, console, &mut watch);
     screen.finish();
     match done {
-        Ok(outcome) => {
-            let (exit, text) = verdict(&outcome.ending, signals.caught());
-            finish(
-                args,
-                &builder,
-                observer.last(&outcome),
-                &outcome,
-                exit,
-                text,
-            )
+        Ok(end) => {
+            let verdict = verdict(&end.ending, signals.caught());
+            finish(args, builder, observer.last(&end), &end, verdict)
         }
         Err(error) => refuse(error.kind().into(), &error.to_string()),
+    }
+}
+
+/// A run before it has begun: what of a [`Snapshot`] this backend and these options have.
+fn at_first<B: Builder>(args: &RunArgs) -> Snapshot {
+    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
+    Snapshot {
+        memory_bytes: args.memory.0,
+        budget_bytes: args.resident.0,
+        huge: (soft && huge).then(Default::default),
+        apf: (soft && args.apf == args::Apf::On).then(Default::default),
+        ..Snapshot::default()
     }
 }
 
@@ -121,17 +163,16 @@ impl Screen {
     }
 }
 
-fn finish(
+fn finish<B: Builder>(
     args: &RunArgs,
-    builder: &VmBuilder,
+    builder: &B,
     last: Snapshot,
-    outcome: &RunSummary,
-    exit: Exit,
-    text: String,
+    end: &RunEnd<B::Vm>,
+    (exit, text): (Exit, String),
 ) -> Exit {
     let mut report = RunReport::new(options(args, builder), last);
     report.exit_code = exit.code();
-    report.trace_hash = outcome.trace.map(|trace| format!("{:016x}", trace.hash));
+    report.trace_hash = end.trace_hash.map(|hash| format!("{hash:016x}"));
     let mut words = summary(&report.last);
     if let Some(hash) = &report.trace_hash {
         words.push_str(&format!("trace     {hash}\n"));
@@ -171,35 +212,64 @@ fn refuse(exit: Exit, text: &str) -> Exit {
     exit
 }
 
-fn builder(args: &RunArgs) -> VmBuilder {
-    VmBuilder {
+fn apf(args: &RunArgs) -> Apf {
+    match args.apf {
+        args::Apf::On => Apf::On,
+        args::Apf::Off => Apf::Off,
+    }
+}
+
+fn soft(args: &RunArgs) -> lacuna_soft::VmBuilder {
+    let swap = args.swap.clone().unwrap_or_default();
+    lacuna_soft::VmBuilder {
         memory: PageCount::from_bytes(args.memory.0),
         resident: PageCount::from_bytes(args.resident.0),
         vcpus: args.vcpus as usize,
-        huge: args.thp.pages(),
-        swap: match &args.swap.medium {
-            SwapMedium::File { dir } => Swap::File(dir.clone()),
+        huge: args.thp.unwrap_or_default().pages(),
+        swap: match swap.medium {
+            SwapMedium::File { dir } => Swap::File(dir),
             SwapMedium::Memory => Swap::Memory,
         },
-        latency: LatencySetting::new(args.swap.latency),
-        apf: match args.apf {
-            args::Apf::On => Apf::On,
-            args::Apf::Off => Apf::Off,
-        },
+        latency: LatencySetting::new(swap.latency),
+        apf: apf(args),
         seed: args.seed,
         command_line: args.append.clone(),
     }
 }
 
-fn options(args: &RunArgs, builder: &VmBuilder) -> RunOptions {
+/// Evicted pages are kept in memory, as `--swap mem` says.
+fn kvm(args: &RunArgs) -> lacuna_kvm::VmBuilder {
+    let latency = args.swap.as_ref().map(|swap| swap.latency);
+    lacuna_kvm::VmBuilder {
+        memory: PageCount::from_bytes(args.memory.0),
+        resident: PageCount::from_bytes(args.resident.0),
+        vcpus: args.vcpus as usize,
+        latency: LatencySetting::new(latency.unwrap_or_default()),
+        first_touch: lacuna_kvm::FirstTouch::Immediate,
+        apf: apf(args),
+        delivery: Delivery::Bitmap,
+        tracker: lacuna_kvm::Tracker::default(),
+        cpu: CpuModel::default(),
+        command_line: args.append.clone(),
+    }
+}
+
+fn options<B: Builder>(args: &RunArgs, builder: &B) -> RunOptions {
+    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    let swap = args.swap.as_ref().map(ToString::to_string);
+    let thp = args.thp.unwrap_or_default().to_string();
     RunOptions {
         image: args.image.clone(),
-        memory_bytes: builder.memory.bytes(),
-        resident_bytes: builder.resident.bytes(),
+        backend: B::Vm::BACKEND.name().into(),
+        memory_bytes: args.memory.0,
+        resident_bytes: args.resident.0,
         vcpus: args.vcpus,
-        swap: args.swap.to_string(),
+        swap: swap.unwrap_or_else(|| match soft {
+            true => crate::args::SwapSpec::default().to_string(),
+            false => "mem".into(),
+        }),
         apf: args.apf == args::Apf::On,
-        thp: args.thp.to_string(),
+        thp: if soft { thp } else { "never".into() },
         seed: args.seed,
         append: builder.full_command_line(),
     }

@@ -151,6 +151,8 @@ pub struct RunReport {
 pub struct RunOptions {
     /// The image.
     pub image: String,
+    /// The hypervisor: soft or kvm.
+    pub backend: String,
     /// Guest memory, in bytes.
     pub memory_bytes: u64,
     /// Host memory, in bytes.

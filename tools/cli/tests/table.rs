@@ -52,6 +52,36 @@ const TABLE: &[Row] = &[
         2,
         &["memory budget too small: 16 pages for 2 vCPUs"],
     ),
+    (
+        Nothing,
+        "$LACUNA run hello --backend xen",
+        2,
+        &["[possible values: soft, kvm, auto]"],
+    ),
+    (
+        Nothing,
+        "$LACUNA run hello --backend kvm --seed 1",
+        2,
+        &["--seed needs the soft backend: leave it out, or give --backend soft or auto"],
+    ),
+    (
+        Nothing,
+        "$LACUNA run hello --backend kvm --thp never",
+        2,
+        &["--thp needs the soft backend"],
+    ),
+    (
+        Nothing,
+        "$LACUNA run hello --backend kvm --swap file",
+        2,
+        &["--swap file needs the soft backend"],
+    ),
+    (
+        Nothing,
+        "$LACUNA run hello --backend auto --seed 1 --memory 64M --resident 64M",
+        0,
+        &["trace", "done"],
+    ),
     (Nothing, "$LACUNA walk", 2, &["unrecognized subcommand"]),
     (
         Nothing,

@@ -2,7 +2,9 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Delivery, FirstTouch, LatencySetting, RunSummary, VmBuilder, available};
+use lacuna_kvm::{
+    Apf, CpuModel, Delivery, FirstTouch, LatencySetting, RunSummary, Tracker, VmBuilder, available,
+};
 use lacuna_machine::{Ending, Image};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -50,6 +52,8 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery: Delivery::Bitmap,
+        tracker: Tracker::default(),
+        cpu: CpuModel::default(),
         command_line: command_line.to_owned(),
     }
 }

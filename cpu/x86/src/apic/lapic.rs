@@ -31,6 +31,18 @@ pub(super) enum Mode {
     X2Apic,
 }
 
+impl Mode {
+    /// `IA32_APIC_BASE` of vCPU `index` in this mode.
+    pub(super) fn base(self, index: usize) -> u64 {
+        let mode = match self {
+            Self::Disabled => 0,
+            Self::XApic => BASE_ENABLE,
+            Self::X2Apic => BASE_ENABLE | BASE_X2,
+        };
+        MMIO_BASE | mode | if index == 0 { BASE_BSP } else { 0 }
+    }
+}
+
 /// The entries of the local vector table that have a source here, by their place from offset 0x320.
 /// The entries between them (thermal sensor, performance counter, LINT0, LINT1) keep what is
 /// written and are never raised.
@@ -257,12 +269,13 @@ impl Lapic {
 
     /// `IA32_APIC_BASE`.
     pub(crate) fn base(&self) -> u64 {
-        let mode = match self.mode {
-            Mode::Disabled => 0,
-            Mode::XApic => BASE_ENABLE,
-            Mode::X2Apic => BASE_ENABLE | BASE_X2,
-        };
-        MMIO_BASE | mode | if self.index == 0 { BASE_BSP } else { 0 }
+        self.mode.base(self.index)
+    }
+
+    /// The logical ID of vCPU `index` in x2APIC mode: its cluster of 16, and a bit of that.
+    pub(super) fn x2_ldr(index: usize) -> u32 {
+        let id = index as u32;
+        (id >> 4) << 16 | 1 << (id & 15)
     }
 
     /// Writes `IA32_APIC_BASE`. The BSP bit keeps its value, whatever is written.
@@ -284,8 +297,7 @@ impl Lapic {
             (old, new) if old == new => return Ok(()),
             (_, Mode::Disabled) => *self = self.reset(),
             (_, Mode::X2Apic) => {
-                let id = self.index as u32;
-                self.ldr = (id >> 4) << 16 | 1 << (id & 15);
+                self.ldr = Self::x2_ldr(self.index);
             }
             (_, Mode::XApic) => {}
         }

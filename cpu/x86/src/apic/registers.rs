@@ -8,40 +8,40 @@ use crate::state::{Exception, Trap};
 use lacuna_sync::Nanos;
 
 /// Register numbers (SDM vol 3 table 11-6).
-mod reg {
-    pub(super) const ID: u32 = 0x02;
-    pub(super) const VERSION: u32 = 0x03;
-    pub(super) const TPR: u32 = 0x08;
-    pub(super) const PPR: u32 = 0x0a;
-    pub(super) const EOI: u32 = 0x0b;
-    pub(super) const LDR: u32 = 0x0d;
-    pub(super) const DFR: u32 = 0x0e;
-    pub(super) const SVR: u32 = 0x0f;
-    pub(super) const ISR: u32 = 0x10;
-    pub(super) const TMR: u32 = 0x18;
-    pub(super) const IRR: u32 = 0x20;
-    pub(super) const IRR_END: u32 = 0x27;
-    pub(super) const ESR: u32 = 0x28;
-    pub(super) const ICR: u32 = 0x30;
-    pub(super) const ICR_HIGH: u32 = 0x31;
-    pub(super) const LVT: u32 = 0x32;
-    pub(super) const LVT_END: u32 = 0x37;
-    pub(super) const INITIAL: u32 = 0x38;
-    pub(super) const CURRENT: u32 = 0x39;
-    pub(super) const DIVIDE: u32 = 0x3e;
-    pub(super) const SELF_IPI: u32 = 0x3f;
+pub(super) mod reg {
+    pub(in crate::apic) const ID: u32 = 0x02;
+    pub(in crate::apic) const VERSION: u32 = 0x03;
+    pub(in crate::apic) const TPR: u32 = 0x08;
+    pub(in crate::apic) const PPR: u32 = 0x0a;
+    pub(in crate::apic) const EOI: u32 = 0x0b;
+    pub(in crate::apic) const LDR: u32 = 0x0d;
+    pub(in crate::apic) const DFR: u32 = 0x0e;
+    pub(in crate::apic) const SVR: u32 = 0x0f;
+    pub(in crate::apic) const ISR: u32 = 0x10;
+    pub(in crate::apic) const TMR: u32 = 0x18;
+    pub(in crate::apic) const IRR: u32 = 0x20;
+    pub(in crate::apic) const IRR_END: u32 = 0x27;
+    pub(in crate::apic) const ESR: u32 = 0x28;
+    pub(in crate::apic) const ICR: u32 = 0x30;
+    pub(in crate::apic) const ICR_HIGH: u32 = 0x31;
+    pub(in crate::apic) const LVT: u32 = 0x32;
+    pub(in crate::apic) const LVT_END: u32 = 0x37;
+    pub(in crate::apic) const INITIAL: u32 = 0x38;
+    pub(in crate::apic) const CURRENT: u32 = 0x39;
+    pub(in crate::apic) const DIVIDE: u32 = 0x3e;
+    pub(in crate::apic) const SELF_IPI: u32 = 0x3f;
 }
 
 /// Integrated APIC, six LVT entries, no EOI-broadcast suppression.
 const VERSION: u32 = 0x14 | 5 << 16;
 
 /// Bits of each LVT entry that software may set; bits 12 and 14 are read-only status, ignored.
-const LVT_VALID: [u32; 6] = [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff];
-const LVT_STATUS: u32 = 1 << 12 | 1 << 14;
-const SVR_VALID: u32 = 0x3ff;
-const DIVIDE_VALID: u32 = 0b1011;
+pub(super) const LVT_VALID: [u32; 6] = [0x7_00ff, 0x1_07ff, 0x1_07ff, 0x1_a7ff, 0x1_a7ff, 0x1_00ff];
+pub(super) const LVT_STATUS: u32 = 1 << 12 | 1 << 14;
+pub(super) const SVR_VALID: u32 = 0x3ff;
+pub(super) const DIVIDE_VALID: u32 = 0b1011;
 /// Vector, delivery mode, destination mode, level, trigger, shorthand; bit 12 is read-only status.
-const ICR_VALID: u32 = 0x000c_cfff;
+pub(super) const ICR_VALID: u32 = 0x000c_cfff;
 const ICR_STATUS: u32 = 1 << 12;
 
 /// A write or read that the architecture forbids: #GP by MSR, ignored by MMIO.

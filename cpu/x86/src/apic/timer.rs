@@ -152,6 +152,28 @@ impl Timer {
         self.due = (deadline != 0).then(|| now.after(deadline.saturating_sub(tsc)));
     }
 
+    /// As it was when `current` was left of the count.
+    pub(super) fn restore(
+        &mut self,
+        mode: Mode,
+        initial: u32,
+        divide: u32,
+        current: u32,
+        now: Nanos,
+    ) {
+        *self = Self::new();
+        (self.mode, self.divide) = (mode, divide);
+        if mode == Mode::Deadline {
+            return;
+        }
+        self.initial = initial;
+        let left = match (mode, current) {
+            (Mode::Periodic, 0) if initial != 0 => self.period(),
+            (_, current) => u64::from(current) * self.divisor(),
+        };
+        self.due = (left != 0).then(|| now.after(left));
+    }
+
     fn period(&self) -> u64 {
         (u64::from(self.initial) * self.divisor()).max(MIN_PERIOD_NS)
     }

@@ -21,13 +21,29 @@ use lacuna_cpu::Bus;
 /// What the next run must deliver first, left by the last run or by the machine since. Always empty
 /// during a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) enum Pending {
+pub(crate) enum Pending {
     #[default]
     Nothing,
     /// The delivery of an event was stopped, and the event comes up again by itself.
     Again,
     /// An exception at RIP, before the next instruction and before any interrupt.
     Exception(Exception),
+}
+
+impl Pending {
+    /// The exception, if it is one that nothing would bring back.
+    pub(crate) fn exception(&self) -> Option<Exception> {
+        match self {
+            Self::Exception(exception) => Some(*exception),
+            Self::Nothing | Self::Again => None,
+        }
+    }
+}
+
+impl From<Option<Exception>> for Pending {
+    fn from(exception: Option<Exception>) -> Self {
+        exception.map_or(Self::Nothing, Self::Exception)
+    }
 }
 
 impl Cpu {

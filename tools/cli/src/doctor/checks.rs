@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, Delivery, FirstTouch, KvmError, LatencySetting, SourceConfig, Vm, VmConfig};
+use lacuna_kvm::{Apf, FirstTouch, KvmError, LatencySetting, SourceConfig, Tracker, Vm, VmConfig};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -196,14 +196,14 @@ pub(super) fn kvm() -> Check {
         memory: PageCount::from_bytes(4 << 20),
         vcpus: 1,
         apf: Apf::On,
-        source: SourceConfig {
-            resident: PageCount::from_bytes(4 << 20),
-            latency: LatencySetting::default(),
-            first_touch: FirstTouch::Immediate,
-        },
-        delivery: Delivery::Bitmap,
+        ..VmConfig::default()
     };
-    match Vm::new(config) {
+    let source = SourceConfig {
+        resident: PageCount::from_bytes(4 << 20),
+        latency: LatencySetting::default(),
+        first_touch: FirstTouch::Immediate,
+    };
+    match Vm::new(config, source, Tracker::default()) {
         Ok(_) => Check::ok("kvm", "/dev/kvm runs guests, with asynchronous page faults"),
         Err(KvmError::NoApf) => Check::limited(
             "kvm",

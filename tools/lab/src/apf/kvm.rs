@@ -23,7 +23,7 @@ use crate::session::{Guest, LastWords, Session, image};
 use crate::stats::{Rounds, Summary};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{Apf, Delivery, FirstTouch, LatencySetting, VmBuilder};
+use lacuna_kvm::{Apf, CpuModel, Delivery, FirstTouch, LatencySetting, Tracker, VmBuilder};
 use lacuna_machine::Ending;
 use serde_json::json;
 use std::time::Duration;
@@ -154,6 +154,8 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
         first_touch: FirstTouch::Immediate,
         apf,
         delivery: Delivery::Bitmap,
+        tracker: Tracker::default(),
+        cpu: CpuModel::default(),
         command_line: words(),
     };
     on_kvm(&builder, |session| {

@@ -28,10 +28,10 @@ use crate::session::{Guest, LastWords, image};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_kvm::{
-    Apf, Delivery, DirtyError, FirstTouch, KvmError, LatencySetting, Logging, RingSize, SlotId, Vm,
-    VmBuilder,
+    Apf, Backup, CpuModel, Delivery, DirtyError, FirstTouch, KvmError, LatencySetting, Logging,
+    RingSize, SlotId, Tracker, Vm, VmBuilder,
 };
-use lacuna_machine::Ending;
+use lacuna_machine::{DirtyTracking as _, Ending, MemorySlot, MemorySlots as _, harvest};
 use rustix::io::Errno;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -41,12 +41,18 @@ pub const STEPS: u64 = 3;
 
 /// The end of an id, in words, and how writes are noticed. Rings are as large as they can be: where
 /// KVM emulates the guest's kernel, each store of that makes an entry.
-fn ways() -> [(&'static str, &'static str, Delivery); STEPS as usize] {
+fn ways() -> [(&'static str, &'static str, (Delivery, Tracker)); STEPS as usize] {
     let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("the largest there is");
+    let backup = Backup::Bitmap;
+    let rings = Delivery::Ring { size, backup };
     [
-        ("bitmap", "KVM's bitmap", Delivery::Bitmap),
-        ("ring", "KVM's rings", Delivery::Ring(size)),
-        ("wp_async", "the page table", Delivery::Pagemap),
+        ("bitmap", "KVM's bitmap", (Delivery::Bitmap, Tracker::Kvm)),
+        ("ring", "KVM's rings", (rings, Tracker::Kvm)),
+        (
+            "wp_async",
+            "the page table",
+            (Delivery::Bitmap, Tracker::Pagemap),
+        ),
     ]
 }
 
@@ -115,9 +121,9 @@ pub fn measure(
     progress: &Progress,
 ) -> Result<(), LabError> {
     let pace = Pace::of(options);
-    for (way, words, delivery) in ways() {
+    for (way, words, mode) in ways() {
         progress.step(format!("/dev/kvm, {words}"))?;
-        match run(pace, delivery) {
+        match run(pace, mode) {
             Ok(runs) => tell(report, pace, way, words, &runs),
             Err(LabError::Kvm(why)) if is_lacking(&why) => {
                 report.skip(score_id(way), &why);
@@ -137,7 +143,9 @@ fn is_lacking(why: &KvmError) -> bool {
         | KvmError::Ring { .. }
         | KvmError::Userfaultfd { .. } => true,
         KvmError::Dirty(DirtyError::Kernel { errno, .. }) => {
-            matches!(*errno, Errno::NOTTY | Errno::INVAL | Errno::OPNOTSUPP)
+            [Errno::NOTTY, Errno::INVAL, Errno::OPNOTSUPP]
+                .iter()
+                .any(|lacks| lacks.raw_os_error() == *errno)
         }
         _ => false,
     }
@@ -174,7 +182,7 @@ impl Runs {
     }
 }
 
-fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
+fn run(pace: Pace, (delivery, tracker): (Delivery, Tracker)) -> Result<Runs, LabError> {
     let builder = VmBuilder {
         memory: PageCount::from_bytes(pace.mib << 20),
         resident: PageCount::from_bytes(pace.mib << 20),
@@ -183,6 +191,8 @@ fn run(pace: Pace, delivery: Delivery) -> Result<Runs, LabError> {
         first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery,
+        tracker,
+        cpu: CpuModel::default(),
         command_line: format!(
             "hot={}M cold=10000 writes=100 frees=0 seconds=1000000 tick_us={TICK_US}",
             pace.mib / 32
@@ -210,8 +220,9 @@ struct Monitor<'a> {
 
 impl<'a> Monitor<'a> {
     fn new(guest: Guest<'a>, vm: &'a Vm) -> Self {
-        let slots = vm.slots().into_iter();
-        let slots = slots.map(|(id, gfns)| (id, vec![0; gfns.pages().div_ceil(64) as usize]));
+        let slots = vm.memory_slots().into_iter();
+        let words = |slot: &MemorySlot| slot.gfns.pages().div_ceil(64) as usize;
+        let slots = slots.map(|slot| (slot.id, vec![0; words(&slot)]));
         let slots = slots.collect();
         Self { guest, vm, slots }
     }
@@ -225,7 +236,7 @@ impl<'a> Monitor<'a> {
     fn slice(&mut self, pace: Pace, arm: Arm) -> Result<[f64; 4], LabError> {
         self.guest.run_for(pace.settle)?;
         if arm == Arm::On {
-            self.log(Logging::On)?;
+            self.log(Logging::LAZY)?;
         }
         let (before, cpu) = (self.guest.count()?, vcpu_time()?);
         let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
@@ -260,20 +271,13 @@ impl<'a> Monitor<'a> {
 
     /// Asks which pages were written, and arms them again. How many.
     fn harvest(&mut self) -> Result<u64, LabError> {
-        if let Delivery::Ring(_) = self.vm.delivery() {
-            self.slots.iter_mut().for_each(|(_, words)| words.fill(0));
-            let slots = &mut self.slots;
-            // A page may have several entries.
-            let note = |id: SlotId, page: usize| {
-                slots[usize::from(id.0)].1[page / 64] |= 1 << (page % 64);
-            };
-            self.vm.collect_rings(note).map_err(refused)?;
-            self.vm.reset_rings().map_err(refused)?;
-        } else {
-            for (id, words) in &mut self.slots {
-                self.vm.get_dirty(*id, words).map_err(refused)?;
-            }
-        }
+        self.slots.iter_mut().for_each(|(_, words)| words.fill(0));
+        let slots = &mut self.slots;
+        // A page may have several entries.
+        let note = |id: SlotId, page: usize| {
+            slots[usize::from(id.0)].1[page / 64] |= 1 << (page % 64);
+        };
+        harvest(self.vm, note).map_err(refused)?;
         let words = self.slots.iter().flat_map(|(_, words)| words);
         Ok(words.map(|word| u64::from(word.count_ones())).sum())
     }

@@ -1,0 +1,223 @@
+//! The backend interface of `lacuna_machine`, as this backend has it.
+
+use crate::slots::{Refusal, spec_of};
+use crate::{KvmError, Vcpu, Vm, VmBuilder};
+use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
+use lacuna_machine::{
+    ApfSwitch, Backend, BackendError, Builder, DetectionChoice, DirtyRings, DirtyTracking,
+    ErrorKind, HugePagePolicy, Image, MemorySlot, MemorySlotError, MemorySlots, Observed,
+    PlatformDevices, RunEnd, TwoStepLog, VcpuStats, VmConfig, VmStats,
+};
+use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId, SlotSpec};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl BackendError for KvmError {
+    fn kind(&self) -> ErrorKind {
+        Self::kind(self)
+    }
+}
+
+impl lacuna_machine::Vm for Vm {
+    type Vcpu = Vcpu;
+    type Error = KvmError;
+
+    const BACKEND: Backend = Backend::Kvm;
+
+    fn config(&self) -> VmConfig {
+        self.config
+    }
+
+    fn boot(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<Vcpu>, KvmError> {
+        Self::boot(self, image, command_line)
+    }
+
+    fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, KvmError> {
+        Self::bare_vcpus(self)
+    }
+
+    fn stats(&self) -> VmStats {
+        let source = self.source.stats();
+        let mut stats = VmStats::default();
+        let supplied = source.first_touches + source.fetched + source.reprieved;
+        stats.resident = PageCount::new(supplied.saturating_sub(source.evicted));
+        stats.first_touches = source.first_touches;
+        stats.pages_in = source.fetched + source.reprieved;
+        stats.pages_out = source.evicted;
+        let vcpu = |exits: &std::sync::atomic::AtomicU64| {
+            let mut vcpu = VcpuStats::default();
+            vcpu.exits = exits.load(Ordering::Relaxed);
+            vcpu
+        };
+        stats.vcpus = self.exits.iter().map(vcpu).collect();
+        stats
+    }
+
+    /// The guest's memory is in small pages: huge ones could not be evicted one by one.
+    fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
+        None
+    }
+
+    /// KVM offers them with CPUID, for the VM's whole life.
+    fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
+        None
+    }
+}
+
+impl DirtyTracking for Vm {
+    fn delivery(&self) -> Delivery {
+        self.dirty.delivery()
+    }
+
+    fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
+        self.log().set_logging(id, logging)
+    }
+
+    fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
+        self.log().get_dirty(id, out)
+    }
+
+    fn dirty_rings(&self) -> Option<&dyn DirtyRings> {
+        matches!(self.dirty.delivery(), Delivery::Ring { .. }).then_some(self)
+    }
+
+    fn two_step_log(&self) -> Option<&dyn TwoStepLog> {
+        self.log().has_two_steps().is_ok().then_some(self)
+    }
+
+    /// The host's kernel chooses.
+    fn detection(&self) -> Option<&dyn DetectionChoice> {
+        None
+    }
+}
+
+impl DirtyRings for Vm {
+    fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
+        self.log().reap(each)
+    }
+
+    fn reset_rings(&self) -> Result<usize, DirtyError> {
+        self.log().reset()
+    }
+}
+
+impl TwoStepLog for Vm {
+    fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
+        self.log().peek_dirty(id, out)
+    }
+
+    /// KVM does not say which pages were dirty: `mask` stays as it is.
+    fn clear_dirty(
+        &self,
+        id: SlotId,
+        first_page: usize,
+        pages: usize,
+        mask: &mut [u64],
+    ) -> Result<(), DirtyError> {
+        self.log().clear_dirty(id, first_page, pages, mask)
+    }
+}
+
+fn refused(id: SlotId) -> impl Fn(Refusal) -> MemorySlotError {
+    move |refusal| match refusal {
+        Refusal::Slot(error) => error.into(),
+        Refusal::Kvm(errno) => MemorySlotError::Host {
+            id,
+            cause: format!("KVM refuses the slot: {errno}"),
+        },
+    }
+}
+
+impl MemorySlots for Vm {
+    fn memory_slots(&self) -> Vec<MemorySlot> {
+        let slots = self.slots.snapshot();
+        let slot = |slot: &Arc<crate::slots::KvmSlot>| MemorySlot {
+            id: slot.id,
+            gfns: slot.gfns,
+            flags: slot.flags,
+        };
+        slots.iter().map(slot).collect()
+    }
+
+    /// The memory is the slot's own: Linux fills it at the first touch, and the budget of resident
+    /// pages does not count it.
+    fn add_memory(
+        &self,
+        id: SlotId,
+        gfns: GfnRange,
+        flags: SlotFlags,
+    ) -> Result<(), MemorySlotError> {
+        let _logs = self.dirty.state();
+        let own = crate::memory::Mapping::new(PageCount::new(gfns.pages()));
+        let own = own.map_err(|errno| MemorySlotError::Host {
+            id,
+            cause: format!("cannot map its memory: {errno}"),
+        })?;
+        let spec = SlotSpec {
+            id,
+            guest: gfns.start().gpa().get(),
+            host: own.range().start(),
+            bytes: gfns.pages() * PAGE_SIZE as u64,
+            flags,
+        };
+        let added = self.slots.add(&self.fd, spec, Some(own));
+        added.map_err(refused(id))
+    }
+
+    fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError> {
+        let _logs = self.dirty.state();
+        self.slots.remove(&self.fd, id).map_err(refused(id))
+    }
+
+    fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
+        let _logs = self.dirty.state();
+        let spec = SlotSpec {
+            guest: start.gpa().get(),
+            ..spec_of(&*self.slots.get(id)?)
+        };
+        self.slots.relocate(&self.fd, spec).map_err(refused(id))
+    }
+
+    fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), MemorySlotError> {
+        let _logs = self.dirty.state();
+        let slot = self.slots.get(id)?;
+        if slot.flags == flags {
+            return Ok(());
+        }
+        // KVM has no slot for a moment: no vCPU may see that, and no write may be forgotten.
+        let _held = self.kicks.hold();
+        let rescued = self.log().rescue(&slot);
+        rescued.map_err(|error| MemorySlotError::Host {
+            id,
+            cause: error.to_string(),
+        })?;
+        self.slots
+            .set_flags(&self.fd, id, flags)
+            .map_err(refused(id))
+    }
+}
+
+impl Builder for VmBuilder {
+    type Vm = Vm;
+
+    fn build(&self) -> Result<Arc<Vm>, KvmError> {
+        self.vm()
+    }
+
+    fn full_command_line(&self) -> String {
+        Self::full_command_line(self)
+    }
+
+    fn run(
+        &self,
+        image: &Image<'_>,
+        devices: Arc<PlatformDevices>,
+        watch: &mut dyn FnMut(&Observed<'_, Vm>),
+    ) -> Result<RunEnd<Vm>, KvmError> {
+        self.run_with(image, &devices, watch)
+    }
+}

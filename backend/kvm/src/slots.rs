@@ -1,0 +1,192 @@
+//! The VM's memory slots: what this process knows of them, and what KVM is told.
+//!
+//! The slots of a boot layout lie in the guest's mapping, which the page source supplies. A slot
+//! that is added later has a mapping of its own, which Linux fills with zeros at the first touch.
+//!
+//! UNSAFETY: a memory slot tells KVM addresses of this process. They lie in a mapping that lives as
+//! long as the slot: the VM's own, or the one that the slot's [`SlotState`] holds, which is dropped
+//! after KVM has forgotten the slot.
+
+use crate::memory::Mapping;
+use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
+use kvm_ioctls::VmFd;
+use lacuna_addr::PAGE_SIZE;
+use lacuna_slots::{DirtyBitmap, Limits, Logging, Slot, SlotError, SlotFlags, SlotId, SlotSpec};
+use lacuna_slots::{Slots, Snapshot};
+use lacuna_sys::Errno;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What this process keeps of a slot. A slot that moves or changes its flags takes it along.
+pub struct SlotState {
+    /// Pages that this process has written, of which KVM knows nothing.
+    pub host_writes: DirtyBitmap,
+    logging: AtomicBool,
+    /// Memory of its own.
+    own: Option<Mapping>,
+}
+
+impl SlotState {
+    fn new(pages: u64, own: Option<Mapping>) -> Arc<Self> {
+        Arc::new(Self {
+            host_writes: DirtyBitmap::new(pages as usize),
+            logging: AtomicBool::new(false),
+            own,
+        })
+    }
+
+    /// Whether the slot logs. Exact under the lock of dirty logging.
+    pub fn is_logging(&self) -> bool {
+        self.logging.load(Ordering::Acquire)
+    }
+
+    /// Notes that the slot logs, or no longer does.
+    pub fn set_logging(&self, logging: Logging) {
+        let on = logging != Logging::Off;
+        self.logging.store(on, Ordering::Release);
+    }
+
+    /// Whether the page source supplies it.
+    pub fn has_source(&self) -> bool {
+        self.own.is_none()
+    }
+}
+
+/// A memory slot of the kvm backend.
+pub type KvmSlot = Slot<Arc<SlotState>>;
+
+/// Why KVM has not been told of a change.
+pub enum Refusal {
+    /// The table of slots refuses.
+    Slot(SlotError),
+    /// KVM refuses.
+    Kvm(Errno),
+}
+
+impl From<SlotError> for Refusal {
+    fn from(error: SlotError) -> Self {
+        Self::Slot(error)
+    }
+}
+
+/// All slots.
+pub struct SlotTable(Slots<Arc<SlotState>>);
+
+impl SlotTable {
+    pub fn new() -> Self {
+        Self(Slots::new(Limits::default()))
+    }
+
+    pub fn snapshot(&self) -> Arc<Snapshot<Arc<SlotState>>> {
+        self.0.snapshot()
+    }
+
+    pub fn get(&self, id: SlotId) -> Result<Arc<KvmSlot>, SlotError> {
+        let found = self.0.snapshot().get(id).cloned();
+        found.ok_or(SlotError::Unknown { id })
+    }
+
+    /// Adds a slot over `own`, or over the VM's own mapping.
+    pub fn add(&self, fd: &VmFd, spec: SlotSpec, own: Option<Mapping>) -> Result<(), Refusal> {
+        let pages = spec.bytes / PAGE_SIZE as u64;
+        let slot = self.0.add(spec, |_, _| SlotState::new(pages, own))?;
+        tell(fd, &slot, flags(&slot)).inspect_err(|_| drop(self.0.remove(spec.id)))?;
+        Ok(())
+    }
+
+    /// Removes a slot, its own memory with the last of its readers.
+    pub fn remove(&self, fd: &VmFd, id: SlotId) -> Result<(), Refusal> {
+        let slot = self.get(id)?;
+        forget(fd, &slot)?;
+        self.0.remove(id)?;
+        Ok(())
+    }
+
+    /// Moves a slot. KVM keeps its log.
+    pub fn relocate(&self, fd: &VmFd, spec: SlotSpec) -> Result<(), Refusal> {
+        let old = self.get(spec.id)?;
+        let slot = self.0.replace(spec, |_, _| Arc::clone(&old.attach))?;
+        tell(fd, &slot, flags(&slot)).inspect_err(|_| self.put_back(&old))?;
+        Ok(())
+    }
+
+    /// Replaces a slot's flags. KVM changes READONLY only of a slot that it makes anew: no vCPU may
+    /// enter the guest meanwhile, and the slot's log has to have been taken.
+    pub fn set_flags(&self, fd: &VmFd, id: SlotId, new: SlotFlags) -> Result<(), Refusal> {
+        let old = self.get(id)?;
+        let spec = SlotSpec {
+            flags: new,
+            ..spec_of(&old)
+        };
+        let slot = self.0.replace(spec, |_, _| Arc::clone(&old.attach))?;
+        forget(fd, &old).inspect_err(|_| self.put_back(&old))?;
+        tell(fd, &slot, flags(&slot))
+    }
+
+    fn put_back(&self, old: &KvmSlot) {
+        let back = self.0.replace(spec_of(old), |_, _| Arc::clone(&old.attach));
+        debug_assert!(back.is_ok(), "it was there before");
+    }
+}
+
+/// The description of a slot that exists.
+pub fn spec_of(slot: &KvmSlot) -> SlotSpec {
+    SlotSpec {
+        id: slot.id,
+        guest: slot.gfns.start().gpa().get(),
+        host: slot.hvas.start(),
+        bytes: slot.hvas.pages() * PAGE_SIZE as u64,
+        flags: slot.flags,
+    }
+}
+
+/// KVM's flags of a slot.
+fn flags(slot: &KvmSlot) -> u32 {
+    let read_only = match slot.flags.contains(SlotFlags::READONLY) {
+        true => KVM_MEM_READONLY,
+        false => 0,
+    };
+    let log = match slot.attach.is_logging() {
+        true => KVM_MEM_LOG_DIRTY_PAGES,
+        false => 0,
+    };
+    read_only | log
+}
+
+/// Tells KVM whether the slot logs.
+pub fn tell_logging(fd: &VmFd, slot: &KvmSlot, logging: Logging) -> Result<(), Errno> {
+    let flags = match logging {
+        Logging::Off => flags(slot) & !KVM_MEM_LOG_DIRTY_PAGES,
+        Logging::On { .. } => flags(slot) | KVM_MEM_LOG_DIRTY_PAGES,
+    };
+    set_region(fd, slot, flags)
+}
+
+fn tell(fd: &VmFd, slot: &KvmSlot, flags: u32) -> Result<(), Refusal> {
+    set_region(fd, slot, flags).map_err(Refusal::Kvm)
+}
+
+fn forget(fd: &VmFd, slot: &KvmSlot) -> Result<(), Refusal> {
+    let mut region = region(slot, 0);
+    region.memory_size = 0;
+    // SAFETY: 1. a size of zero deletes the slot: KVM uses no address of this process for it.
+    let set = unsafe { fd.set_user_memory_region(region) };
+    set.map_err(|e| Refusal::Kvm(Errno::from_raw_os_error(e.errno())))
+}
+
+fn set_region(fd: &VmFd, slot: &KvmSlot, flags: u32) -> Result<(), Errno> {
+    // SAFETY: 1. the range lies in a mapping of guest memory, touched by atomics only. 2. It stays
+    // mapped until KVM has forgotten the slot: see the file's header.
+    let set = unsafe { fd.set_user_memory_region(region(slot, flags)) };
+    set.map_err(|e| Errno::from_raw_os_error(e.errno()))
+}
+
+fn region(slot: &KvmSlot, flags: u32) -> kvm_userspace_memory_region {
+    kvm_userspace_memory_region {
+        slot: u32::from(slot.id.0),
+        flags,
+        guest_phys_addr: slot.gfns.start().gpa().get(),
+        memory_size: slot.hvas.pages() * PAGE_SIZE as u64,
+        userspace_addr: slot.hvas.start().get(),
+    }
+}

@@ -1,0 +1,103 @@
+//! The page source beside pages that Linux does not move.
+
+use super::*;
+use crate::memory::{copy_in, copy_out};
+use io_uring::IoUring;
+use std::sync::mpsc;
+
+const PAGES: u64 = 4096;
+
+/// A source whose first pages are in its store; `None`, and a recorded skip, where this
+/// host has none.
+fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
+    let uffd = match Source::open(Tracker::Kvm) {
+        Ok(uffd) => uffd,
+        Err((what, errno)) => {
+            lacuna_skip::skip(format!("userfaultfd: {what}: {errno}"));
+            return None;
+        }
+    };
+    let memory = Arc::new(Memory::new(PageCount::new(PAGES)).unwrap());
+    let kicks = Arc::new(VcpuKicks::new(1));
+    let config = SourceConfig {
+        resident: PageCount::new(Pages::BUDGET_MIN as u64),
+        latency: LatencySetting::default(),
+        first_touch: FirstTouch::Immediate,
+    };
+    let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&kicks)).unwrap();
+    for page in 0..PAGES as u32 {
+        write(&memory, page, u64::from(page) + 1);
+    }
+    Some((source, memory, kicks))
+}
+
+fn write(memory: &Memory, page: Page, word: u64) {
+    // SAFETY: 1. the page is in the guest's mapping.
+    unsafe { copy_in(memory.guest.page(page).get(), &word.to_ne_bytes()) };
+}
+
+fn read(memory: &Memory, page: Page) -> u64 {
+    let mut word = [0; 8];
+    // SAFETY: 1. the page is in the guest's mapping.
+    unsafe { copy_out(memory.guest.page(page).get(), &mut word) };
+    u64::from_ne_bytes(word)
+}
+
+/// Pins the page that the store has of `page`, as a device does that reads from it: Linux does
+/// not move it then.
+fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
+    let ring = match IoUring::new(1) {
+        Ok(ring) => ring,
+        Err(error) => {
+            lacuna_skip::skip(format!("io_uring: {error}"));
+            return None;
+        }
+    };
+    let pinned = libc::iovec {
+        iov_base: std::ptr::with_exposed_provenance_mut(memory.store.page(page).get() as usize),
+        iov_len: PAGE_SIZE,
+    };
+    // SAFETY: 1. the mapping outlives the ring, which never uses the buffer.
+    unsafe { ring.submitter().register_buffers(&[pinned]) }.unwrap();
+    Some(ring)
+}
+
+/// A page that cannot be moved for a while is waited for, and keeps no other from coming.
+#[test]
+fn a_busy_page_is_waited_for() {
+    let Some((source, memory, _kicks)) = source() else {
+        return;
+    };
+    let Some(ring) = pin(&memory, 0) else { return };
+    let (tell, told) = mpsc::channel();
+    let reader = Arc::clone(&memory);
+    let waits = thread::spawn(move || tell.send(read(&reader, 0)).unwrap());
+    // Longer than a source that counts its tries would wait.
+    thread::sleep(Duration::from_millis(2500));
+    assert_eq!(source.failure(), None);
+    assert_eq!(read(&memory, 1), 2, "others come meanwhile");
+    assert!(told.try_recv().is_err(), "it cannot have come");
+    ring.submitter().unregister_buffers().unwrap();
+    assert_eq!(told.recv().unwrap(), 1);
+    waits.join().unwrap();
+    assert_eq!(read(&memory, 0), 1);
+    assert_eq!(source.failure(), None);
+}
+
+/// The end of a VM does not wait for a page that cannot come.
+#[test]
+fn a_busy_page_does_not_delay_the_end() {
+    let Some((source, memory, kicks)) = source() else {
+        return;
+    };
+    let Some(ring) = pin(&memory, 0) else { return };
+    let reader = Arc::clone(&memory);
+    let waits = thread::spawn(move || read(&reader, 0));
+    while source.stats().faults <= PAGES {
+        thread::yield_now();
+    }
+    kicks.stop();
+    source.wake();
+    waits.join().unwrap();
+    drop((source, ring));
+}

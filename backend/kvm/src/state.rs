@@ -1,0 +1,467 @@
+//! A vCPU's whole state, saved and restored by KVM's ioctls.
+//!
+//! UNSAFETY: KVM reads an XSAVE area of a size that the caller has to know.
+
+use crate::Vcpu;
+use kvm_bindings::{
+    KVM_MP_STATE_HALTED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED,
+    KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW, Msrs, kvm_debugregs, kvm_dtable,
+    kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_segment, kvm_vcpu_events, kvm_xcrs,
+};
+use kvm_ioctls::VcpuFd;
+use lacuna_machine::x86::{
+    Apic, AsyncFaults, Debug, Events, Exception, Regs, RunState, Segment, State, System, Table, Tsc,
+};
+use lacuna_machine::{CpuModel, SaveRestore, StateError, VcpuState};
+use std::collections::BTreeMap;
+
+const TSC: u32 = 0x10;
+const TSC_DEADLINE: u32 = 0x6e0;
+const APF_ENABLE: u32 = 0x4b56_4d02;
+const APF_VECTOR: u32 = 0x4b56_4d06;
+const APF_ACKNOWLEDGE: u32 = 0x4b56_4d07;
+/// Those with a field of their own in a state, or with none.
+const ELSEWHERE: [u32; 5] = [TSC, TSC_DEADLINE, APF_ENABLE, APF_VECTOR, APF_ACKNOWLEDGE];
+const PAGE_FAULT: u8 = 14;
+
+/// For `map_err`: KVM refused to `step`.
+fn refused(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
+    move |error| StateError::Host {
+        step,
+        cause: error.to_string(),
+    }
+}
+
+/// The values that a vCPU has before it runs, of those registers that KVM can read.
+pub fn fresh_msrs(fd: &VcpuFd, indices: &[u32]) -> BTreeMap<u32, u64> {
+    let known = indices.iter().filter(|index| !ELSEWHERE.contains(index));
+    known
+        .filter_map(|index| Some((*index, read_msr(fd, *index)?)))
+        .collect()
+}
+
+fn read_msr(fd: &VcpuFd, index: u32) -> Option<u64> {
+    let mut msrs = one_msr(index, 0);
+    let read = fd.get_msrs(&mut msrs).ok()?;
+    (read == 1).then(|| msrs.as_slice()[0].data)
+}
+
+fn write_msr(fd: &VcpuFd, index: u32, value: u64) -> Result<(), StateError> {
+    match fd.set_msrs(&one_msr(index, value)) {
+        Ok(1) => Ok(()),
+        _ => Err(StateError::Msr { index, value }),
+    }
+}
+
+fn one_msr(index: u32, data: u64) -> Msrs {
+    let entry = kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    Msrs::from_entries(&[entry]).expect("one entry is within KVM's limit")
+}
+
+impl SaveRestore for Vcpu {
+    fn save(&mut self) -> Result<VcpuState, StateError> {
+        if self.is_mid_instruction() {
+            let vcpu = lacuna_machine::Vcpu::index(self);
+            return Err(StateError::MidInstruction { vcpu });
+        }
+        let fd = self.fd();
+        let msr = |index| read_msr(fd, index).unwrap_or(0);
+        let sregs = fd.get_sregs().map_err(refused("read system registers"))?;
+        let debug = fd
+            .get_debug_regs()
+            .map_err(refused("read debug registers"))?;
+        let lapic = fd.get_lapic().map_err(refused("read the local APIC"))?;
+        let fresh = self.fresh().iter();
+        let now = fresh.filter_map(|(index, fresh)| Some((*index, *fresh, read_msr(fd, *index)?)));
+        let msrs = now.filter(|(_, fresh, now)| fresh != now);
+        let (xsave, xcr0) = match self.model() {
+            CpuModel::Common { .. } => (None, 1),
+            CpuModel::Host => (Some(xsave(fd)?), xcr0(fd)?),
+        };
+        let state = State {
+            regs: regs(fd)?,
+            system: system(&sregs),
+            debug: Debug {
+                dr: debug.db,
+                dr6: debug.dr6,
+                dr7: debug.dr7,
+            },
+            msrs: msrs.map(|(index, _, now)| (index, now)).collect(),
+            tsc: Tsc {
+                value: msr(TSC),
+                khz: fd
+                    .get_tsc_khz()
+                    .map_err(refused("read the TSC's frequency"))?,
+            },
+            apic: Apic {
+                base: sregs.apic_base,
+                regs: page(&lapic),
+                tsc_deadline: msr(TSC_DEADLINE),
+            },
+            events: events(fd, sregs.cr2)?,
+            apf: AsyncFaults {
+                enable: msr(APF_ENABLE),
+                vector: msr(APF_VECTOR),
+            },
+            xsave,
+            xcr0,
+            run: run_state(fd)?,
+        };
+        Ok(VcpuState::X86(Box::new(state)))
+    }
+
+    fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
+        let VcpuState::X86(state) = state else {
+            return Err(StateError::Architecture);
+        };
+        check(state, self.model())?;
+        self.forget_access();
+        let fd = self.fd();
+        set_tsc_khz(fd, state.tsc.khz)?;
+        let mut sregs = fd.get_sregs().map_err(refused("read system registers"))?;
+        put_system(&mut sregs, state);
+        fd.set_sregs(&sregs)
+            .map_err(refused("set system registers"))?;
+        set_regs(fd, &state.regs)?;
+        set_vectors(fd, state)?;
+        for (index, fresh) in self.fresh() {
+            let value = state.msrs.get(index).copied().unwrap_or(*fresh);
+            if read_msr(fd, *index) != Some(value) {
+                write_msr(fd, *index, value)?;
+            }
+        }
+        let unknown = |index: &&u32| !self.fresh().contains_key(index);
+        if let Some(index) = state.msrs.keys().find(unknown) {
+            let (index, value) = (*index, state.msrs[index]);
+            return Err(StateError::Msr { index, value });
+        }
+        write_msr(fd, TSC, state.tsc.value)?;
+        let lapic = lapic(&state.apic);
+        fd.set_lapic(&lapic)
+            .map_err(refused("set the local APIC"))?;
+        write_msr(fd, TSC_DEADLINE, state.apic.tsc_deadline)?;
+        let debug = kvm_debugregs {
+            db: state.debug.dr,
+            dr6: state.debug.dr6,
+            dr7: state.debug.dr7,
+            ..Default::default()
+        };
+        fd.set_debug_regs(&debug)
+            .map_err(refused("set debug registers"))?;
+        set_events(fd, &state.events)?;
+        set_run_state(fd, state.run)?;
+        // Last: EN has KVM read the guest's memory, and queue the wake-all.
+        for (index, value) in [
+            (APF_VECTOR, state.apf.vector),
+            (APF_ENABLE, state.apf.enable),
+        ] {
+            if value != 0 || read_msr(fd, index).is_some_and(|now| now != 0) {
+                write_msr(fd, index, value)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What KVM would take without a word, or refuse after half of the state is set.
+fn check(state: &State, model: CpuModel) -> Result<(), StateError> {
+    if let Some(exception) = state.events.exception
+        && (exception.vector > 31 || exception.cr2.is_some() != (exception.vector == PAGE_FAULT))
+    {
+        return Err(StateError::Invalid {
+            field: "events.exception",
+            value: exception.vector.into(),
+        });
+    }
+    let has_fpu = model == CpuModel::Host;
+    if state.xsave.is_some() && !has_fpu {
+        return Err(StateError::Unsupported {
+            field: "xsave",
+            value: 0,
+        });
+    }
+    Ok(())
+}
+
+/// KVM notes a frequency that it cannot run at before it refuses it: the old one is put back.
+fn set_tsc_khz(fd: &VcpuFd, khz: u32) -> Result<(), StateError> {
+    let old = fd
+        .get_tsc_khz()
+        .map_err(refused("read the TSC's frequency"))?;
+    if khz == old {
+        return Ok(());
+    }
+    if khz == 0 || fd.set_tsc_khz(khz).is_err() {
+        let _ = fd.set_tsc_khz(old);
+        return Err(StateError::Unsupported {
+            field: "tsc.khz",
+            value: khz.into(),
+        });
+    }
+    Ok(())
+}
+
+fn regs(fd: &VcpuFd) -> Result<Regs, StateError> {
+    let r = fd.get_regs().map_err(refused("read registers"))?;
+    Ok(Regs {
+        gpr: [
+            r.rax, r.rcx, r.rdx, r.rbx, r.rsp, r.rbp, r.rsi, r.rdi, r.r8, r.r9, r.r10, r.r11,
+            r.r12, r.r13, r.r14, r.r15,
+        ],
+        rip: r.rip,
+        rflags: r.rflags,
+    })
+}
+
+fn set_regs(fd: &VcpuFd, from: &Regs) -> Result<(), StateError> {
+    let [
+        rax,
+        rcx,
+        rdx,
+        rbx,
+        rsp,
+        rbp,
+        rsi,
+        rdi,
+        r8,
+        r9,
+        r10,
+        r11,
+        r12,
+        r13,
+        r14,
+        r15,
+    ] = from.gpr;
+    let (rip, rflags) = (from.rip, from.rflags);
+    let regs = kvm_regs {
+        rax,
+        rbx,
+        rcx,
+        rdx,
+        rsi,
+        rdi,
+        rsp,
+        rbp,
+        r8,
+        r9,
+        r10,
+        r11,
+        r12,
+        r13,
+        r14,
+        r15,
+        rip,
+        rflags,
+    };
+    fd.set_regs(&regs).map_err(refused("set registers"))
+}
+
+fn segment_of(s: &kvm_segment) -> Segment {
+    let access = u32::from(s.type_ & 15)
+        | u32::from(s.s & 1) << 4
+        | u32::from(s.dpl & 3) << 5
+        | u32::from(s.present & 1) << 7
+        | u32::from(s.avl & 1) << 12
+        | u32::from(s.l & 1) << 13
+        | u32::from(s.db & 1) << 14
+        | u32::from(s.g & 1) << 15
+        | u32::from(s.unusable & 1) << 16;
+    Segment {
+        selector: s.selector,
+        base: s.base,
+        limit: s.limit,
+        access,
+    }
+}
+
+fn kvm_segment_of(s: &Segment) -> kvm_segment {
+    let bit = |n: u32| (s.access >> n & 1) as u8;
+    kvm_segment {
+        base: s.base,
+        limit: s.limit,
+        selector: s.selector,
+        type_: (s.access & 15) as u8,
+        s: bit(4),
+        dpl: s.dpl(),
+        present: bit(7),
+        avl: bit(12),
+        l: bit(13),
+        db: bit(14),
+        g: bit(15),
+        unusable: bit(16),
+        ..Default::default()
+    }
+}
+
+fn system(s: &kvm_bindings::kvm_sregs) -> System {
+    let table = |t: &kvm_dtable| Table {
+        base: t.base,
+        limit: t.limit,
+    };
+    System {
+        segments: [&s.es, &s.cs, &s.ss, &s.ds, &s.fs, &s.gs].map(segment_of),
+        tr: segment_of(&s.tr),
+        ldtr: segment_of(&s.ldt),
+        gdtr: table(&s.gdt),
+        idtr: table(&s.idt),
+        cr0: s.cr0,
+        cr2: s.cr2,
+        cr3: s.cr3,
+        cr4: s.cr4,
+        efer: s.efer,
+    }
+}
+
+fn put_system(sregs: &mut kvm_bindings::kvm_sregs, state: &State) {
+    let from = &state.system;
+    let table = |t: &Table| kvm_dtable {
+        base: t.base,
+        limit: t.limit,
+        ..Default::default()
+    };
+    let [es, cs, ss, ds, fs, gs] = from.segments.each_ref().map(kvm_segment_of);
+    (sregs.es, sregs.cs, sregs.ss) = (es, cs, ss);
+    (sregs.ds, sregs.fs, sregs.gs) = (ds, fs, gs);
+    (sregs.tr, sregs.ldt) = (kvm_segment_of(&from.tr), kvm_segment_of(&from.ldtr));
+    (sregs.gdt, sregs.idt) = (table(&from.gdtr), table(&from.idtr));
+    (sregs.cr0, sregs.cr3, sregs.cr4) = (from.cr0, from.cr3, from.cr4);
+    sregs.efer = from.efer;
+    // CR2 of a page fault that has not been delivered yet goes ahead.
+    let faulted = state.events.exception.and_then(|exception| exception.cr2);
+    sregs.cr2 = faulted.unwrap_or(from.cr2);
+    sregs.cr8 = u64::from(state.apic.regs[8] >> 4 & 15);
+    sregs.apic_base = state.apic.base;
+    sregs.interrupt_bitmap = [0; 4];
+}
+
+fn xcr0(fd: &VcpuFd) -> Result<u64, StateError> {
+    let xcrs = fd.get_xcrs().map_err(refused("read XCR0"))?;
+    let count = (xcrs.nr_xcrs as usize).min(xcrs.xcrs.len());
+    let xcr0 = xcrs.xcrs[..count].iter().find(|xcr| xcr.xcr == 0);
+    Ok(xcr0.map_or(1, |xcr| xcr.value))
+}
+
+fn xsave(fd: &VcpuFd) -> Result<Vec<u32>, StateError> {
+    let area = fd.get_xsave().map_err(refused("read the FPU"))?;
+    Ok(area.region.to_vec())
+}
+
+fn set_vectors(fd: &VcpuFd, state: &State) -> Result<(), StateError> {
+    let Some(saved) = &state.xsave else {
+        return Ok(());
+    };
+    let mut xcrs = kvm_xcrs {
+        nr_xcrs: 1,
+        ..Default::default()
+    };
+    xcrs.xcrs[0].value = state.xcr0;
+    fd.set_xcrs(&xcrs).map_err(refused("set XCR0"))?;
+    let mut area = fd.get_xsave().map_err(refused("read the FPU"))?;
+    if saved.len() != area.region.len() {
+        return Err(StateError::Invalid {
+            field: "xsave",
+            value: saved.len() as u64,
+        });
+    }
+    area.region.copy_from_slice(saved);
+    // SAFETY: 1. the area has the size that KVM reads for a vCPU without dynamic features.
+    unsafe { fd.set_xsave(&area) }.map_err(refused("set the FPU"))
+}
+
+fn page(lapic: &kvm_lapic_state) -> [u32; 64] {
+    let byte = |at: usize| lapic.regs[at] as u8;
+    std::array::from_fn(|n| {
+        let at = n * 16;
+        u32::from_le_bytes([byte(at), byte(at + 1), byte(at + 2), byte(at + 3)])
+    })
+}
+
+fn lapic(apic: &Apic) -> kvm_lapic_state {
+    let mut lapic = kvm_lapic_state { regs: [0; 1024] };
+    for (n, register) in apic.regs.iter().enumerate() {
+        for (at, byte) in register.to_le_bytes().into_iter().enumerate() {
+            lapic.regs[n * 16 + at] = byte as _;
+        }
+    }
+    lapic
+}
+
+fn events(fd: &VcpuFd, cr2: u64) -> Result<Events, StateError> {
+    let events = fd
+        .get_vcpu_events()
+        .map_err(refused("read pending events"))?;
+    let unsupported = |field, value: u8| {
+        Err(StateError::Unsupported {
+            field,
+            value: value.into(),
+        })
+    };
+    if events.interrupt.injected != 0 && events.interrupt.soft != 0 {
+        return unsupported("events.software_interrupt", events.interrupt.nr);
+    }
+    if events.smi.smm != 0 || events.smi.pending != 0 {
+        return unsupported("events.smi", 1);
+    }
+    let e = &events.exception;
+    let exception = (e.injected != 0 || e.pending != 0).then(|| Exception {
+        vector: e.nr,
+        error: (e.has_error_code != 0).then_some(e.error_code),
+        cr2: (e.nr == PAGE_FAULT).then_some(cr2),
+    });
+    Ok(Events {
+        exception,
+        interrupt: (events.interrupt.injected != 0).then_some(events.interrupt.nr),
+        nmi_pending: events.nmi.pending != 0 || events.nmi.injected != 0,
+        nmi_masked: events.nmi.masked != 0,
+        interrupt_shadow: events.interrupt.shadow != 0,
+    })
+}
+
+fn set_events(fd: &VcpuFd, from: &Events) -> Result<(), StateError> {
+    let mut events = kvm_vcpu_events {
+        flags: KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW,
+        ..Default::default()
+    };
+    if let Some(exception) = from.exception {
+        events.exception.injected = 1;
+        events.exception.nr = exception.vector;
+        events.exception.has_error_code = u8::from(exception.error.is_some());
+        events.exception.error_code = exception.error.unwrap_or(0);
+    }
+    if let Some(vector) = from.interrupt {
+        events.interrupt.injected = 1;
+        events.interrupt.nr = vector;
+    }
+    events.interrupt.shadow = u8::from(from.interrupt_shadow);
+    events.nmi.pending = u8::from(from.nmi_pending);
+    events.nmi.masked = u8::from(from.nmi_masked);
+    fd.set_vcpu_events(&events)
+        .map_err(refused("set pending events"))
+}
+
+fn run_state(fd: &VcpuFd) -> Result<RunState, StateError> {
+    let state = fd.get_mp_state().map_err(refused("read the run state"))?;
+    match state.mp_state {
+        KVM_MP_STATE_RUNNABLE => Ok(RunState::Runnable),
+        KVM_MP_STATE_HALTED => Ok(RunState::Halted),
+        KVM_MP_STATE_UNINITIALIZED => Ok(RunState::WaitingForStartup),
+        other => Err(StateError::Unsupported {
+            field: "run",
+            value: other.into(),
+        }),
+    }
+}
+
+fn set_run_state(fd: &VcpuFd, run: RunState) -> Result<(), StateError> {
+    let mp_state = match run {
+        RunState::Runnable => KVM_MP_STATE_RUNNABLE,
+        RunState::Halted => KVM_MP_STATE_HALTED,
+        RunState::WaitingForStartup => KVM_MP_STATE_UNINITIALIZED,
+    };
+    let state = kvm_mp_state { mp_state };
+    fd.set_mp_state(state).map_err(refused("set the run state"))
+}

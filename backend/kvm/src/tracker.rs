@@ -1,0 +1,12 @@
+//! What detects the guest's writes.
+
+/// What detects a write: chosen with the VM.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Tracker {
+    /// KVM: by its processor's log, or by write protection.
+    #[default]
+    Kvm,
+    /// Linux's page table: userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN`.
+    /// Writes are recorded in bitmaps, and all memory has to be resident.
+    Pagemap,
+}

@@ -1,0 +1,126 @@
+//! Memory slots that come, move and go, and kicks, without and beside a running guest.
+
+mod common;
+
+use common::{builder, can_run, image, within};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE};
+use lacuna_kvm::SlotId;
+use lacuna_machine::{
+    Ending, Exit, GuestMemory as _, Kick as _, Logging, MemoryError, MemorySlotError,
+    MemorySlots as _, PlatformDevices, SlotError, SlotFlags, Vcpu as _, harvest, run,
+    set_logging_everywhere,
+};
+use std::thread;
+
+const LATER: SlotId = SlotId(7);
+
+fn gfns(first: u64, pages: u64) -> GfnRange {
+    GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap()
+}
+
+fn byte(vm: &lacuna_kvm::Vm, gfn: u64) -> Result<u8, MemoryError> {
+    let mut into = [0];
+    let gpa = Gpa::truncate(gfn * PAGE_SIZE as u64);
+    vm.read(gpa, &mut into).map(|()| into[0])
+}
+
+#[test]
+fn a_slot_comes_moves_with_its_content_and_goes() {
+    if !can_run() {
+        return;
+    }
+    let vm = builder(16, 16, 1, "").vm().unwrap();
+    assert_eq!(
+        byte(&vm, 0x10_0000),
+        Err(MemoryError::NoSlot(Gpa::truncate(0x1_0000_0000)))
+    );
+    vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
+        .unwrap();
+    vm.write(Gpa::truncate(0x1_0000_0fff), &[7, 8]).unwrap();
+    assert_eq!(byte(&vm, 0x10_0001), Ok(8));
+    vm.move_slot(LATER, Gfn::new(0x20_0000).unwrap()).unwrap();
+    assert_eq!(byte(&vm, 0x20_0001), Ok(8));
+    assert!(byte(&vm, 0x10_0001).is_err());
+    vm.set_slot_flags(LATER, SlotFlags::READONLY).unwrap();
+    assert_eq!(byte(&vm, 0x20_0001), Ok(8), "the content stays");
+    let flags = vm.memory_slots().pop().unwrap();
+    assert_eq!((flags.id, flags.flags), (LATER, SlotFlags::READONLY));
+    vm.remove_slot(LATER).unwrap();
+    assert!(byte(&vm, 0x20_0001).is_err());
+    let unknown = MemorySlotError::Slot(SlotError::Unknown { id: LATER });
+    assert_eq!(vm.remove_slot(LATER), Err(unknown));
+    let overlap = vm.add_memory(LATER, gfns(1, 1), SlotFlags::empty());
+    assert!(matches!(
+        overlap,
+        Err(MemorySlotError::Slot(SlotError::Overlap { .. }))
+    ));
+}
+
+/// The VMM's writes are in the harvest, though KVM makes the slot anew between them.
+#[test]
+fn a_log_survives_a_move_and_new_flags() {
+    if !can_run() {
+        return;
+    }
+    let vm = builder(16, 16, 1, "").vm().unwrap();
+    vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
+        .unwrap();
+    set_logging_everywhere(&*vm, Logging::LAZY).unwrap();
+    vm.write(Gpa::truncate(0x1_0000_3000), &[1]).unwrap();
+    vm.move_slot(LATER, Gfn::new(0x20_0000).unwrap()).unwrap();
+    vm.set_slot_flags(LATER, SlotFlags::READONLY).unwrap();
+    vm.set_slot_flags(LATER, SlotFlags::empty()).unwrap();
+    vm.write(Gpa::truncate(0x2_0000_5000), &[1]).unwrap();
+    let mut pages = Vec::new();
+    harvest(&*vm, |id, page| pages.push((id, page))).unwrap();
+    assert_eq!(pages, [(LATER, 3), (LATER, 5)]);
+}
+
+/// Flags change while the guest runs, each time with all vCPUs held out.
+#[test]
+fn flags_change_beside_a_running_guest() {
+    if !can_run() {
+        return;
+    }
+    let builder = builder(32, 32, 2, "rounds=1");
+    let ending = within(120, move || {
+        let vm = builder.vm().unwrap();
+        let vcpus = vm
+            .boot(&image("verify"), &builder.full_command_line())
+            .unwrap();
+        let devices = PlatformDevices::new(|_: &str| ());
+        thread::scope(|scope| {
+            let runner = scope.spawn(|| drop(run(vcpus, &devices, &*vm)));
+            vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
+                .unwrap();
+            let mut flags = SlotFlags::READONLY;
+            while !runner.is_finished() {
+                vm.set_slot_flags(LATER, flags).unwrap();
+                flags.toggle(SlotFlags::READONLY);
+            }
+        });
+        devices.ending()
+    });
+    assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
+}
+
+#[test]
+fn a_kick_waits_for_the_run_that_takes_it() {
+    if !can_run() {
+        return;
+    }
+    let builder = builder(16, 16, 2, "");
+    let vm = builder.vm().unwrap();
+    let mut vcpus = vm
+        .boot(&image("hello"), &builder.full_command_line())
+        .unwrap();
+    vm.kick(1);
+    vm.kick(1);
+    vm.kick(9);
+    assert_eq!(vcpus[1].run().unwrap(), Exit::Interrupted, "before the run");
+    assert_ne!(vcpus[0].run().unwrap(), Exit::Interrupted, "another vCPU's");
+    vm.kick_all();
+    assert_eq!(vcpus[0].run().unwrap(), Exit::Interrupted, "all of them");
+    drop(vcpus);
+    vm.kick_all();
+}

@@ -1,0 +1,134 @@
+//! Whole vCPU states on KVM: saved in the middle of a running guest and restored in another VM.
+
+mod common;
+
+use common::{builder, can_run, image, within};
+use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_kvm::{CpuModel, Vcpu, Vm, VmBuilder};
+use lacuna_machine::{
+    Ending, Exit, GuestMemory as _, Kick as _, MemorySlots as _, Next, PlatformDevices,
+    SaveRestore, StateError, Vcpu as _, VcpuState, dispatch,
+};
+use std::thread;
+use std::time::{Duration, Instant};
+
+fn run_for(vm: &Vm, vcpus: Vec<Vcpu>, devices: &PlatformDevices, time: Duration) -> Vec<Vcpu> {
+    thread::scope(|scope| {
+        let drive = |mut vcpu: Vcpu| {
+            scope.spawn(move || {
+                loop {
+                    let exit = vcpu.run();
+                    let kicked = matches!(exit, Ok(Exit::Interrupted));
+                    let next = dispatch(&mut vcpu, exit, devices, vm);
+                    if kicked || next == Next::Stop {
+                        return vcpu;
+                    }
+                }
+            })
+        };
+        let threads: Vec<_> = vcpus.into_iter().map(drive).collect();
+        let end = Instant::now() + time;
+        while Instant::now() < end && devices.ending().is_none() {
+            thread::sleep(Duration::from_micros(200));
+        }
+        vm.kick_all();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+fn copy_memory(from: &Vm, to: &Vm) {
+    for slot in from.memory_slots() {
+        let mut page = [0; PAGE_SIZE];
+        for n in 0..slot.gfns.pages() {
+            let gpa = Gpa::truncate(slot.gfns.start().gpa().get() + n * PAGE_SIZE as u64);
+            from.read(gpa, &mut page).unwrap();
+            to.write(gpa, &page).unwrap();
+        }
+    }
+}
+
+fn migrate(builder: &VmBuilder, name: &str) -> (Option<Ending>, usize) {
+    let devices = PlatformDevices::new(|line: &str| println!("{line}"));
+    let mut vm = builder.vm().unwrap();
+    let mut vcpus = vm.boot(&image(name), &builder.full_command_line()).unwrap();
+    for moves in 0.. {
+        // The last one runs to the guest's end.
+        let time = match moves {
+            6 => Duration::from_secs(600),
+            _ => Duration::from_millis(150),
+        };
+        vcpus = run_for(&vm, vcpus, &devices, time);
+        if devices.ending().is_some() {
+            return (devices.ending(), moves);
+        }
+        let states: Vec<_> = vcpus.iter_mut().map(|vcpu| vcpu.save().unwrap()).collect();
+        let next = builder.vm().unwrap();
+        copy_memory(&vm, &next);
+        let mut restored = next.bare_vcpus().unwrap();
+        for (vcpu, state) in restored.iter_mut().zip(&states) {
+            vcpu.restore(state).unwrap();
+        }
+        (vm, vcpus) = (next, restored);
+    }
+    unreachable!("the guest ends")
+}
+
+#[test]
+fn a_guest_goes_on_in_another_vm_wherever_it_was_interrupted() {
+    if !can_run() {
+        return;
+    }
+    for cpu in [CpuModel::Host, CpuModel::Common { tsc_khz: None }] {
+        let mut builder = builder(16, 16, 2, "rounds=6");
+        builder.cpu = cpu;
+        let (ending, moves) = within(200, move || migrate(&builder, "verify"));
+        assert!(
+            matches!(ending, Some(Ending::Exited(0))),
+            "{cpu:?}: {ending:?}"
+        );
+        assert!(moves > 0, "{cpu:?}: it never moved");
+    }
+}
+
+#[test]
+fn what_kvm_cannot_have_is_refused_with_a_reason() {
+    if !can_run() {
+        return;
+    }
+    let mut builder = builder(16, 16, 1, "");
+    builder.cpu = CpuModel::Common { tsc_khz: None };
+    let vm = builder.vm().unwrap();
+    let mut vcpus = vm
+        .boot(&image("hello"), &builder.full_command_line())
+        .unwrap();
+    let VcpuState::X86(good) = vcpus[0].save().unwrap() else {
+        panic!("an x86 processor");
+    };
+    let mut refusal = |change: &dyn Fn(&mut lacuna_machine::x86::State)| {
+        let mut bad = (*good).clone();
+        change(&mut bad);
+        vcpus[0]
+            .restore(&VcpuState::X86(Box::new(bad)))
+            .unwrap_err()
+    };
+    let text = refusal(&|s| s.tsc.khz = 1).to_string();
+    assert!(text.contains("tsc.khz"), "{text}");
+    let text = refusal(&|s| s.system.cr4 = 1 << 40).to_string();
+    assert!(text.contains("system registers"), "{text}");
+    let msr = refusal(&|s| _ = s.msrs.insert(0xdead, 1));
+    assert_eq!(
+        msr,
+        StateError::Msr {
+            index: 0xdead,
+            value: 1
+        }
+    );
+    let text = refusal(&|s| s.xsave = Some(Vec::new())).to_string();
+    assert!(text.contains("xsave"), "{text}");
+    let state = VcpuState::X86(good.clone());
+    vcpus[0].restore(&state).unwrap();
+    let VcpuState::X86(again) = vcpus[0].save().unwrap() else {
+        panic!("an x86 processor");
+    };
+    assert_eq!((again.regs, again.system), (good.regs, good.system));
+}

@@ -1,0 +1,352 @@
+//! A vCPU's whole state, saved and restored: between the processor's own values and the neutral
+//! ones of `lacuna_machine`.
+
+use crate::Vcpu;
+use lacuna_apf::x86::Msr;
+use lacuna_machine::x86::{
+    Apic, AsyncFaults, Debug, Events, Exception, Regs, RunState, Segment, State, System, Table,
+    Tsc, segment,
+};
+use lacuna_machine::{SaveRestore, StateError, VcpuState};
+use lacuna_x86::{ApicRegisters, Refused, check_regs, check_system};
+use std::collections::BTreeMap;
+
+/// The TSC counts the clock's nanoseconds.
+const TSC_KHZ: u32 = 1_000_000;
+
+/// Access rights of flat segments: type, S, P, G.
+const CODE: u32 = 11 | 1 << 4 | Segment::PRESENT | Segment::LONG | 1 << 15;
+const DATA: u32 = 3 | 1 << 4 | Segment::PRESENT | 1 << 14 | 1 << 15;
+const BUSY_TSS: u32 = 11 | Segment::PRESENT;
+const LDT: u32 = 2 | Segment::PRESENT;
+/// The limit of a task register that no guest has loaded, which KVM wants to have one.
+const TSS_LIMIT: u32 = 0x67;
+
+/// The model-specific registers that have no field of their own in a state.
+const MSRS: [(u32, Place); 8] = [
+    (0x1a0, |sys| &mut sys.misc_enable),
+    (0x277, |sys| &mut sys.pat),
+    (0xc000_0081, |sys| &mut sys.star),
+    (0xc000_0082, |sys| &mut sys.lstar),
+    (0xc000_0083, |sys| &mut sys.cstar),
+    (0xc000_0084, |sys| &mut sys.fmask),
+    (0xc000_0102, |sys| &mut sys.kernel_gs_base),
+    (0xc000_0103, |sys| &mut sys.tsc_aux),
+];
+
+type Place = fn(&mut lacuna_x86::System) -> &mut u64;
+
+impl From<Refused> for Wrapped {
+    fn from(refused: Refused) -> Self {
+        Self(match refused {
+            Refused::Invalid(field, value) => StateError::Invalid { field, value },
+            Refused::Unsupported(field, value) => StateError::Unsupported { field, value },
+        })
+    }
+}
+
+/// For `?`: neither type of the conversion is this crate's.
+struct Wrapped(StateError);
+
+impl From<StateError> for Wrapped {
+    fn from(error: StateError) -> Self {
+        Self(error)
+    }
+}
+
+impl SaveRestore for Vcpu {
+    fn save(&mut self) -> Result<VcpuState, StateError> {
+        let (cpu, apf) = (&mut self.entry.cpu, &self.apf);
+        if !cpu.is_between_instructions() {
+            let vcpu = self.index;
+            return Err(StateError::MidInstruction { vcpu });
+        }
+        let registers = cpu.apic_registers();
+        let mut sys = cpu.system().clone();
+        let regs = cpu.regs();
+        let msr = |msr| apf.read_msr(msr).unwrap_or(0);
+        let state = State {
+            regs: Regs {
+                gpr: regs.gpr,
+                rip: regs.rip,
+                rflags: regs.rflags,
+            },
+            system: system(&sys),
+            debug: Debug {
+                dr: sys.dr,
+                dr6: sys.dr6,
+                dr7: sys.dr7,
+            },
+            tsc: Tsc {
+                value: sys.tsc(cpu.now()),
+                khz: TSC_KHZ,
+            },
+            apic: Apic {
+                base: registers.base,
+                regs: registers.page,
+                tsc_deadline: registers.tsc_deadline,
+            },
+            events: Events {
+                exception: cpu.pending_exception().map(|e| Exception {
+                    vector: e.vector,
+                    error: e.error,
+                    cr2: e.cr2,
+                }),
+                interrupt_shadow: sys.interrupt_shadow,
+                ..Events::default()
+            },
+            apf: AsyncFaults {
+                enable: msr(Msr::Enable),
+                vector: msr(Msr::Vector),
+            },
+            xsave: None,
+            xcr0: 1,
+            run: match sys.halted {
+                true => RunState::Halted,
+                false => RunState::Runnable,
+            },
+            msrs: msrs(&mut sys),
+        };
+        Ok(VcpuState::X86(Box::new(state)))
+    }
+
+    fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
+        let VcpuState::X86(state) = state else {
+            return Err(StateError::Architecture);
+        };
+        let (regs, sys) = self.check(state).map_err(|Wrapped(error)| error)?;
+        self.put(state, &regs, sys);
+        self.restore_apf(&state.apf)
+    }
+}
+
+impl Vcpu {
+    /// What the processor gets; everything is checked, and nothing has changed.
+    fn check(&self, state: &State) -> Result<(lacuna_x86::Regs, lacuna_x86::System), Wrapped> {
+        let regs = lacuna_x86::Regs {
+            gpr: state.regs.gpr,
+            rip: state.regs.rip,
+            rflags: state.regs.rflags,
+        };
+        check_regs(&regs)?;
+        let sys = processor_system(state)?;
+        check_system(&sys)?;
+        self.entry.cpu.check_apic(&apic_registers(&state.apic))?;
+        let unsupported = |field, value: u64| StateError::Unsupported { field, value };
+        if state.tsc.khz != TSC_KHZ {
+            Err(unsupported("tsc.khz", state.tsc.khz.into()))?;
+        }
+        if let Some(area) = &state.xsave {
+            Err(unsupported("xsave", area.len() as u64))?;
+        }
+        if state.xcr0 > 1 {
+            Err(unsupported("xcr0", state.xcr0))?;
+        }
+        if state.run == RunState::WaitingForStartup {
+            Err(unsupported("run", 0))?;
+        }
+        self.check_events(state)?;
+        Ok((regs, sys))
+    }
+
+    fn check_events(&self, state: &State) -> Result<(), StateError> {
+        let events = &state.events;
+        let unsupported = |field, value| Err(StateError::Unsupported { field, value });
+        if events.nmi_pending || events.nmi_masked {
+            return unsupported("events.nmi", 1);
+        }
+        if let Some(exception) = events.exception {
+            let vector = u64::from(exception.vector);
+            if vector > 31 || vector == 2 || exception.cr2.is_some() != (vector == 14) {
+                let field = "events.exception";
+                return Err(StateError::Invalid {
+                    field,
+                    value: vector,
+                });
+            }
+        }
+        if let Some(vector) = events.interrupt {
+            let (word, bit) = (usize::from(vector / 32), vector % 32);
+            let in_service = state.apic.regs[0x10 + word] >> bit & 1 == 1;
+            if vector < 16 || !in_service {
+                return unsupported("events.interrupt", vector.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, state: &State, regs: &lacuna_x86::Regs, mut sys: lacuna_x86::System) {
+        // Nothing is in flight, and no failure waits to be told.
+        self.apf.reset();
+        (self.entry.failed, self.entry.bus.blocked) = (None, None);
+        self.stalled_since = None;
+        let cpu = &mut self.entry.cpu;
+        cpu.reset();
+        sys.tsc_offset = state.tsc.value.wrapping_sub(cpu.now().0);
+        cpu.set_system(sys);
+        cpu.set_regs(regs);
+        cpu.set_apic_registers(&apic_registers(&state.apic));
+        if let Some(vector) = state.events.interrupt {
+            // The APIC delivers it again.
+            let _ = cpu.request_again(vector);
+        }
+        let exception = state.events.exception.map(|e| lacuna_x86::Exception {
+            vector: e.vector,
+            error: e.error,
+            cr2: e.cr2,
+        });
+        cpu.set_pending_exception(exception);
+    }
+
+    /// The vector first: the wake-all that EN causes comes with it.
+    fn restore_apf(&mut self, apf: &AsyncFaults) -> Result<(), StateError> {
+        let fields = [
+            ("apf.vector", Msr::Vector, apf.vector),
+            ("apf.enable", Msr::Enable, apf.enable),
+        ];
+        for (field, msr, value) in fields {
+            if value == 0 {
+                continue;
+            }
+            let now = self.vm.clock.now();
+            let written = self.apf.write_msr(msr, value, now, &mut self.entry);
+            if written.is_err() {
+                return Err(StateError::Unsupported { field, value });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn apic_registers(apic: &Apic) -> ApicRegisters {
+    ApicRegisters {
+        base: apic.base,
+        page: apic.regs,
+        tsc_deadline: apic.tsc_deadline,
+    }
+}
+
+/// Those that differ from a fresh processor's.
+fn msrs(sys: &mut lacuna_x86::System) -> BTreeMap<u32, u64> {
+    let mut fresh = lacuna_x86::System::long_mode(0);
+    let both = MSRS.into_iter();
+    let both = both.map(|(index, place)| (index, *place(sys), *place(&mut fresh)));
+    both.filter(|(_, value, fresh)| value != fresh)
+        .map(|(index, value, _)| (index, value))
+        .collect()
+}
+
+fn system(sys: &lacuna_x86::System) -> System {
+    let dpl = |level: u8| u32::from(level) << 5;
+    let of = |index: usize| {
+        let selector = sys.selectors[index];
+        let base = match index {
+            segment::FS => sys.fs_base,
+            segment::GS => sys.gs_base,
+            _ => 0,
+        };
+        let access = match index {
+            segment::CS => CODE | dpl(sys.cpl),
+            segment::SS => DATA | dpl(sys.cpl),
+            _ if selector & !3 == 0 => Segment::UNUSABLE | dpl(3),
+            _ => DATA | dpl(sys.segment_dpl[index]),
+        };
+        Segment {
+            selector,
+            base,
+            limit: u32::MAX,
+            access,
+        }
+    };
+    let table = |table: &lacuna_x86::Table| Table {
+        base: table.base,
+        limit: table.limit as u16,
+    };
+    let special = |table: &lacuna_x86::Table, access| Segment {
+        selector: table.selector,
+        base: table.base,
+        limit: table.limit,
+        access,
+    };
+    let mut tr = special(&sys.tr, BUSY_TSS);
+    if sys.tr == lacuna_x86::Table::default() {
+        tr.limit = TSS_LIMIT;
+    }
+    let no_ldt = sys.ldtr.selector & !3 == 0;
+    System {
+        segments: [0, 1, 2, 3, 4, 5].map(of),
+        tr,
+        ldtr: special(&sys.ldtr, if no_ldt { Segment::UNUSABLE } else { LDT }),
+        gdtr: table(&sys.gdtr),
+        idtr: table(&sys.idtr),
+        cr0: sys.cr0,
+        cr2: sys.cr2,
+        cr3: sys.cr3,
+        cr4: sys.cr4,
+        efer: sys.efer,
+    }
+}
+
+/// The processor's form of it. Bases and limits of CS, SS, DS and ES mean nothing in 64-bit mode.
+fn processor_system(state: &State) -> Result<lacuna_x86::System, StateError> {
+    let from = &state.system;
+    let (code, stack) = (&from.segments[segment::CS], &from.segments[segment::SS]);
+    let needed = Segment::PRESENT | Segment::LONG;
+    if code.access & needed != needed {
+        let field = "system.segments.cs.access";
+        let value = code.access.into();
+        return Err(StateError::Unsupported { field, value });
+    }
+    let cpl = stack.dpl();
+    if cpl != (code.selector & 3) as u8 {
+        let field = "system.segments.ss.access";
+        let value = stack.access.into();
+        return Err(StateError::Invalid { field, value });
+    }
+    let mut sys = lacuna_x86::System::long_mode(from.cr3);
+    (sys.cr0, sys.cr2, sys.cr4, sys.efer) = (from.cr0 | 1 << 4, from.cr2, from.cr4, from.efer);
+    sys.cpl = cpl;
+    for (index, segment) in from.segments.iter().enumerate() {
+        sys.selectors[index] = segment.selector;
+        let data = segment.access & Segment::UNUSABLE == 0 && segment.selector & !3 != 0;
+        sys.segment_dpl[index] = match index {
+            segment::CS | segment::SS => 3,
+            _ if data => segment.dpl(),
+            _ => 3,
+        };
+    }
+    sys.fs_base = from.segments[segment::FS].base;
+    sys.gs_base = from.segments[segment::GS].base;
+    let table = |table: &Table| lacuna_x86::Table {
+        base: table.base,
+        limit: table.limit.into(),
+        selector: 0,
+    };
+    let special = |segment: &Segment| lacuna_x86::Table {
+        base: segment.base,
+        limit: segment.limit,
+        selector: segment.selector,
+    };
+    (sys.gdtr, sys.idtr) = (table(&from.gdtr), table(&from.idtr));
+    let loaded = (from.tr.selector, from.tr.base, from.tr.limit) != (0, 0, TSS_LIMIT);
+    if loaded {
+        sys.tr = special(&from.tr);
+    }
+    if from.ldtr.access & Segment::UNUSABLE == 0 {
+        sys.ldtr = special(&from.ldtr);
+    } else {
+        sys.ldtr.selector = from.ldtr.selector;
+    }
+    (sys.dr, sys.dr6, sys.dr7) = (state.debug.dr, state.debug.dr6, state.debug.dr7);
+    sys.interrupt_shadow = state.events.interrupt_shadow;
+    sys.halted = state.run == RunState::Halted;
+    for (index, value) in &state.msrs {
+        let (index, value) = (*index, *value);
+        let known = MSRS.into_iter().find(|(known, _)| *known == index);
+        match known {
+            Some((_, place)) => *place(&mut sys) = value,
+            None => return Err(StateError::Msr { index, value }),
+        }
+    }
+    Ok(sys)
+}

@@ -1,0 +1,155 @@
+//! A local APIC's registers as a value, for saving and restoring it.
+
+use super::bus::ApicBus;
+use super::lapic::{LVT_MASKED, Lapic, Lvt, Mode};
+use super::registers::{DIVIDE_VALID, ICR_VALID, LVT_STATUS, LVT_VALID, SVR_VALID, reg};
+use super::timer;
+use crate::saved::Refused;
+use lacuna_sync::Nanos;
+
+/// The registers of a local APIC.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ApicRegisters {
+    /// `IA32_APIC_BASE`.
+    pub base: u64,
+    /// One for each 16 bytes of the register page, in xAPIC form also in x2APIC mode.
+    pub page: [u32; 64],
+    /// `IA32_TSC_DEADLINE`.
+    pub tsc_deadline: u64,
+}
+
+impl ApicRegisters {
+    fn get(&self, number: u32) -> u32 {
+        self.page[number as usize]
+    }
+
+    /// The 256 bits of ISR, TMR or IRR.
+    fn vectors(&self, first: u32) -> [u64; 4] {
+        let word = |i: u32| u64::from(self.get(first + i));
+        [0, 2, 4, 6].map(|i| word(i) | word(i + 1) << 32)
+    }
+
+    fn mode(&self, index: usize) -> Option<Mode> {
+        let modes = [Mode::Disabled, Mode::XApic, Mode::X2Apic];
+        modes.into_iter().find(|mode| mode.base(index) == self.base)
+    }
+
+    /// Whether the APIC of vCPU `index` can have these registers.
+    pub(crate) fn check(&self, index: usize) -> Result<(), Refused> {
+        let invalid = |field, value: u32| Err(Refused::Invalid(field, value.into()));
+        if self.mode(index).is_none() {
+            return Err(Refused::Unsupported("apic.base", self.base));
+        }
+        match self.get(reg::ID) {
+            id if id == (index as u32) << 24 => {}
+            id => return Err(Refused::Unsupported("apic.id", id.into())),
+        }
+        for (field, first) in [("apic.isr", reg::ISR), ("apic.irr", reg::IRR)] {
+            if self.get(first) & 0xffff != 0 {
+                return invalid(field, self.get(first) & 0xffff);
+            }
+        }
+        if let Some(bits) = self.vectors(reg::TMR).into_iter().find(|bits| *bits != 0) {
+            return Err(Refused::Unsupported("apic.tmr", bits));
+        }
+        let masks = [
+            ("apic.tpr", reg::TPR, 0xff),
+            ("apic.svr", reg::SVR, SVR_VALID),
+            ("apic.divide", reg::DIVIDE, DIVIDE_VALID),
+            ("apic.esr", reg::ESR, 0xff),
+        ];
+        for (field, number, valid) in masks {
+            if self.get(number) & !valid != 0 {
+                return invalid(field, self.get(number) & !valid);
+            }
+        }
+        for (index, valid) in LVT_VALID.into_iter().enumerate() {
+            let entry = self.page[reg::LVT as usize + index] & !LVT_STATUS;
+            if entry & !valid != 0 {
+                return invalid("apic.lvt", entry & !valid);
+            }
+        }
+        let timer = self.get(reg::LVT);
+        match timer::Mode::from_lvt(timer) {
+            Some(_) => Ok(()),
+            None => invalid("apic.lvt_timer", timer),
+        }
+    }
+}
+
+impl Lapic {
+    /// The registers now.
+    pub(crate) fn registers(&mut self, now: Nanos) -> ApicRegisters {
+        self.tick(now);
+        let mut page = [0; 64];
+        for (number, place) in (0..).zip(&mut page) {
+            *place = self.mmio_read(number as usize * 16, now);
+        }
+        // What a read of a mode does not give.
+        page[reg::ID as usize] = (self.index() as u32) << 24;
+        page[reg::ICR_HIGH as usize] = (self.icr >> 32) as u32;
+        page[reg::ESR as usize] = self.esr | self.errors;
+        ApicRegisters {
+            base: self.base(),
+            page,
+            tsc_deadline: self.timer.deadline(),
+        }
+    }
+
+    /// Takes over registers that [`ApicRegisters::check`] has passed.
+    pub(crate) fn set_registers(&mut self, saved: &ApicRegisters, tsc_offset: u64, now: Nanos) {
+        let Some(mode) = saved.mode(self.index()) else {
+            return;
+        };
+        *self = self.reset();
+        self.mode = mode;
+        self.isr = saved.vectors(reg::ISR);
+        self.tpr = saved.get(reg::TPR) as u8;
+        self.svr = saved.get(reg::SVR);
+        self.esr = saved.get(reg::ESR);
+        self.ldr = match mode {
+            Mode::X2Apic => Self::x2_ldr(self.index()),
+            Mode::Disabled | Mode::XApic => saved.get(reg::LDR),
+        };
+        self.dfr = saved.get(reg::DFR) | 0x0fff_ffff;
+        let low = u64::from(saved.get(reg::ICR) & ICR_VALID);
+        self.icr = u64::from(saved.get(reg::ICR_HIGH)) << 32 | low;
+        for (index, entry) in self.lvt.iter_mut().enumerate() {
+            *entry = saved.page[reg::LVT as usize + index] & !LVT_STATUS;
+        }
+        let timer = self.lvt[Lvt::Timer as usize];
+        if let Some(mode) = timer::Mode::from_lvt(timer) {
+            let (initial, divide) = (saved.get(reg::INITIAL), saved.get(reg::DIVIDE));
+            self.timer
+                .restore(mode, initial, divide, saved.get(reg::CURRENT), now);
+            self.timer.set_deadline(saved.tsc_deadline, tsc_offset, now);
+        }
+        debug_assert!(
+            self.lvt
+                .iter()
+                .all(|entry| entry & !0x7_ffff == 0 || entry & LVT_MASKED != 0)
+        );
+        self.publish();
+        self.request_again(&saved.vectors(reg::IRR));
+    }
+
+    fn request_again(&self, irr: &[u64; 4]) {
+        let bus: &ApicBus = &self.bus;
+        for vector in 16..=255u8 {
+            if irr[usize::from(vector / 64)] >> (vector % 64) & 1 == 1 {
+                bus.raise(self.index(), vector);
+            }
+        }
+    }
+
+    /// An interrupt in service whose handler was not entered is requested again.
+    pub(crate) fn unaccept(&mut self, vector: u8) -> bool {
+        let (word, bit) = super::bus::split(vector);
+        let served = self.isr[word] & bit != 0;
+        if served {
+            self.isr[word] &= !bit;
+            self.bus.raise(self.index(), vector);
+        }
+        served
+    }
+}
