@@ -7,10 +7,12 @@
 //!     '-------------------------------------------------------------'
 //!                   the compound page is split, or its region removed
 //! ```
-//! *Loose*: its frames are used separately, or are free. While a block is whole its frames'
-//! descriptors are unused: they say Free, though the free map does not have them, and only their
-//! dirty marks count. The block has a dirty mark too, which stands for all 512 pages. The thread
-//! that splits the block copies that mark to the frames. Another thread may set it at that moment:
+//! **Split**: each frame of the block has a state of its own. While the block is a compound page,
+//! the descriptors of its frames say Free although the free map does not have them, and only their
+//! dirty marks count.
+//!
+//! The block has one dirty mark for all 512 pages. A split hands this mark to the frames. Another
+//! thread may set it at that moment:
 //!
 //! ```text
 //! marker                              splitter
