@@ -151,6 +151,7 @@ impl MemorySlots for Vm {
         gfns: GfnRange,
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
+        flags.check(id, SlotFlags::READONLY)?;
         let _logs = self.dirty.state();
         let own = crate::memory::Mapping::new(PageCount::new(gfns.pages()));
         let own = own.map_err(|errno| MemorySlotError::Host {
@@ -183,6 +184,7 @@ impl MemorySlots for Vm {
     }
 
     fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), MemorySlotError> {
+        flags.check(id, SlotFlags::READONLY)?;
         let _logs = self.dirty.state();
         let slot = self.slots.get(id)?;
         if slot.flags == flags {

@@ -56,6 +56,26 @@ fn a_slot_comes_moves_with_its_content_and_goes() {
     ));
 }
 
+#[test]
+fn a_flag_that_the_backend_lacks_is_refused_and_nothing_changes() {
+    if !can_run() {
+        return;
+    }
+    let vm = builder(16, 16, 1, "").vm().unwrap();
+    let flags = SlotFlags::EXIT_ON_MISSING;
+    let unsupported = MemorySlotError::Slot(SlotError::UnsupportedFlags { id: LATER, flags });
+    let before = vm.memory_slots();
+    let both = flags | SlotFlags::READONLY;
+    let added = vm.add_memory(LATER, gfns(0x10_0000, 16), both);
+    assert_eq!(added, Err(unsupported.clone()));
+    assert_eq!(vm.memory_slots(), before);
+    vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
+        .unwrap();
+    let before = vm.memory_slots();
+    assert_eq!(vm.set_slot_flags(LATER, flags), Err(unsupported));
+    assert_eq!(vm.memory_slots(), before);
+}
+
 /// The VMM's writes are in the harvest, though KVM makes the slot anew between them.
 #[test]
 fn a_log_survives_a_move_and_new_flags() {

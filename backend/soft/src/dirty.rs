@@ -4,7 +4,7 @@
 //! set_delivery    before boot: bitmaps, or a ring for each vCPU
 //! set_detection   any time: write faults, or the vCPUs' own logs
 //! set_logging     on; copy all memory
-//! get_dirty, or collect_rings + reset_rings; copy what they name; again and again
+//! get_dirty, or reap_rings + reset_rings; copy what they name; again and again
 //! set_logging     off
 //! ```
 //! A vCPU flushes its log whenever it leaves guest code, before it counts as offline. So a harvest
@@ -77,8 +77,8 @@ impl Vm {
 
     /// Passes the pages in all vCPUs' rings to `each`, and returns their number. Copy them after
     /// [`Vm::reset_rings`], never before.
-    pub fn collect_rings(&self, each: impl FnMut(SlotId, usize)) -> usize {
-        self.mmu.collect_rings(each)
+    pub fn reap_rings(&self, each: impl FnMut(SlotId, usize)) -> usize {
+        self.mmu.reap_rings(each)
     }
 
     /// Frees the entries that were reaped; returns their number. vCPUs that have left with
@@ -121,7 +121,7 @@ impl DirtyTracking for Vm {
 
 impl DirtyRings for Vm {
     fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
-        Ok(self.mmu.collect_rings(each))
+        Ok(self.mmu.reap_rings(each))
     }
 
     fn reset_rings(&self) -> Result<usize, DirtyError> {

@@ -157,7 +157,7 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
         let retired = vm.retired()[0];
         assert_eq!(vcpu.run().unwrap(), Exit::DirtyRingFull, "again");
         assert_eq!(vm.retired()[0], retired, "nothing ran meanwhile");
-        assert!(vm.collect_rings(|_, _| ()) >= 1024 - 576);
+        assert!(vm.reap_rings(|_, _| ()) >= 1024 - 576);
         assert!(vm.reset_rings() > 0);
         assert_ne!(vm.set_logging(SlotId(99), Logging::LAZY), Ok(()));
     }

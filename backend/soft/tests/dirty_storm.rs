@@ -79,7 +79,7 @@ impl Monitor<'_> {
     fn end(&mut self) -> &'static str {
         end_logging(self.vm, &mut self.rng);
         // A vCPU that has left because its ring was full comes back.
-        self.vm.collect_rings(|_, _| ());
+        self.vm.reap_rings(|_, _| ());
         self.vm.reset_rings();
         self.shadow = None;
         "end"

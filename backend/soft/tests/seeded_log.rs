@@ -146,7 +146,7 @@ impl Monitor {
     /// copied.
     fn harvest_rings(&mut self, shadow: &mut Shadow) {
         let collected = &mut self.collected;
-        self.vm.collect_rings(|id, at| collected.push((id, at)));
+        self.vm.reap_rings(|id, at| collected.push((id, at)));
         match self.rng.u8(..4) {
             0 => {}
             1 => {

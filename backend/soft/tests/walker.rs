@@ -112,7 +112,7 @@ fn run_until(vcpu: &mut Vcpu, said: u32) {
 fn written(vm: &Vm) -> BTreeSet<u64> {
     let mut names = Vec::new();
     if vm.mmu().delivery() != Delivery::Bitmap {
-        vm.collect_rings(|id, page| names.push((id, page)));
+        vm.reap_rings(|id, page| names.push((id, page)));
         vm.reset_rings();
     }
     if has_bitmaps(vm) {

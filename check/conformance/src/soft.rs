@@ -120,7 +120,7 @@ impl Backend for Soft {
     fn harvest(vm: &Vm) -> BTreeSet<(SlotId, usize)> {
         let mut dirty = BTreeSet::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.collect_rings(|id, page| {
+            vm.reap_rings(|id, page| {
                 dirty.insert((id, page));
             });
             vm.reset_rings();

@@ -170,7 +170,7 @@ impl Monitor {
         }
         // A vCPU that has left because its ring was full comes back.
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.collect_rings(|_, _| ());
+            vm.reap_rings(|_, _| ());
             vm.reset_rings();
         }
     }
@@ -198,7 +198,7 @@ impl Monitor {
         };
         if vm.mmu().delivery() != Delivery::Bitmap {
             let mut collected = Vec::new();
-            vm.collect_rings(|id, page| collected.push((id, page)));
+            vm.reap_rings(|id, page| collected.push((id, page)));
             match self.rng.bool() {
                 true => vm.mmu().put_back_rings(),
                 false => {

@@ -125,7 +125,7 @@ impl Shadow {
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.collect_rings(|id, page| dirty.push((id, page)));
+            vm.reap_rings(|id, page| dirty.push((id, page)));
             vm.reset_rings();
         }
         if has_bitmaps(vm) {

@@ -32,7 +32,7 @@ pub(crate) struct Counts([AtomicU64; 5]);
 #[derive(Clone, Copy)]
 pub(crate) enum Count {
     Fault,
-    Repair,
+    FastPageFault,
     LogFull,
     Flush,
     Logged,
@@ -47,11 +47,11 @@ impl Counts {
     }
 
     fn read(&self) -> DirtyStats {
-        let [faults, repairs, log_full, flushes, logged] =
+        let [faults, fast_page_faults, log_full, flushes, logged] =
             [0, 1, 2, 3, 4].map(|i: usize| self.0[i].load(Ordering::Relaxed));
         DirtyStats {
             faults,
-            repairs,
+            fast_page_faults,
             log_full,
             flushes,
             logged,

@@ -69,7 +69,7 @@ impl Mmu {
                 return Outcome::Mmio;
             }
             if access.is_write() && slot.attach.log().is_on() {
-                if let Some(hit) = self.repair(vcpu, gfn) {
+                if let Some(hit) = self.fast_page_fault(vcpu, gfn) {
                     return Outcome::Mapped(Page {
                         pfn: hit.pfn,
                         level: hit.level,

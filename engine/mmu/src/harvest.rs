@@ -88,7 +88,7 @@ impl Mmu {
     /// number. They stay in the rings until [`Mmu::reset_rings`]; copy the pages only after that. A
     /// slot may have been removed since, or be smaller. `each` must not call dirty tracking of this
     /// MMU.
-    pub fn collect_rings(&self, mut each: impl FnMut(SlotId, usize)) -> usize {
+    pub fn reap_rings(&self, mut each: impl FnMut(SlotId, usize)) -> usize {
         let _no_change = self.lock_layout();
         self.sync();
         let mut rings = self.dirty.rings.lock().expect("no panic under this lock");

@@ -66,7 +66,7 @@ impl Mmu {
                 self.dirty.set_detection(detection);
                 for slot in self.slots.snapshot().iter() {
                     if slot.attach.log().is_on() {
-                        self.arm_all(slot);
+                        self.rearm_all(slot);
                     }
                 }
                 // No leaf lacks D any more.
@@ -114,7 +114,7 @@ impl Mmu {
         log.turn_on(huge);
         log.wait_for_writers();
         if initially == Initially::Clean {
-            self.arm_all(slot);
+            self.rearm_all(slot);
         }
         Ok(())
     }
@@ -131,7 +131,7 @@ impl Mmu {
             let gfn = part.start();
             let mut cursor = self.stage2.fault_cursor(gfn);
             if let Some(first) = self.could_be_huge(slot, gfn)
-                && let Ok(Some((collapsed, table))) = cursor.collapse_unrepaired(gfn, first)
+                && let Ok(Some((collapsed, table))) = cursor.collapse_uniform(gfn, first)
             {
                 rmap.collapse(gfn, collapsed.at);
                 flush.join(table);
@@ -146,17 +146,17 @@ impl Mmu {
     }
 
     /// Arms all pages of a slot, and waits.
-    fn arm_all(&self, slot: &Slot<Rmap>) {
+    fn rearm_all(&self, slot: &Slot<Rmap>) {
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {
-            self.arm(&slot.attach, part, [part], &mut flush);
+            self.rearm_runs(&slot.attach, part, [part], &mut flush);
         }
         flush.finish(&*self.qsbr);
     }
 
     /// After the flush, the next write to each page of `runs`, which lie in `part` of one block, is
     /// detected.
-    pub(crate) fn arm<'s>(
+    pub(crate) fn rearm_runs<'s>(
         &'s self,
         rmap: &Rmap,
         part: GfnRange,

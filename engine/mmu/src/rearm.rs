@@ -47,7 +47,7 @@ impl Mmu {
         let mut prefetched: VecDeque<_> = blocks.by_ref().take(AHEAD).collect();
         while let Some(block) = prefetched.pop_front() {
             prefetched.extend(blocks.next());
-            self.arm(&slot.attach, block.part, block.runs(), flush);
+            self.rearm_runs(&slot.attach, block.part, block.runs(), flush);
         }
     }
 }

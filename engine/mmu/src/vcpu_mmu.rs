@@ -122,11 +122,11 @@ impl Mmu {
 
     /// A fast page fault: a write fault that only has to be recorded. Sets W without a lock, and
     /// marks.
-    pub(crate) fn repair(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Translation> {
-        let hit = self.stage2.repair(gfn)?;
+    pub(crate) fn fast_page_fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Translation> {
+        let hit = self.stage2.fast_page_fault(gfn)?;
         // Looked up again: if the slot has moved meanwhile, W was set in a leaf of the new place.
         if let Some(slot) = vcpu.reader.find(gfn) {
-            vcpu.marker.mark(slot, gfn, Count::Repair);
+            vcpu.marker.mark(slot, gfn, Count::FastPageFault);
         }
         Some(hit)
     }

@@ -155,7 +155,7 @@ pub struct DirtyStats {
     /// Write faults that marked a page under its range lock.
     pub faults: u64,
     /// Write faults that the fast page fault handled, without a lock.
-    pub repairs: u64,
+    pub fast_page_faults: u64,
     /// Walks that ended because the log was full.
     pub log_full: u64,
     /// Flushes of a log with something in it.

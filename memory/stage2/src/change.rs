@@ -1,5 +1,5 @@
 //! Every write to an entry goes through `change`, and so is legal. The exceptions are A and D,
-//! which the walker sets, and W, which a fast page fault (`repair`) sets.
+//! which the walker sets, and W, which a fast page fault (`fast_page_fault`) sets.
 //!
 //! ```text
 //!  Absent --> Leaf, Table, Frozen      Leaf --> the same frames with other rights, A, D

@@ -91,7 +91,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     ///
     /// # Panics
     /// If the cursor does not hold `gfn`; in debug builds also if any page shows it.
-    pub fn collapse_unrepaired(
+    pub fn collapse_uniform(
         &mut self,
         gfn: Gfn,
         first: Pfn,

@@ -163,7 +163,7 @@ impl<F: TableFormat> Stage2<F> {
     ///
     /// The page counts as written *from here on*, so mark it dirty afterwards. The caller is online
     /// in the VM's `Qsbr`, as for a walk.
-    pub fn repair(&self, gfn: Gfn) -> Option<Translation> {
+    pub fn fast_page_fault(&self, gfn: Gfn) -> Option<Translation> {
         (0..TRIES).find_map(|_| {
             let at = self.find(gfn)?;
             let old = self.read(at);

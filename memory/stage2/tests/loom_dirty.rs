@@ -100,7 +100,7 @@ impl Vcpu<'_> {
                 .stage2
                 .walk_logged(page(), Access::Write, &mut self.log);
             if let Walk::Violation(_) = walk.expect("room") {
-                world.stage2.repair(page()).expect("a 4 KiB leaf");
+                world.stage2.fast_page_fault(page()).expect("a 4 KiB leaf");
                 world.marked.fetch_or(1, Ordering::Release);
             }
             self.tlb_writable = true;

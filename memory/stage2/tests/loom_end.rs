@@ -80,10 +80,7 @@ impl World {
             yield_now();
         }
         let mut cursor = self.stage2.fault_cursor(gfn(0));
-        match cursor
-            .collapse_unrepaired(gfn(0), frame(0))
-            .expect("uniform")
-        {
+        match cursor.collapse_uniform(gfn(0), frame(0)).expect("uniform") {
             Some((collapsed, table)) => {
                 assert_eq!(collapsed.leaf.level, Level::L2M);
                 drop(cursor);
@@ -141,7 +138,7 @@ impl Vcpu<'_> {
     fn fault(&self) {
         let World { stage2, logs, .. } = self.world;
         let at = gfn(PAGE);
-        if logs.load(Ordering::Relaxed) && stage2.repair(at).is_some() {
+        if logs.load(Ordering::Relaxed) && stage2.fast_page_fault(at).is_some() {
             return;
         }
         let mut cursor = stage2.fault_cursor(at);

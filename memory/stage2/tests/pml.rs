@@ -123,7 +123,11 @@ fn a_large_leaf_is_write_protected_instead() {
         .clear_dirty([page], |was| told.push(was.leaf));
     assert_eq!(told, [large]);
     flush.finish(&Qsbr::new(0));
-    assert_eq!(stage2.repair(gfn(7)), None, "one D would speak for 512");
+    assert_eq!(
+        stage2.fast_page_fault(gfn(7)),
+        None,
+        "one D would speak for 512"
+    );
     assert!(!last(&stage2, 0).is_writable());
 }
 

@@ -23,7 +23,7 @@ const FIRST: u64 = 3 * 512;
 #[derive(Clone, Copy)]
 enum Way {
     Frozen,
-    Unrepaired,
+    Uniform,
 }
 
 struct World {
@@ -83,7 +83,7 @@ impl World {
         }
         let collapsed = match self.way {
             Way::Frozen => cursor.collapse(at),
-            Way::Unrepaired => cursor.collapse_unrepaired(at, frame(block * 512)),
+            Way::Uniform => cursor.collapse_uniform(at, frame(block * 512)),
         }
         .expect("frames never change");
         drop(cursor);
@@ -237,7 +237,7 @@ fn leaf(page: u64, access: Access, level: Level) -> Leaf {
 
 #[test]
 fn no_d_is_lost_and_no_walk_misses_while_leaves_change_size() {
-    [Way::Frozen, Way::Unrepaired]
+    [Way::Frozen, Way::Uniform]
         .into_iter()
         .for_each(change_sizes);
 }
@@ -306,13 +306,13 @@ fn change_sizes(way: Way) {
 /// a page has W: then such a walk might write.
 #[test]
 fn a_leaf_of_pages_that_may_be_written_is_dirty() {
-    let world = World::new(Way::Unrepaired);
+    let world = World::new(Way::Uniform);
     let at = gfn(5);
     let collapsed = || {
         let mut cursor = world.stage2.fault_cursor(at);
         assert!(cursor.split(at).expect("a table").is_some());
         let (collapsed, flush) = cursor
-            .collapse_unrepaired(at, frame(0))
+            .collapse_uniform(at, frame(0))
             .expect("uniform")
             .expect("a table");
         drop(cursor);
@@ -334,7 +334,7 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
         flush.join(cursor.protect([others.expect("a range")], |_| {}));
     }
     let (collapsed, table) = cursor
-        .collapse_unrepaired(at, frame(0))
+        .collapse_uniform(at, frame(0))
         .expect("uniform")
         .expect("a table");
     drop(cursor);

@@ -421,7 +421,7 @@ pub fn with_players<T>(
 
 /// Empties all of a VM's rings; how many pages were in them.
 pub fn reap(vm: &Vm) -> u64 {
-    let pages = vm.collect_rings(|_, _| ());
+    let pages = vm.reap_rings(|_, _| ());
     vm.reset_rings();
     pages as u64
 }

@@ -111,7 +111,7 @@ impl Shadow {
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.collect_rings(|id, at| dirty.push((id, at)));
+            vm.reap_rings(|id, at| dirty.push((id, at)));
             vm.reset_rings();
         }
         if has_bitmaps(vm) {

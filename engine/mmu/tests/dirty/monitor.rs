@@ -65,7 +65,7 @@ impl Monitor {
         let mut words = vec![0; WORDS];
         if fixture.mmu.delivery() != Delivery::Bitmap {
             let _copying = fixture.collecting.read().unwrap();
-            fixture.mmu.collect_rings(|id, page| {
+            fixture.mmu.reap_rings(|id, page| {
                 assert_eq!(id, SLOT);
                 words[page / 64] |= 1 << (page % 64);
             });
@@ -99,7 +99,7 @@ impl Monitor {
     pub fn lose(&self, fixture: &Fixture) {
         if fixture.mmu.delivery() != Delivery::Bitmap {
             let _alone = fixture.collecting.write().unwrap();
-            fixture.mmu.collect_rings(|_, _| {});
+            fixture.mmu.reap_rings(|_, _| {});
             fixture.mmu.put_back_rings();
         }
         let mut words = vec![0; WORDS];

@@ -45,8 +45,8 @@ impl<F: TableFormat> World<F> {
         }
     }
 
-    pub(crate) fn repair(&mut self, raw: u64) {
-        let outcome = self.stage2.repair(gfn(raw));
+    pub(crate) fn fast_page_fault(&mut self, raw: u64) {
+        let outcome = self.stage2.fast_page_fault(gfn(raw));
         let start = self.model.find(raw);
         let leaf = start.and_then(|start| self.model.leaves.get_mut(&start));
         let easy = |leaf: &&mut Leaf| leaf.level == Level::L4K && leaf.write != Write::Never;

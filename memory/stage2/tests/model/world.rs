@@ -57,7 +57,7 @@ impl<F: TableFormat> World<F> {
             Op::Protect { a, b } => self.protect(range(a, b)),
             Op::ClearDirty { a, b } => self.clear_dirty(range(a, b)),
             Op::PresetDirty { a, b } => self.preset_dirty(range(a, b)),
-            Op::Repair { gfn } => self.repair(gfn),
+            Op::FastPageFault { gfn } => self.fast_page_fault(gfn),
             Op::Age { gfn } => self.age(gfn),
             Op::Walk { gfn, access } => self.walk(gfn, access),
         }

@@ -142,7 +142,7 @@ impl Fixture {
     pub fn harvest(&mut self, all: &mut Harvested) -> Result<(), LabError> {
         let (began, cpu) = (Instant::now(), thread_cpu_ns());
         let in_rings = if self.words.is_empty() {
-            let pages = self.mmu.collect_rings(|_, _| {});
+            let pages = self.mmu.reap_rings(|_, _| {});
             let _ = self.mmu.reset_rings();
             pages as u64
         } else {

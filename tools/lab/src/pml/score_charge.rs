@@ -57,7 +57,7 @@ impl Counted {
         Self {
             stats: DirtyStats {
                 faults: each(a.faults, b.faults),
-                repairs: each(a.repairs, b.repairs),
+                fast_page_faults: each(a.fast_page_faults, b.fast_page_faults),
                 log_full: each(a.log_full, b.log_full),
                 flushes: each(a.flushes, b.flushes),
                 logged: each(a.logged, b.logged),
@@ -76,14 +76,14 @@ impl Counted {
         };
         let DirtyStats {
             faults,
-            repairs,
+            fast_page_faults,
             log_full,
             logged,
             ..
         } = self.stats;
         let full = log_full.max(logged / LOG);
         let harvests = self.harvests + self.rings_full;
-        faults + repairs + full + self.rings_full + kicks * harvests * vcpus
+        faults + fast_page_faults + full + self.rings_full + kicks * harvests * vcpus
     }
 }
 
@@ -149,7 +149,7 @@ mod tests {
         };
         assert_eq!(counted.exits(Detection::WriteProtect, 2), 6);
         assert_eq!(counted.exits(Detection::Pml, 2), 12);
-        counted.stats.repairs = 1000;
+        counted.stats.fast_page_faults = 1000;
         counted.stats.faults = 10;
         counted.rings_full = 1;
         assert_eq!(counted.exits(Detection::WriteProtect, 2), 1019);
@@ -165,7 +165,7 @@ mod tests {
         let some = |n| Counted {
             stats: DirtyStats {
                 faults: n,
-                repairs: 2 * n,
+                fast_page_faults: 2 * n,
                 log_full: 3 * n,
                 flushes: 4 * n,
                 logged: 5 * n,

@@ -188,7 +188,7 @@ impl<'a> Churn<'a> {
             .iter()
             .fold(DirtyStats::default(), |sum, one| DirtyStats {
                 faults: sum.faults + one.faults,
-                repairs: sum.repairs + one.repairs,
+                fast_page_faults: sum.fast_page_faults + one.fast_page_faults,
                 log_full: sum.log_full + one.log_full,
                 flushes: sum.flushes + one.flushes,
                 logged: sum.logged + one.logged,
@@ -330,7 +330,7 @@ mod tests {
                     assert_eq!(stats.logged > 0, *arm == PML, "{period:?}");
                     // Where no page is write-protected only pages of the kernel fault, which no
                     // process sweeps.
-                    let found_by_faults = stats.repairs > 100;
+                    let found_by_faults = stats.fast_page_faults > 100;
                     assert_eq!(found_by_faults, *arm == WP, "{period:?}");
                 }
             }
