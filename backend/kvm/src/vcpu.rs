@@ -1,8 +1,9 @@
 //! One vCPU: `KVM_RUN` and its exits.
 //!
-//! UNSAFETY: data of a port or device access is in the vCPU's shared page, and is answered there
-//! after the borrow of that page has ended. The page is mapped as long as the vCPU exists. KVM
-//! reads it only inside `KVM_RUN`, which is entered when all accesses are answered.
+//! UNSAFETY: the data of a port or MMIO access is in the vCPU's shared pages (`struct kvm_run`). An
+//! [`Io`] keeps a pointer to it after the borrow from `VcpuFd::run` has ended. The pages are mapped
+//! as long as the vCPU exists. KVM reads and writes them only inside `KVM_RUN`, which this file
+//! enters only after all accesses are answered.
 
 use crate::Vm;
 use crate::state::fresh_msrs;
@@ -19,25 +20,25 @@ use std::sync::atomic::Ordering;
 
 /// One virtual processor of the KVM backend.
 pub struct Vcpu {
-    /// Before `vm`: KVM no longer uses the guest's memory when the last of its descriptors is
-    /// closed.
+    /// Dropped before `vm`, which may unmap the guest's memory: KVM uses that memory until the last
+    /// descriptor of the VM and its vCPUs is closed.
     fd: VcpuFd,
     vm: Arc<Vm>,
     index: usize,
     io: Option<Io>,
-    /// Model-specific registers as KVM made them.
+    /// The values that KVM gave to model-specific registers of the new vCPU.
     fresh: BTreeMap<u32, u64>,
 }
 
-// SAFETY: 1. the one field that is not `Send` is the pointer in `io`, into a mapping that moves
-// with `fd` and belongs to no thread.
+// SAFETY: 1. the pointer in `io` is the only field that is not `Send`. It points into the mapping
+// that `fd` owns, and that mapping belongs to no thread.
 unsafe impl Send for Vcpu {}
 
-/// Accesses that KVM reports at once: a string instruction makes many.
+/// The accesses that one exit of KVM reports: several for a string instruction such as `REP OUTS`.
 struct Io {
     direction: Direction,
     width: Width,
-    /// The next access's data.
+    /// The data of the next access.
     data: NonNull<u8>,
     /// Accesses left.
     left: usize,
@@ -78,19 +79,19 @@ impl Vcpu {
         self.vm.config.cpu
     }
 
-    /// Whether KVM has still to complete an instruction that accessed a device: it does so when the
+    /// Whether an instruction that accessed a device is not complete. KVM completes it when the
     /// vCPU is entered again.
     pub(crate) fn is_mid_instruction(&self) -> bool {
         self.io.is_some()
     }
 
-    /// Another state is about to replace the one in which a device was accessed.
+    /// Drops the accesses that are left. For a restore: the new state does not contain them.
     pub(crate) fn forget_access(&mut self) {
         self.io = None;
     }
 
-    /// The next access of those that KVM handed over. One that reads is answered by
-    /// `complete_read`; one that writes is done.
+    /// The next access of the last exit, if one is left. A write is removed from `io` here; a read
+    /// stays until `complete_read` answers it.
     fn next_access(&mut self) -> Option<Exit> {
         let io = self.io.as_mut().filter(|io| io.left > 0)?;
         let width = io.width;
@@ -117,7 +118,8 @@ impl Vcpu {
         })
     }
 
-    /// Enters the guest once. `None`: enter it again.
+    /// Enters the guest once. Returns `None` if KVM has reported accesses (they are in `io` now),
+    /// or if the entry ended for no reason that concerns the VMM.
     fn enter(&mut self) -> Result<Option<Exit>, VcpuError> {
         let vm = Arc::clone(&self.vm);
         let exit = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
@@ -158,7 +160,8 @@ impl Vcpu {
         Ok(None)
     }
 
-    /// The exit of a vCPU that its VMM has requested.
+    /// After an entry that a signal or `immediate_exit` has ended: [`Exit::Interrupted`] if the VMM
+    /// has requested this vCPU, otherwise `None`.
     fn requested(&self) -> Option<Exit> {
         let taken = self.vm.kicks.take_request(self.index);
         taken.then_some(Exit::Interrupted)
@@ -167,7 +170,7 @@ impl Vcpu {
     fn accesses(&mut self, direction: Direction, data: NonNull<u8>, bytes: usize) -> Io {
         let size = match direction {
             Direction::In(Place::Port(_)) | Direction::Out(Place::Port(_)) => {
-                // SAFETY: 1. the exit was KVM_EXIT_IO, so that is the member in use.
+                // SAFETY: 1. the exit was KVM_EXIT_IO, so KVM has filled the union's `io`.
                 usize::from(unsafe { self.fd.get_kvm_run().__bindgen_anon_1.io.size })
             }
             Direction::In(Place::Memory(_)) | Direction::Out(Place::Memory(_)) => bytes,
@@ -181,7 +184,8 @@ impl Vcpu {
     }
 
     fn internal_error(&mut self) -> String {
-        // SAFETY: 1. the exit was KVM_EXIT_INTERNAL_ERROR, so that is the member in use.
+        // SAFETY: 1. the exit was KVM_EXIT_INTERNAL_ERROR, so KVM has filled the union's
+        // `internal`.
         let code = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror };
         match code {
             KVM_INTERNAL_ERROR_EMULATION => "an instruction that it cannot emulate".into(),
@@ -209,7 +213,7 @@ impl Io {
     fn advance(&mut self) {
         self.left -= 1;
         if self.left > 0 {
-            // SAFETY: 1. another access's data follows.
+            // SAFETY: 1. an access is left, and its data follows that of this one.
             self.data = unsafe { self.data.add(self.width as usize) };
         }
     }

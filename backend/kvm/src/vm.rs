@@ -1,8 +1,8 @@
 //! One VM on `/dev/kvm`: descriptors, memory, page source.
 //!
-//! UNSAFETY: bytes of the guest are read and written at addresses in the mapping of their slot. The
-//! fields are dropped in the order in which they stand, so that the mappings outlive the VM's
-//! descriptors.
+//! UNSAFETY: this file reads and writes the guest's bytes at addresses in the mapping of their
+//! slot. KVM may access these mappings until the last descriptor of the VM is closed, so they must
+//! outlive the descriptors. [`Vm`] declares its fields in that order, and Rust drops them in it.
 
 use crate::KvmError;
 use crate::available::open;
@@ -25,24 +25,27 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// One virtual machine.
 pub struct Vm {
-    /// First, with its rings: a mapping of a vCPU's descriptor keeps the VM alive.
+    /// Dropped first, because it maps the vCPUs' dirty rings: such a mapping keeps KVM's VM alive
+    /// after all descriptors are closed.
     pub(crate) dirty: Dirty,
-    /// Before the memory: KVM's workers may wait for pages until the descriptor is closed.
+    /// Dropped before `slots`, `source` and `memory`: until the descriptor is closed, KVM's async
+    /// page fault workers may wait for pages, and the source supplies them.
     pub(crate) fd: VmFd,
-    /// With the memory of slots that were added later.
+    /// The memory slots. Those that were added after boot have their own memory here.
     pub(crate) slots: SlotTable,
     pub(crate) source: Source,
     pub(crate) memory: Arc<Memory>,
     pub(crate) features: Features,
     pub(crate) config: VmConfig,
     pub(crate) kicks: Arc<VcpuKicks>,
-    /// Of each vCPU: exits that its VMM handled.
+    /// For each vCPU, the number of exits that its VMM has handled.
     pub(crate) exits: Box<[AtomicU64]>,
     pub(crate) booted: AtomicBool,
 }
 
-/// The address at which hardware without unrestricted guests keeps three pages for itself: in the
-/// hole below 4 GiB, where firmware would be.
+/// The address of three guest pages that KVM uses on Intel processors without *unrestricted guest*
+/// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB where other machines have firmware, so no
+/// memory slot overlaps it.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 /// The same limit as in `lacuna_soft`.
 const VCPUS_MAX: usize = 64;
@@ -51,7 +54,7 @@ impl Vm {
     /// A VM without content, whose memory comes from `source`.
     ///
     /// # Errors
-    /// What this machine or its KVM lacks.
+    /// The configuration is refused, or this machine or its KVM lacks something that it needs.
     pub fn new(
         config: VmConfig,
         source: SourceConfig,
@@ -88,13 +91,13 @@ impl Vm {
         }))
     }
 
-    /// The run is over: no vCPU enters the guest again, and pages come without latency.
+    /// Ends the run: no vCPU enters the guest again, and pages arrive without latency.
     pub(crate) fn end_latency(&self) {
         self.kicks.stop();
         self.source.wake();
     }
 
-    /// What a switch or a harvest of dirty logging needs.
+    /// What the code that turns dirty logging on or off, or harvests, uses of this VM.
     pub(crate) fn log(&self) -> Log<'_> {
         Log {
             dirty: &self.dirty,
@@ -105,18 +108,19 @@ impl Vm {
         }
     }
 
-    /// The counters of its page source.
+    /// The counters of the VM's page source.
     pub fn source_stats(&self) -> SourceStats {
         self.source.stats()
     }
 
-    /// Why the guest cannot continue without a page, if that is so.
+    /// Why the source could not supply a page, if that has happened. The guest cannot continue
+    /// then.
     pub(crate) fn source_failure(&self) -> Option<String> {
         self.source.failure()
     }
 }
 
-/// Refuses what the caller can change, before anything is made.
+/// Refuses a configuration that cannot work, before anything is made.
 fn check(
     kvm: &Kvm,
     config: &VmConfig,
@@ -153,7 +157,7 @@ fn make(kvm: &Kvm) -> Result<VmFd, KvmError> {
     Ok(fd)
 }
 
-/// The slots of the boot layout, over the guest's mapping.
+/// Adds the slots of the boot layout. Their memory is the guest's mapping.
 fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
     let slots = SlotTable::new();
     for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
@@ -175,8 +179,10 @@ fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
     Ok(slots)
 }
 
-/// Gives a ring to every vCPU that is made from now on. On a host whose stores are seen in order,
-/// as on x86, the older of the two capabilities is equivalent.
+/// Enables dirty rings: every vCPU that is created after this call has one.
+///
+/// Older kernels have only `KVM_CAP_DIRTY_LOG_RING`. On x86 the two capabilities are equivalent,
+/// because other processors see a processor's stores in order.
 fn use_rings(fd: &VmFd, size: RingSize) -> Result<(), KvmError> {
     let caps = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
     let most = |cap: u32| usize::try_from(fd.check_extension_raw(cap.into())).unwrap_or(0);
@@ -206,13 +212,15 @@ impl Kick for Vm {
 }
 
 impl Drop for Vm {
-    /// KVM waits for its workers, and they wait for pages.
+    /// Makes the source supply all pending pages at once. Closing the VM's descriptor waits for
+    /// KVM's workers, and the workers wait for pages.
     fn drop(&mut self) {
         self.end_latency();
     }
 }
 
-/// A piece of an access that lies in one slot: its place among the bytes, its length, its address.
+/// The part of an access that lies in one slot: its offset in the buffer, its length, and where it
+/// is in the guest and on the host.
 struct Piece {
     done: usize,
     len: usize,

@@ -8,26 +8,26 @@ use lacuna_mmu::{Outcome, Page, Room, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
 
-/// An access to a page that is on its way.
+/// An access that stopped because its page is not resident.
 pub(crate) struct PageFault {
     pub(crate) gfn: Gfn,
     pub(crate) access: Access,
     pub(crate) ticket: Ticket,
 }
 
-/// What a stopped instruction waits for.
+/// Why an instruction has stopped, and what it waits for.
 pub(crate) enum Blocked {
-    /// A page that is on its way.
+    /// The page is not resident. The instruction waits for its ticket.
     Page(PageFault),
-    /// A free frame.
+    /// No frame is free. The instruction waits for reclaim.
     Memory,
-    /// An invalidation near its page to end.
+    /// An invalidation is in progress near the page. The instruction waits for its end.
     Busy,
-    /// Its ring of dirty pages to be emptied.
+    /// The vCPU's dirty ring has reached its soft limit. The vCPU waits until entries are reset.
     RingFull,
-    /// Nothing: the content of this page is lost.
+    /// The content of this page is lost, for this reason. Waiting does not help.
     Lost(Gpa, String),
-    /// Nothing: no table page is free.
+    /// No table page is free, for this reason. Waiting does not help.
     NoTables(String),
 }
 
@@ -54,20 +54,20 @@ impl SoftBus {
         &mut self.vcpu_mmu
     }
 
-    /// The vCPU leaves guest code: marks the pages in its log before it counts as offline. The
-    /// harvesting thread waits for this flush.
+    /// Marks the pages that the vCPU has logged. The vCPU calls this when it leaves guest code,
+    /// before it goes offline: a harvesting thread waits only until the vCPU is offline.
     #[inline]
     pub(crate) fn leave(&mut self) {
         self.vm.mmu.flush_log(&mut self.vcpu_mmu);
     }
 
-    /// As [`Bus::page`], but works with a full ring, because rings have a reserve: for the few
-    /// pages that the vCPU accesses outside guest code.
+    /// As [`Bus::page`], but ignores the soft limit of the dirty ring. It is for the few pages that
+    /// the vCPU accesses outside guest code: the ring's reserve has entries for them.
     #[inline]
     pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         let vm = &self.vm;
-        // Before the walk: a thread that unmaps what the walk finds must know that this vCPU may
-        // hold it.
+        // Before the walk. A thread that unmaps the leaf after the walk then sees that this vCPU's
+        // TLB may hold it, and requests a flush from this vCPU.
         vm.qsbr().vcpu(self.index).note(gfn.block());
         if let Walk::Hit(hit) = vm.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
@@ -80,7 +80,8 @@ impl SoftBus {
         self.fault(gfn, access)
     }
 
-    /// Out of line: inside `page_now` its stack frame would cost each walk that hits.
+    /// Not inlined: `page_now` would then set up this function's stack frame for each walk that
+    /// hits, too.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.vm.mmu.fault(&mut self.vcpu_mmu, gfn, access) {
@@ -95,8 +96,8 @@ impl SoftBus {
         Stop::Wait
     }
 
-    // Always inlined: a call would return the page through memory in pieces, and the caller, which
-    // reads it as a whole, would wait 12 ns for the stores.
+    // Always inlined. A call would return the page through memory, written by several stores. The
+    // caller reads it by one wider load, which would wait about 12 ns for these stores.
     #[inline(always)]
     #[allow(
         unsafe_code,
@@ -110,21 +111,21 @@ impl SoftBus {
         } = page;
         let base = self.vm.host.frame(pfn).as_non_null();
         let tracked = self.vm.code.is_write_tracked(gfn);
-        // SAFETY: `base` is the start of a pool frame, page-aligned, readable and writable as long
-        // as the host lives, which the VM holds. It stays *this page's* frame until the next
-        // quiescent point: the leaf that named it was read, or installed, while this vCPU was
-        // online. Code that unmaps it requests a grace period afterwards and waits for this vCPU
-        // before the frame is reused (`Invalidation::finish`, `Mmu::delete_slot` and similar
-        // calls). All code that accesses frames of mapped pages uses atomics (`lacuna_host`'s
-        // contract for `frame`).
+        // SAFETY: `base` is the start of a pool frame. It is page-aligned, and it is readable and
+        // writable as long as the host lives, which the VM holds. The frame belongs to this page at
+        // least until this vCPU's next quiescent point, for two reasons. The vCPU was online when
+        // it read or installed the leaf. Code that unmaps a leaf then requests a grace period, and
+        // waits for this vCPU before the frame is reused (`Invalidation::finish`,
+        // `Mmu::delete_slot`). All code that accesses frames of mapped pages uses atomics: that is
+        // the contract of `Host::frame`.
         let page = unsafe { HostPage::new(base, writable, tracked) };
         if level == Level::L4K || self.vm.code.is_block_write_tracked(gfn) {
             return page;
         }
-        // SAFETY: a leaf of 2 MiB (or more) maps the block around `gfn` to as many consecutive
-        // frames, all with its rights. It is unmapped, split and write-tracked by the same rules as
-        // a page: before a newly tracked page is relied on, all TLB entries for it are shot down.
-        // No page of it is write-tracked.
+        // SAFETY: a leaf of 2 MiB or more maps the whole block around `gfn` to consecutive frames,
+        // with the same rights for each page. It is unmapped by the rules above. The test above has
+        // shown that no page of the block is write-tracked. If a page of it becomes write-tracked
+        // later, `track_code` shoots down all TLBs before the page is decoded.
         unsafe { page.of_block() }
     }
 
@@ -151,9 +152,10 @@ impl SoftBus {
     }
 }
 
-// SAFETY: see `host_page`. Frames are given out only while the vCPU is online (`Vcpu::step` brings
-// it online around every entry of the processor), and the processor's TLB is flushed before it
-// comes online again after any grace period.
+// SAFETY: `host_page` says why a page stays valid until the next quiescent point. Pages are
+// returned only while the vCPU is online: `Entry` brings it online each time it enters the
+// processor. If a grace period for this vCPU has begun since the last flush, `Entry` flushes the
+// processor's TLB before it enters the processor again.
 #[allow(unsafe_code, reason = "the vCPU's guest-memory fast path")]
 unsafe impl Bus for SoftBus {
     #[inline]
@@ -171,8 +173,9 @@ unsafe impl Bus for SoftBus {
         }
         vm.code.track(gfn);
         vm.mmu.flush_log(&mut self.vcpu_mmu);
-        // Any vCPU, this one too, may hold a writable TLB entry. Wait offline: two vCPUs that track
-        // pages at the same time must not wait for each other.
+        // Any vCPU, this one included, may hold a writable TLB entry for the page: shoot down all
+        // TLBs. This vCPU waits offline. If it waited online, two vCPUs that track pages at the
+        // same time would wait for each other for ever.
         let qsbr = vm.qsbr();
         let grace = qsbr.request();
         qsbr.offline(self.index);

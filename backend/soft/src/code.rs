@@ -1,14 +1,20 @@
-//! The guest pages that hold instructions which some vCPU has decoded.
+//! Write tracking of guest code: a store to a page whose instructions some vCPU has decoded makes
+//! every vCPU drop them.
 //!
 //! ```text
-//! decode:  settled? then read the bytes. Otherwise track(gfn), shoot down every TLB, so that no
-//!          vCPU keeps a writable entry for the page, settle(gfn), and ask again. Two bits, because
-//!          a second vCPU must not read while the first one's shoot-down is still under way
-//! write:   the page is write-tracked, so the store takes the slow path and calls written(gfn): the
-//!          page goes into every other vCPU's inbox, emptied at its next quiescent point
+//! decode   is_settled(gfn)?  yes: read the bytes
+//!                            no:  track(gfn), shoot down all TLBs, settle(gfn), ask again
+//! store    the page is write-tracked, so the store takes the slow path:
+//!          the writer drops its own decoded instructions and calls written(gfn)
+//!          written(gfn) puts the page into the inbox of each other vCPU
+//! inbox    its vCPU empties it at its next quiescent point
 //! ```
-//! Bits are never cleared: a page that once held code stays on the slow path for writers. Guests
-//! keep code and data apart; one that does not pays some 100 ns a store.
+//! A page has two bits, *tracked* and *settled*. With one bit, a second vCPU could decode the page
+//! while the shoot-down of the first is still in progress. A third vCPU could then write the page
+//! through an old TLB entry, and no vCPU would be told.
+//!
+//! Bits are never cleared, so each store to a page that once held code takes the slow path. This is
+//! cheap because most guests keep code and data in different pages.
 
 use crate::frame_set::FrameSet;
 use lacuna_addr::{Gfn, NoRoom, room_for};
@@ -16,7 +22,7 @@ use lacuna_sync::{Qsbr, VcpuSlot};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 
-/// An inbox longer than this is replaced by "all".
+/// The most pages in an inbox. One page more turns the inbox into [`Stale::All`].
 const INBOX_MAX: usize = 64;
 
 /// What a vCPU must drop.
@@ -36,12 +42,12 @@ pub(crate) struct CodeMap {
 }
 
 impl CodeMap {
-    /// Whether there is room for two bitmaps of this number of frames.
+    /// Asks the allocator for room for two bitmaps of this number of frames.
     pub(crate) fn check_room(frames: u64) -> Result<(), NoRoom> {
         room_for::<AtomicU64>(2 * frames.div_ceil(64))
     }
 
-    /// A map for this number of vCPUs, and for boot memory below frame `boot`.
+    /// A map for this number of vCPUs. `boot` is one past the last frame of the VM's boot memory.
     pub(crate) fn new(boot: u64, vcpus: usize) -> Self {
         let inbox = || Mutex::new(Stale::Pages(Vec::with_capacity(INBOX_MAX)));
         Self {
@@ -51,40 +57,41 @@ impl CodeMap {
         }
     }
 
-    /// Whether `gfn` holds decoded code, or is about to.
+    /// Whether some vCPU has ever decoded code in `gfn`, or is about to.
     #[inline]
     pub(crate) fn is_write_tracked(&self, gfn: Gfn) -> bool {
         self.tracked.contains(gfn)
     }
 
-    /// Whether any page of the 2 MiB block of `gfn` holds decoded code, or is about to.
+    /// Whether any page of the 2 MiB block of `gfn` is write-tracked.
     #[inline]
     pub(crate) fn is_block_write_tracked(&self, gfn: Gfn) -> bool {
         self.tracked.meets_block(gfn)
     }
 
-    /// Whether `gfn` may be decoded, because every writer takes the slow path.
+    /// Whether a vCPU may decode `gfn`: no TLB has a writable entry for it any more, so every store
+    /// takes the slow path.
     pub(crate) fn is_settled(&self, gfn: Gfn) -> bool {
         self.settled.contains(gfn)
     }
 
-    /// From now on no TLB gets `gfn` as writable. The caller must shoot down the TLBs that have it
-    /// next.
+    /// Makes `gfn` write-tracked: from now on no TLB gets a writable entry for it. TLBs may still
+    /// have one from before, so the caller shoots down all TLBs next.
     pub(crate) fn track(&self, gfn: Gfn) {
         self.tracked.insert(gfn);
     }
 
-    /// The TLBs were shot down.
+    /// Allows vCPUs to decode `gfn`. The caller has shot down all TLBs after [`CodeMap::track`].
     pub(crate) fn settle(&self, gfn: Gfn) {
         self.settled.insert(gfn);
     }
 
-    /// vCPU `writer` has changed code in `gfn`: tells the others.
+    /// Tells all vCPUs except `writer` that `writer` has stored to `gfn`.
     pub(crate) fn written(&self, gfn: Gfn, writer: usize, qsbr: &Qsbr) {
         self.tell(gfn, qsbr, |index| index != writer);
     }
 
-    /// The VMM has changed code in `gfn`: tells every vCPU.
+    /// Tells every vCPU that the VMM has written to `gfn`.
     pub(crate) fn written_by_host(&self, gfn: Gfn, qsbr: &Qsbr) {
         self.tell(gfn, qsbr, |_| true);
     }
@@ -103,7 +110,7 @@ impl CodeMap {
         }
     }
 
-    /// Memory slots have changed: every vCPU drops all decoded instructions.
+    /// Makes every vCPU drop all decoded instructions. For a change of memory slots.
     pub(crate) fn forget_all(&self, qsbr: &Qsbr) {
         for (index, inbox) in self.inboxes.iter().enumerate() {
             *inbox.lock().expect("no panic under this lock") = Stale::All;
@@ -111,7 +118,7 @@ impl CodeMap {
         }
     }
 
-    /// Empties vCPU `index`'s inbox.
+    /// Empties the inbox of vCPU `index`, and returns what the vCPU must drop.
     pub(crate) fn take(&self, index: usize) -> Stale {
         let mut inbox = self.inboxes[index]
             .lock()

@@ -1,32 +1,37 @@
 //! The blocks of which a vCPU's TLB may hold a translation.
 //!
-//! A *block* is 512 guest frames, 2 MiB. A TLB residency filter has one bit for every block number
-//! modulo [`TlbFilter::BITS`]. A bit that is set without need costs a needless flush; no flush is
-//! ever missed.
+//! A *block* is 512 guest frames, 2 MiB. Each vCPU has a *TLB residency filter*, with one bit for
+//! each block number modulo [`TlbFilter::BITS`]. The filter never misses a block that the TLB may
+//! hold. It may name a block that the TLB does not hold; that costs a needless flush.
 //!
 //! ```text
-//! remover                                vCPU
-//! the entry is gone                      note(block):  bit clear? set it, fence
+//! remover (the thread that unmaps)       vCPU
+//! remove the entry                       note(block):  bit clear? set it, fence
 //! fence, read the bit                    walk: read the entry
 //! ```
-//! Either the remover sees the bit, or the vCPU sees that the entry is gone. A bit that is set
-//! covers every later walk of its block, until the vCPU flushes its TLB and clears all bits.
+//! At least one of them sees the other: the remover sees the bit, or the vCPU sees that the entry
+//! is gone. `note` needs no fence if the bit is already set: the fence that followed the setting of
+//! the bit covers every later walk of the block. The bits are cleared only after the vCPU has
+//! flushed its TLB.
 
 use crate::shim::{AtomicU64, Ordering, fence};
 use std::ops::Range;
 
-/// A loom model has few blocks, and it explores the states of every word.
+/// One word under loom: its models have few blocks, and each word multiplies the states that loom
+/// explores.
 const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
 
-/// One vCPU's TLB residency filter, on cache lines of its own: only the vCPU writes it.
+/// The TLB residency filter of one vCPU. It has cache lines of its own, because its vCPU writes it
+/// and other threads only read it.
 #[repr(align(64))]
 pub(crate) struct TlbFilter([AtomicU64; WORDS]);
 
 impl TlbFilter {
-    /// The number of blocks that are told apart: 4096, which is 8 GiB.
+    /// The number of bits: 4096 blocks, which is 8 GiB. Blocks that are a multiple of 8 GiB apart
+    /// share a bit.
     pub(crate) const BITS: u64 = WORDS as u64 * 64;
 
-    /// A filter of every block, for a vCPU that does not use its filter.
+    /// A filter with all bits set, for a vCPU that does not use its filter.
     pub(crate) fn everything() -> Self {
         Self(std::array::from_fn(|_| AtomicU64::new(u64::MAX)))
     }
@@ -50,15 +55,16 @@ impl TlbFilter {
     /// every earlier access that was made through the TLB.
     pub(crate) fn clear(&self) {
         for word in &self.0 {
-            // Most words are zero already. A line that is not written stays in the removers'
-            // caches.
+            // Most words are zero already. A cache line that is not written here stays valid in
+            // the caches of the removers.
             if word.load(Ordering::Relaxed) != 0 {
                 word.store(0, Ordering::Release);
             }
         }
     }
 
-    /// Whether the filter has any of `blocks`. The caller's SeqCst fence comes first.
+    /// Whether the filter has any of `blocks`. The caller executes a SeqCst fence before this call,
+    /// which pairs with the fence in `note`.
     pub(crate) fn meets(&self, blocks: &Blocks) -> bool {
         blocks
             .masks()
@@ -66,13 +72,14 @@ impl TlbFilter {
     }
 }
 
-/// A set of blocks, as precise as a filter. One block, or a run of neighbours, needs no allocation.
+/// A set of blocks, to compare with filters. One block, or one run of consecutive blocks, is stored
+/// exactly and without an allocation. Other sets keep only block numbers modulo the filter's size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocks(Set);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Set {
-    /// These blocks; none if empty.
+    /// Consecutive blocks; no block if the range is empty.
     Run(Range<u64>),
     /// One bit for each block number modulo [`TlbFilter::BITS`].
     Bits(Box<[u64; WORDS]>),
@@ -122,7 +129,7 @@ impl Blocks {
 
     /// Adds all that is in `other`.
     pub fn join(&mut self, mut other: Self) {
-        // The set with bits takes the set without.
+        // If only one of the sets has bits, add the run of the other to it.
         if let Set::Bits(_) = other.0 {
             std::mem::swap(self, &mut other);
         }
@@ -139,7 +146,7 @@ impl Blocks {
         }
     }
 
-    /// The filter words in question, each with the bits of the set in it.
+    /// Where the set's bits are in a filter: the index of a word, and a mask of its bits.
     fn masks(&self) -> impl Iterator<Item = (usize, u64)> {
         let (run, bits) = match &self.0 {
             Set::Run(run) => (run.clone(), None),
@@ -154,7 +161,8 @@ fn set(bits: &mut [u64; WORDS], run: &Range<u64>) {
     run_masks(run).for_each(|(word, mask)| bits[word] |= mask);
 }
 
-/// Word by word. A run longer than the filter yields every bit once.
+/// The masks of a run, one word after the other. A run longer than the filter yields every bit
+/// once.
 fn run_masks(run: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<> {
     let end = run.end.min(run.start.saturating_add(TlbFilter::BITS));
     let mut next = run.start;

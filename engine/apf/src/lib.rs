@@ -1,40 +1,43 @@
-//! Asynchronous page faults of one vCPU: a token's life, whatever the backend and the architecture.
+//! Asynchronous page faults of one vCPU, independent of backend and architecture.
 //!
-//! A page that must come from elsewhere need not stop the vCPU. The guest is told that the page is
-//! not present, with a *token*, and runs another process. When the page has come, the guest is told
+//! A vCPU need not wait for a page that is not in memory. The guest is told that the page is not
+//! present, with a *token*, and runs another process. When the page has arrived, the guest is told
 //! that the token is *ready*, and the first process retries its access.
 //!
 //! ```text
 //! vCPU's thread                                 the thread that brings the page
-//! not_present(gfn) ─► Wait: as if there were no asynchronous faults
-//!                  ─► Halt: the guest cannot be told now; a halt that interrupts still break
+//! not_present(gfn) ─► Wait: the vCPU waits, as if there were no asynchronous faults
+//!                  ─► Halt: the guest was not told of this fault; the vCPU halts until
+//!                  │        the page has arrived or an interrupt can be taken
 //!                  ─► Injected: the guest knows the token
 //!                       └─ Completion ────────► complete(), or dropped
 //!                                                 └─► completion queue ─► kick the vCPU
 //! poll() ◄────────────────────────────────────────────────┘
-//!   prefault, leave the hash, tell the guest (if it was told before), end the halt
+//!   for each page: remove it from the hash, prefault it, tell the guest that it is ready
+//!   (only if the guest has the token), end the halt
 //! ```
 //!
-//! A backend has one [`Queue`] a vCPU, and implements the guest traits for that vCPU: [`Guest`],
-//! and the one of its architecture, for example [`x86::Guest`]. Except for the completion queue,
-//! everything belongs to the vCPU's thread and is a plain state machine: it has no clock, no thread
-//! and no guest memory of its own.
+//! A backend has one [`Queue`] for each vCPU, and implements the guest traits for that vCPU:
+//! [`Guest`], and that of its architecture, for example [`x86::Guest`]. Other threads touch only
+//! the completion queue. The rest of a [`Queue`] is a state machine on the vCPU's thread. It has no
+//! clock, no thread and no guest memory of its own: its caller passes the time and the guest.
 //!
-//! The crate has two halves. The neutral half knows tokens, the order of arrivals, forward
-//! progress, cancellation and statistics. An [`Abi`] knows one architecture's contract with its
-//! guests: the control registers, the words in guest memory, the events, and when a vCPU may take
-//! them. The neutral half asks two things of it, "may the guest be told now" and "tell it".
+//! The crate has two halves. The neutral half handles tokens, the order of arrivals, forward
+//! progress, cancellation and statistics. An [`Abi`] implements one architecture's contract with
+//! its guests: the control registers, the words in guest memory, the events, and when a vCPU may
+//! take them. The neutral half uses it to ask whether the guest may be told now, and to tell the
+//! guest.
 //!
 //! | file | job |
 //! |---|---|
-//! | `abi` | the trait between the halves |
-//! | `token` | tokens: their format, and where a vCPU's next one comes from |
+//! | `abi` | the traits between the halves |
+//! | `token` | tokens: their format, and how the next token of a vCPU is made |
 //! | `arrivals` | the completion queue: the only part that other threads touch |
-//! | `recent` | forward progress: pages made ready a moment ago |
-//! | `queue` | faults in, ready pages out |
+//! | `recent` | forward progress: if a page faults again just after it was made ready, wait |
+//! | `queue` | [`Queue`]: faults come in, ready pages go out |
 //! | `stats` | counters |
-//! | `verify` | what must hold between two calls |
-//! | `x86` | the Linux guest ABI for x86: the delivery of 2010 and today's |
+//! | `verify` | checks the invariants that hold between two calls |
+//! | `x86` | Linux's guest ABI for x86: delivery by exceptions (2010) and by interrupt (today) |
 #![forbid(unsafe_code)]
 
 mod abi;

@@ -1,26 +1,27 @@
-//! The reverse map: from a guest frame of a slot to the leaf that maps it.
+//! The reverse map: from a guest frame of a slot to the leaf that maps it. Each slot has one.
 //!
 //! ```text
 //! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one a 2 MiB block
 //! ```
-//! For each block it has one of three: nothing is mapped; the place of the 2 MiB leaf; the number
-//! of 4 KiB leaves and their table. All small leaves of a block are in one table, at indices that
-//! follow from their frame numbers. So the table itself is read to find which pages are mapped, and
-//! an update here costs as much for 512 leaves as for one.
+//! An element has one of three states: nothing is mapped; one 2 MiB leaf, and its place; some 4 KiB
+//! leaves, their number and their table. All small leaves of a block are in one table, and a gfn
+//! determines the index. So the reverse map has no list of small leaves: code that needs them reads
+//! the table. A split or a collapse changes 512 leaves, and still updates one element.
 //!
 //! A table stays linked while leaves are in it. Code that unlinks a table (because it unmaps a
 //! range that covers it, or collapses it) also removes its leaves from the reverse map, under the
-//! same lock. Two slots that meet inside a block have leaves in one table; each counts its own.
+//! same lock. If two slots meet inside a block, their leaves are in one table, and each slot counts
+//! its own.
 //!
-//! Words are written only under the block's range lock, together with the leaves; `Mmu::verify`
+//! Elements are written only under the block's range lock, together with the leaves. `Mmu::verify`
 //! checks that they agree.
 //!
 //! Blocks are numbered by guest frame (`gfn >> 9`), so the first and the last may extend beyond the
-//! slot. Such a block never has a 2 MiB leaf. Nor has any block if the guest's frames and the
-//! backing are aligned differently. The *disallow counts* begin with these reasons; other code that
-//! needs 4 KiB leaves increments them for a while.
+//! slot. Such a block never has a 2 MiB leaf. If guest frames and backing are aligned differently,
+//! no block of the slot has one. The *disallow count* of a block contains these reasons for the
+//! life of the slot. Code that needs 4 KiB leaves for a while increments it.
 //!
-//! It costs 12 bytes a block: [`Rmap::bytes`].
+//! The reverse map takes 12 bytes for each block ([`Rmap::bytes`]).
 
 use crate::dirty::SlotLog;
 use lacuna_addr::{Gfn, GfnRange, HvaRange, Level, NoRoom, PAGE_SIZE, room_for};
@@ -40,17 +41,17 @@ pub struct Rmap {
 
 #[derive(Default)]
 struct Block {
-    /// The place of the huge leaf; if there are small leaves, a place in their table. Zero if
-    /// nothing is mapped.
+    /// The place of the huge leaf, or any place in the table of the small leaves. Zero if nothing
+    /// is mapped.
     at: AtomicU32,
-    /// The number of the slot's pages that have a small leaf here.
+    /// The number of small leaves that map pages of this slot.
     small: AtomicU32,
-    /// The number of reasons against a huge leaf; [`CUT`] is one.
+    /// The disallow count: the number of reasons against a huge leaf. Bit 31 is [`CUT`].
     disallow: AtomicU32,
 }
 
-/// The permanent reason: the slot does not have the whole block, or its backing is aligned
-/// differently.
+/// The permanent reason against a huge leaf: the slot has only a part of the block, or guest frames
+/// and backing are aligned differently.
 const CUT: u32 = 1 << 31;
 
 /// What is mapped in one block of a slot.
@@ -64,7 +65,7 @@ pub(crate) enum InBlock {
 }
 
 impl Rmap {
-    /// Whether there is room for the reverse map of a slot of so many bytes.
+    /// Whether there is room for the reverse map of a slot of this number of bytes.
     pub(crate) fn check_room(bytes: u64) -> Result<(), NoRoom> {
         // One more block if the slot's ends are not aligned.
         room_for::<Block>(bytes.div_ceil(BLOCK * PAGE_SIZE as u64) + 1)
@@ -106,8 +107,8 @@ impl Rmap {
         size_of_val(&*self.blocks)
     }
 
-    /// The place of the small leaf of `gfn`, if it has one: the entry there tells. `None` if the
-    /// block has no small leaves.
+    /// The place of the entry for `gfn` in the block's table. The entry is a leaf, or empty. `None`
+    /// if this slot has no small leaf in the block.
     #[inline]
     pub(crate) fn place(&self, gfn: Gfn) -> Option<EntryRef> {
         let block = self.block_of(gfn);
@@ -144,7 +145,7 @@ impl Rmap {
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Takes one reason away.
+    /// Removes one reason that [`Rmap::disallow`] has added.
     pub(crate) fn allow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         let was = count.load(Ordering::Relaxed);
@@ -152,7 +153,8 @@ impl Rmap {
         count.store(was - 1, Ordering::Relaxed);
     }
 
-    /// Asserts that the reasons that follow from the slot's place are those of `fresh`.
+    /// Asserts that the permanent reason ([`CUT`]) is the same here and in `fresh`, an empty map of
+    /// the same slot.
     pub(crate) fn assert_disallowed_like(&self, fresh: &Self, gfn: Gfn) {
         let cut = |rmap: &Self| rmap.block_of(gfn).disallow.load(Ordering::Relaxed) & CUT;
         assert_eq!(cut(self), cut(fresh), "disallow count around gfn {gfn}");
@@ -169,7 +171,8 @@ impl Rmap {
                 debug_assert_eq!(block.at(), None, "the block of gfn {gfn}");
                 block.at.store(at.to_bits(), Ordering::Relaxed);
             }
-            // An invalidation would not find the leaf, and its frame would be reused while mapped.
+            // If the leaf were in another table, an invalidation would not find it, and its frame
+            // would be reused while it is mapped.
             _ => assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table"),
         }
         block.small.store(count + 1, Ordering::Relaxed);
@@ -216,8 +219,9 @@ impl Rmap {
         self.block_of(gfn).set(Some(at), 0);
     }
 
-    /// Calls `leaf` with each leaf that maps a frame of `part`, which is inside one block, and with
-    /// the first of those frames. `leaf` may remove it. Returns the number of table entries read.
+    /// Calls `leaf` for each leaf that maps a frame of `part`, with the leaf's place and the first
+    /// frame of `part` that it maps. `leaf` may remove the leaf. `part` is inside one block.
+    /// Returns the number of table entries read.
     #[inline]
     pub(crate) fn leaves(
         &self,
@@ -278,7 +282,7 @@ pub(crate) fn block_range(gfn: Gfn) -> GfnRange {
     GfnRange::new(first, BLOCK).expect("2^36 frames are whole blocks")
 }
 
-/// The parts of `range` in each of its blocks, ascending.
+/// Cuts `range` at the boundaries of blocks. Ascending.
 pub(crate) fn parts(range: GfnRange) -> impl Iterator<Item = GfnRange> {
     (range.start().block()..range.end_raw().div_ceil(BLOCK)).map(move |number| {
         let first = Gfn::new(number * BLOCK).expect("a block of the range");

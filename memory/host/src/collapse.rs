@@ -6,11 +6,14 @@
 //! or none        |
 //!                '--------> by copy: Evicting, unmapped, copied to a free block -> same
 //! ```
-//! **In place** the pages stay in their frames, so each mapping stays right. They are unmapped
-//! afterwards only so that the next access maps 2 MiB.
+//! **In place**, the pages stay in their frames, so existing mappings stay valid. The pages are
+//! unmapped afterwards, only so that the next access maps 2 MiB.
 //!
-//! **By copy**, a fault may take a page back before the copy is published. Then everything is put
-//! back. In both cases no page leaves its frame meanwhile, because all descriptors are isolated.
+//! **By copy**, a fault may take a page back before its page word becomes Collapsed. The collapse
+//! is then undone: all pages stay in their old frames.
+//!
+//! In both cases reclaim cannot move a page out of its frame meanwhile, because this thread has
+//! isolated the descriptors of all frames.
 //!
 //! The swap entries of the pages are freed. A compound page has no copy in swap, so pages that had
 //! one count as dirty.
@@ -25,9 +28,10 @@ use crate::stats::Counters;
 use lacuna_addr::{HvaRange, Pfn};
 use std::sync::Arc;
 
-/// Most pages of zeros without a frame: a collapse adds at most this much memory.
+/// The most pages without a frame (they read as zeros) in a block that is collapsed. A collapse
+/// gives each of them a frame, so this bounds the memory that it adds.
 const EMPTY: usize = BLOCK / 16;
-/// Pages that must have been accessed since the last check.
+/// The fewest pages of a block that must have been accessed since their accessed bits were cleared.
 const IN_USE: usize = BLOCK / 2;
 /// Most blocks that one step looks at.
 const LOOK: usize = 64;
@@ -40,7 +44,8 @@ pub enum Collapse {
     Made,
     /// None was collapsed; there are more blocks to look at.
     Looked,
-    /// None was collapsed, and this was the last block; or free memory is low.
+    /// None was collapsed, and this was the last block; or free memory is low; or the host never
+    /// makes huge pages.
     Idle,
 }
 
@@ -87,9 +92,12 @@ impl Gathered {
 }
 
 impl Host {
-    /// One step of collapsing blocks in the background, for a thread without more urgent work. It
-    /// examines some blocks, and collapses one if its pages are resident and in use, and a block of
-    /// frames is free. It calls listeners, so no lock may be held.
+    /// One step of collapsing blocks in the background, for a thread without more urgent work. The
+    /// step looks at some blocks, up to the first split one whose pages are all resident or zeros.
+    /// It collapses that block if enough of its pages were accessed. Unless all pages are in one
+    /// block of frames already, it also needs a free block.
+    ///
+    /// The step calls MMU notifiers, so the caller must not hold a lock.
     pub fn collapse_step(&self) -> Collapse {
         let core = &*self.core;
         if core.huge == HugePages::Never || core.is_low() {
@@ -118,7 +126,7 @@ impl Core {
         Collapse::Looked
     }
 
-    /// The next block; `None` once after the last.
+    /// The next block. After the last block it returns `None` once, then starts again at the first.
     fn next_block(&self, regions: &RegionList) -> Option<(Arc<Region>, PageNo)> {
         let mut collapser = lock(&self.collapser);
         let next = regions.iter().find_map(|region| {
@@ -171,7 +179,7 @@ impl Core {
         let states: Vec<PageState> = span.words.iter().map(|word| word.load()).collect();
         let is_zero = |state: &PageState| match state {
             PageState::Zero => true,
-            // Never provided: not zeros where a source provides it.
+            // Never provided: it reads as zeros only if the region has no page source.
             PageState::Empty => region.source.is_none(),
             _ => false,
         };
@@ -185,7 +193,8 @@ impl Core {
                 Some(frame) => self.isolate_from(frame, first.plus(i)),
                 None => true,
             };
-            // Isolated now, the page stays in its frame; but it may have moved before.
+            // From here on the page stays in its frame. It may have left between the load of its
+            // word above and the isolation, so compare again.
             if isolated && span.words[i].load() == state {
                 pages.states.push(state);
                 continue;
@@ -199,8 +208,8 @@ impl Core {
         Some(pages)
     }
 
-    /// Isolates the pages of a block of frames, if all are of one block of pages, each at its
-    /// place.
+    /// Isolates the pages in the frames of `block`, if they are the 512 pages of one block in
+    /// order.
     pub fn gather_frames(&self, block: BlockNo) -> Option<Gathered> {
         let first = self.frames.desc(block.frame(0)).owner();
         let region = self.regions.find(first)?;
@@ -249,7 +258,8 @@ impl Core {
             parts.collapse(&pages.states)
         }
         .expect("no thread moves an isolated page that is resident");
-        // They rest; their dirty marks stay.
+        // The descriptors of a compound page's frames are unused and say Free. Only their dirty
+        // marks still count.
         let rest = |desc: &Desc| desc.set_state(FrameState::Free);
         parts.frames.iter().for_each(rest);
         parts.desc.publish();
@@ -296,7 +306,8 @@ impl Core {
         };
         if collapsed.is_err() {
             for word in span.words {
-                // Err: a fault has taken it back, or it has no frame.
+                // Errors are expected: a fault has taken the page back already, or the page has no
+                // frame.
                 let _ = word.advance(PageState::rescued);
             }
             parts.frames.iter().for_each(Desc::free);

@@ -1,8 +1,8 @@
-//! Invalidating what backs a guest: each way to find what is mapped, under the same lock, ending in
-//! the same removals.
+//! Compares the rmap walk strategies ([`RmapWalk`]) for an invalidation. All take the same range
+//! locks and remove the same leaves; they differ in how they find the slots and leaves of a range.
 //!
-//! Timed is the reverse-map work alone, between the call and the shoot-down; every vCPU is offline.
-//! Before each call its range is mapped anew, untimed.
+//! Each figure is the time of `begin_invalidation_as` alone. The shoot-down that follows is not in
+//! it, and no vCPU runs. Before each call the range is mapped again, outside the timed part.
 
 use super::fixture::{BLOCK, Fixture};
 use super::spread::Spread;
@@ -22,7 +22,7 @@ struct Work {
     about: &'static str,
     blocks: u64,
     level: Level,
-    /// Calls of a slice, at the fewest slots.
+    /// Invalidations in a slice with up to 8 slots. With more slots there are fewer.
     calls: u64,
 }
 
@@ -59,8 +59,8 @@ const WORKS: [Work; 4] = [
     },
 ];
 
-/// How many slots, which work beside that on one huge page is measured among so many, and what the
-/// loop over pages must cost more than ours.
+/// For each number of slots: how many of [`WORKS`] are measured, from the first on, and the bar.
+/// The bar is the least ratio of the time of `page_loop` to that of `per_level`, for one huge page.
 const SLOTS: [(u64, usize, Option<f64>); 4] = [
     (1, WORKS.len(), Some(5.0)),
     (8, 1, None),
@@ -68,10 +68,10 @@ const SLOTS: [(u64, usize, Option<f64>); 4] = [
     (512, 1, None),
 ];
 
-/// Steps of the progress that it makes.
+/// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = SLOTS.len() as u64 + 1;
 
-/// Ours twice, the second is the null; then the others.
+/// Lacuna's strategy (`PerLevel`) twice, the second time as the null; then the others.
 const ARMS: [(&str, RmapWalk); 5] = [
     ("per_level", RmapWalk::PerLevel),
     ("null", RmapWalk::PerLevel),
@@ -83,18 +83,18 @@ const OURS: usize = 0;
 const NULL: usize = 1;
 const PAGE_LOOP: usize = 2;
 
-/// What an arm took.
+/// The measurements of one arm.
 #[derive(Default)]
 struct Took {
-    /// Of each round the mean of its slices' medians, in nanoseconds.
+    /// One figure for each round, in nanoseconds: the mean of the medians of its two slices.
     runs: Vec<f64>,
-    /// Every call.
+    /// The times of all calls, those of the uncounted first round included.
     spread: Spread,
-    /// Of the last call; all are alike.
+    /// The steps of the last call. Every call invalidates the same range, mapped in the same way.
     steps: Steps,
 }
 
-/// Everything about ranges.
+/// Measures `thp.range_vs_page.*`, `thp.slots_growth_512` and `thp.slot_steps_512`.
 pub fn measure(
     options: &Options,
     report: &mut Report,
@@ -143,7 +143,7 @@ fn huge(level: Level) -> HugePages {
     }
 }
 
-/// One slice of `calls` invalidations; their median, in nanoseconds.
+/// Runs one slice of `calls` invalidations. Returns the median of their times, in nanoseconds.
 fn slice(
     fixture: &mut Fixture,
     work: &Work,
@@ -166,7 +166,7 @@ fn slice(
     Ok(Summary::of(&slice).median)
 }
 
-/// The first row: the reverse-map work for one 2 MiB page of the only slot.
+/// The row of the first look: the reverse-map work for one 2 MiB page, with one slot.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let took = compare(&ARMS[..=PAGE_LOOP], &HUGE_PAGE, 1, rounds)?;
     let spent = |arm: usize| time(Summary::of(&took[arm].runs).median as u64);
@@ -183,7 +183,10 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     Ok(Found { row, results })
 }
 
-/// Lets some of [`ARMS`] take turns: the first ones.
+/// Measures `arms`, which are the first ones of [`ARMS`], in turns.
+///
+/// # Errors
+/// Also if the last call of an arm did not remove all leaves of the range.
 fn compare(
     arms: &[(&str, RmapWalk)],
     work: &Work,
@@ -273,7 +276,8 @@ fn rows(work: &Work, slots: u64, took: &[Took]) -> Vec<[String; 8]> {
     arms.filter(|(index, _)| *index != NULL).map(row).collect()
 }
 
-/// `thp.slots_growth_512` and `thp.slot_steps_512`.
+/// Measures `thp.slots_growth_512` (the same invalidation with 1 and with 512 slots) and
+/// `thp.slot_steps_512` (index nodes read to find one slot among 512).
 fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let many = 512;
     let mut fixtures = [
@@ -281,7 +285,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
         Fixture::new(many, 1, HugePages::Always)?,
     ];
     let mut took: [Took; 3] = Default::default();
-    // The second arm is the null.
+    // Arms 0 and 1 have 1 slot, and arm 1 is the null. Arm 2 has 512 slots.
     let runs = rounds(3, 2 * repeats(options, &HUGE_PAGE), |arm| {
         let fixture = &mut fixtures[usize::from(arm == 2)];
         slice(
@@ -302,7 +306,8 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
             .arm("512_slots_ns", Summary::of(&runs[2]))
             .arm("null", paired(&runs[0], &runs[1])),
     );
-    // Exact, and the worst of all places.
+    // This is a count, not a time: one invalidation of each slot, and the largest count is
+    // reported.
     let fixture = &fixtures[1];
     let places = fixture.others().iter().copied().chain([fixture.range(1)]);
     let looked_at = places.map(|range| {
