@@ -129,11 +129,12 @@ impl Vcpu {
             return Ok(Some(Exit::Interrupted));
         }
         self.io = None;
-        let (direction, data) = match self.fd.run() {
-            Ok(VcpuExit::IoOut(port, data)) => (Direction::Out(Place::Port(port)), data),
-            Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), &*data),
-            Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), &*data),
-            Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data),
+        let (direction, data): (_, NonNull<[u8]>) = match self.fd.run() {
+            Ok(VcpuExit::IoOut(port, data)) => (Direction::Out(Place::Port(port)), data.into()),
+            // From the `&mut`: `complete_read` writes by this pointer.
+            Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), data.into()),
+            Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), data.into()),
+            Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data.into()),
             Ok(VcpuExit::Intr) => return Ok(self.requested()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                 return Ok(Some(Exit::DirtyRingFull));
@@ -155,8 +156,7 @@ impl Vcpu {
             }
             Err(e) => return Err(self.failed(&format!("KVM_RUN: {e}"))),
         };
-        let (data, bytes) = (NonNull::from(data).cast(), data.len());
-        self.io = Some(self.accesses(direction, data, bytes));
+        self.io = Some(self.accesses(direction, data.cast(), data.len()));
         Ok(None)
     }
 
@@ -225,19 +225,20 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn run(&mut self) -> Result<Exit, VcpuError> {
-        self.vm.exits[self.index].fetch_add(1, Ordering::Relaxed);
-        loop {
+        let exit = loop {
             if let Some(cause) = self.vm.source_failure() {
                 let vcpu = self.index;
                 return Err(VcpuError::Host { vcpu, cause });
             }
             if let Some(exit) = self.next_access() {
-                return Ok(exit);
+                break exit;
             }
             if let Some(exit) = self.enter()? {
-                return Ok(exit);
+                break exit;
             }
-        }
+        };
+        self.vm.exits[self.index].fetch_add(1, Ordering::Relaxed);
+        Ok(exit)
     }
 
     fn complete_read(&mut self, value: u64) {

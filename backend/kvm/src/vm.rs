@@ -38,7 +38,7 @@ pub struct Vm {
     pub(crate) features: Features,
     pub(crate) config: VmConfig,
     pub(crate) kicks: Arc<VcpuKicks>,
-    /// For each vCPU, the number of exits that its VMM has handled.
+    /// For each vCPU, the number of exits that it has returned to its VMM.
     pub(crate) exits: Box<[AtomicU64]>,
     pub(crate) booted: AtomicBool,
 }
