@@ -128,10 +128,20 @@ impl Simulator {
     /// are out of guest code. It is a part of the run: for the same trace it must do the same. If
     /// writes are recorded in rings, only `between` makes room in them.
     pub fn run_beside(&mut self, mut between: impl FnMut()) -> Trace {
+        while self.run_slice() {
+            between();
+        }
+        self.guests.iter().for_each(|(_, devices)| devices.flush());
+        self.trace.end = self.clock.now();
+        self.trace
+    }
+
+    /// Runs one slice of one vCPU. Returns `false` if every guest has an ending.
+    pub fn run_slice(&mut self) -> bool {
         loop {
             self.retire();
             if self.runners.iter().all(|r| matches!(r.state, State::Over)) {
-                break;
+                return false;
             }
             let ready = self.wake();
             if ready.is_empty() {
@@ -145,11 +155,8 @@ impl Simulator {
                 32..48 => drop(self.host.collapse_step()),
                 _ => {}
             }
-            between();
+            return true;
         }
-        self.guests.iter().for_each(|(_, devices)| devices.flush());
-        self.trace.end = self.clock.now();
-        self.trace
     }
 
     /// The vCPUs' final counters, by guest in the order added.
@@ -158,6 +165,14 @@ impl Simulator {
             .iter()
             .filter(move |r| r.guest == guest)
             .map(|r| &r.vcpu)
+    }
+
+    /// The vCPUs of one guest, between two slices: to save their states.
+    pub fn vcpus_mut(&mut self, guest: usize) -> impl Iterator<Item = &mut Vcpu> {
+        self.runners
+            .iter_mut()
+            .filter(move |r| r.guest == guest)
+            .map(|r| &mut r.vcpu)
     }
 
     fn retire(&mut self) {
