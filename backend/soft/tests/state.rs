@@ -1,117 +1,13 @@
-//! Whole vCPU states: saved in the middle of a running guest and restored in another VM.
+//! What a vCPU takes over of a state, and what it refuses. Guests that move are in
+//! `seeded_moves.rs` and in `check/conformance`.
 
 mod common;
 
 use common::{builder, image};
 use fastrand::Rng;
-use lacuna_machine::{
-    Apf, Builder as _, Ending, Exit, GuestMemory as _, Kick as _, MemorySlots as _, Next,
-    PlatformDevices, SaveRestore, StateError, Vcpu as _, VcpuState, dispatch, x86,
-};
+use lacuna_machine::{Builder as _, PlatformDevices, SaveRestore, VcpuState, dispatch, x86};
 use lacuna_soft::{Step, Vcpu, Vm, VmBuilder};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
-
-/// Runs the vCPUs for a while, or to the guest's end.
-fn run_for(vm: &Vm, vcpus: Vec<Vcpu>, devices: &PlatformDevices, time: Duration) -> Vec<Vcpu> {
-    thread::scope(|scope| {
-        let drive = |mut vcpu: Vcpu| {
-            scope.spawn(move || {
-                loop {
-                    let exit = vcpu.run();
-                    let kicked = matches!(exit, Ok(Exit::Interrupted));
-                    let next = dispatch(&mut vcpu, exit, devices, vm);
-                    if kicked || next == Next::Stop {
-                        return vcpu;
-                    }
-                }
-            })
-        };
-        let threads: Vec<_> = vcpus.into_iter().map(drive).collect();
-        let end = Instant::now() + time;
-        while Instant::now() < end && devices.ending().is_none() {
-            thread::sleep(Duration::from_micros(200));
-        }
-        vm.kick_all();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
-}
-
-fn copy_memory(from: &Vm, to: &Vm) {
-    for slot in from.memory_slots() {
-        let mut bytes = vec![0; 1 << 16];
-        let (start, end) = (slot.gfns.start().gpa().get(), slot.gfns.pages() * 4096);
-        for at in (0..end).step_by(bytes.len()) {
-            let gpa = lacuna_addr::Gpa::truncate(start + at);
-            let len = bytes.len().min((end - at) as usize);
-            from.read(gpa, &mut bytes[..len]).unwrap();
-            if bytes[..len].iter().any(|byte| *byte != 0) {
-                to.write(gpa, &bytes[..len]).unwrap();
-            }
-        }
-    }
-}
-
-/// How often a guest moves at most.
-const MOVES: usize = 8;
-
-/// Runs `name` in one VM after the other, each for a few milliseconds, until it ends.
-fn migrate(builder: &VmBuilder, name: &str, rng: &mut Rng) -> (Option<Ending>, usize) {
-    let devices = PlatformDevices::new(|line: &str| println!("{line}"));
-    let mut vm = builder.build().unwrap();
-    let mut vcpus = vm.boot(&image(name), &builder.full_command_line()).unwrap();
-    for moves in 0.. {
-        // The last one runs to the guest's end.
-        let time = match moves {
-            MOVES => Duration::from_secs(600),
-            _ => Duration::from_micros(rng.u64(200..60_000)),
-        };
-        vcpus = run_for(&vm, vcpus, &devices, time);
-        if devices.ending().is_some() {
-            return (devices.ending(), moves);
-        }
-        let mut states = Vec::new();
-        for vcpu in &mut vcpus {
-            while let Err(StateError::MidInstruction { vcpu: index }) = vcpu.save() {
-                vm.kick(index);
-                let exit = vcpu.run();
-                let _ = dispatch(vcpu, exit, &devices, &*vm);
-            }
-            states.push(vcpu.save().unwrap());
-        }
-        let next = builder.build().unwrap();
-        copy_memory(&vm, &next);
-        let mut restored = next.bare_vcpus().unwrap();
-        for (vcpu, state) in restored.iter_mut().zip(&states) {
-            vcpu.restore(state).unwrap();
-        }
-        (vm, vcpus) = (next, restored);
-    }
-    unreachable!("the guest ends")
-}
-
-#[test]
-fn a_guest_goes_on_in_another_vm_wherever_it_was_interrupted() {
-    let seed = 20;
-    let mut rng = Rng::with_seed(seed);
-    let mut all = 0;
-    for (name, words, apf) in [
-        ("verify", "rounds=2", Apf::Off),
-        ("verify", "rounds=2", Apf::On),
-        ("litmus", "iters=3000 adds=3000", Apf::Off),
-    ] {
-        let mut builder = builder(24, 20, 2, words);
-        builder.apf = apf;
-        let (ending, moves) = migrate(&builder, name, &mut rng);
-        assert!(
-            matches!(ending, Some(Ending::Exited(0))),
-            "{name}: {ending:?}"
-        );
-        all += moves;
-    }
-    assert!(all > 3, "only {all} moves");
-}
 
 fn bare(builder: &VmBuilder) -> (Arc<Vm>, Vcpu) {
     let vm = builder.build().unwrap();

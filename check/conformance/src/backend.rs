@@ -6,9 +6,7 @@ use std::fmt::{self, Display};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lacuna_addr::GfnRange;
-use lacuna_machine::{Apf, GuestMemory, Image, Kick, Vcpu};
-use lacuna_soft::SlotId;
+use lacuna_machine::{Apf, CpuModel, Image, Logging, SlotId, Vm, set_logging_everywhere};
 
 /// Why a backend cannot do what a body needs, on this machine or at all.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -62,6 +60,8 @@ pub struct Request {
     pub apf: Apf,
     /// How its writes are tracked, once a slot is logged.
     pub tracking: Tracking,
+    /// Which processor the guest sees.
+    pub cpu: CpuModel,
     /// The guest kernel's parameters.
     pub command_line: String,
 }
@@ -76,47 +76,85 @@ impl Request {
             latency: Duration::ZERO,
             apf: Apf::Off,
             tracking: Tracking::default(),
+            cpu: CpuModel::default(),
             command_line: command_line.to_owned(),
         }
     }
 }
+
+/// A backend's vCPU.
+pub type VcpuOf<B> = <<B as Backend>::Vm as Vm>::Vcpu;
 
 /// A VM about to execute its first instruction.
 pub struct Made<B: Backend> {
     /// The VM.
     pub vm: Arc<B::Vm>,
     /// Its processors.
-    pub vcpus: Vec<B::Vcpu>,
+    pub vcpus: Vec<VcpuOf<B>>,
     /// What must live as long as the VM runs.
     pub beside: Box<dyn Any + Send>,
 }
 
-/// Makes VMs, and does with them what the common traits have no method for.
+/// A VM without content.
+pub struct Built<B: Backend> {
+    /// The VM.
+    pub vm: Arc<B::Vm>,
+    /// The whole command line of a guest's kernel.
+    pub command_line: String,
+    /// What must live as long as the VM runs.
+    pub beside: Box<dyn Any + Send>,
+}
+
+/// Makes VMs.
 pub trait Backend: Clone + Send + 'static {
     /// Its VM.
-    type Vm: GuestMemory + Kick + Send + Sync + 'static;
-    /// Its vCPU.
-    type Vcpu: Vcpu + 'static;
+    type Vm: Vm + 'static;
 
-    /// Makes a VM and boots `image` in it.
-    fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks>;
+    /// Makes a VM.
+    fn build(&self, request: &Request) -> Result<Built<Self>, Lacks>;
 
     /// Whether its processors have INS and OUTS.
     fn has_string_ports(&self) -> Result<(), Lacks>;
 
-    /// The slots, ascending by guest address.
-    fn slots(vm: &Self::Vm) -> Vec<(SlotId, GfnRange)>;
+    /// Makes a VM and boots `image` in it.
+    fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
+        let built = self.build(request)?;
+        let vcpus = Vm::boot(&built.vm, image, &built.command_line);
+        Ok(Made {
+            vcpus: vcpus.expect("room for the image"),
+            vm: built.vm,
+            beside: built.beside,
+        })
+    }
 
-    /// Tracks the writes to every slot from here on.
-    fn start_tracking(vm: &Self::Vm);
+    /// Makes a VM whose vCPUs wait for a state to be restored.
+    fn make_bare(&self, request: &Request) -> Result<Made<Self>, Lacks> {
+        let built = self.build(request)?;
+        Ok(Made {
+            vcpus: built.vm.bare_vcpus().expect("its first vCPUs"),
+            vm: built.vm,
+            beside: built.beside,
+        })
+    }
+}
 
-    /// Ends that.
-    fn stop_tracking(vm: &Self::Vm);
+/// Tracks the writes to every slot from here on.
+pub fn start_tracking(vm: &impl Vm) {
+    set_logging_everywhere(vm, Logging::LAZY).expect("slots of this VM");
+}
 
-    /// The pages that were written since the last call, by slot. They can be copied when it
-    /// returns: a later write is in a later harvest.
-    fn harvest(vm: &Self::Vm) -> BTreeSet<(SlotId, usize)>;
+/// Ends [`start_tracking`].
+pub fn stop_tracking(vm: &impl Vm) {
+    set_logging_everywhere(vm, Logging::Off).expect("slots of this VM");
+}
 
-    /// How many pages have been brought back so far, from wherever they were.
-    fn brought_back(vm: &Self::Vm) -> u64;
+/// The pages that were written since the last call, by slot. They can be copied when it returns: a
+/// later write is in a later harvest.
+pub fn harvest(vm: &impl Vm) -> BTreeSet<(SlotId, usize)> {
+    let mut dirty = BTreeSet::new();
+    let note = |id, page| {
+        dirty.insert((id, page));
+    };
+    lacuna_machine::harvest(vm, note).expect("a harvest of this VM");
+    dirty
 }

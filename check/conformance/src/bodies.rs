@@ -8,6 +8,7 @@ pub mod guests;
 pub mod memory;
 pub mod powers;
 pub mod slots;
+pub mod state;
 
 /// What a body returns.
 pub type Outcome = Result<(), crate::backend::Lacks>;

@@ -1,16 +1,10 @@
 //! The kvm backend.
 
-use std::collections::BTreeSet;
+use lacuna_addr::PageCount;
+use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Tracker, Vm, VmBuilder, available};
+use lacuna_machine::{Backup, Delivery, RingSize};
 
-use lacuna_addr::{GfnRange, PageCount};
-use lacuna_kvm::{
-    Backup, CpuModel, Delivery, FirstTouch, KvmError, LatencySetting, Logging, RingSize, Tracker,
-    Vcpu, Vm, VmBuilder, available,
-};
-use lacuna_machine::{Image, MemorySlots as _, harvest, set_logging_everywhere};
-use lacuna_soft::SlotId;
-
-use crate::backend::{Backend, Lacks, Made, Request, Tracking};
+use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 
 /// VMs on `/dev/kvm`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,9 +33,8 @@ fn mode(tracking: Tracking) -> Result<(Delivery, Tracker), Lacks> {
 
 impl Backend for Kvm {
     type Vm = Vm;
-    type Vcpu = Vcpu;
 
-    fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
+    fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
         available().map_err(Lacks::because)?;
         let (delivery, tracker) = mode(request.tracking)?;
         let builder = VmBuilder {
@@ -53,7 +46,7 @@ impl Backend for Kvm {
             apf: request.apf,
             delivery,
             tracker,
-            cpu: CpuModel::default(),
+            cpu: request.cpu,
             command_line: request.command_line.clone(),
         };
         builder.latency.set(request.latency);
@@ -67,43 +60,14 @@ impl Backend for Kvm {
             ) => return Err(Lacks::because(why)),
             Err(wrong) => panic!("{wrong}"),
         };
-        let vcpus = vm
-            .boot(image, &builder.full_command_line())
-            .expect("room for the image");
-        Ok(Made {
+        Ok(Built {
             vm,
-            vcpus,
+            command_line: builder.full_command_line(),
             beside: Box::new(()),
         })
     }
 
     fn has_string_ports(&self) -> Result<(), Lacks> {
         Ok(())
-    }
-
-    fn slots(vm: &Vm) -> Vec<(SlotId, GfnRange)> {
-        let slots = vm.memory_slots().into_iter();
-        slots.map(|slot| (slot.id, slot.gfns)).collect()
-    }
-
-    fn start_tracking(vm: &Vm) {
-        set_logging_everywhere(vm, Logging::LAZY).expect("its own slots");
-    }
-
-    fn stop_tracking(vm: &Vm) {
-        set_logging_everywhere(vm, Logging::Off).expect("its own slots");
-    }
-
-    fn harvest(vm: &Vm) -> BTreeSet<(SlotId, usize)> {
-        let mut dirty = BTreeSet::new();
-        let note = |id, page| {
-            dirty.insert((id, page));
-        };
-        harvest(vm, note).expect("rings that are large enough");
-        dirty
-    }
-
-    fn brought_back(vm: &Vm) -> u64 {
-        vm.source_stats().fetched
     }
 }

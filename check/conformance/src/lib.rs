@@ -15,12 +15,14 @@
 //! | [`soft`], [`kvm`] | the two backends |
 //! | [`program`] | guests of a few instructions |
 //! | [`running`] | running a guest to its end, beside a monitor if wanted |
+//! | [`moving`] | a guest goes on in another VM |
 //! | [`bodies`] | the behaviours |
 #![forbid(unsafe_code)]
 
 pub mod backend;
 pub mod bodies;
 pub mod kvm;
+pub mod moving;
 pub mod program;
 pub mod running;
 pub mod soft;

@@ -202,8 +202,3 @@ fn status(vm: &impl GuestMemory, devices: &PlatformDevices) -> Option<Status> {
     vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
     Status::parse(&page).ok()
 }
-
-/// The numbers of the bits that are set in `words`, in ascending order.
-pub fn set_bits(words: &[u64]) -> impl Iterator<Item = usize> {
-    (0..words.len() * 64).filter(|at| words[at / 64] >> (at % 64) & 1 == 1)
-}

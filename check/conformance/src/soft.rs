@@ -1,17 +1,13 @@
 //! The soft backend.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use lacuna_addr::{GfnRange, PageCount};
-use lacuna_machine::Image;
-use lacuna_soft::{
-    Backup, Delivery, Detection, HugePages, LatencySetting, Logging, RingSize, SlotId, Swap, Vcpu,
-    Vm, VmBuilder, VmConfig,
-};
+use lacuna_addr::PageCount;
+use lacuna_machine::{Backup, Delivery, Detection, RingSize, VmConfig};
+use lacuna_soft::{HugePages, LatencySetting, Swap, Vm, VmBuilder};
 use lacuna_sync::{Clock, HostClock};
 
-use crate::backend::{Backend, Lacks, Made, Request, Tracking};
+use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 
 /// VMs of the soft backend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,9 +48,8 @@ fn modes(tracking: Tracking) -> Result<(Option<Detection>, Delivery), Lacks> {
 
 impl Backend for Soft {
     type Vm = Vm;
-    type Vcpu = Vcpu;
 
-    fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
+    fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
         let (detection, delivery) = modes(request.tracking)?;
         let builder = VmBuilder {
             memory: PageCount::from_bytes(request.memory << 20),
@@ -74,20 +69,17 @@ impl Backend for Soft {
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
-            ..VmConfig::default()
+            delivery,
+            cpu: request.cpu,
         };
         let vm = Vm::new(Arc::clone(&host), clock, config).expect("a VM");
-        vm.set_delivery(delivery).expect("before the first vCPU");
         if let Some(detection) = detection {
             vm.set_detection(detection);
         }
-        let vcpus = vm
-            .boot(image, &builder.full_command_line())
-            .expect("room for the image");
         let background = host.spawn_background().expect("a thread");
-        Ok(Made {
+        Ok(Built {
             vm,
-            vcpus,
+            command_line: builder.full_command_line(),
             beside: Box::new(background),
         })
     }
@@ -95,45 +87,5 @@ impl Backend for Soft {
     fn has_string_ports(&self) -> Result<(), Lacks> {
         let why = "soft: its processors have no INS and OUTS, which raise #UD";
         Err(Lacks::because(why))
-    }
-
-    fn slots(vm: &Vm) -> Vec<(SlotId, GfnRange)> {
-        vm.mmu()
-            .slots()
-            .iter()
-            .map(|slot| (slot.id, slot.gfns))
-            .collect()
-    }
-
-    fn start_tracking(vm: &Vm) {
-        for id in vm.slots() {
-            vm.set_logging(id, Logging::LAZY).expect("its own slot");
-        }
-    }
-
-    fn stop_tracking(vm: &Vm) {
-        for id in vm.slots() {
-            vm.set_logging(id, Logging::Off).expect("its own slot");
-        }
-    }
-
-    fn harvest(vm: &Vm) -> BTreeSet<(SlotId, usize)> {
-        let mut dirty = BTreeSet::new();
-        if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.reap_rings(|id, page| {
-                dirty.insert((id, page));
-            });
-            vm.reset_rings();
-        }
-        for (id, gfns) in Self::slots(vm) {
-            let mut words = vec![0; gfns.pages().div_ceil(64) as usize];
-            vm.get_dirty(id, &mut words).expect("its own slot");
-            dirty.extend(crate::running::set_bits(&words).map(|page| (id, page)));
-        }
-        dirty
-    }
-
-    fn brought_back(vm: &Vm) -> u64 {
-        vm.host().stats().swapped_in
     }
 }

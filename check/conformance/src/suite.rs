@@ -1,7 +1,6 @@
 //! A `#[test]` for each body.
 
-/// Makes the tests of a backend: one for each body, named after it. With `interface`, those bodies
-/// that need the whole interface of `lacuna_machine::Vm`.
+/// Makes the tests of a backend: one for each body, named after it.
 #[macro_export]
 macro_rules! suite {
     ($backend:expr) => {
@@ -24,17 +23,20 @@ macro_rules! suite {
                 a_bitmap_by_write_protection_has_every_write, a_bitmap_by_pml_has_every_write,
                 rings_have_every_write, rings_by_write_protection_have_every_write,
                 rings_by_pml_have_every_write, the_page_map_has_every_write,
-                tracking_begins_and_ends_while_the_guest_runs;
-        );
-    };
-    (interface $backend:expr) => {
-        $crate::suite!(@ $backend;
+                tracking_begins_and_ends_while_the_guest_runs,
+                a_log_begins_with_all_pages_set;
             powers:
                 huge_pages_are_disallowed_and_allowed, async_faults_are_switched,
                 detection_is_switched, a_bitmap_is_read_and_cleared_in_two_steps;
             slots:
                 a_slot_comes_moves_and_goes, writes_to_a_read_only_slot_exit,
                 slots_that_cannot_be_are_refused, slots_change_beside_a_guest;
+            state:
+                a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
+                a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
+                a_state_of_the_other_backend_is_taken_or_refused,
+                verify_moves_through_fresh_vms, litmus_moves_through_fresh_vms,
+                bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
         );
     };
     (@ $backend:expr; $($module:ident: $($body:ident),+;)+) => {

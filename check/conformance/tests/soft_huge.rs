@@ -6,6 +6,3 @@ use lacuna_soft::HugePages;
 lacuna_conformance::suite!(Soft {
     huge: HugePages::Always
 });
-lacuna_conformance::suite!(interface Soft {
-    huge: HugePages::Always
-});

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lacuna_machine::Apf;
+use lacuna_machine::{Apf, Vm as _};
 
 use super::Outcome;
 use crate::backend::{Backend, Request};
@@ -50,7 +50,7 @@ pub fn nothing_is_lost_with_async_faults<B: Backend>(backend: &B) -> Outcome {
             ..Request::new(16, 4, 2, "rounds=1 threads=6")
         };
         let finished = run(&backend, &request, &guest("verify"))?.passed();
-        let brought_back = B::brought_back(&finished.vm);
+        let brought_back = finished.vm.stats().pages_in;
         assert!(brought_back > 1000, "{brought_back} pages");
         Ok(())
     })

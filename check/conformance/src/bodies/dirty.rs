@@ -7,11 +7,15 @@ use std::time::Duration;
 
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_guest::status::Kind;
-use lacuna_machine::GuestMemory as _;
-use lacuna_soft::SlotId;
+use lacuna_machine::{
+    DirtyError, DirtyTracking as _, GuestMemory as _, HugeLeaves, Initially, Logging, MemorySlot,
+    MemorySlots as _, SlotId,
+};
 
 use super::Outcome;
-use crate::backend::{Backend, Lacks, Made, Request, Tracking};
+use crate::backend::{
+    Backend, Lacks, Made, Request, Tracking, harvest, start_tracking, stop_tracking,
+};
 use crate::running::{Running, Start, beside, guest, within};
 
 /// A heap that processes change all the time.
@@ -38,17 +42,17 @@ struct Copy(BTreeMap<SlotId, (GfnRange, Vec<Page>)>);
 impl Copy {
     /// Starts tracking, then copies everything.
     fn begin<B: Backend>(vm: &B::Vm) -> Self {
-        B::start_tracking(vm);
-        let all = |(id, gfns): (SlotId, GfnRange)| {
+        start_tracking(vm);
+        let all = |MemorySlot { id, gfns, .. }| {
             let pages = (0..gfns.pages() as usize).map(|page| read::<B>(vm, gfns, page));
             (id, (gfns, pages.collect()))
         };
-        Self(B::slots(vm).into_iter().map(all).collect())
+        Self(vm.memory_slots().into_iter().map(all).collect())
     }
 
     /// Copies what was written since the last time; how many pages.
     fn harvest<B: Backend>(&mut self, vm: &B::Vm) -> usize {
-        let dirty = B::harvest(vm);
+        let dirty = harvest(vm);
         for (id, page) in &dirty {
             let (gfns, pages) = self.0.get_mut(id).expect("a slot that was there");
             pages[*page] = read::<B>(vm, *gfns, *page);
@@ -166,16 +170,16 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
         let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).expect("guest memory");
         write(0x3000);
         // Every page is there: one that comes counts as written in the page map.
-        for (_, gfns) in B::slots(&vm) {
+        for MemorySlot { gfns, .. } in vm.memory_slots() {
             (0..gfns.pages() as usize).for_each(|page| drop(read::<B>(&vm, gfns, page).to_vec()));
         }
         let mut copy = Copy::begin::<B>(&vm);
-        assert_eq!(B::harvest(&vm), BTreeSet::new(), "{tracking:?}");
+        assert_eq!(harvest(&*vm), BTreeSet::new(), "{tracking:?}");
         write(0x5fff);
         write(0xff_f000);
-        let id = B::slots(&vm)[0].0;
+        let id = vm.memory_slots()[0].id;
         let expected = [5, 6, 0xfff].map(|page| (id, page));
-        assert_eq!(B::harvest(&vm), BTreeSet::from(expected), "{tracking:?}");
+        assert_eq!(harvest(&*vm), BTreeSet::from(expected), "{tracking:?}");
         assert_eq!(copy.harvest::<B>(&vm), 0, "{tracking:?}");
         found = Ok(());
     }
@@ -194,14 +198,38 @@ pub fn tracking_begins_and_ends_while_the_guest_runs<B: Backend>(backend: &B) ->
             Start::Free,
             |running| {
                 for _ in 0..100 {
-                    B::start_tracking(running.vm);
+                    start_tracking(running.vm);
                     thread::sleep(Duration::from_millis(1));
-                    B::harvest(running.vm);
-                    B::stop_tracking(running.vm);
+                    harvest(running.vm);
+                    stop_tracking(running.vm);
                 }
             },
         )?;
         drop(finished.passed());
         Ok(())
     })
+}
+
+/// A log may begin with every page set; a backend without that refuses by name, and does not log.
+pub fn a_log_begins_with_all_pages_set<B: Backend>(backend: &B) -> Outcome {
+    let Made { vm, .. } = backend.make(&Request::new(16, 16, 1, ""), &guest("hello"))?;
+    let id = vm.memory_slots()[0].id;
+    let all_set = Logging::On {
+        initially: Initially::AllSet,
+        huge: HugeLeaves::Lazy,
+    };
+    match vm.set_logging(id, all_set) {
+        Ok(()) => {
+            let pages = harvest(&*vm).len() as u64;
+            assert_eq!(pages, vm.memory_slots()[0].gfns.pages());
+            assert_eq!(harvest(&*vm), BTreeSet::new(), "taken");
+            Ok(())
+        }
+        Err(refused @ DirtyError::Unsupported(_)) => {
+            let refused_again = vm.get_dirty(id, &mut [0; 64]);
+            assert_eq!(refused_again, Err(DirtyError::NotLogging(id)));
+            Err(Lacks::because(refused))
+        }
+        Err(wrong) => panic!("{wrong}"),
+    }
 }

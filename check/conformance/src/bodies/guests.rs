@@ -4,7 +4,7 @@ use std::thread;
 use std::time::Duration;
 
 use lacuna_guest::status::MAGIC;
-use lacuna_machine::{Ending, GuestMemory as _};
+use lacuna_machine::{Ending, GuestMemory as _, Vm as _};
 
 use super::Outcome;
 use crate::backend::{Backend, Request};
@@ -18,7 +18,7 @@ pub fn hello_prints_its_line<B: Backend>(backend: &B) -> Outcome {
         let printed = finished.printed.join("\n").to_lowercase();
         assert!(printed.contains("hello"), "{printed}");
         assert!(finished.status.is_some(), "it announces its status page");
-        assert_eq!(B::brought_back(&finished.vm), 0, "everything fits");
+        assert_eq!(finished.vm.stats().pages_in, 0, "everything fits");
         Ok(())
     })
 }
@@ -51,7 +51,7 @@ pub fn a_kick_ends_an_endless_guest<B: Backend>(backend: &B) -> Outcome {
             ..Request::new(16, 4, 2, "seconds=3600 workers=1")
         };
         let (finished, ()) = beside(&backend, &request, &guest("bm"), Start::Free, |running| {
-            while B::brought_back(running.vm) < 100 && !running.is_over() {
+            while running.vm.stats().pages_in < 100 && !running.is_over() {
                 thread::sleep(Duration::from_millis(1));
             }
             running.devices.end(Ending::Stopped, running.vm);

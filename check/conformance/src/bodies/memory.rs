@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use iced_x86::code_asm::*;
 use lacuna_addr::{Gpa, PAGE_SIZE};
-use lacuna_machine::{Ending, GuestMemory as _, MemoryError};
+use lacuna_machine::{Ending, GuestMemory as _, MemoryError, Vm as _};
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
@@ -83,7 +83,7 @@ fn verify<B: Backend>(backend: &B, vcpus: usize, latency: Duration) -> Outcome {
             ..Request::new(16, 4, vcpus, "rounds=1")
         };
         let finished = run(&backend, &request, &guest("verify"))?.passed();
-        let brought_back = B::brought_back(&finished.vm);
+        let brought_back = finished.vm.stats().pages_in;
         assert!(brought_back > 1000, "{brought_back} pages");
         Ok(())
     })

@@ -10,7 +10,7 @@ use lacuna_machine::{
 };
 
 use super::Outcome;
-use crate::backend::{Backend, Lacks, Made, Request};
+use crate::backend::{Backend, Lacks, Made, Request, harvest, start_tracking};
 use crate::running::{Running, Start, beside, guest, within};
 
 fn lacks<T>(power: Option<T>, why: &str) -> Result<T, Lacks> {
@@ -22,10 +22,7 @@ fn beside_verify<B: Backend>(
     backend: &B,
     apf: Apf,
     mut monitor: impl FnMut(&Running<'_, B>, usize) -> Outcome,
-) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+) -> Outcome {
     let request = Request {
         apf,
         latency: Duration::from_micros(200),
@@ -50,10 +47,7 @@ where
 }
 
 /// Huge leaves of a running guest are disallowed and allowed, again and again.
-pub fn huge_pages_are_disallowed_and_allowed<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn huge_pages_are_disallowed_and_allowed<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         beside_verify(&backend, Apf::Off, |running, _| {
@@ -69,10 +63,7 @@ where
 }
 
 /// Asynchronous page faults of a running guest are switched off and on, again and again.
-pub fn async_faults_are_switched<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn async_faults_are_switched<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         beside_verify(&backend, Apf::On, |running, round| {
@@ -85,28 +76,22 @@ where
 }
 
 /// How writes are detected changes while slots log and the guest writes.
-pub fn detection_is_switched<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn detection_is_switched<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         beside_verify(&backend, Apf::Off, |running, round| {
             let why = "kvm: how writes are detected is the host kernel's choice";
             let choice = lacks(running.vm.detection(), why)?;
-            B::start_tracking(running.vm);
+            start_tracking(running.vm);
             choice.choose([Detection::WriteProtect, Detection::Pml][round % 2]);
-            B::harvest(running.vm);
+            harvest(running.vm);
             Ok(())
         })
     })
 }
 
 /// Dirty bits are read without being taken, and cleared by whole words.
-pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Outcome {
     let Made { vm, .. } = backend.make(&Request::new(16, 16, 1, ""), &guest("hello"))?;
     let (id, mut words) = (vm.memory_slots()[0].id, vec![0; 64]);
     let log = lacks(
@@ -115,7 +100,7 @@ where
     )?;
     let not_logging = vm.get_dirty(id, &mut words);
     assert_eq!(not_logging, Err(DirtyError::NotLogging(id)));
-    B::start_tracking(&vm);
+    start_tracking(&*vm);
     for page in [0, 70, 4095] {
         let at = Gpa::truncate(page * PAGE_SIZE as u64);
         vm.write(at, &[1]).expect("guest memory");

@@ -73,10 +73,7 @@ fn small() -> Request {
 
 /// An address is a device until a slot is added there; the slot's content moves with it; what is
 /// removed is a device again, and a new slot in its place is zero.
-pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let code = counter();
@@ -123,10 +120,7 @@ where
 
 /// Reads of a read-only slot are memory; writes leave as device writes and change nothing, until
 /// the slot is made writable.
-pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let code = assemble(|a| {
@@ -166,10 +160,7 @@ where
 }
 
 /// What cannot be is refused with its reason, and changes nothing.
-pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let Made { vm, .. } = backend.make(&small(), &guest("hello"))?;
@@ -200,10 +191,7 @@ where
 }
 
 /// Slots come, move and go beside a guest that checks its memory, and that is overcommitted.
-pub fn slots_change_beside_a_guest<B: Backend>(backend: &B) -> Outcome
-where
-    B::Vm: lacuna_machine::Vm,
-{
+pub fn slots_change_beside_a_guest<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let request = Request::new(16, 8, 2, "rounds=1");

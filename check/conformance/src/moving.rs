@@ -1,0 +1,108 @@
+//! A guest moves from one VM to another: its vCPUs stop, their states and the memory are copied.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{
+    Exit, GuestMemory, Kick as _, MemorySlot, MemorySlots, Next, PlatformDevices, SaveRestore,
+    StateError, Vcpu as _, VcpuState, dispatch,
+};
+
+use crate::backend::{Backend, Lacks, Made, Request, VcpuOf};
+
+/// How often a run looks whether it has ended.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// Runs the vCPUs for `time`, or until the guest ends.
+pub fn run_for<B: Backend>(made: &mut Made<B>, devices: &PlatformDevices, time: Duration) {
+    let stop = AtomicBool::new(false);
+    let vm = &*made.vm;
+    let began = Instant::now();
+    let drive = |vcpu: &mut VcpuOf<B>| {
+        while devices.ending().is_none() {
+            let exit = vcpu.run();
+            let stopped = matches!(exit, Ok(Exit::Interrupted)) && stop.load(Ordering::Acquire);
+            if stopped || dispatch(vcpu, exit, devices, vm) == Next::Stop {
+                break;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        let drive = &drive;
+        let threads: Vec<_> = (made.vcpus.iter_mut())
+            .map(|vcpu| scope.spawn(move || drive(vcpu)))
+            .collect();
+        let all_ended = || threads.iter().all(thread::ScopedJoinHandle::is_finished);
+        while began.elapsed() < time && !all_ended() {
+            thread::sleep(LOOK);
+        }
+        stop.store(true, Ordering::Release);
+        while !all_ended() {
+            vm.kick_all();
+            thread::sleep(LOOK);
+        }
+    });
+}
+
+/// The states of all vCPUs, which do not run. One that is in the middle of an instruction completes
+/// it first.
+///
+/// # Panics
+/// If one is not saved.
+pub fn save<B: Backend>(made: &mut Made<B>, devices: &PlatformDevices) -> Vec<VcpuState> {
+    let vm = &*made.vm;
+    let save = |vcpu: &mut VcpuOf<B>| {
+        loop {
+            match vcpu.save() {
+                Ok(state) => return state,
+                Err(StateError::MidInstruction { vcpu: index }) => {
+                    vm.kick(index);
+                    let exit = vcpu.run();
+                    let _ = dispatch(vcpu, exit, devices, vm);
+                }
+                Err(refused) => panic!("vCPU {}: {refused}", vcpu.index()),
+            }
+        }
+    };
+    made.vcpus.iter_mut().map(save).collect()
+}
+
+/// Copies all memory of `from`, whose slots `to` has as well.
+pub fn copy_memory(from: &(impl GuestMemory + MemorySlots), to: &impl GuestMemory) {
+    let mut page = [0; PAGE_SIZE];
+    for MemorySlot { gfns, .. } in from.memory_slots() {
+        for offset in 0..gfns.pages() {
+            let gfn = gfns
+                .start()
+                .checked_add(offset)
+                .expect("inside of the slot");
+            from.read(gfn.gpa(), &mut page).expect("guest memory");
+            if page != [0; PAGE_SIZE] {
+                to.write(gfn.gpa(), &page).expect("guest memory");
+            }
+        }
+    }
+}
+
+/// Makes a VM, and moves the guest of `from` there; the old VM is dropped.
+///
+/// # Panics
+/// If a state is refused.
+pub fn move_to_fresh<B: Backend>(
+    backend: &B,
+    request: &Request,
+    mut from: Made<B>,
+    devices: &PlatformDevices,
+) -> Result<Made<B>, Lacks> {
+    let mut to = backend.make_bare(request)?;
+    let states = save(&mut from, devices);
+    copy_memory(&*from.vm, &*to.vm);
+    drop(from);
+    for (vcpu, state) in to.vcpus.iter_mut().zip(&states) {
+        let restored = vcpu.restore(state);
+        restored.unwrap_or_else(|refused| panic!("vCPU {}: {refused}", vcpu.index()));
+    }
+    Ok(to)
+}
