@@ -127,7 +127,7 @@ impl DirtyBitmap {
 
     /// As [`Self::mark`] for all of `pages`; returns their number. Pages that share a word take one
     /// exchange together. They do not if between them comes a page of another word that has the
-    /// same place among the [`JOINED`] waiting words. A page may be marked as late as the return.
+    /// same place among the `JOINED` waiting words. A page may be marked as late as the return.
     ///
     /// # Panics
     /// If the slot does not have one of the pages. Some may be marked then.

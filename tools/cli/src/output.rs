@@ -60,7 +60,7 @@ pub fn check(output: &Output) -> Result<(), WriteError> {
 /// Prints JSON to stdout. Unlike text, it must arrive: a script that closes stdout gets an error.
 ///
 /// # Errors
-/// As [`print`]; and stdout was closed.
+/// As [`print()`]; and stdout was closed.
 pub fn print_json(json: &str) -> Result<(), WriteError> {
     if stdout_was_closed() {
         return Err(closed());

@@ -275,7 +275,7 @@ pub fn paired(a: &[f64], b: &[f64]) -> Summary {
     Summary::of(&ratios)
 }
 
-/// One figure a round: the mean over the [`shifts`](crate::turns::shifts). `figures` are those of
+/// One figure a round: the mean over the shifts. `figures` are those of
 /// `rounds` rounds in each shift, one shift after the other. As every VM has played every arm, what
 /// makes one VM differ from another cancels.
 pub fn across_shifts(figures: &[f64], rounds: usize) -> Vec<f64> {

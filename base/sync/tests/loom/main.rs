@@ -299,7 +299,9 @@ fn a_remover_beside(request: fn(&Qsbr)) {
 #[test]
 fn a_request_that_nobody_waits_for_disturbs_no_remover() {
     // An aging pass makes such a request.
-    a_remover_beside(|qsbr| drop(qsbr.request()));
+    a_remover_beside(|qsbr| {
+        let _ = qsbr.request();
+    });
 }
 
 #[test]

@@ -50,7 +50,7 @@ pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The row of the first look: [`hot`].
+/// The row of the first look, with the figures of `fault.soft_vs_host`.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let found = compare_hot(rounds)?;
     let ns = |cost: Summary| time(cost.median as u64);
