@@ -1,5 +1,5 @@
-//! Boots a guest on `/dev/kvm`. Its pages come from Lacuna's page source, one millisecond late, and
-//! KVM tells the guest of each: see how little the guest's work suffers.
+//! Boots a guest on `/dev/kvm`. Its memory comes from Lacuna's page source. A page that the source
+//! has evicted takes one millisecond to come back, and KVM can tell the guest of it meanwhile.
 //!
 //!     cargo run --release --example boot_kvm [IMAGE [COMMAND LINE]]
 

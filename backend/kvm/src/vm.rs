@@ -47,7 +47,7 @@ pub struct Vm {
 /// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB where other machines have firmware, so no
 /// memory slot overlaps it.
 const TSS_ADDRESS: usize = 0xfffb_d000;
-/// The same limit as in `lacuna_soft`.
+/// The most vCPUs of a VM; `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
 const VCPUS_MAX: usize = 64;
 
 impl Vm {
