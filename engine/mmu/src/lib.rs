@@ -11,12 +11,7 @@
 //! | `invalidate` | the host takes pages back |
 //! | `rmap_walk` | older rmap walk strategies: feature `comparisons` |
 //! | `level` | where huge leaves are forbidden for a while |
-//! | `dirty` | dirty tracking: states and rules |
-//! | `logging` | turns a slot's log on and off; how writes are detected |
-//! | `recovery` | the older way to end logging: feature `comparisons` |
-//! | `host_write` | writes that go past the TLBs |
-//! | `harvest` | takes the marks |
-//! | `rearm` | rearms the harvested pages |
+//! | `dirty` | dirty tracking: finds the pages that the guest and its devices write |
 //! | `layout` | adds, removes and moves slots |
 //! | `verify` | slots, rmap and tables agree |
 //!
@@ -30,18 +25,12 @@
 
 mod dirty;
 mod fault;
-mod harvest;
-mod host_write;
 mod install;
 mod invalidate;
 mod layout;
 mod level;
-mod logging;
 mod mmu;
 mod notifier;
-mod rearm;
-#[cfg(any(test, feature = "comparisons"))]
-mod recovery;
 mod rmap;
 #[cfg(any(test, feature = "comparisons"))]
 mod rmap_walk;
@@ -51,15 +40,14 @@ mod verify;
 #[cfg(test)]
 mod tests;
 
+#[cfg(any(test, feature = "comparisons"))]
+pub use dirty::Recovery;
 pub use dirty::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Writing,
 };
 pub use fault::{Outcome, Page};
-pub use host_write::Writing;
 pub use invalidate::Invalidation;
 pub use mmu::{Mmu, MmuError};
-#[cfg(any(test, feature = "comparisons"))]
-pub use recovery::Recovery;
 pub use rmap::Rmap;
 #[cfg(any(test, feature = "comparisons"))]
 pub use rmap_walk::{RmapWalk, Steps};

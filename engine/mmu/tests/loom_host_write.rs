@@ -15,15 +15,15 @@
 #![cfg(loom)]
 #![allow(dead_code, reason = "the modules are whole, the models use their part")]
 
-#[path = "../src/dirty.rs"]
-mod dirty;
-#[path = "../src/host_write.rs"]
+#[path = "../src/dirty/host_write.rs"]
 mod host_write;
+#[path = "../src/dirty/state.rs"]
+mod state;
 
-use dirty::{HugeLeaves, SlotLog, Tracking};
 use lacuna_addr::{Gfn, Hva};
-use lacuna_slots::{Limits, Slot, SlotFlags, SlotId, SlotSpec, Slots};
+use lacuna_slots::{DirtyError, HugeLeaves, Limits, Slot, SlotFlags, SlotId, SlotSpec, Slots};
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
+use state::{Count, SlotLog, Tracking};
 
 /// The parts of the MMU that these modules use.
 struct Mmu {
@@ -49,7 +49,7 @@ struct VcpuMmu {
 struct Marker;
 
 impl Marker {
-    fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, _: dirty::Count) {
+    fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, _: Count) {
         slot.attach.log().mark(slot.page(gfn));
     }
 }

@@ -1,26 +1,12 @@
-//! Dirty tracking of slots: its states and rules. `logging` switches them, `harvest` reads the
-//! result.
-//!
-//! ```text
-//! vCPU                                     monitor, holding `layout`
-//! W or D appears: by a fault under the     kick: vCPUs in the guest flush their logs
-//!   range lock, a fast page fault or         into bitmap or ring
-//!   a logging walk                         take the marks
-//! then the page is marked: bitmap, ring,   rearm under the range lock: clear W, or D
-//!   or first the log, which is flushed     one targeted shoot-down, waited for
-//!   before the vCPU counts as offline      copy the pages
-//! ```
-//! Wherever vCPUs walk without logging, a leaf with W also has D. Leaves without D exist only in
-//! slots that log, while every vCPU logs.
+//! The states of dirty tracking: which way a VM detects and delivers writes, and whether a slot
+//! logs. `logging` switches them, `harvest` reads the marks.
 
 use crate::Rmap;
-use lacuna_slots::{DirtyBitmap, RingConsumer, Slot};
+use lacuna_slots::{
+    Delivery, Detection, DirtyBitmap, DirtyError, DirtyStats, HugeLeaves, RingConsumer, Slot,
+};
 use lacuna_sync::shim::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence, yield_now};
 use std::sync::{Arc, Mutex, OnceLock};
-
-pub use lacuna_slots::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
-};
 
 /// The counters of one vCPU: the vCPU writes them, any thread reads them. They have cache lines of
 /// their own, because those of two vCPUs are allocated one after the other.

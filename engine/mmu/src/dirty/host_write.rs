@@ -12,7 +12,7 @@
 //! deleted and made again over the same backing has another log: its owner must ensure that no
 //! write is in progress in between.
 
-use crate::dirty::{Count, DirtyError};
+use super::{Count, DirtyError};
 use crate::{Mmu, Rmap, VcpuMmu};
 use lacuna_addr::Gfn;
 use lacuna_slots::Slot;

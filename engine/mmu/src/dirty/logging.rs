@@ -12,7 +12,7 @@
 //! read-only or writable is unmapped for it. The search stops at the first leaf with W, which
 //! decides for the block.
 
-use crate::dirty::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
+use super::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
 use crate::{InBlock, Mmu};
 use lacuna_addr::GfnRange;

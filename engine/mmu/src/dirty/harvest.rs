@@ -5,8 +5,8 @@
 //! *flush*, and only then may the caller copy pages. A write that the copy lacks comes after the
 //! flush, so it is detected again.
 
-use crate::dirty::{DirtyError, bitmap_of};
-use crate::rearm::Found;
+use super::rearm::Found;
+use super::{DirtyError, bitmap_of};
 use crate::rmap::Rmap;
 use crate::{Detection, Mmu};
 use lacuna_slots::{Slot, SlotId};
