@@ -1,56 +1,58 @@
-//! The line between a token's life and the architecture's contract with its guests.
+//! The traits between the neutral half, the life of a token, and an architecture's contract with
+//! its guests.
 
 use crate::token::{Token, TokenFormat};
 use lacuna_addr::{Access, Gfn};
 
-/// What became of an attempt to map a page ahead of its retry.
+/// The result of an attempt to map a page before the guest retries its access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Prefault {
-    /// The retry will find it.
+    /// The retry will find the page mapped.
     Mapped,
-    /// It is gone again, or never came; the retry faults.
+    /// The page has been evicted again, or never came; the retry faults.
     NotMapped,
 }
 
-/// What every architecture's queue needs of the guest on its vCPU. All calls come from the vCPU's
-/// thread, with no lock held.
+/// What a queue needs of the guest on its vCPU, whatever the architecture. The vCPU's thread makes
+/// all calls, and holds no lock.
 pub trait Guest {
     /// Whether the vCPU could take an event now: the guest has not masked events, none is pending
-    /// or being delivered, and no instruction is half done except the one that faults. The answer
-    /// reflects at once what the architecture's calls have injected.
+    /// or being delivered, and no instruction is half done except the one that faults. An event
+    /// that [`Tell`] has just injected counts as pending.
     fn is_interruptible(&self) -> bool;
 
-    /// Maps the page for `access`, if that takes no waiting.
+    /// Maps the page for `access`, if that is possible without waiting.
     fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault;
 
-    /// Ends a halt of the guest's own: the vCPU is runnable.
+    /// Ends a halt by the guest itself (HLT): the vCPU is runnable.
     fn resume(&mut self);
 }
 
-/// The guest could not be told: the words that the event needs are not in writable memory.
+/// The guest could not be told: the event is disabled, or its words in guest memory are in use or
+/// not writable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Untold;
 
-/// One architecture's contract, as one vCPU's guest has configured it.
+/// One architecture's contract with its guests, as the guest has configured it on one vCPU.
 pub trait Abi {
-    /// How its tokens are made.
+    /// The format of its tokens.
     const TOKENS: TokenFormat;
 
     /// Whether the guest has asked to be told of pages.
     fn is_enabled(&self) -> bool;
 
-    /// vCPU reset: the configuration is what it is at power-on.
+    /// vCPU reset: the configuration becomes that at power-on.
     fn reset(&mut self);
 }
 
-/// The two questions that decide a token's life, about a guest of type `G`.
+/// Tells a guest of type `G` about its pages.
 ///
-/// The trait is apart from [`Abi`] because each architecture needs other things of its guest: x86's
-/// contract is implemented for every `G` that is an [`x86::Guest`](crate::x86::Guest).
+/// The trait is apart from [`Abi`] because each architecture needs something else of its guest.
+/// x86's contract implements it for every `G` that is an [`x86::Guest`](crate::x86::Guest).
 pub trait Tell<G>: Abi {
-    /// Tells the guest that the page of `token` is not present, if it may be told now. The caller
-    /// knows that the vCPU is interruptible and the contract enabled. An event that the guest has
-    /// not read is never overwritten.
+    /// Tells the guest that the page of `token` is not present, if the guest may be told now. The
+    /// caller has checked that the vCPU is interruptible and the contract enabled. An event that
+    /// the guest has not read is never overwritten.
     ///
     /// # Errors
     /// The guest was not told; nothing that it can see has changed.
@@ -70,11 +72,11 @@ pub trait Tell<G>: Abi {
 /// What a change of the configuration asks of the queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Request {
-    /// Asynchronous page faults are on, perhaps again or elsewhere.
+    /// The guest has enabled asynchronous page faults, perhaps a second time or with another area.
     Enabled,
-    /// They are off.
+    /// The guest has disabled them.
     Disabled,
-    /// The guest has read an event: the next may come.
+    /// The guest has read an event, so the next may be delivered.
     Acknowledged,
     /// Nothing.
     None,

@@ -1,4 +1,4 @@
-//! The completion queue: pages that have come, from any thread to the vCPU's.
+//! The completion queue: any thread reports a page that has come, and the vCPU's thread takes it.
 //!
 //! ```text
 //! completing thread                         vCPU's thread
@@ -8,15 +8,17 @@
 //! unlock
 //! kick
 //! ```
-//! *Cancel* increments the generation under the lock. So a completion is either in the list when
-//! cancel empties it, or finds another generation. Nothing from before a cancel is delivered after
-//! it, and cancel does not wait for any worker.
+//! *Cancel* increments the generation under the lock. A completion that comes before cancel is in
+//! the list, and cancel empties the list. One that comes after cancel finds another generation. So
+//! nothing from before a cancel is delivered after it, and cancel does not wait for any worker.
 //!
-//! *No lost kick.* Every push is followed by a kick, and a kick leaves a permit. So a vCPU that
-//! looked before the push is kicked after its look. KVM requests `APF_READY` only for the first
-//! item of a list, skips the kick while a ready is not acknowledged, and always wakes a blocked
-//! vCPU. Here one kick does both. An artificial halt also ends for a page further down the list, so
-//! every push needs its kick.
+//! *No lost kick.* Suppose that the vCPU looks, finds the list empty, and is about to sleep. Then a
+//! page is pushed. The kick after the push leaves a permit, so the sleep ends at once.
+//!
+//! Every push kicks. KVM does less: it requests `APF_READY` only for the first item of a list,
+//! skips that kick while a ready is not acknowledged, and always wakes a blocked vCPU. Here one
+//! kick does both. An artificial halt also ends for a page further down the list, so every push
+//! needs its kick.
 
 use lacuna_addr::Gfn;
 use lacuna_sync::shim::{Arc, AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
@@ -25,7 +27,7 @@ use std::sync::PoisonError;
 
 struct Shared {
     list: Mutex<List>,
-    /// Whether the list has anything: written under the lock, read without, as a hint.
+    /// Whether the list has anything. It is written under the lock, and read without it as a hint.
     any: AtomicBool,
     /// Completions that exist, of any generation.
     live: AtomicUsize,
@@ -54,9 +56,9 @@ impl Shared {
     }
 }
 
-/// The duty to say that a page has come, or that it never will: the vCPU then retries its access
-/// and finds out. Dropping it says so too, so a worker that dies loses nothing. It has no effect
-/// after the queue was cancelled, reset, disabled or dropped.
+/// The duty to report that a page has come, or that it never will. The vCPU then retries its access
+/// and finds out which. Dropping a completion reports as well, so a worker that dies loses nothing.
+/// After the queue was cancelled, reset, disabled or dropped, a completion has no effect.
 #[must_use = "dropping it says that the page has come"]
 pub struct Completion {
     shared: Arc<Shared>,
@@ -65,7 +67,8 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// The page has come. Takes a lock for a moment, then kicks the vCPU, on the calling thread.
+    /// Reports that the page has come. The calling thread takes a lock for a moment, and then kicks
+    /// the vCPU.
     pub fn complete(self) {}
 }
 
@@ -76,7 +79,7 @@ impl Drop for Completion {
     }
 }
 
-/// The vCPU's end of the list.
+/// The vCPU's end of the completion queue.
 pub(crate) struct Arrivals {
     shared: Arc<Shared>,
     generation: u64,
@@ -110,8 +113,8 @@ impl Arrivals {
         }
     }
 
-    /// Pages on their way. Pages that a cancel has made the queue forget count too: each has a
-    /// frame.
+    /// Pages on their way. Pages that the queue has forgotten by a cancel count as well, because
+    /// each of them has a frame.
     pub fn live(&self) -> usize {
         self.shared.live.load(Ordering::Relaxed)
     }
@@ -121,7 +124,7 @@ impl Arrivals {
         self.shared.any.load(Ordering::Relaxed)
     }
 
-    /// The page that came first.
+    /// Takes the page that came first.
     pub fn pop(&self) -> Option<Gfn> {
         let mut list = self.shared.lock();
         let page = list.pages.pop_front();
@@ -144,7 +147,7 @@ impl Arrivals {
         self.shared.any.store(false, Ordering::Relaxed);
     }
 
-    /// What is in the list, for [`Queue::verify`](crate::Queue::verify).
+    /// The pages in the list, for [`Queue::verify`](crate::Queue::verify).
     pub fn pages(&self) -> Vec<Gfn> {
         let list = self.shared.lock();
         assert_eq!(self.any(), !list.pages.is_empty());
@@ -152,7 +155,7 @@ impl Arrivals {
     }
 }
 
-/// The vCPU is gone: later completions kick nothing.
+/// The vCPU is gone, so a later completion must not kick it.
 impl Drop for Arrivals {
     fn drop(&mut self) {
         self.cancel();

@@ -31,7 +31,7 @@
 //! | file | job |
 //! |---|---|
 //! | `abi` | the traits between the halves |
-//! | `token` | tokens: their format, and how the next token of a vCPU is made |
+//! | `token` | the format of tokens, and the next token of a vCPU |
 //! | `arrivals` | the completion queue: the only part that other threads touch |
 //! | `recent` | forward progress: if a page faults again just after it was made ready, wait |
 //! | `queue` | [`Queue`]: faults come in, ready pages go out |

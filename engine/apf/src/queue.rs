@@ -1,4 +1,4 @@
-//! One vCPU's asynchronous page faults: faults in, ready pages out.
+//! The state of one vCPU's asynchronous page faults: faults come in, ready pages go out.
 
 use crate::abi::{Abi, Guest, Prefault, Request, Tell};
 use crate::arrivals::{Arrivals, Completion};
@@ -9,54 +9,54 @@ use lacuna_addr::{Access, Gfn};
 use lacuna_sync::Nanos;
 use std::collections::HashMap;
 
-/// How many faults of one vCPU may be outstanding, a wake-all included (KVM's
+/// The most faults of one vCPU that may be outstanding; a wake-all counts as one (KVM's
 /// `ASYNC_PF_PER_VCPU`).
 pub const QUEUED_MAX: usize = 64;
 
-/// What is to be done about a page that is not there.
+/// What the backend has to do about a page that is not present.
 #[must_use]
 pub enum NotPresent {
     /// Wait for the page as if there were no asynchronous faults.
     Wait,
-    /// The guest was told. *Now* start the worker and give it the completion; then run the guest.
+    /// The guest was told. Start the worker *now* and give it the completion; then run the guest.
     Injected(Completion),
-    /// The guest cannot be told: an artificial halt, see [`Queue::halted`]. With a completion:
-    /// start the worker first. Without: the page is already on its way.
+    /// The guest cannot be told, so the vCPU is in an artificial halt (see [`Queue::halted`]). If
+    /// there is a completion, start the worker first. If there is none, the page is already on its
+    /// way.
     Halt(Option<Completion>),
 }
 
 /// A fault in flight.
 pub(crate) struct Flight {
-    /// What the guest was told; `None` if it could not be told.
+    /// The token that the guest was told; `None` if it could not be told.
     pub token: Option<Token>,
     access: Access,
     since: Nanos,
 }
 
-/// One vCPU's asynchronous page faults; lives on the vCPU's thread.
+/// One vCPU's asynchronous page faults. Only the vCPU's thread uses it.
 ///
-/// The thread calls [`Queue::poll`] whenever [`Queue::has_arrivals`] says so between two
-/// instructions, and before it sleeps for whatever reason; then it sleeps until it is kicked. A
-/// kick may come before the sleep: it must leave a permit, as `unpark` does.
+/// The thread calls [`Queue::poll`] between two instructions if [`Queue::has_arrivals`], and before
+/// each sleep, whatever the reason for the sleep. A kick ends the sleep. It may come between the
+/// call and the sleep, so it must leave a permit, as `unpark` does.
 pub struct Queue<A> {
     pub(crate) abi: A,
     tokens: Tokens,
-    /// The hash of gfns in flight. The guest chooses them, so the hash must be a keyed one, as
-    /// std's is. It never grows past its first capacity.
+    /// The faults in flight, by gfn. The guest chooses the gfns, so the hash function must be
+    /// keyed, as std's is. The map never grows past its first capacity.
     pub(crate) flights: HashMap<Gfn, Flight>,
     pub(crate) arrivals: Arrivals,
-    /// A wake-all is queued. It is only ever queued before any arrival: it comes first.
+    /// A wake-all is queued. It is queued only while there is no arrival, and is delivered first.
     pub(crate) wake_all: bool,
     pub(crate) recent: Recent,
-    /// The artificial halt, and the page that it waits for.
+    /// In an artificial halt: the page that the vCPU waits for.
     pub(crate) halted: Option<Gfn>,
     stats: Stats,
 }
 
 impl<A: Abi> Queue<A> {
-    /// The queue of vCPU `vcpu`, whose guest is told as `abi` says. `kick` gets the vCPU's
-    /// attention: it kicks the vCPU out of guest code and wakes its thread. Completing threads call
-    /// it with no lock held. It must not panic.
+    /// The queue of vCPU `vcpu`. `abi` tells its guest. `kick` makes the vCPU leave guest code, or
+    /// wakes its thread. Completing threads call it and hold no lock then. It must not panic.
     ///
     /// # Panics
     /// If `vcpu` does not fit in a token ([`Abi::TOKENS`]).
@@ -78,13 +78,13 @@ impl<A: Abi> Queue<A> {
         &self.abi
     }
 
-    /// To change the contract; what that asks of the queue goes to [`Queue::obey`].
+    /// The contract, to change it. The request that follows from a change goes to [`Queue::apply`].
     pub(crate) fn abi_mut(&mut self) -> &mut A {
         &mut self.abi
     }
 
-    /// Does what a change of the configuration asks for.
-    pub(crate) fn obey<G: Guest>(&mut self, request: Request, now: Nanos, guest: &mut G)
+    /// Does what a change of the configuration requests.
+    pub(crate) fn apply<G: Guest>(&mut self, request: Request, now: Nanos, guest: &mut G)
     where
         A: Tell<G>,
     {
@@ -96,7 +96,8 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// The page at `gfn` is not there and takes waiting. Says how to wait.
+    /// The vCPU needs the page at `gfn`, which is not present. Tells the guest if possible, and
+    /// says what the vCPU does meanwhile.
     pub fn not_present<G: Guest>(
         &mut self,
         gfn: Gfn,
@@ -121,9 +122,9 @@ impl<A: Abi> Queue<A> {
         if self.flights.contains_key(&gfn) {
             return self.not_present_again(gfn);
         }
-        // KVM cancels its workers before a disable returns. Workers here go on, so their pages
-        // count until they have come. A guest that disables and enables in a loop then has no more
-        // frames in flight than any other guest.
+        // KVM cancels its workers before a disable returns. Workers here go on, so `live` counts
+        // their pages until they have come. A guest that disables and enables in a loop then has no
+        // more frames in flight than any other guest.
         if self.queued() == QUEUED_MAX || self.arrivals.live() >= QUEUED_MAX {
             self.stats.waited_full += 1;
             return NotPresent::Wait;
@@ -137,7 +138,7 @@ impl<A: Abi> Queue<A> {
             since: now,
         };
         self.flights.insert(gfn, flight);
-        // The completion exists from here on: ready cannot overtake not-present.
+        // The completion is made after the guest was told, so ready cannot overtake not-present.
         let completion = self.arrivals.completion(gfn);
         if token.is_some() {
             self.stats.taken += 1;
@@ -149,10 +150,12 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// A page in flight is needed by another task, or again after an interrupt broke the halt.
+    /// The vCPU needs a page that is in flight already: another task faulted on it, or an interrupt
+    /// ended the halt and the access was tried again.
     fn not_present_again(&mut self, gfn: Gfn) -> NotPresent {
         if self.arrivals.contains(gfn) {
-            // It came, the guest could not be told yet, and reclaim took it: no worker brings it.
+            // The page came, the guest could not be told yet, and reclaim took the page again. No
+            // worker brings it.
             self.stats.waited_recent += 1;
             return NotPresent::Wait;
         }
@@ -161,8 +164,9 @@ impl<A: Abi> Queue<A> {
         NotPresent::Halt(None)
     }
 
-    /// Dequeues what may be dequeued now, first come first served; how many that was. For each the
-    /// vCPU is made runnable, also when there was nothing to tell.
+    /// Takes arrivals from the completion queue, in order, as long as the guest may be told.
+    /// Returns their number. Each of them makes the vCPU runnable, also if there was nothing to
+    /// tell.
     pub fn poll<G: Guest>(&mut self, now: Nanos, guest: &mut G) -> usize
     where
         A: Tell<G>,
@@ -181,7 +185,8 @@ impl<A: Abi> Queue<A> {
             guest.resume();
             dequeued += 1;
         }
-        // A guest that does not read its events still gets the page that its vCPU halted for.
+        // If the guest does not read its events, the page stays in the list. The halt for that page
+        // ends all the same.
         if self.halted.is_some_and(|gfn| self.arrivals.contains(gfn)) {
             self.halted = None;
         }
@@ -217,38 +222,39 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// Whether there may be something for [`Queue::poll`]. One load of an atomic.
+    /// Whether [`Queue::poll`] may find something. Costs one load of an atomic.
     #[inline]
     pub fn has_arrivals(&self) -> bool {
         self.wake_all || self.arrivals.any()
     }
 
-    /// Whether pages are on their way of which the guest is to be told.
+    /// Whether faults are in flight.
     pub fn awaits_pages(&self) -> bool {
         !self.flights.is_empty()
     }
 
-    /// Whether the vCPU is in its artificial halt. An interrupt breaks it, and so does the arrival
-    /// of the page, by way of [`Queue::poll`].
+    /// Whether the vCPU is in an artificial halt. [`Queue::poll`] ends the halt when the page has
+    /// come; the backend ends it for an interrupt ([`Queue::break_halt`]).
     pub const fn halted(&self) -> bool {
         self.halted.is_some()
     }
 
-    /// Ends the artificial halt: an interrupt is to be taken. The instruction that faulted will
-    /// fault again.
+    /// Ends the artificial halt, because the vCPU takes an interrupt. The instruction that faulted
+    /// will fault again.
     pub fn break_halt(&mut self) {
         self.halted = None;
     }
 
-    /// Forgets everything in flight: no completion made so far has any effect. The vCPU leaves its
-    /// artificial halt and tries again; a guest that sleeps on tokens gets a wake-all for them.
+    /// Forgets every fault in flight: no completion made so far has an effect. The vCPU leaves its
+    /// artificial halt and tries its access again. If the contract is enabled, the guest gets a
+    /// wake-all, because its tasks may sleep on tokens.
     pub fn cancel(&mut self) {
         self.forget();
         self.wake_all = self.abi.is_enabled();
     }
 
-    /// vCPU reset: nothing in flight, the contract as at power-on, not halted. Tokens and
-    /// statistics go on.
+    /// vCPU reset: nothing is in flight, the contract is as at power-on, the vCPU is not halted.
+    /// The counters of tokens and statistics go on.
     pub fn reset(&mut self) {
         self.abi.reset();
         self.forget();
@@ -264,10 +270,11 @@ impl<A: Abi> Queue<A> {
         self.flights.len() + usize::from(self.wake_all)
     }
 
-    /// The guest has enabled. Its tasks may sleep on tokens that a disable or a migration has made
-    /// the queue forget: a wake-all makes them retry. It is left out while anything waits to be
-    /// dequeued or the queue is full. Then nothing was forgotten: disable leaves the queue empty,
-    /// and cancel queues a wake-all of its own.
+    /// Queues a wake-all, because the guest has enabled. Its tasks may sleep on tokens that the
+    /// queue forgot at a disable or a migration; a wake-all makes them retry.
+    ///
+    /// The wake-all is left out if there are arrivals or the queue is full. Then nothing was
+    /// forgotten: a disable leaves the queue empty, and a cancel queues a wake-all itself.
     fn queue_wake_all(&mut self) {
         if !self.has_arrivals() && self.queued() < QUEUED_MAX {
             self.wake_all = true;

@@ -1,20 +1,21 @@
-//! Forward progress: pages that were made ready a moment ago.
+//! Forward progress: the pages that were made ready last.
 //!
-//! Between page-ready and the retry, reclaim may take the page again: the host is short of memory,
-//! and the task that waits has not run yet. Another asynchronous fault could go the same way, and
-//! so on for ever. So the second fault is a synchronous one, which holds its pages until the
-//! instruction has retired.
+//! The race: a page is made ready; before the waiting task runs, reclaim takes the page again; the
+//! task retries and faults. If that fault is asynchronous too, the same can happen again, for ever.
+//! So it is synchronous. A synchronous fault pins its pages until the instruction has retired.
 //!
 //! A retry that succeeds reports nothing, so the queue cannot know whether a page was retried. It
-//! knows that a page which faults is among the last few made ready. Either reclaim took the page
-//! before its retry, or memory is so short that a page comes and goes within a few faults. To
-//! mistake the second case for the first costs one synchronous wait. With more memory, later pages
-//! have pushed the entry out. The wait that an entry causes removes it.
+//! knows only that a faulting page is among the last ones made ready. Two cases look alike: reclaim
+//! took the page before its retry; or after it, because memory is so short that a page comes and
+//! goes within a few faults. In the second case the rule costs one synchronous wait.
+//!
+//! An entry goes when a fault has waited for its page, or when later pages have pushed it out.
 
 use lacuna_addr::Gfn;
 use std::collections::VecDeque;
 
-/// As many as can be in flight: ready pages of which none has been retried yet.
+/// The number of pages kept. At most so many are in flight, so that many ready pages may wait for
+/// their retry.
 const KEPT: usize = crate::QUEUED_MAX;
 
 /// The last [`KEPT`] pages made ready, oldest first.
@@ -32,7 +33,7 @@ impl Recent {
         self.0.push_back(gfn);
     }
 
-    /// Whether `gfn` is one of them; not any more, if so.
+    /// Removes `gfn`; returns whether it was there.
     pub fn take(&mut self, gfn: Gfn) -> bool {
         let at = self.0.iter().position(|&kept| kept == gfn);
         at.is_some_and(|at| self.0.remove(at).is_some())

@@ -1,39 +1,40 @@
-//! Numbers: what became of one vCPU's faults.
+//! Counters of one vCPU's faults.
 
 /// A reading of one vCPU's counters, or a sum over vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stats {
-    /// Faults of which the guest was told.
+    /// Faults that the guest was told of.
     pub taken: u64,
-    /// Faults of which it could not be told: artificial halts with a page on its way.
+    /// Faults that the guest could not be told of: artificial halts for which a read was started.
     pub halted: u64,
-    /// Faults on a page already on its way to this vCPU: artificial halts with nothing new.
+    /// Faults on a page that was already on its way to this vCPU: artificial halts without a new
+    /// read.
     pub repeated: u64,
-    /// Synchronous waits since the queue was full.
+    /// Synchronous waits because the queue was full.
     pub waited_full: u64,
-    /// Synchronous waits since the vCPU could take no event.
+    /// Synchronous waits because the vCPU was not interruptible.
     pub waited_uninterruptible: u64,
-    /// Synchronous waits for a page that had just come and was gone again.
+    /// Synchronous waits for a page that had been made ready a moment before and was evicted again.
     pub waited_recent: u64,
-    /// Pages announced as ready.
+    /// Pages that the guest was told to be ready.
     pub ready: u64,
-    /// Arrivals of which the guest was not told: it knew nothing of the page, or the word could
-    /// not be written. The vCPU was only made runnable.
+    /// Arrivals that the guest was not told of: it had no token for the page, or the word in its
+    /// memory could not be written. The vCPU was only made runnable.
     pub spurious: u64,
-    /// Arrivals that could be mapped ahead of the retry.
+    /// Arrivals that could be mapped before the retry.
     pub prefaulted: u64,
-    /// Wake-alls announced.
+    /// Wake-alls delivered.
     pub wake_alls: u64,
-    /// Faults that were in flight when all was cancelled.
+    /// Faults that were in flight at a cancel, a disable or a reset.
     pub cancelled: u64,
-    /// From the fault to the moment that the vCPU took note of the page's arrival.
+    /// The time from the fault until the vCPU dequeued the page's arrival.
     pub swap_in: SwapIn,
 }
 
-/// Swap-in times, in nanoseconds: how many, and from the shortest to the longest.
+/// Swap-in times in nanoseconds: number, sum, shortest and longest.
 ///
-/// Measured to the dequeue on the vCPU's thread, since a worker has no clock here: as the guest
-/// sees it, waiting for its own acknowledgement included.
+/// A time ends when the vCPU's thread dequeues the arrival, because a worker has no clock here. So
+/// it includes the wait until the guest has acknowledged the event before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SwapIn {
     /// How many were measured.
@@ -80,7 +81,7 @@ impl SwapIn {
 impl Stats {
     /// Adds another vCPU's.
     pub fn merge(&mut self, other: &Self) {
-        // Taken apart, so that a counter that is added later cannot be forgotten here.
+        // Every field is named, so that the compiler refuses a new counter that is not merged.
         let Self {
             taken,
             halted,

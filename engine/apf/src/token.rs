@@ -6,7 +6,7 @@
 pub struct Token(u32);
 
 impl Token {
-    /// Page-ready for every task that sleeps on this vCPU.
+    /// Says "ready" to every task that sleeps on this vCPU.
     pub const WAKE_ALL: Self = Self(u32::MAX);
 
     /// The number that the guest sees.
@@ -14,14 +14,15 @@ impl Token {
         self.0
     }
 
-    /// The number as an address register brings it, such as CR2.
+    /// The number as the value of an address register, such as CR2.
     pub const fn address(self) -> u64 {
         self.0 as u64
     }
 }
 
-/// How an architecture's tokens are made: a counter above the number of the vCPU. A guest keeps the
-/// sleepers of all vCPUs in one table, so two vCPUs must not give out the same token.
+/// The format of an architecture's tokens: the vCPU's number in the low bits, a counter above it. A
+/// guest may keep the sleepers of all vCPUs in one table, so two vCPUs must not give out the same
+/// token.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TokenFormat {
     /// Low bits that hold the vCPU.
@@ -30,7 +31,7 @@ pub struct TokenFormat {
     pub id_bits: u32,
 }
 
-/// Where a vCPU's tokens come from.
+/// Makes the tokens of one vCPU.
 pub(crate) struct Tokens {
     format: TokenFormat,
     vcpu: u32,
@@ -54,7 +55,7 @@ impl Tokens {
         }
     }
 
-    /// The next one: never 0 and never the wake-all.
+    /// The next token. It is never 0 and never the wake-all.
     pub fn next(&mut self) -> Token {
         let TokenFormat { vcpu_bits, id_bits } = self.format;
         loop {
@@ -76,7 +77,7 @@ mod tests {
         id_bits: 20,
     };
 
-    /// The counter wraps twice, for the first vCPU and for the one whose bits are all ones.
+    /// The counter wraps twice, for vCPU 0 and for the vCPU whose number is all ones.
     #[test]
     fn a_token_names_its_vcpu_and_is_never_zero_or_all_ones() {
         for vcpu in [0, 5, 0xfff] {

@@ -5,8 +5,8 @@ use crate::{Abi, QUEUED_MAX, Queue};
 use std::collections::HashSet;
 
 impl<A: Abi> Queue<A> {
-    /// Checks the queue against itself; for tests and seeded runs. Others may complete
-    /// completions meanwhile.
+    /// Checks that the parts of the queue agree; for tests and seeded runs. Other threads may
+    /// complete completions meanwhile.
     ///
     /// # Panics
     /// If anything is wrong.

@@ -2,35 +2,35 @@
 
 mod common;
 
-use common::{AREA, AS_INT, Answer, ENABLED, WAKE_ALL, World, answer};
+use common::{AREA, AS_INT, Answer, ENABLED, Fixture, WAKE_ALL, answer};
 use lacuna_apf::NotPresent;
 use lacuna_apf::x86::Msr;
 
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
-/// The ways to forget all tokens; each leaves the queue disabled.
-const ENDS: [fn(&mut World); 3] = [
-    |world| assert!(world.write(Msr::Enable, 0)),
-    |world| assert!(world.write(Msr::Enable, AREA | AS_INT)),
-    |world| world.queue.reset(),
+/// The ways to make the queue forget all tokens. Each leaves it disabled.
+const ENDS: [fn(&mut Fixture); 3] = [
+    |fixture| assert!(fixture.write(Msr::Enable, 0)),
+    |fixture| assert!(fixture.write(Msr::Enable, AREA | AS_INT)),
+    |fixture| fixture.queue.reset(),
 ];
 
 #[test]
 fn nothing_outstanding_is_delivered_after_the_end() {
     for en in [ENABLED, INTERRUPT] {
         for end in ENDS {
-            let mut world = World::new(en);
-            let (_, arrived) = world.inject(5);
-            let (_, outstanding) = world.inject(6);
+            let mut fixture = Fixture::new(en);
+            let (_, arrived) = fixture.inject(5);
+            let (_, outstanding) = fixture.inject(6);
             arrived.complete();
-            world.guest.told();
-            end(&mut world);
-            assert!(!world.queue.has_arrivals());
+            fixture.guest.told();
+            end(&mut fixture);
+            assert!(!fixture.queue.has_arrivals());
             outstanding.complete();
-            assert!(!world.queue.has_arrivals());
-            assert_eq!(world.poll(), 0);
-            assert_eq!(world.guest.told(), []);
-            assert_eq!(world.queue.stats().cancelled, 2);
+            assert!(!fixture.queue.has_arrivals());
+            assert_eq!(fixture.poll(), 0);
+            assert_eq!(fixture.guest.told(), []);
+            assert_eq!(fixture.queue.stats().cancelled, 2);
         }
     }
 }
@@ -38,83 +38,83 @@ fn nothing_outstanding_is_delivered_after_the_end() {
 #[test]
 fn enabling_again_wakes_all_and_only_that() {
     for end in ENDS {
-        let mut world = World::new(INTERRUPT);
-        let (_, early) = world.inject(5);
-        let (_, late) = world.inject(6);
-        end(&mut world);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let (_, early) = fixture.inject(5);
+        let (_, late) = fixture.inject(6);
+        end(&mut fixture);
         early.complete();
-        world.enable(INTERRUPT);
+        fixture.enable(INTERRUPT);
         late.complete();
-        assert_eq!(world.settle(), [WAKE_ALL]);
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
     }
 }
 
 #[test]
 fn a_completion_from_before_a_disable_does_not_affect_a_new_fault_on_the_page() {
     for end in ENDS {
-        let mut world = World::new(INTERRUPT);
-        let (_, before) = world.inject(5);
-        end(&mut world);
-        world.enable(INTERRUPT);
-        assert_eq!(world.settle(), [WAKE_ALL]);
-        let (token, now) = world.inject(5);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let (_, before) = fixture.inject(5);
+        end(&mut fixture);
+        fixture.enable(INTERRUPT);
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
+        let (token, now) = fixture.inject(5);
         before.complete();
-        assert_eq!(world.settle(), []);
+        assert_eq!(fixture.settle(), []);
         now.complete();
-        assert_eq!(world.settle(), [token]);
+        assert_eq!(fixture.settle(), [token]);
     }
 }
 
 #[test]
 fn the_end_ends_the_halt_and_forgets_ready_tokens() {
     for end in ENDS {
-        let mut world = World::new(INTERRUPT);
-        let (_, completion) = world.inject(5);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let (_, completion) = fixture.inject(5);
         completion.complete();
-        world.settle();
-        world.guest.state.user = false;
-        assert_eq!(answer(&world.fault(6)), Answer::HaltAndStart);
-        end(&mut world);
-        assert!(!world.queue.halted());
-        world.queue.verify();
-        world.guest.state.user = true;
-        world.enable(INTERRUPT);
-        assert_eq!(answer(&world.fault(5)), Answer::Injected);
+        fixture.settle();
+        fixture.guest.state.user = false;
+        assert_eq!(answer(&fixture.fault(6)), Answer::HaltAndStart);
+        end(&mut fixture);
+        assert!(!fixture.queue.halted());
+        fixture.queue.verify();
+        fixture.guest.state.user = true;
+        fixture.enable(INTERRUPT);
+        assert_eq!(answer(&fixture.fault(5)), Answer::Injected);
     }
 }
 
 #[test]
 fn reset_zeroes_the_registers_and_keeps_features_tokens_and_statistics() {
-    let mut world = World::new(INTERRUPT);
-    let (before, _claim) = world.inject(5);
-    world.queue.reset();
-    assert_eq!(world.queue.read_msr(Msr::Enable), Some(0));
-    assert_eq!(world.queue.read_msr(Msr::Vector), Some(0));
-    assert_eq!(world.queue.stats().taken, 1);
-    assert_eq!(answer(&world.fault(5)), Answer::Wait);
-    world.enable(INTERRUPT);
-    let (after, _claim) = world.inject(5);
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (before, _claim) = fixture.inject(5);
+    fixture.queue.reset();
+    assert_eq!(fixture.queue.read_msr(Msr::Enable), Some(0));
+    assert_eq!(fixture.queue.read_msr(Msr::Vector), Some(0));
+    assert_eq!(fixture.queue.stats().taken, 1);
+    assert_eq!(answer(&fixture.fault(5)), Answer::Wait);
+    fixture.enable(INTERRUPT);
+    let (after, _claim) = fixture.inject(5);
     assert_ne!(before, after);
 }
 
 #[test]
 fn a_cancel_alone_owes_the_guest_a_wake_all() {
-    let mut world = World::new(INTERRUPT);
-    let (_, completion) = world.inject(5);
-    world.guest.state.user = false;
-    let NotPresent::Halt(Some(other)) = world.fault(6) else {
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (_, completion) = fixture.inject(5);
+    fixture.guest.state.user = false;
+    let NotPresent::Halt(Some(other)) = fixture.fault(6) else {
         panic!("CPL 0 halts");
     };
-    world.queue.cancel();
-    world.queue.verify();
-    assert!(!world.queue.halted());
+    fixture.queue.cancel();
+    fixture.queue.verify();
+    assert!(!fixture.queue.halted());
     completion.complete();
     other.complete();
-    assert_eq!(world.settle(), [WAKE_ALL]);
-    world.queue.reset();
-    world.queue.cancel();
+    assert_eq!(fixture.settle(), [WAKE_ALL]);
+    fixture.queue.reset();
+    fixture.queue.cancel();
     assert!(
-        !world.queue.has_arrivals(),
+        !fixture.queue.has_arrivals(),
         "no thread to wake while disabled"
     );
 }
@@ -122,13 +122,13 @@ fn a_cancel_alone_owes_the_guest_a_wake_all() {
 #[test]
 fn pages_from_before_a_disable_count_until_they_arrive() {
     for end in ENDS {
-        let mut world = World::new(INTERRUPT);
-        let mut before: Vec<_> = (0..64).map(|page| world.inject(page).1).collect();
-        end(&mut world);
-        world.enable(INTERRUPT);
-        assert_eq!(world.settle(), [WAKE_ALL]);
-        assert_eq!(answer(&world.fault(100)), Answer::Wait);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let mut before: Vec<_> = (0..64).map(|page| fixture.inject(page).1).collect();
+        end(&mut fixture);
+        fixture.enable(INTERRUPT);
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
+        assert_eq!(answer(&fixture.fault(100)), Answer::Wait);
         drop(before.pop());
-        assert_eq!(answer(&world.fault(100)), Answer::Injected);
+        assert_eq!(answer(&fixture.fault(100)), Answer::Injected);
     }
 }

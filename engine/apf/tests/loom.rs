@@ -1,5 +1,5 @@
-//! A token against cancel, reset, a worker that panics, and sleep: every interleaving of the done
-//! list.
+//! The completion queue against cancel, reset, a worker that panics, and sleep, in every
+//! interleaving.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
@@ -9,7 +9,7 @@
 
 mod common;
 
-use common::{AS_INT, ENABLED, Event, WAKE_ALL, World};
+use common::{AS_INT, ENABLED, Event, Fixture, WAKE_ALL};
 use lacuna_apf::x86::Features;
 use lacuna_apf::{Completion, NotPresent};
 use loom::sync::{Arc, Notify};
@@ -25,43 +25,43 @@ fn complete(completion: Completion) -> thread::JoinHandle<()> {
 #[test]
 fn a_completion_against_cancel_is_delivered_before_or_never() {
     loom::model(|| {
-        let mut world = World::new(INTERRUPT);
-        let (token, completion) = world.inject(5);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let (token, completion) = fixture.inject(5);
         let worker = complete(completion);
-        let before = world.settle();
+        let before = fixture.settle();
         assert!(before.is_empty() || before == [token]);
-        world.queue.cancel();
-        assert_eq!(world.settle(), [WAKE_ALL]);
+        fixture.queue.cancel();
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
         worker.join().unwrap();
-        assert!(!world.queue.has_arrivals());
-        assert_eq!(world.poll(), 0);
+        assert!(!fixture.queue.has_arrivals());
+        assert_eq!(fixture.poll(), 0);
     });
 }
 
 #[test]
 fn a_completion_against_reset_says_nothing_about_the_same_page_afterwards() {
     loom::model(|| {
-        let mut world = World::new(INTERRUPT);
-        let (_, before) = world.inject(5);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let (_, before) = fixture.inject(5);
         let worker = complete(before);
-        world.queue.reset();
-        world.enable(INTERRUPT);
-        assert_eq!(world.settle(), [WAKE_ALL]);
-        let (token, now) = world.inject(5);
-        assert_eq!(world.settle(), []);
+        fixture.queue.reset();
+        fixture.enable(INTERRUPT);
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
+        let (token, now) = fixture.inject(5);
+        assert_eq!(fixture.settle(), []);
         worker.join().unwrap();
-        assert_eq!(world.settle(), []);
+        assert_eq!(fixture.settle(), []);
         now.complete();
-        assert_eq!(world.settle(), [token]);
+        assert_eq!(fixture.settle(), [token]);
     });
 }
 
 #[test]
 fn completions_against_the_end_of_the_queue() {
     loom::model(|| {
-        let mut world = World::new(INTERRUPT);
-        let workers = [5, 6].map(|number| complete(world.inject(number).1));
-        drop(world);
+        let mut fixture = Fixture::new(INTERRUPT);
+        let workers = [5, 6].map(|number| complete(fixture.inject(number).1));
+        drop(fixture);
         workers
             .into_iter()
             .for_each(|worker| worker.join().unwrap());
@@ -70,7 +70,7 @@ fn completions_against_the_end_of_the_queue() {
 
 /// The vCPU's thread, which sleeps if there is nothing to do.
 struct Sleeper {
-    world: World,
+    fixture: Fixture,
     bell: Arc<Notify>,
 }
 
@@ -81,11 +81,11 @@ impl Sleeper {
             let bell = Arc::clone(&bell);
             move || bell.notify()
         };
-        let mut world = World::with_kick(Features::all(), kick);
-        world.enable(INTERRUPT);
-        assert_eq!(world.settle(), [WAKE_ALL]);
-        world.guest.told();
-        Self { world, bell }
+        let mut fixture = Fixture::with_kick(Features::all(), kick);
+        fixture.enable(INTERRUPT);
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
+        fixture.guest.told();
+        Self { fixture, bell }
     }
 
     /// Sleeps and checks only [`lacuna_apf::Queue::has_arrivals`]. A lost kick is a deadlock, which
@@ -93,9 +93,11 @@ impl Sleeper {
     fn wait_for(&mut self, count: usize) -> Vec<u32> {
         let mut ready = Vec::new();
         while ready.len() < count {
-            if self.world.queue.has_arrivals() {
-                self.world.queue.poll(common::NOW, &mut self.world.guest);
-                ready.extend(self.world.guest.take_interrupt());
+            if self.fixture.queue.has_arrivals() {
+                self.fixture
+                    .queue
+                    .poll(common::NOW, &mut self.fixture.guest);
+                ready.extend(self.fixture.guest.take_interrupt());
             } else {
                 self.bell.wait();
             }
@@ -108,7 +110,7 @@ impl Sleeper {
 fn a_completion_dropped_by_a_panicking_worker_wakes_the_sleeper() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
-        let (token, completion) = vcpu.world.inject(5);
+        let (token, completion) = vcpu.fixture.inject(5);
         let worker = thread::spawn(move || {
             let died = panic::catch_unwind(panic::AssertUnwindSafe(move || {
                 let _claim = completion;
@@ -125,8 +127,8 @@ fn a_completion_dropped_by_a_panicking_worker_wakes_the_sleeper() {
 fn two_completers_and_no_lost_kick() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
-        let (one, first) = vcpu.world.inject(5);
-        let (two, second) = vcpu.world.inject(6);
+        let (one, first) = vcpu.fixture.inject(5);
+        let (two, second) = vcpu.fixture.inject(6);
         let workers = [first, second].map(complete);
         let mut ready = vcpu.wait_for(2);
         ready.sort_unstable();
@@ -134,33 +136,36 @@ fn two_completers_and_no_lost_kick() {
         workers
             .into_iter()
             .for_each(|worker| worker.join().unwrap());
-        assert_eq!(vcpu.world.poll(), 0);
+        assert_eq!(vcpu.fixture.poll(), 0);
     });
 }
 
-/// The guest reads no token, so nothing can be dequeued. The vCPU has stopped for the page that may
-/// arrive second.
+/// The guest reads no token, so nothing can be dequeued. The vCPU has halted for one of two pages,
+/// which may arrive as the second.
 #[test]
 fn a_halted_vcpu_is_kicked_for_its_page_behind_another() {
     loom::model(|| {
         let mut vcpu = Sleeper::new();
-        let (_, other) = vcpu.world.inject(6);
-        vcpu.world.guest.state.user = false;
-        let NotPresent::Halt(Some(own)) = vcpu.world.fault(5) else {
+        let (_, other) = vcpu.fixture.inject(6);
+        vcpu.fixture.guest.state.user = false;
+        let NotPresent::Halt(Some(own)) = vcpu.fixture.fault(5) else {
             panic!("CPL 0 halts");
         };
-        vcpu.world.guest.words[1] = 9;
+        vcpu.fixture.guest.words[1] = 9;
         let workers = [other, own].map(complete);
-        while vcpu.world.queue.halted() {
-            let dequeued = vcpu.world.queue.poll(common::NOW, &mut vcpu.world.guest);
+        while vcpu.fixture.queue.halted() {
+            let dequeued = vcpu
+                .fixture
+                .queue
+                .poll(common::NOW, &mut vcpu.fixture.guest);
             assert_eq!(dequeued, 0);
-            if vcpu.world.queue.halted() {
+            if vcpu.fixture.queue.halted() {
                 vcpu.bell.wait();
             }
         }
         workers
             .into_iter()
             .for_each(|worker| worker.join().unwrap());
-        assert!(!vcpu.world.guest.told().contains(&Event::Resume));
+        assert!(!vcpu.fixture.guest.told().contains(&Event::Resume));
     });
 }

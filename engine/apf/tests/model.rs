@@ -9,7 +9,7 @@
 mod common;
 
 use common::{
-    AREA, AS_INT, Answer, CpuState, ENABLED, Event, NOW, SEND_ALWAYS, VECTOR, WAKE_ALL, World,
+    AREA, AS_INT, Answer, CpuState, ENABLED, Event, Fixture, NOW, SEND_ALWAYS, VECTOR, WAKE_ALL,
     answer, gfn,
 };
 use lacuna_apf::x86::{Features, Msr};
@@ -75,7 +75,7 @@ fn op() -> impl Strategy<Value = Op> {
 /// The model.
 #[derive(Default)]
 struct Model {
-    /// The value of EN, if it enables.
+    /// The value of EN, if its bit 0 is set.
     enabled: Option<u64>,
     /// Pages in flight, with the token if the guest was told.
     flights: BTreeMap<u64, Option<u32>>,
@@ -83,8 +83,8 @@ struct Model {
     wake_all: bool,
     recent: VecDeque<u64>,
     halted: Option<u64>,
-    /// Tokens that were delivered and never became ready: tasks sleep on tokens that were
-    /// forgotten.
+    /// Tokens that the guest was told, and that a cancel made the queue forget. Tasks still sleep
+    /// on them.
     forgotten: BTreeSet<u32>,
 }
 
@@ -172,7 +172,7 @@ struct Work {
 }
 
 struct Run {
-    world: World,
+    fixture: Fixture,
     model: Model,
     work: Vec<Work>,
 }
@@ -180,7 +180,7 @@ struct Run {
 impl Run {
     fn new() -> Self {
         Self {
-            world: World::disabled(Features::all()),
+            fixture: Fixture::disabled(Features::all()),
             model: Model::default(),
             work: Vec::new(),
         }
@@ -195,26 +195,26 @@ impl Run {
             }
             Op::Complete(_) => {}
             Op::Poll => self.poll(),
-            Op::ReadReady => self.world.guest.words = [0; 2],
-            Op::Scribble(words) => self.world.guest.words = *words,
+            Op::ReadReady => self.fixture.guest.words = [0; 2],
+            Op::Scribble(words) => self.fixture.guest.words = *words,
             Op::Acknowledge => self.acknowledge(),
             Op::Enable(en) => self.enable(*en),
             Op::Disable => {
-                assert!(self.world.write(Msr::Enable, AREA | AS_INT));
+                assert!(self.fixture.write(Msr::Enable, AREA | AS_INT));
                 self.end();
             }
             Op::Reset => {
-                self.world.queue.reset();
+                self.fixture.queue.reset();
                 self.end();
             }
             Op::Cancel => {
-                self.world.queue.cancel();
+                self.fixture.queue.cancel();
                 self.void();
                 self.model.wake_all = self.model.enabled.is_some();
             }
-            Op::Cpu(state) => self.world.guest.state = *state,
+            Op::Cpu(state) => self.fixture.guest.state = *state,
             Op::BreakHalt => {
-                self.world.queue.break_halt();
+                self.fixture.queue.break_halt();
                 self.model.halted = None;
             }
         }
@@ -222,11 +222,11 @@ impl Run {
     }
 
     fn fault(&mut self, page: u64) {
-        let guest = &self.world.guest;
+        let guest = &self.fixture.guest;
         let expected = self
             .model
             .fault(page, guest.state, guest.words[0] != 0, self.work.len());
-        let given = self.world.fault(page);
+        let given = self.fixture.fault(page);
         assert_eq!(answer(&given), expected, "page {page}");
         if let NotPresent::Injected(completion) | NotPresent::Halt(Some(completion)) = given {
             let void = false;
@@ -237,7 +237,7 @@ impl Run {
             });
         }
         if expected == Answer::Injected {
-            let (reason, token) = self.world.guest.take_page_fault().unwrap();
+            let (reason, token) = self.fixture.guest.take_page_fault().unwrap();
             assert_eq!(reason, 1);
             assert!(token != 0 && token != WAKE_ALL);
             self.model.flights.insert(page, Some(token));
@@ -258,24 +258,24 @@ impl Run {
 
     fn poll(&mut self) {
         let expected = self.expect_poll();
-        assert_eq!(self.world.poll(), expected.len());
+        assert_eq!(self.fixture.poll(), expected.len());
         self.compare(expected);
     }
 
     fn acknowledge(&mut self) {
         let by_interrupt = self.model.enabled.is_some_and(|en| en & AS_INT != 0);
-        self.world.guest.events.clear();
+        self.fixture.guest.events.clear();
         let expected = if by_interrupt {
             self.expect_poll()
         } else {
             Vec::new()
         };
-        assert!(self.world.write(Msr::Acknowledge, 1));
+        assert!(self.fixture.write(Msr::Acknowledge, 1));
         self.compare(expected);
     }
 
     fn expect_poll(&mut self) -> Vec<Option<u32>> {
-        let guest = &mut self.world.guest;
+        let guest = &mut self.fixture.guest;
         // An event that it received before and has not read stays in its words.
         guest.events.clear();
         self.model.poll(guest.state, guest.words)
@@ -283,7 +283,7 @@ impl Run {
 
     /// The events of one poll must be those of the model.
     fn compare(&mut self, expected: Vec<Option<u32>>) {
-        let guest = &mut self.world.guest;
+        let guest = &mut self.fixture.guest;
         let as_int = self.model.enabled.is_some_and(|en| en & AS_INT != 0);
         let mut told = Vec::new();
         for event in &guest.events {
@@ -305,7 +305,7 @@ impl Run {
     }
 
     fn enable(&mut self, en: u64) {
-        self.world.enable(en);
+        self.fixture.enable(en);
         let model = &mut self.model;
         model.enabled = Some(en);
         if model.done.is_empty() && model.queued() < QUEUED_MAX {
@@ -324,13 +324,13 @@ impl Run {
     }
 
     fn check(&self) {
-        let Self { world, model, .. } = self;
-        world.queue.verify();
+        let Self { fixture, model, .. } = self;
+        fixture.queue.verify();
         assert!(model.queued() <= QUEUED_MAX);
-        assert_eq!(world.queue.halted(), model.halted.is_some());
+        assert_eq!(fixture.queue.halted(), model.halted.is_some());
         let waiting = model.wake_all || !model.done.is_empty();
-        assert_eq!(world.queue.has_arrivals(), waiting);
-        let stats = world.queue.stats();
+        assert_eq!(fixture.queue.has_arrivals(), waiting);
+        let stats = fixture.queue.stats();
         let ended = stats.swap_in.number + stats.cancelled;
         let begun = stats.taken + stats.halted;
         assert_eq!(begun, ended + model.flights.len() as u64);
@@ -339,28 +339,28 @@ impl Run {
 
     /// The guest becomes well-behaved and the workers finish: no task may still sleep.
     fn finish(mut self) {
-        self.world.guest.state = common::Mock::new().state;
+        self.fixture.guest.state = common::Mock::new().state;
         if self.model.enabled.is_none() {
             self.enable(ENABLED | AS_INT);
         }
         while !self.work.is_empty() {
             self.complete(0);
         }
-        while self.world.queue.has_arrivals() {
-            self.world.guest.words = [0; 2];
+        while self.fixture.queue.has_arrivals() {
+            self.fixture.guest.words = [0; 2];
             self.poll();
             self.check();
         }
         assert!(self.model.flights.is_empty() && self.model.forgotten.is_empty());
-        assert!(!self.world.queue.halted());
-        self.world.queue.reset();
-        let none = self.world.queue.poll(NOW, &mut self.world.guest);
+        assert!(!self.fixture.queue.halted());
+        self.fixture.queue.reset();
+        let none = self.fixture.queue.poll(NOW, &mut self.fixture.guest);
         assert_eq!(none, 0);
-        let after = self.world.queue.not_present(
+        let after = self.fixture.queue.not_present(
             gfn(1),
             lacuna_addr::Access::Read,
             NOW,
-            &mut self.world.guest,
+            &mut self.fixture.guest,
         );
         assert_eq!(answer(&after), Answer::Wait);
     }

@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{AREA, AS_INT, Answer, ENABLED, Event, Memory, SEND_ALWAYS, WAKE_ALL, World, answer};
+use common::{
+    AREA, AS_INT, Answer, ENABLED, Event, Fixture, Memory, SEND_ALWAYS, WAKE_ALL, answer,
+};
 use lacuna_apf::x86::{Features, Msr};
 
 #[test]
@@ -36,50 +38,50 @@ fn a_write_of_en_raises_gp_when_it_asks_for_what_is_not_there() {
         (all, !0x3f | ENABLED, false),
         (all, !0x3f, true),
     ] {
-        let mut world = World::disabled(features);
-        let written = world.write(Msr::Enable, value);
+        let mut fixture = Fixture::disabled(features);
+        let written = fixture.write(Msr::Enable, value);
         assert_eq!(written, accepted, "{features:?} {value:#x}");
         let kept = features
             .contains(Features::ASYNC_PF)
             .then_some(if accepted { value } else { 0 });
-        assert_eq!(world.queue.read_msr(Msr::Enable), kept, "{value:#x}");
+        assert_eq!(fixture.queue.read_msr(Msr::Enable), kept, "{value:#x}");
     }
 }
 
 #[test]
 fn the_area_must_be_memory_when_it_is_enabled() {
     for (area, accepted) in [(AREA, true), (AREA + 0x40, false), (AREA - 0x40, false)] {
-        let mut world = World::disabled(Features::all());
-        assert_eq!(world.write(Msr::Enable, area | ENABLED), accepted);
+        let mut fixture = Fixture::disabled(Features::all());
+        assert_eq!(fixture.write(Msr::Enable, area | ENABLED), accepted);
     }
-    let mut world = World::disabled(Features::all());
-    world.guest.memory = Memory::Absent;
-    assert!(!world.write(Msr::Enable, AREA | ENABLED | AS_INT));
-    world.guest.memory = Memory::ReadOnly;
+    let mut fixture = Fixture::disabled(Features::all());
+    fixture.guest.memory = Memory::Absent;
+    assert!(!fixture.write(Msr::Enable, AREA | ENABLED | AS_INT));
+    fixture.guest.memory = Memory::ReadOnly;
     assert!(
-        world.write(Msr::Enable, AREA | ENABLED | AS_INT),
+        fixture.write(Msr::Enable, AREA | ENABLED | AS_INT),
         "only reads are checked"
     );
 }
 
 #[test]
 fn a_write_that_raises_gp_changes_nothing() {
-    let mut world = World::new(ENABLED | AS_INT);
-    let (token, completion) = world.inject(5);
-    assert!(!world.write(Msr::Enable, AREA | ENABLED | 1 << 4));
-    assert!(!world.write(Msr::Enable, 0x9_0000 | ENABLED));
-    assert!(!world.write(Msr::Vector, 0x100));
+    let mut fixture = Fixture::new(ENABLED | AS_INT);
+    let (token, completion) = fixture.inject(5);
+    assert!(!fixture.write(Msr::Enable, AREA | ENABLED | 1 << 4));
+    assert!(!fixture.write(Msr::Enable, 0x9_0000 | ENABLED));
+    assert!(!fixture.write(Msr::Vector, 0x100));
     assert_eq!(
-        world.queue.read_msr(Msr::Enable),
+        fixture.queue.read_msr(Msr::Enable),
         Some(AREA | ENABLED | AS_INT)
     );
     completion.complete();
-    assert_eq!(world.settle(), [token]);
+    assert_eq!(fixture.settle(), [token]);
 }
 
 #[test]
 fn the_vector_has_eight_bits() {
-    let mut world = World::disabled(Features::all());
+    let mut fixture = Fixture::disabled(Features::all());
     for (value, accepted) in [
         (0, true),
         (0xf3, true),
@@ -87,9 +89,9 @@ fn the_vector_has_eight_bits() {
         (0x100, false),
         (1 << 63, false),
     ] {
-        assert_eq!(world.write(Msr::Vector, value), accepted, "{value:#x}");
+        assert_eq!(fixture.write(Msr::Vector, value), accepted, "{value:#x}");
     }
-    assert_eq!(world.queue.read_msr(Msr::Vector), Some(0xff));
+    assert_eq!(fixture.queue.read_msr(Msr::Vector), Some(0xff));
 }
 
 #[test]
@@ -100,20 +102,20 @@ fn vector_and_acknowledge_need_the_interrupt_feature_alone() {
         (Features::ASYNC_PF, false),
         (Features::empty(), false),
     ] {
-        let mut world = World::disabled(features);
+        let mut fixture = Fixture::disabled(features);
         for msr in [Msr::Vector, Msr::Acknowledge] {
-            assert_eq!(world.write(msr, 1), there, "{msr:?} {features:?}");
-            assert_eq!(world.queue.read_msr(msr).is_some(), there);
+            assert_eq!(fixture.write(msr, 1), there, "{msr:?} {features:?}");
+            assert_eq!(fixture.queue.read_msr(msr).is_some(), there);
         }
     }
 }
 
 #[test]
 fn acknowledge_takes_any_value_and_reads_zero() {
-    let mut world = World::new(ENABLED | AS_INT);
+    let mut fixture = Fixture::new(ENABLED | AS_INT);
     for value in [0, 1, u64::MAX] {
-        assert!(world.write(Msr::Acknowledge, value));
-        assert_eq!(world.queue.read_msr(Msr::Acknowledge), Some(0));
+        assert!(fixture.write(Msr::Acknowledge, value));
+        assert_eq!(fixture.queue.read_msr(Msr::Acknowledge), Some(0));
     }
 }
 
@@ -126,79 +128,82 @@ fn bit_0_enables_and_bit_3_alone_does_not() {
         (ENABLED, Answer::Injected),
         (ENABLED | AS_INT, Answer::Injected),
     ] {
-        let mut world = World::disabled(Features::all());
-        world.enable(en);
-        assert_eq!(answer(&world.fault(5)), expected, "{en:#x}");
+        let mut fixture = Fixture::disabled(Features::all());
+        fixture.enable(en);
+        assert_eq!(answer(&fixture.fault(5)), expected, "{en:#x}");
     }
 }
 
 #[test]
 fn enabling_queues_a_wake_all() {
     for en in [ENABLED, ENABLED | AS_INT] {
-        let mut world = World::disabled(Features::all());
-        world.enable(en);
-        assert!(world.queue.has_arrivals());
-        assert!(world.guest.told().is_empty(), "not within the instruction");
-        assert_eq!(world.settle(), [WAKE_ALL]);
-        assert_eq!(world.queue.stats().wake_alls, 1);
-        world.enable(en);
-        assert_eq!(world.settle(), [WAKE_ALL], "again, when enabled again");
+        let mut fixture = Fixture::disabled(Features::all());
+        fixture.enable(en);
+        assert!(fixture.queue.has_arrivals());
+        assert!(
+            fixture.guest.told().is_empty(),
+            "not within the instruction"
+        );
+        assert_eq!(fixture.settle(), [WAKE_ALL]);
+        assert_eq!(fixture.queue.stats().wake_alls, 1);
+        fixture.enable(en);
+        assert_eq!(fixture.settle(), [WAKE_ALL], "again, when enabled again");
     }
 }
 
 #[test]
 fn no_wake_all_is_queued_behind_arrivals() {
-    let mut world = World::new(ENABLED | AS_INT);
-    let (token, completion) = world.inject(5);
+    let mut fixture = Fixture::new(ENABLED | AS_INT);
+    let (token, completion) = fixture.inject(5);
     completion.complete();
-    world.enable(ENABLED | AS_INT);
-    assert_eq!(world.settle(), [token]);
-    world.enable(ENABLED | AS_INT);
-    world.enable(ENABLED | AS_INT);
-    assert_eq!(world.settle(), [WAKE_ALL], "one for both");
+    fixture.enable(ENABLED | AS_INT);
+    assert_eq!(fixture.settle(), [token]);
+    fixture.enable(ENABLED | AS_INT);
+    fixture.enable(ENABLED | AS_INT);
+    assert_eq!(fixture.settle(), [WAKE_ALL], "one for both");
 }
 
 #[test]
 fn an_area_that_moves_is_used_from_then_on() {
-    let mut world = World::new(ENABLED | AS_INT);
-    let (token, completion) = world.inject(5);
-    world.guest.area = 0x8_0000;
-    assert!(world.write(Msr::Enable, 0x8_0000 | ENABLED | AS_INT));
+    let mut fixture = Fixture::new(ENABLED | AS_INT);
+    let (token, completion) = fixture.inject(5);
+    fixture.guest.area = 0x8_0000;
+    assert!(fixture.write(Msr::Enable, 0x8_0000 | ENABLED | AS_INT));
     completion.complete();
-    assert_eq!(world.settle(), [WAKE_ALL, token]);
+    assert_eq!(fixture.settle(), [WAKE_ALL, token]);
 }
 
 #[test]
 fn an_acknowledgement_dequeues_at_once() {
-    let mut world = World::new(ENABLED | AS_INT);
-    let (first, one) = world.inject(5);
-    let (second, two) = world.inject(6);
+    let mut fixture = Fixture::new(ENABLED | AS_INT);
+    let (first, one) = fixture.inject(5);
+    let (second, two) = fixture.inject(6);
     one.complete();
     two.complete();
-    assert_eq!(world.poll(), 1);
-    assert_eq!(world.guest.take_interrupt(), Some(first));
-    assert!(world.write(Msr::Acknowledge, 0));
-    assert_eq!(world.guest.words[1], 0, "bit 0 was clear");
-    assert!(world.write(Msr::Acknowledge, 1));
-    assert_eq!(world.guest.take_interrupt(), Some(second));
+    assert_eq!(fixture.poll(), 1);
+    assert_eq!(fixture.guest.take_interrupt(), Some(first));
+    assert!(fixture.write(Msr::Acknowledge, 0));
+    assert_eq!(fixture.guest.words[1], 0, "bit 0 was clear");
+    assert!(fixture.write(Msr::Acknowledge, 1));
+    assert_eq!(fixture.guest.take_interrupt(), Some(second));
 }
 
 #[test]
 fn the_original_delivery_knows_no_acknowledgement() {
-    let mut world = World::new(ENABLED);
-    let (token, completion) = world.inject(5);
+    let mut fixture = Fixture::new(ENABLED);
+    let (token, completion) = fixture.inject(5);
     completion.complete();
-    world.guest.told();
-    assert!(world.write(Msr::Acknowledge, 1));
-    assert_eq!(world.guest.told(), [], "no #PF within WRMSR");
-    assert_eq!(world.settle(), [token]);
+    fixture.guest.told();
+    assert!(fixture.write(Msr::Acknowledge, 1));
+    assert_eq!(fixture.guest.told(), [], "no #PF within WRMSR");
+    assert_eq!(fixture.settle(), [token]);
 }
 
 #[test]
 fn the_vector_is_the_one_written_last() {
-    let mut world = World::disabled(Features::all());
-    assert!(world.write(Msr::Enable, AREA | ENABLED | AS_INT));
-    assert!(world.write(Msr::Vector, 0x51));
-    assert_eq!(world.poll(), 1);
-    assert!(world.guest.told().contains(&Event::Interrupt(0x51)));
+    let mut fixture = Fixture::disabled(Features::all());
+    assert!(fixture.write(Msr::Enable, AREA | ENABLED | AS_INT));
+    assert!(fixture.write(Msr::Vector, 0x51));
+    assert_eq!(fixture.poll(), 1);
+    assert!(fixture.guest.told().contains(&Event::Interrupt(0x51)));
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{AS_INT, ENABLED, Event, Memory, VECTOR, World, gfn};
+use common::{AS_INT, ENABLED, Event, Fixture, Memory, VECTOR, gfn};
 use lacuna_addr::Access;
 use lacuna_apf::x86::Features;
 use lacuna_apf::{NotPresent, Prefault};
@@ -14,12 +14,12 @@ use std::{panic, thread};
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
 /// A fault for which the vCPU halts: the guest has no token for it.
-fn halt(world: &mut World, number: u64) -> lacuna_apf::Completion {
-    world.guest.state.user = false;
-    let NotPresent::Halt(Some(completion)) = world.fault(number) else {
+fn halt(fixture: &mut Fixture, number: u64) -> lacuna_apf::Completion {
+    fixture.guest.state.user = false;
+    let NotPresent::Halt(Some(completion)) = fixture.fault(number) else {
         panic!("CPL 0 halts");
     };
-    world.guest.state.user = true;
+    fixture.guest.state.user = true;
     completion
 }
 
@@ -29,50 +29,50 @@ fn ready_maps_the_page_then_tells_then_resumes() {
         (ENABLED, [2, 0], Event::PageFault(0x2003)),
         (INTERRUPT, [0, 0x2003], Event::Interrupt(VECTOR)),
     ] {
-        let mut world = World::new(en);
-        world.inject(4).1.complete();
-        world.settle();
-        let (token, completion) = world.inject(5);
+        let mut fixture = Fixture::new(en);
+        fixture.inject(4).1.complete();
+        fixture.settle();
+        let (token, completion) = fixture.inject(5);
         assert_eq!(token, 0x2003, "the second token of vCPU 3");
-        world.guest.told();
+        fixture.guest.told();
         completion.complete();
-        assert!(world.queue.has_arrivals());
-        assert_eq!(world.poll(), 1);
+        assert!(fixture.queue.has_arrivals());
+        assert_eq!(fixture.poll(), 1);
         let mapped = Event::Prefault(gfn(5), Access::Write);
-        assert_eq!(world.guest.told(), [mapped, told, Event::Resume]);
-        assert_eq!(world.guest.words, words);
-        assert!(!world.queue.has_arrivals());
+        assert_eq!(fixture.guest.told(), [mapped, told, Event::Resume]);
+        assert_eq!(fixture.guest.words, words);
+        assert!(!fixture.queue.has_arrivals());
     }
 }
 
 #[test]
 fn a_wake_all_maps_nothing() {
-    let mut world = World::disabled(Features::all());
-    world.enable(ENABLED);
-    assert_eq!(world.poll(), 1);
+    let mut fixture = Fixture::disabled(Features::all());
+    fixture.enable(ENABLED);
+    assert_eq!(fixture.poll(), 1);
     let told = Event::PageFault(0xffff_ffff);
-    assert_eq!(world.guest.told(), [told, Event::Resume]);
-    assert_eq!(world.guest.words, [2, 0]);
+    assert_eq!(fixture.guest.told(), [told, Event::Resume]);
+    assert_eq!(fixture.guest.words, [2, 0]);
 }
 
 #[test]
 fn ready_events_come_in_order_and_one_at_a_time() {
     for en in [ENABLED, INTERRUPT] {
-        let mut world = World::new(en);
-        let (first, one) = world.inject(5);
-        let (second, two) = world.inject(6);
-        let (third, three) = world.inject(7);
+        let mut fixture = Fixture::new(en);
+        let (first, one) = fixture.inject(5);
+        let (second, two) = fixture.inject(6);
+        let (third, three) = fixture.inject(7);
         two.complete();
         three.complete();
         one.complete();
-        assert_eq!(world.poll(), 1);
-        assert_eq!(world.poll(), 0, "the first is not read");
-        assert_eq!(world.settle(), [second, third, first]);
-        assert_eq!(world.queue.stats().ready, 3);
+        assert_eq!(fixture.poll(), 1);
+        assert_eq!(fixture.poll(), 0, "the first is not read");
+        assert_eq!(fixture.settle(), [second, third, first]);
+        assert_eq!(fixture.queue.stats().ready, 3);
     }
 }
 
-/// For both deliveries: what can delay a ready event, and that none is lost by the delay.
+/// For both forms of page-ready: what can delay the event, and that a delay does not lose it.
 #[test]
 fn ready_waits_until_the_guest_can_be_told() {
     type Obstacle = fn(&mut common::Mock);
@@ -102,60 +102,60 @@ fn ready_waits_until_the_guest_can_be_told() {
         ),
     ];
     for (case, (en, hinder, clear)) in obstacles.into_iter().enumerate() {
-        let mut world = World::new(en);
-        let (token, completion) = world.inject(5);
+        let mut fixture = Fixture::new(en);
+        let (token, completion) = fixture.inject(5);
         completion.complete();
-        hinder(&mut world.guest);
-        assert_eq!(world.poll(), 0, "case {case}");
-        assert!(world.guest.told().is_empty() && world.queue.has_arrivals());
-        clear(&mut world.guest);
-        assert_eq!(world.settle(), [token], "case {case}");
+        hinder(&mut fixture.guest);
+        assert_eq!(fixture.poll(), 0, "case {case}");
+        assert!(fixture.guest.told().is_empty() && fixture.queue.has_arrivals());
+        clear(&mut fixture.guest);
+        assert_eq!(fixture.settle(), [token], "case {case}");
     }
 }
 
-/// What does *not* delay a ready event. Today's is an interrupt, which the controller keeps until
-/// IF is set; and neither delivery of ready depends on the privilege level.
+/// What does *not* delay a ready event. Today's form is an interrupt, which the controller keeps
+/// until IF is set. Neither form depends on the privilege level.
 #[test]
 fn interrupts_wait_in_the_lapic_not_here() {
-    let mut world = World::new(INTERRUPT);
-    let (_, completion) = world.inject(5);
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (_, completion) = fixture.inject(5);
     completion.complete();
-    world.guest.state.interruptible = false;
-    world.guest.state.user = false;
-    world.guest.words[0] = 1;
-    assert_eq!(world.poll(), 1);
+    fixture.guest.state.interruptible = false;
+    fixture.guest.state.user = false;
+    fixture.guest.words[0] = 1;
+    assert_eq!(fixture.poll(), 1);
 
-    let mut world = World::new(ENABLED);
-    let (_, completion) = world.inject(5);
+    let mut fixture = Fixture::new(ENABLED);
+    let (_, completion) = fixture.inject(5);
     completion.complete();
-    world.guest.state.user = false;
-    world.guest.state.lapic = false;
-    world.guest.words[1] = 9;
-    assert_eq!(world.poll(), 1);
+    fixture.guest.state.user = false;
+    fixture.guest.state.lapic = false;
+    fixture.guest.words[1] = 9;
+    assert_eq!(fixture.poll(), 1);
 }
 
 #[test]
 fn a_guest_that_was_not_told_of_a_page_is_not_told_that_it_is_ready() {
     for en in [ENABLED, INTERRUPT] {
-        let mut world = World::new(en);
-        let completion = halt(&mut world, 5);
-        let (token, other) = world.inject(6);
-        world.guest.told();
+        let mut fixture = Fixture::new(en);
+        let completion = halt(&mut fixture, 5);
+        let (token, other) = fixture.inject(6);
+        fixture.guest.told();
         completion.complete();
         other.complete();
-        assert_eq!(world.poll(), 2, "silent ones do not take turns");
-        let told = world.guest.told();
+        assert_eq!(fixture.poll(), 2, "silent ones do not take turns");
+        let told = fixture.guest.told();
         let resumed = told.iter().filter(|&&event| event == Event::Resume);
         assert_eq!(resumed.count(), 2);
         assert_eq!(
             told[..2],
             [Event::Prefault(gfn(5), Access::Write), Event::Resume]
         );
-        assert!(!world.queue.halted());
-        let stats = world.queue.stats();
+        assert!(!fixture.queue.halted());
+        let stats = fixture.queue.stats();
         assert_eq!((stats.ready, stats.spurious, stats.halted), (1, 1, 1));
         assert!(
-            world
+            fixture
                 .guest
                 .words
                 .contains(&if en == ENABLED { 2 } else { token })
@@ -165,64 +165,67 @@ fn a_guest_that_was_not_told_of_a_page_is_not_told_that_it_is_ready() {
 
 #[test]
 fn any_arrival_ends_the_halt() {
-    let mut world = World::new(INTERRUPT);
-    let (_, other) = world.inject(6);
-    let completion = halt(&mut world, 5);
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (_, other) = fixture.inject(6);
+    let completion = halt(&mut fixture, 5);
     other.complete();
-    assert_eq!(world.poll(), 1);
-    assert!(!world.queue.halted());
+    assert_eq!(fixture.poll(), 1);
+    assert!(!fixture.queue.halted());
     drop(completion);
 }
 
 #[test]
 fn the_page_ends_its_halt_though_the_guest_reads_nothing() {
-    let mut world = World::new(INTERRUPT);
-    let (token, other) = world.inject(6);
-    let completion = halt(&mut world, 5);
-    world.guest.words[1] = 9;
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (token, other) = fixture.inject(6);
+    let completion = halt(&mut fixture, 5);
+    fixture.guest.words[1] = 9;
     other.complete();
-    assert_eq!(world.poll(), 0);
-    assert!(world.queue.halted(), "another page's arrival does not help");
+    assert_eq!(fixture.poll(), 0);
+    assert!(
+        fixture.queue.halted(),
+        "another page's arrival does not help"
+    );
     completion.complete();
-    assert_eq!(world.poll(), 0);
-    assert!(!world.queue.halted());
-    world.guest.words[1] = 0;
-    assert_eq!(world.settle(), [token]);
+    assert_eq!(fixture.poll(), 0);
+    assert!(!fixture.queue.halted());
+    fixture.guest.words[1] = 0;
+    assert_eq!(fixture.settle(), [token]);
 }
 
 #[test]
 fn a_ready_that_cannot_be_written_still_makes_the_vcpu_run() {
     for en in [ENABLED, INTERRUPT] {
-        let mut world = World::new(en);
-        let (_, completion) = world.inject(5);
-        world.guest.told();
-        world.guest.memory = Memory::ReadOnly;
+        let mut fixture = Fixture::new(en);
+        let (_, completion) = fixture.inject(5);
+        fixture.guest.told();
+        fixture.guest.memory = Memory::ReadOnly;
         completion.complete();
-        assert_eq!(world.poll(), 1);
+        assert_eq!(fixture.poll(), 1);
         let mapped = Event::Prefault(gfn(5), Access::Write);
-        assert_eq!(world.guest.told(), [mapped, Event::Resume]);
-        assert_eq!(world.queue.stats().spurious, 1);
+        assert_eq!(fixture.guest.told(), [mapped, Event::Resume]);
+        assert_eq!(fixture.queue.stats().spurious, 1);
     }
 }
 
 #[test]
 fn a_dropped_completion_counts_as_done() {
-    let mut world = World::new(INTERRUPT);
-    let (token, completion) = world.inject(5);
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (token, completion) = fixture.inject(5);
     drop(completion);
-    assert_eq!(world.settle(), [token]);
+    assert_eq!(fixture.settle(), [token]);
 }
 
 #[test]
 fn a_worker_that_dies_loses_nothing() {
-    let mut world = World::new(INTERRUPT);
-    let (token, completion) = world.inject(5);
+    let mut fixture = Fixture::new(INTERRUPT);
+    let (token, completion) = fixture.inject(5);
     let worker = thread::spawn(move || {
         let _claim = completion;
         panic::resume_unwind(Box::new("the worker dies"));
     });
     assert!(worker.join().is_err());
-    assert_eq!(world.settle(), [token]);
+    assert_eq!(fixture.settle(), [token]);
 }
 
 #[test]
@@ -232,43 +235,43 @@ fn every_completion_kicks_unless_it_is_void() {
         let kicks = Arc::clone(&kicks);
         move || _ = kicks.fetch_add(1, Ordering::Relaxed)
     };
-    let mut world = World::with_kick(Features::all(), kick);
-    world.enable(INTERRUPT);
-    world.settle();
-    let (_, one) = world.inject(5);
-    let (_, two) = world.inject(6);
-    let (_, three) = world.inject(7);
+    let mut fixture = Fixture::with_kick(Features::all(), kick);
+    fixture.enable(INTERRUPT);
+    fixture.settle();
+    let (_, one) = fixture.inject(5);
+    let (_, two) = fixture.inject(6);
+    let (_, three) = fixture.inject(7);
     one.complete();
     two.complete();
     assert_eq!(kicks.load(Ordering::Relaxed), 2);
-    world.queue.cancel();
+    fixture.queue.cancel();
     three.complete();
-    world.settle();
-    let (_, four) = world.inject(8);
-    drop(world);
+    fixture.settle();
+    let (_, four) = fixture.inject(8);
+    drop(fixture);
     four.complete();
     assert_eq!(kicks.load(Ordering::Relaxed), 2);
 }
 
 #[test]
 fn swap_in_is_timed_and_prefaults_are_counted() {
-    let mut world = World::new(INTERRUPT);
+    let mut fixture = Fixture::new(INTERRUPT);
     for (number, took, prefault) in [
         (5, 300, Prefault::Mapped),
         (6, 100, Prefault::NotMapped),
         (7, 200, Prefault::Mapped),
     ] {
-        world.guest.prefault = prefault;
+        fixture.guest.prefault = prefault;
         let begun = Nanos(number * 10_000);
-        let NotPresent::Injected(completion) = world.fault_at(number, begun) else {
+        let NotPresent::Injected(completion) = fixture.fault_at(number, begun) else {
             panic!("the guest is told");
         };
         completion.complete();
-        world.guest.take_page_fault();
-        assert_eq!(world.poll_at(begun.after(took)), 1);
-        world.guest.take_interrupt();
+        fixture.guest.take_page_fault();
+        assert_eq!(fixture.poll_at(begun.after(took)), 1);
+        fixture.guest.take_interrupt();
     }
-    let stats = world.queue.stats();
+    let stats = fixture.queue.stats();
     assert_eq!((stats.prefaulted, stats.taken, stats.ready), (2, 3, 3));
     let swap_in = stats.swap_in;
     let times = (

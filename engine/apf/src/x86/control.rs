@@ -1,14 +1,15 @@
-//! The three MSRs (`msr.rst`): what a guest may write, what it reads back.
+//! The three MSRs (`msr.rst`): what a guest may write, and what it reads back.
 //!
-//! One rule of KVM is missing, "no local APIC in the kernel": every vCPU here has one.
+//! KVM also refuses a write if the local APIC is not in the kernel. That rule is left out, because
+//! every vCPU here has a local APIC.
 
-use super::delivery::{Delivery, Enabled};
+use super::delivery::{Enabled, ReadyBy};
 use super::{Features, Guest, Msr};
 use crate::abi::{Abi, Request, Tell, Untold};
 use crate::token::{Token, TokenFormat};
 use lacuna_addr::Gpa;
 
-/// The access raises #GP(0), and has changed nothing.
+/// The access raises #GP(0) and changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct GeneralProtection;
 
@@ -17,7 +18,7 @@ bitflags::bitflags! {
     struct Flags: u64 {
         const ENABLED = 1 << 0;
         const SEND_ALWAYS = 1 << 1;
-        /// For a nested hypervisor. There is none, so the bit is accepted and means nothing.
+        /// For a nested hypervisor. There is none, so the bit is accepted and ignored.
         const DELIVERY_AS_PF_VMEXIT = 1 << 2;
         const DELIVERY_AS_INT = 1 << 3;
         const RESERVED = 3 << 4;
@@ -34,7 +35,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// As at power-on, all zero, on a vCPU whose CPUID offers `features`.
+    /// The registers at power-on, all zero. `features` is what the vCPU's CPUID offers.
     pub const fn new(features: Features) -> Self {
         Self {
             features,
@@ -77,8 +78,9 @@ impl Control {
                 Ok(Request::None)
             }
             Msr::Acknowledge => Ok(match self.enabled {
-                // A page-ready that came as a #PF is read, and not acknowledged.
-                Some(enabled) if enabled.delivery == Delivery::Interrupt && value & 1 != 0 => {
+                // Only a page-ready interrupt is acknowledged. A guest that gets page-ready as a
+                // #PF zeroes the word alone.
+                Some(enabled) if enabled.ready_by == ReadyBy::Interrupt && value & 1 != 0 => {
                     Request::Acknowledged
                 }
                 _ => Request::None,
@@ -93,8 +95,8 @@ impl Control {
         })
     }
 
-    /// A value for EN. The area is checked only when it is going to be used. As in KVM, it must be
-    /// memory *now*, and may be anything later.
+    /// Decodes a value for EN. The area is checked only if bit 0 enables it. As in KVM, it must be
+    /// memory at this moment; it may be anything later.
     fn decode(
         &self,
         value: u64,
@@ -113,10 +115,10 @@ impl Control {
         }
         let enabled = Enabled {
             area: Gpa::new(value & !Flags::all().bits()).ok_or(GeneralProtection)?,
-            delivery: if flags.contains(Flags::DELIVERY_AS_INT) {
-                Delivery::Interrupt
+            ready_by: if flags.contains(Flags::DELIVERY_AS_INT) {
+                ReadyBy::Interrupt
             } else {
-                Delivery::Exceptions
+                ReadyBy::Exception
             },
             send_always: flags.contains(Flags::SEND_ALWAYS),
         };
@@ -128,7 +130,7 @@ impl Control {
 }
 
 impl Abi for Control {
-    /// As in KVM.
+    /// KVM's format.
     const TOKENS: TokenFormat = TokenFormat {
         vcpu_bits: 12,
         id_bits: 20,

@@ -1,19 +1,20 @@
-//! How a guest is told. Only this file knows that there are two ways.
+//! The events by which a guest is told. Page-ready has two forms; only this file knows both.
 //!
-//! | | [`Delivery::Exceptions`] (2010) | [`Delivery::Interrupt`] (today) |
+//! | | [`ReadyBy::Exception`] (2010) | [`ReadyBy::Interrupt`] (today) |
 //! |---|---|---|
 //! | enabled by | EN bit 0 | EN bits 0 and 3 |
 //! | not present | word 0 := 1, #PF with the token in CR2 | the same |
 //! | ready | word 0 := 2, #PF with the token in CR2 | word 1 := token, interrupt |
-//! | ready is possible | vCPU interruptible, word 0 is 0 | local APIC enabled, word 1 is 0 |
-//! | ready was read | the guest zeroes word 0 | the guest zeroes word 1, writes ACK |
+//! | ready is possible if | vCPU interruptible, word 0 is 0 | local APIC enabled, word 1 is 0 |
+//! | having read it | the guest zeroes word 0 | the guest zeroes word 1 and writes ACK |
 //!
-//! The words are at offsets 0 and 4 of the guest's 64-byte area. Linux since 5.9 takes bit 0 alone
-//! as "off". What it meant then is still offered here, for guests of that time and for comparison.
+//! The words are at offsets 0 and 4 of the guest's 64-byte area. Since Linux 5.9, KVM accepts bit 0
+//! alone and delivers nothing. Here bit 0 alone has its first meaning, for guests of that time and
+//! for comparison.
 //!
-//! A word that the guest has not zeroed is an event that the guest has not read. The host never
-//! overwrites it. So one page-ready is in flight at a time, and the guest is not told of a
-//! page-not-present that finds its word in use.
+//! A word that is not zero is an event that the guest has not read. The host never overwrites it.
+//! So at most one page-ready is unread. While word 0 is in use, the guest cannot be told that a
+//! page is not present.
 
 use super::{CpuState, Guest, Unwritable};
 use crate::abi::Untold;
@@ -26,22 +27,22 @@ impl From<Unwritable> for Untold {
     }
 }
 
-/// How page-ready comes.
+/// How page-ready is delivered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Delivery {
-    /// As a #PF: the original delivery.
-    Exceptions,
+pub(super) enum ReadyBy {
+    /// As a #PF, the original form.
+    Exception,
     /// As an interrupt.
     Interrupt,
 }
 
-/// What the guest has asked for.
+/// The guest's settings in EN, while bit 0 is set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Enabled {
     /// 64 bytes, aligned to 64.
     pub area: Gpa,
-    pub delivery: Delivery,
-    /// Page-not-present may come at CPL 0 too.
+    pub ready_by: ReadyBy,
+    /// Page-not-present may be delivered at CPL 0 too.
     pub send_always: bool,
 }
 
@@ -49,12 +50,13 @@ const NOT_PRESENT: u32 = 1;
 const READY: u32 = 2;
 
 impl Enabled {
-    /// Whether the area can be read: one word of it tells, as it lies within one page.
+    /// Whether the area can be read. One word is enough, because the area lies within one page.
     pub fn is_memory(self, guest: &mut impl Guest) -> bool {
         guest.read_u32(self.reason()).is_some()
     }
 
-    /// Tells that a page is not present; the caller knows that the vCPU is interruptible.
+    /// Tells the guest that a page is not present. The caller has checked that the vCPU is
+    /// interruptible.
     pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
         let CpuState { user, paging, .. } = guest.state();
         if !paging || !(user || self.send_always) || guest.read_u32(self.reason()) != Some(0) {
@@ -67,22 +69,23 @@ impl Enabled {
 
     /// Whether the guest can be told of a ready page now.
     pub fn takes_ready(self, guest: &mut impl Guest) -> bool {
-        match self.delivery {
-            Delivery::Exceptions => {
+        match self.ready_by {
+            ReadyBy::Exception => {
                 guest.is_interruptible() && guest.read_u32(self.reason()) == Some(0)
             }
-            Delivery::Interrupt => guest.state().lapic && guest.read_u32(self.token()) == Some(0),
+            ReadyBy::Interrupt => guest.state().lapic && guest.read_u32(self.token()) == Some(0),
         }
     }
 
-    /// Tells that the page of `token` is ready; the caller has asked [`Enabled::takes_ready`].
+    /// Tells the guest that the page of `token` is ready. The caller has asked
+    /// [`Enabled::takes_ready`].
     pub fn ready(self, token: Token, vector: u8, guest: &mut impl Guest) -> Result<(), Untold> {
-        match self.delivery {
-            Delivery::Exceptions => {
+        match self.ready_by {
+            ReadyBy::Exception => {
                 guest.write_u32(self.reason(), READY)?;
                 guest.inject_page_fault(token.address());
             }
-            Delivery::Interrupt => {
+            ReadyBy::Interrupt => {
                 guest.write_u32(self.token(), token.get())?;
                 guest.interrupt(vector);
             }
@@ -90,7 +93,7 @@ impl Enabled {
         Ok(())
     }
 
-    /// Word 0: the reason, today called flags.
+    /// Word 0: the reason (Linux calls it `flags`).
     const fn reason(self) -> Gpa {
         self.area
     }

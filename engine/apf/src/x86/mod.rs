@@ -4,11 +4,11 @@
 //! |---|---|
 //! | `numbers` | feature bits and MSR numbers |
 //! | `control` | the three MSRs, and every rule that makes a write raise #GP |
-//! | `delivery` | the two ways to tell a guest, that of 2010 and today's |
+//! | `delivery` | the events, with page-ready in the form of 2010 and in today's |
 //! | `guest` | what the ABI needs of a vCPU |
 //!
-//! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`) and, for the
-//! delivery that Linux has since dropped, the KVM Forum talk of 2010.
+//! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`). For the form
+//! that Linux has dropped since: the talk on asynchronous page faults at the KVM Forum of 2010.
 
 mod control;
 mod delivery;
@@ -33,7 +33,7 @@ impl Queue {
     /// WRMSR.
     ///
     /// # Errors
-    /// The write raises #GP(0), and has changed nothing.
+    /// The write raises #GP(0) and changes nothing.
     pub fn write_msr<G: Guest>(
         &mut self,
         msr: Msr,
@@ -42,7 +42,7 @@ impl Queue {
         guest: &mut G,
     ) -> Result<(), GeneralProtection> {
         let request = self.abi_mut().write(msr, value, guest)?;
-        self.obey(request, now, guest);
+        self.apply(request, now, guest);
         Ok(())
     }
 }

@@ -4,9 +4,9 @@ bitflags::bitflags! {
     /// What the guest may use: bits of EAX in CPUID leaf 0x4000_0001.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct Features: u32 {
-        /// Asynchronous page faults at all.
+        /// Asynchronous page faults are offered.
         const ASYNC_PF = 1 << 4;
-        /// A nested hypervisor may have page-not-present as a #PF exit.
+        /// A nested hypervisor may get page-not-present as a #PF exit.
         const ASYNC_PF_VMEXIT = 1 << 10;
         /// Page-ready may come as an interrupt.
         const ASYNC_PF_INT = 1 << 14;
@@ -27,7 +27,7 @@ pub enum Msr {
 impl Msr {
     const ALL: [Self; 3] = [Self::Enable, Self::Vector, Self::Acknowledge];
 
-    /// The register that RDMSR and WRMSR know as `index`, if it is one of these.
+    /// The register with number `index`, if it is one of these.
     pub fn of(index: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|msr| msr.index() == index)
     }

@@ -169,18 +169,18 @@ pub fn gfn(number: u64) -> Gfn {
 pub const NOW: Nanos = Nanos(1000);
 
 /// A queue and its guest. `en` is the low bits of EN. The wake-all of enabling is already read.
-pub struct World {
+pub struct Fixture {
     pub queue: Queue,
     pub guest: Mock,
 }
 
-impl World {
+impl Fixture {
     pub fn new(en: u64) -> Self {
-        let mut world = Self::disabled(Features::all());
-        world.enable(en);
-        world.settle();
-        world.guest.events.clear();
-        world
+        let mut fixture = Self::disabled(Features::all());
+        fixture.enable(en);
+        fixture.settle();
+        fixture.guest.events.clear();
+        fixture
     }
 
     pub fn disabled(features: Features) -> Self {
@@ -219,8 +219,8 @@ impl World {
         answer
     }
 
-    /// A fault that is reported to the guest: its token, which the guest has read, and the
-    /// completion.
+    /// Makes a fault, which the guest is told of. Returns its token, which the guest has read, and
+    /// its completion.
     pub fn inject(&mut self, number: u64) -> (u32, Completion) {
         let NotPresent::Injected(completion) = self.fault(number) else {
             panic!("the guest is told");
