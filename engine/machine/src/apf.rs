@@ -1,11 +1,11 @@
-//! What a guest is offered.
+//! The switch of asynchronous page faults.
 
-/// Whether a guest may be told of pages that are on their way (asynchronous page faults).
+/// Whether a VM offers asynchronous page faults to its guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Apf {
-    /// Its vCPUs wait for them.
+    /// Not offered: a vCPU waits for each page that is not resident.
     #[default]
     Off,
-    /// It is told, once it has asked for it.
+    /// Offered: a guest that has enabled them is told of pages that are not resident.
     On,
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A processor architecture of guests. The host's own does not matter to it.
+/// A processor architecture of guests. It need not be the host's.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[non_exhaustive]
 pub enum Arch {

@@ -7,7 +7,7 @@
 //! | 0x5c0 | long | frame number of the guest's status page (`lacuna-guest::status`) |
 //!
 //! An embedder adds [`Device`]s of its own, at ports and at guest-physical addresses. Every other
-//! port and address reads as ones and ignores writes, as a bus with nothing on it.
+//! port and address reads as ones and ignores writes, as an empty bus does.
 
 use crate::{Kick, VcpuError, Width};
 use lacuna_addr::{Gfn, Gpa};
@@ -50,7 +50,7 @@ pub enum Ending {
     Shutdown(String),
     /// A vCPU could not go on.
     Failed(VcpuError),
-    /// The VMM stopped it.
+    /// The VMM stopped the run.
     Stopped,
 }
 
@@ -60,7 +60,7 @@ pub trait Device: Send + Sync {
     /// dropped.
     fn read(&self, offset: u64, width: Width) -> u64;
 
-    /// A write of `value`, zero-extended. The run ends where the device says so.
+    /// A write of `value`, which is zero-extended. To end the run, the device returns the ending.
     fn write(&self, offset: u64, width: Width, value: u64) -> Option<Ending>;
 }
 
@@ -76,7 +76,7 @@ pub enum DeviceError {
         /// Last port or address.
         to: u64,
     },
-    /// The range has no end, or no content.
+    /// The range is empty, or exceeds the address space.
     #[error("a device of {bytes} bytes at {from:#x}: give it at least one byte, below 2^52")]
     Range {
         /// First address.
@@ -86,7 +86,7 @@ pub enum DeviceError {
     },
 }
 
-/// Devices in one address space, each in a range that no other touches.
+/// The devices of one address space. Their ranges do not overlap.
 #[derive(Default)]
 struct Space(Vec<(RangeInclusive<u64>, Arc<dyn Device>)>);
 
@@ -108,7 +108,7 @@ impl Space {
         Ok(())
     }
 
-    /// The device that has all of an access, and the offset into it.
+    /// The device with a range that contains the whole access, and the access's offset in it.
     fn find(&self, at: u64, width: Width) -> Option<(&dyn Device, u64)> {
         let last = at.checked_add(width as u64 - 1)?;
         let mut devices = self.0.iter();
@@ -127,8 +127,8 @@ impl Trigger for NoInterrupt {
     }
 }
 
-/// Longest line kept before it is passed on unfinished: a guest that never ends its line must not
-/// grow the VMM.
+/// The longest line. Longer ones are passed on in pieces, so that a guest that never ends its line
+/// does not make the VMM grow.
 const LINE_MAX: usize = 4096;
 
 struct Lines {
@@ -178,7 +178,7 @@ pub struct PlatformDevices {
 }
 
 impl PlatformDevices {
-    /// The serial line prints to `console`.
+    /// The devices of the guest; `console` gets what it prints on the serial line.
     pub fn new(console: impl Console + 'static) -> Self {
         let lines = Lines {
             console: Box::new(console),
@@ -193,7 +193,7 @@ impl PlatformDevices {
         }
     }
 
-    /// Adds `device` at `ports`. The ports of the table above are taken.
+    /// Adds `device` at `ports`. The ports of [`port`] are taken.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.
@@ -214,8 +214,8 @@ impl PlatformDevices {
         self.ports.add(from..=to, device)
     }
 
-    /// Adds `device` at `bytes` guest-physical addresses from `start` on. A memory slot there hides
-    /// it.
+    /// Adds `device` at `bytes` guest-physical addresses from `start` on. Where there is a memory
+    /// slot as well, the guest accesses memory and not the device.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.
@@ -255,7 +255,7 @@ impl PlatformDevices {
         match port {
             port::SERIAL..=port::SERIAL_LAST if width == Width::Byte => {
                 let mut serial = self.serial.lock().expect("no panic under this lock");
-                // Errors: none. The sink above never fails, and there is no interrupt to trigger.
+                // No error is possible: `Lines` never fails, and there is no interrupt to trigger.
                 let _ = serial.write((port - port::SERIAL) as u8, value as u8);
             }
             port::EXIT => self.end(Ending::Exited(value), kick),
@@ -288,7 +288,7 @@ impl PlatformDevices {
         }
     }
 
-    /// The status page the guest announced last.
+    /// The status page that the guest has announced last.
     pub fn status_page(&self) -> Option<Gfn> {
         match self.status.load(Ordering::Acquire) {
             NO_STATUS => None,
@@ -296,7 +296,7 @@ impl PlatformDevices {
         }
     }
 
-    /// Ends the run; the first ending counts.
+    /// Ends the run and kicks every vCPU. Only the first call sets the ending.
     pub fn end(&self, ending: Ending, kick: &impl Kick) {
         self.ending
             .lock()
@@ -305,7 +305,7 @@ impl PlatformDevices {
         kick.kick_all();
     }
 
-    /// How the run ended, once it has.
+    /// How the run ended; `None` until then.
     pub fn ending(&self) -> Option<Ending> {
         self.ending
             .lock()
@@ -313,7 +313,7 @@ impl PlatformDevices {
             .clone()
     }
 
-    /// Passes on an unfinished last line.
+    /// Gives the console the last line, if the guest has not ended it.
     pub fn flush(&self) {
         self.serial
             .lock()

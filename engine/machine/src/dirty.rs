@@ -5,9 +5,11 @@
 //! get_dirty, or reap + reset          copy the pages they name; again and again
 //! set_logging(Off)
 //! ```
-//! A harvest has re-armed its pages and flushed the TLBs when it returns. Copy the pages after it,
-//! never before: a write that the copy lacks is then in the next harvest. No call here is for a
-//! vCPU's own thread, because a harvest waits until every vCPU has left the guest once.
+//! Before a harvest returns, it has re-armed its pages and flushed the TLBs. Copy the pages after
+//! that, never before. A write that the copy lacks is then in the next harvest.
+//!
+//! A vCPU's own thread must not call these functions: a harvest waits until every vCPU has left the
+//! guest once.
 
 use crate::MemorySlots;
 use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotId};
@@ -17,39 +19,42 @@ pub trait DirtyTracking {
     /// Where writes are recorded.
     fn delivery(&self) -> Delivery;
 
-    /// Turns the log of a slot on or off. When it returns, every later write is reported (on).
+    /// Turns the log of a slot on or off. If it is turned on, every write after this call is
+    /// reported.
     ///
     /// # Errors
-    /// No such slot, or a mode that the backend lacks.
+    /// There is no such slot, or the backend lacks the mode.
     fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError>;
 
     /// Moves a slot's dirty bits into `out`, one word for 64 pages, and re-arms those pages.
     ///
     /// # Errors
-    /// [`DirtyError`]; nothing is lost then.
+    /// [`DirtyError`]; no dirty bit is lost then.
     fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
 
-    /// The vCPUs' rings, where the VM delivers by rings.
+    /// The vCPUs' rings, if the VM delivers by rings.
     fn dirty_rings(&self) -> Option<&dyn DirtyRings>;
 
-    /// Reading and clearing in two steps, where the VM can.
+    /// Reading and clearing in two steps, if the VM supports that.
     fn two_step_log(&self) -> Option<&dyn TwoStepLog>;
 
-    /// The choice of detection, where it is the VMM's.
+    /// The choice of detection, if the VMM has that choice.
     fn detection(&self) -> Option<&dyn DetectionChoice>;
 }
 
 /// Dirty rings, one for each vCPU.
 pub trait DirtyRings {
-    /// Hands out the pages in all rings, and returns how many. A page may come more than once. The
-    /// entries stay in use until [`DirtyRings::reset_rings`]; copy the pages after that.
+    /// Calls `each` for every page in the rings, and returns the number of calls. A page may come
+    /// more than once. The entries stay in use until [`DirtyRings::reset_rings`]; copy the pages
+    /// after that.
     ///
     /// # Errors
-    /// [`DirtyError::Overflow`], from then on always.
+    /// [`DirtyError::Overflow`], and then in every later call.
     fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError>;
 
-    /// Frees the entries that were reaped and re-arms their pages; returns how many. A vCPU that
-    /// left with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull) may be entered again.
+    /// Frees the entries that were reaped and re-arms their pages; returns the number of entries.
+    /// After that, a vCPU that left with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull) may be
+    /// entered again.
     ///
     /// # Errors
     /// [`DirtyError`].
@@ -58,15 +63,15 @@ pub trait DirtyRings {
 
 /// KVM's manual protect: the log is read first, and cleared in parts later.
 pub trait TwoStepLog {
-    /// Copies a slot's dirty bits into `out` and leaves them.
+    /// Copies a slot's dirty bits into `out` and does not clear them.
     ///
     /// # Errors
     /// [`DirtyError`].
     fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
 
-    /// Clears those dirty bits of `pages` pages from `first_page` on that `mask` names, and re-arms
-    /// the pages. The range begins and ends with a word, or with the slot. A backend that knows
-    /// removes from `mask` the pages that were not dirty.
+    /// Clears the dirty bits that are set in `mask`, and re-arms those pages. The mask covers
+    /// `pages` pages from `first_page` on; the range begins and ends with a word, or with the slot.
+    /// A backend that knows which of these pages were not dirty removes them from `mask`.
     ///
     /// # Errors
     /// [`DirtyError`].
@@ -81,10 +86,10 @@ pub trait TwoStepLog {
 
 /// The choice of how writes are detected, and what that has cost.
 pub trait DetectionChoice {
-    /// How writes are detected now.
+    /// How writes are detected at present.
     fn current(&self) -> Detection;
 
-    /// From here on, how writes are detected, also in slots that log already.
+    /// Sets how writes are detected from now on, also in slots that log already.
     fn choose(&self, detection: Detection);
 
     /// What dirty logging has cost each vCPU.
@@ -94,7 +99,7 @@ pub trait DetectionChoice {
 /// Turns the log of every slot on or off.
 ///
 /// # Errors
-/// The first refusal; the slots before it have changed.
+/// The first slot that refuses; the slots before it have changed.
 pub fn set_logging_everywhere<V>(vm: &V, logging: Logging) -> Result<(), DirtyError>
 where
     V: DirtyTracking + MemorySlots + ?Sized,
@@ -103,12 +108,13 @@ where
     slots.try_for_each(|slot| vm.set_logging(slot.id, logging))
 }
 
-/// Harvests every slot that logs, by whatever the VM delivers: hands out slot and page of each
-/// dirty page, perhaps more than once, and returns how many it handed out. The pages are re-armed:
-/// copy them now.
+/// Harvests every slot that logs, from the rings, the bitmaps or both, as the VM delivers.
+///
+/// Calls `each` with the slot and the index of each dirty page, perhaps more than once for a page,
+/// and returns the number of calls. The pages are re-armed then; copy them after this call.
 ///
 /// # Errors
-/// [`DirtyError`]; what was handed out before it is re-armed, too.
+/// [`DirtyError`]; pages that `each` got before the error may be re-armed already.
 pub fn harvest<V>(vm: &V, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError>
 where
     V: DirtyTracking + MemorySlots + ?Sized,

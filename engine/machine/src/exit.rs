@@ -25,8 +25,8 @@ impl Width {
 }
 
 bitflags::bitflags! {
-    /// How a guest accessed the memory of an [`Exit::MemoryFault`]. The bits are KVM's: bit 3 is
-    /// merged; bits 0 to 2 are those of its series of 2023.
+    /// How a guest accessed the memory of an [`Exit::MemoryFault`]. The bits are KVM's. Linux has
+    /// bit 3; bits 0 to 2 are from a patch series of 2023.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct MemoryFaultFlags: u64 {
         /// A read.
@@ -35,7 +35,7 @@ bitflags::bitflags! {
         const WRITE = 1 << 1;
         /// An instruction fetch.
         const EXEC = 1 << 2;
-        /// The guest takes the memory for private.
+        /// The guest accessed the memory as private.
         const PRIVATE = 1 << 3;
     }
 }
@@ -77,9 +77,9 @@ pub enum Exit {
         /// What was written.
         value: u64,
     },
-    /// A vCPU's access to a page that was never provided, in a slot with
+    /// A vCPU accessed a page that was never provided, in a slot with
     /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
-    /// enters the vCPU again, which repeats the access. The fields are those of
+    /// enters the vCPU again, and the vCPU repeats the access. The fields are those of
     /// `KVM_EXIT_MEMORY_FAULT`. No backend returns this exit yet.
     MemoryFault {
         /// The first guest-physical address of the missing memory.
@@ -91,8 +91,8 @@ pub enum Exit {
     },
     /// The vCPU shut down (triple fault); the text says where.
     Shutdown(String),
-    /// The vCPU's ring of dirty pages is full: it exits with this again and again until a
-    /// thread of the VMM has reaped and reset the ring.
+    /// The vCPU's dirty ring is full. Every entry ends with this exit until a thread of the VMM has
+    /// reaped and reset the ring.
     DirtyRingFull,
     /// [`Kick`](crate::Kick) interrupted the run.
     Interrupted,
@@ -122,15 +122,15 @@ pub enum VcpuError {
         /// What the host's memory manager says.
         cause: String,
     },
-    /// The host's hypervisor refused to run it.
+    /// The host's hypervisor refused to run the vCPU.
     #[error("vCPU {vcpu}: {cause}")]
     Host {
         /// Which vCPU.
         vcpu: usize,
-        /// What it says.
+        /// What the hypervisor says.
         cause: String,
     },
-    /// Nothing can ever wake any vCPU.
+    /// Every vCPU is halted, and no event can wake one.
     #[error("every vCPU is halted with interrupts off or no timer armed: the guest hangs")]
     Hang,
 }
@@ -147,7 +147,7 @@ impl VcpuError {
 
 /// One virtual processor.
 pub trait Vcpu: Send {
-    /// Which one, from 0.
+    /// The vCPU's number, from 0.
     fn index(&self) -> usize;
 
     /// Runs guest code until an exit that the VMM must handle.

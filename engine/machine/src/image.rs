@@ -1,4 +1,4 @@
-//! A guest kernel image: an ELF64 file, told apart by its `e_machine`.
+//! A guest kernel image: an ELF64 file. Its `e_machine` names the processor.
 //!
 //! An image for x86-64 must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI).
 //! Other VMMs start the image by the note, and the note tells a kernel from any other program.
@@ -20,10 +20,10 @@ pub enum ImageError {
         "not an ELF file ({0}); give a guest kernel; `lacuna run --help` names the built-in ones"
     )]
     NotElf(String),
-    /// 32-bit, or another processor.
+    /// The file is for a 32-bit processor, or for one that Lacuna does not have.
     #[error("ELF file for {0}; this backend runs 64-bit x86-64 kernels")]
     WrongMachine(String),
-    /// A normal program.
+    /// The file is a program, not a kernel.
     #[error(
         "ELF file without the PVH note (XEN_ELFNOTE_PHYS32_ENTRY): a program, not a guest kernel"
     )]
@@ -40,7 +40,7 @@ pub enum ImageError {
         /// The file's size.
         file: u64,
     },
-    /// Nonsense addresses.
+    /// A segment's physical addresses are out of range.
     #[error("segment {index}: physical address {addr:#x}+{size:#x} is past 48 bits")]
     BadAddress {
         /// Program header index.
@@ -50,7 +50,7 @@ pub enum ImageError {
         /// Bytes in memory.
         size: u64,
     },
-    /// Nothing to load.
+    /// The file has nothing to load.
     #[error("ELF file has no loadable segment")]
     Empty,
     /// The entry point lies in no segment.
@@ -58,12 +58,12 @@ pub enum ImageError {
     BadEntry(u64),
 }
 
-/// One piece to load: `bytes`, then zeros up to `size`.
+/// A loadable segment: `bytes`, then zeros up to `size`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Segment<'a> {
     /// Where it goes.
     pub gpa: Gpa,
-    /// From the file.
+    /// Its content in the file.
     pub bytes: &'a [u8],
     /// Size in memory, at least `bytes.len()`.
     pub size: u64,
@@ -133,7 +133,7 @@ fn is_pvh(note: &Note<'_>) -> bool {
     matches!(note, Note::Unknown(any) if any.n_type == PVH_NOTE && any.name.starts_with(b"Xen"))
 }
 
-/// The architecture of a file for `machine`; others are refused by their names.
+/// The architecture of a file for `machine`. The error names a machine that is not supported.
 fn arch(class: Class, machine: u16) -> Result<Arch, ImageError> {
     let bits = if class == Class::ELF64 { 64 } else { 32 };
     let name = match (class, machine) {

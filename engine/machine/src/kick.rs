@@ -2,9 +2,9 @@
 
 /// Makes vCPUs return to their VMM.
 ///
-/// A kick is a request that stays until a run takes it. So it is right in every order: before the
-/// run, the next run returns at once; twice, the second adds nothing; after the last run, nothing
-/// happens.
+/// A kick is a request that stays until a run takes it. So its moment does not matter. After a kick
+/// between two runs, the next run returns at once. A second kick before that run adds nothing. A
+/// kick after the last run has no effect.
 pub trait Kick: Sync {
     /// [`Vcpu::run`](crate::Vcpu::run) of vCPU `index` returns
     /// [`Exit::Interrupted`](crate::Exit::Interrupted) soon, also when the vCPU is halted or waits

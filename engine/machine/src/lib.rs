@@ -12,8 +12,8 @@
 //! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] with a watcher beside.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
-//! This crate knows no processor, no tables and no memory manager: it and `lacuna-mmu` are
-//! strangers.
+//! This crate knows no processor, no tables and no memory manager. It and `lacuna-mmu` do not
+//! import each other.
 #![forbid(unsafe_code)]
 
 mod apf;

@@ -9,7 +9,7 @@ pub enum MemoryError {
     /// Not every byte lies in a memory slot.
     #[error("guest memory has no slot at {0}")]
     NoSlot(Gpa),
-    /// The VM is in a state in which it takes no such access.
+    /// The VM does not allow this access in its present state.
     #[error("guest memory at {gpa}: {cause}")]
     Refused {
         /// First address that failed.
@@ -37,17 +37,20 @@ impl MemoryError {
     }
 }
 
-/// Reads and writes of a guest's memory by its VMM. May sleep for pages that are elsewhere.
+/// Reads and writes of a guest's memory by its VMM. [`GuestMemory::read`] and
+/// [`GuestMemory::write`] sleep until pages that are not resident have come.
 ///
-/// The vCPUs access the same bytes meanwhile. An access of 1, 2, 4 or 8 bytes at a multiple of its
-/// size is one atomic access with relaxed ordering. A larger access is made of those.
+/// The vCPUs may access the same bytes at the same time. An access of 1, 2, 4 or 8 bytes at a
+/// multiple of its size is one atomic access with relaxed ordering. A larger access consists of
+/// several of those.
 pub trait GuestMemory {
-    /// Copies `bytes` into the guest. Seen by dirty tracking like a guest's own write.
+    /// Copies `bytes` into the guest. Dirty tracking reports the pages, as after a guest's write.
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError>;
 
     /// Copies out of the guest.
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError>;
 
-    /// Copies out of the guest if it costs no I/O; `false` when a page is not resident or absent.
+    /// Copies out of the guest without I/O. Returns `false` if a page is not resident or has no
+    /// memory slot.
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool;
 }

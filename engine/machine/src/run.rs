@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{io, thread};
 
-/// How long a vCPU without room for dirty pages leaves its core to others.
+/// How long a vCPU with a full dirty ring sleeps, so that another thread gets its core.
 const RING_FULL_NAP: Duration = Duration::from_micros(100);
 
-/// How often the watcher of a run looks.
+/// The time between two calls of a run's watcher.
 const WATCH: Duration = Duration::from_millis(100);
 
 /// Whether a vCPU goes on after [`dispatch`].
@@ -23,7 +23,7 @@ pub enum Next {
     Stop,
 }
 
-/// Does what one exit asks for.
+/// Handles one exit.
 pub fn dispatch(
     vcpu: &mut impl Vcpu,
     exit: Result<Exit, VcpuError>,
@@ -36,8 +36,8 @@ pub fn dispatch(
         Ok(Exit::MmioRead { gpa, width }) => vcpu.complete_read(devices.mmio_read(gpa, width)),
         Ok(Exit::MmioWrite { gpa, width, value }) => devices.mmio_write(gpa, width, value, kick),
         Ok(Exit::Interrupted) => {}
-        // Some other thread harvests, and needs a processor for it. The vCPU comes back until it
-        // has room again.
+        // Another thread harvests, and needs a core. Until the ring has room, each entry ends with
+        // this exit again.
         Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
         // A VMM that sets the slot flag provides the page itself; this loop has no pages.
         Ok(Exit::MemoryFault { gpa, .. }) => {
@@ -59,7 +59,7 @@ pub fn dispatch(
     }
 }
 
-/// A vCPU that panics must not leave the others running for ever.
+/// Ends the run if a vCPU's thread panics, so that the other vCPUs do not run for ever.
 struct EndOnPanic<'a, K: Kick> {
     devices: &'a PlatformDevices,
     kick: &'a K,
@@ -73,9 +73,10 @@ impl<K: Kick> Drop for EndOnPanic<'_, K> {
     }
 }
 
-/// Runs every vCPU on a thread of its own until the run has an ending; gives back the vCPUs
-/// whose threads started. A thread that cannot be started ends the run: the guest would wait for
-/// its vCPU.
+/// Runs every vCPU on a thread of its own until the run has an ending, and returns the vCPUs.
+///
+/// If a thread cannot be started, the run ends, because the guest would wait for that vCPU. It is
+/// missing in what is returned.
 pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) -> Vec<V> {
     thread::scope(|scope| {
         let start = |mut vcpu: V| {
@@ -118,7 +119,7 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) 
 /// `watch` several times a second until the guest ends.
 ///
 /// # Errors
-/// A thread that cannot be started.
+/// The runner's thread cannot be started.
 pub fn run_watched<V: Vm>(
     vm: &Arc<V>,
     vcpus: Vec<V::Vcpu>,
@@ -145,7 +146,8 @@ pub fn run_watched<V: Vm>(
     })
 }
 
-/// A copy of the status page that the guest has announced, also where it has to be fetched.
+/// A copy of the status page that the guest has announced. If the page is swapped out, it is read
+/// back first.
 pub fn status_page(memory: &impl GuestMemory, devices: &PlatformDevices) -> Option<Vec<u8>> {
     let mut page = vec![0; PAGE_SIZE];
     memory.read(devices.status_page()?.gpa(), &mut page).ok()?;

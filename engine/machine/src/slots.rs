@@ -7,11 +7,11 @@ use lacuna_slots::{SlotError, SlotFlags, SlotId};
 /// A memory slot of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemorySlot {
-    /// Its name.
+    /// The number by which calls name it.
     pub id: SlotId,
     /// The guest frames.
     pub gfns: GfnRange,
-    /// What is special about it.
+    /// Its properties, such as read-only.
     pub flags: SlotFlags,
 }
 
@@ -28,10 +28,10 @@ impl MemorySlot {
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MemorySlotError {
-    /// The slot table refuses it.
+    /// The slot table refuses the change.
     #[error(transparent)]
     Slot(#[from] SlotError),
-    /// The host has no memory for it, or its kernel refuses.
+    /// The host has no memory for the slot, or the host's kernel refuses.
     #[error("{id}: {cause}")]
     Host {
         /// The slot.
@@ -51,8 +51,8 @@ impl MemorySlotError {
     }
 }
 
-/// The memory slots of a VM. They may be changed while its vCPUs run, by any thread that is not a
-/// vCPU's: a change waits until no vCPU can use what it removes.
+/// The memory slots of a VM. Any thread but a vCPU's may change them while the vCPUs run. A change
+/// waits until no vCPU can use what it removes.
 pub trait MemorySlots {
     /// All slots, in ascending order of their guest frames.
     fn memory_slots(&self) -> Vec<MemorySlot>;

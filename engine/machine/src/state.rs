@@ -1,8 +1,9 @@
 //! The whole state of a vCPU as one value: saved by one backend, restored by the same or another.
 //!
-//! A state is data, and may come damaged or hostile from a file or a peer. A backend checks every
-//! field when it restores, and refuses with the field's name; a vCPU that refused keeps the state
-//! it had, unless the hypervisor below refuses half-way, when it must be restored again or dropped.
+//! A state is data. It may come from a file or a peer, damaged or hostile. A backend that restores
+//! it checks every field. If a field is wrong, the error names it, and the vCPU keeps the state
+//! that it had. Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must
+//! then be restored again or dropped.
 
 pub mod x86;
 
@@ -20,7 +21,7 @@ pub enum VcpuState {
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StateError {
-    /// The vCPU is in the middle of an instruction that a device has to answer.
+    /// The vCPU waits for a device's answer in the middle of an instruction.
     #[error(
         "vCPU {vcpu} has left for a device, and its instruction is not complete: answer it, kick \
          the vCPU, and enter it until it returns `Interrupted`"
@@ -40,7 +41,7 @@ pub enum StateError {
         /// Its value, or the bits of it that are wrong.
         value: u64,
     },
-    /// A valid value that this backend does not have.
+    /// A valid value that this backend does not support.
     #[error("{field}: this backend cannot take over {value:#x}")]
     Unsupported {
         /// Which field.
@@ -66,12 +67,13 @@ pub enum StateError {
     },
 }
 
-/// A vCPU whose state can be saved and restored, between two runs.
+/// Saves and restores the state of a vCPU, between two runs.
 ///
-/// Pages on their way to the guest are not part of a state. A guest that has asynchronous page
-/// faults enabled is told after a restore to try again with all that it waits for (wake-all).
+/// Pages on their way to the guest are not part of a state. If the guest has enabled asynchronous
+/// page faults, it gets a *wake-all* after a restore: every thread that waits for a page tries its
+/// access again.
 pub trait SaveRestore: Vcpu {
-    /// The state that the vCPU has now. It stays as it is, and may be entered again.
+    /// The vCPU's present state. The vCPU does not change, and may be entered again.
     ///
     /// # Errors
     /// [`StateError::MidInstruction`], or the hypervisor below refuses.

@@ -1,7 +1,8 @@
 //! A virtual machine as every backend has it, and the builder that makes one.
 //!
-//! Backends are a closed set, so callers are generic over [`Vm`] or [`Builder`]; no access of a
-//! guest goes through a `dyn`. What one backend lacks is a small trait behind an `Option`.
+//! Backends are a closed set, so callers are generic over [`Vm`] or [`Builder`], and no access of a
+//! guest goes through a `dyn`. A power that one backend lacks is a small trait, which a method
+//! returns as an `Option`.
 
 use crate::{
     Apf, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick, MemorySlots,
@@ -34,23 +35,23 @@ impl Backend {
 /// Which processor the guest sees.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum CpuModel {
-    /// All that the backend has.
+    /// The processor with all features that the backend has.
     #[default]
     Host,
-    /// What every backend has: long mode and integer instructions, no FPU. The state of such a vCPU
-    /// moves between backends. The TSC runs at this frequency; `None` for the backend's own.
+    /// A processor that every backend has: long mode and integer instructions, no FPU. The state
+    /// of such a vCPU moves between backends.
     Common {
-        /// Frequency of the TSC.
+        /// Frequency of the TSC; `None` for the backend's own.
         tsc_khz: Option<u32>,
     },
 }
 
-/// What every VM has, whatever its backend.
+/// The configuration that VMs of every backend have.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmConfig {
     /// The memory that the guest believes it has.
     pub memory: PageCount,
-    /// Its processors, 1 to 64.
+    /// The number of its processors, 1 to 64.
     pub vcpus: usize,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
@@ -70,15 +71,15 @@ pub trait BackendError: std::error::Error + Send + Sync + 'static {
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct VmStats {
-    /// Guest pages that have memory of the host now.
+    /// Guest pages that are in the host's memory at present.
     pub resident: PageCount,
     /// Pages that the guest touched for the first time, and got as zeros.
     pub first_touches: u64,
-    /// Pages that came back from where they had been evicted to.
+    /// Evicted pages that came back.
     pub pages_in: u64,
     /// Pages evicted.
     pub pages_out: u64,
-    /// Of each vCPU.
+    /// Counters of each vCPU.
     pub vcpus: Vec<VcpuStats>,
 }
 
@@ -86,66 +87,67 @@ pub struct VmStats {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct VcpuStats {
-    /// Exits that its VMM had to handle.
+    /// Exits that the VMM had to handle.
     pub exits: u64,
-    /// Instructions retired, where the backend counts them.
+    /// Instructions retired; `None` if the backend does not count them.
     pub instructions: Option<u64>,
 }
 
 /// One virtual machine.
 pub trait Vm: GuestMemory + MemorySlots + DirtyTracking + Kick + Send + Sync + Sized {
-    /// Its processors.
+    /// The type of its processors.
     type Vcpu: SaveRestore;
-    /// Why it refuses.
+    /// The type of its errors.
     type Error: BackendError;
 
     /// Which backend it belongs to.
     const BACKEND: Backend;
 
-    /// What it was made with.
+    /// The configuration with which it was made.
     fn config(&self) -> VmConfig;
 
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once.
+    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. A VM gets
+    /// its vCPUs once.
     ///
     /// # Errors
-    /// The image does not fit, or the VM has its vCPUs.
+    /// The image does not fit, or the VM has its vCPUs already.
     fn boot(
         self: &Arc<Self>,
         image: &Image<'_>,
         command_line: &str,
     ) -> Result<Vec<Self::Vcpu>, Self::Error>;
 
-    /// Makes the vCPUs without an image, for [`SaveRestore::restore`]. Once.
+    /// Makes the vCPUs without an image, for [`SaveRestore::restore`]. A VM gets its vCPUs once.
     ///
     /// # Errors
-    /// The VM has its vCPUs.
+    /// The VM has its vCPUs already.
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Self::Vcpu>, Self::Error>;
 
     /// Its counters.
     fn stats(&self) -> VmStats;
 
-    /// The host's policy of huge pages for its memory, where the VMM may set it.
+    /// The policy of huge pages for its memory, if the VMM may set it.
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy>;
 
-    /// Whether asynchronous page faults may be switched while it runs.
+    /// The switch of asynchronous page faults, if the VMM may use it while the VM runs.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch>;
 }
 
 /// The host's policy of huge pages, set while a VM runs.
 pub trait HugePagePolicy {
-    /// Keeps `gfns` from being mapped by huge leaves from now on; those that are there are split.
+    /// From now on, no huge leaf maps frames of `gfns`. Huge leaves that exist there are split.
     ///
     /// # Errors
     /// There is no memory for the tables.
     fn disallow_huge(&self, gfns: lacuna_addr::GfnRange) -> Result<(), String>;
 
-    /// Takes one [`HugePagePolicy::disallow_huge`] of the same range back.
+    /// Ends one [`HugePagePolicy::disallow_huge`] of the same range.
     fn allow_huge(&self, gfns: lacuna_addr::GfnRange);
 }
 
 /// Asynchronous page faults, switched while a VM runs.
 pub trait ApfSwitch {
-    /// From now on, whether a guest that asked for it is told of pages on their way.
+    /// Sets whether a guest that has enabled asynchronous page faults gets them from now on.
     fn set_apf(&self, apf: Apf);
 }
 
@@ -159,7 +161,7 @@ pub struct Observed<'a, V> {
     pub now: Nanos,
 }
 
-/// How a run went. The VM is still there, and its counters can be read.
+/// The result of a run. The VM still exists, so its counters can be read.
 pub struct RunEnd<V> {
     /// The VM.
     pub vm: Arc<V>,
@@ -169,19 +171,20 @@ pub struct RunEnd<V> {
     pub end: Nanos,
     /// The guest's status page, if it announced one.
     pub status: Option<Vec<u8>>,
-    /// The hash of everything that happened, of a seeded run.
+    /// For a seeded run: the hash of everything that happened.
     pub trace_hash: Option<u64>,
 }
 
-/// The description of a VM and of a run in it, from which one or the other is made.
+/// Describes a VM and a run of it. [`Builder::build`] makes the VM alone; [`Builder::run`] makes a
+/// VM and runs an image in it.
 pub trait Builder {
-    /// What it makes.
+    /// The type of the VM.
     type Vm: Vm;
 
     /// Makes the VM, without content.
     ///
     /// # Errors
-    /// What keeps it from being made.
+    /// The reason why the VM cannot be made.
     fn build(&self) -> Result<Arc<Self::Vm>, <Self::Vm as Vm>::Error>;
 
     /// The whole command line of the guest's kernel.
@@ -190,7 +193,7 @@ pub trait Builder {
     /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
     ///
     /// # Errors
-    /// What keeps the run from starting. A run that started has an [`Ending`].
+    /// The reason why the run cannot start. A run that started has an [`Ending`] instead.
     fn run(
         &self,
         image: &Image<'_>,
@@ -198,7 +201,8 @@ pub trait Builder {
         watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
     ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error>;
 
-    /// As [`Builder::run`], with the usual devices and the guest's lines for `console`.
+    /// As [`Builder::run`], with the devices of [`PlatformDevices::new`]; `console` gets the lines
+    /// that the guest prints.
     ///
     /// # Errors
     /// As [`Builder::run`].

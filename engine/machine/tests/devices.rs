@@ -1,4 +1,4 @@
-//! Devices of an embedder's own.
+//! Devices that an embedder adds.
 
 use lacuna_addr::Gpa;
 use lacuna_machine::{Device, DeviceError, Ending, Kick, PlatformDevices, Width, port};

@@ -1,7 +1,8 @@
-//! From an image to a guest that can start: what is written where, and the state of a fresh vCPU.
+//! Loads an image: what is written to guest memory, and the state in which a vCPU starts.
 //!
-//! This file has what every architecture shares: where memory lies, the checks of an image against
-//! it, and the writing of segments and command line. `x86` has the boot data and the entry state.
+//! This file has what all architectures share: the layout of guest memory, the checks of an image
+//! against it, and the writes of segments and command line. `x86` has the boot data and the state
+//! at entry.
 
 pub mod x86;
 
@@ -37,18 +38,18 @@ pub enum BootError {
         /// Where it starts.
         gpa: Gpa,
     },
-    /// Too long a command line.
+    /// The command line is too long.
     #[error("the guest's command line has {0} bytes; at most 4095 fit")]
     CommandLine(usize),
-    /// Memory below the minimum or above the address space.
+    /// The guest's memory is too small or too large.
     #[error("guest memory of {0} bytes: give at least 1M and at most 64T, in whole pages")]
     BadSize(u64),
-    /// An image for another processor.
-    #[error("the image is for {image}, and this VM's processors are {vm}")]
+    /// The image is for another processor.
+    #[error("the image is for {image}, and this VM's processors are {vm}: give an image for {vm}")]
     WrongArch {
-        /// What the image is for.
+        /// The image's architecture.
         image: Arch,
-        /// What the VM has.
+        /// The VM's architecture.
         vm: Arch,
     },
     /// The image could not be written to the guest's memory.
@@ -108,7 +109,7 @@ impl Layout {
         Ok(Self { ranges })
     }
 
-    /// One slot's worth of frames each, ascending.
+    /// The guest frames that have memory, in ascending order: one range for each memory slot.
     pub fn ranges(&self) -> &[GfnRange] {
         &self.ranges
     }
@@ -122,12 +123,12 @@ impl Layout {
     }
 }
 
-/// Where an architecture's loader puts what every architecture has.
+/// The addresses of what the loader of every architecture writes.
 struct Placement {
     arch: Arch,
-    /// The boot data end here; an image lies above.
+    /// The end of the boot data. An image lies above it.
     boot_end: u64,
-    /// The command line: a page.
+    /// The page of the command line.
     command_line: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The x86 half of a start: Lacuna's 64-bit entry, with PVH's start information.
+//! The boot data of x86 guests: Lacuna's 64-bit entry, with PVH's start information.
 //!
 //! ```text
 //! 0x0000  (unused: a null pointer should fault in the guest)
@@ -9,8 +9,8 @@
 //!         a page
 //! image   at the addresses of its segments, at or above 64 KiB
 //! ```
-//! Guest memory is `0..3 GiB`, and what does not fit continues at 4 GiB: the hole holds the local
-//! APIC.
+//! Guest memory is `0..3 GiB`. The rest of it begins at 4 GiB. The local APIC lies in the hole
+//! between them.
 
 use super::{BootError, Layout, Placement};
 use crate::{Arch, GuestMemory, Image};
@@ -20,13 +20,13 @@ const GDT: u64 = 0x1000;
 const START_INFO: u64 = 0x2000;
 const COMMAND_LINE: u64 = 0x3000;
 const PML4: u64 = 0x4000;
-/// Memory from 0, and what continues behind the devices' hole.
+/// Memory begins at 0 and ends here at the latest; the rest of it begins at [`HIGH_START`].
 pub(super) const LOW_END: u64 = 3 << 30;
 pub(super) const HIGH_START: u64 = 4 << 30;
 const START_MAGIC: u32 = 0x336e_c578;
 const GDT_ENTRIES: [u64; 4] = [0, 0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff];
 
-/// Where the loader puts its own data.
+/// Where the loader puts its data.
 const PLACEMENT: Placement = Placement {
     arch: Arch::X86_64,
     boot_end: 0x1_0000,

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-/// Everything that a vCPU is.
+/// The whole state of a vCPU.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct State {
     /// General registers.
@@ -14,14 +14,14 @@ pub struct State {
     pub system: System,
     /// Debug registers.
     pub debug: Debug,
-    /// Model-specific registers by index, other than those that have a field of their own here. A
-    /// register is left out where it has the value that a fresh vCPU has.
+    /// Model-specific registers by index, except those that have a field of their own here. A
+    /// register that has the value of a fresh vCPU is left out.
     pub msrs: BTreeMap<u32, u64>,
     /// The time-stamp counter.
     pub tsc: Tsc,
     /// The local interrupt controller with its timer.
     pub apic: Apic,
-    /// What is to be delivered.
+    /// Events that are to be delivered.
     pub events: Events,
     /// Asynchronous page faults: the guest's three MSRs.
     pub apf: AsyncFaults,
@@ -29,7 +29,7 @@ pub struct State {
     pub xsave: Option<Vec<u32>>,
     /// Extended control register 0; 1 for a processor without XSAVE.
     pub xcr0: u64,
-    /// Whether it runs.
+    /// Whether the vCPU runs, halts or waits for its start-up.
     pub run: RunState,
 }
 
@@ -134,7 +134,7 @@ pub struct Debug {
 pub struct Tsc {
     /// What RDTSC would read at the moment of the save.
     pub value: u64,
-    /// Its frequency, which the guest has been told. A backend that cannot run at it refuses.
+    /// The frequency that the guest has been told. A backend that cannot run at it refuses.
     pub khz: u32,
 }
 
@@ -144,7 +144,7 @@ pub struct Apic {
     /// `IA32_APIC_BASE`.
     pub base: u64,
     /// The register page, one entry for each 16 bytes of it, in xAPIC form: the ID is in bits 31:24
-    /// in x2APIC mode too, and ICR is in two halves. The current count is that at the save.
+    /// in x2APIC mode too, and ICR is in two halves. The current count is that of the save.
     pub regs: [u32; 64],
     /// `IA32_TSC_DEADLINE`; 0 when disarmed.
     pub tsc_deadline: u64,
@@ -160,7 +160,7 @@ impl Default for Apic {
     }
 }
 
-/// An exception that the next run begins with.
+/// An exception. The next run begins by delivering it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Exception {
     /// IDT vector, below 32.
@@ -171,12 +171,12 @@ pub struct Exception {
     pub cr2: Option<u64>,
 }
 
-/// What is to be delivered before the next instruction, and what keeps it from that.
+/// The events that are to be delivered before the next instruction, and what delays them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Events {
     /// An exception.
     pub exception: Option<Exception>,
-    /// An interrupt that the APIC has in service and whose handler has not been entered.
+    /// An interrupt that the APIC has in service, before its handler has been entered.
     pub interrupt: Option<u8>,
     /// A non-maskable interrupt waits.
     pub nmi_pending: bool,
@@ -195,7 +195,7 @@ pub struct AsyncFaults {
     pub vector: u64,
 }
 
-/// Whether a vCPU runs.
+/// Whether a vCPU executes instructions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RunState {
     /// It executes instructions.
