@@ -50,7 +50,7 @@ pub use invalidate::Invalidation;
 pub use mmu::{Mmu, MmuError};
 pub use rmap::Rmap;
 #[cfg(any(test, feature = "comparisons"))]
-pub use rmap_walk::{RmapWalk, Steps};
+pub use rmap_walk::{RmapWalk, StepCounter, Steps};
 pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};

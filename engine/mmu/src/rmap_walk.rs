@@ -13,8 +13,8 @@
 //!
 //! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
 //! `PerLevel` the whole series and what Lacuna does, `Walk` what KVM does where it has no reverse
-//! maps. Each strategy finds its range locks by the index, which is not counted, because the locks
-//! are not compared.
+//! maps. Each strategy finds its range locks by one search of the slots' index. `PageLoop` and
+//! `RangeThenPages` do not count that search as steps, because they find the slots in another way.
 
 use crate::invalidate::{Counter, Invalidation, Visit};
 use crate::{InBlock, Mmu, Rmap};
@@ -35,28 +35,36 @@ pub struct Steps {
     pub leaves: u64,
 }
 
-impl Counter for Steps {
+/// Counts an invalidation by an [`RmapWalk`]. Every strategy finds its range locks by the slots'
+/// index; those nodes are counted apart, because not every strategy finds its slots by it.
+#[derive(Default)]
+pub struct StepCounter {
+    steps: Steps,
+    index_nodes: u64,
+}
+
+impl Counter for StepCounter {
     fn slots(&mut self, count: u64) {
-        self.slots += count;
+        self.index_nodes += count;
     }
 
     fn words(&mut self, count: u64) {
-        self.words += count;
+        self.steps.words += count;
     }
 
     fn entries(&mut self, count: u64) {
-        self.entries += count;
+        self.steps.entries += count;
     }
 
     fn leaves(&mut self, count: u64) {
-        self.leaves += count;
+        self.steps.leaves += count;
     }
 }
 
-impl Invalidation<'_, Steps> {
+impl Invalidation<'_, StepCounter> {
     /// The steps so far.
     pub fn steps(&self) -> Steps {
-        self.counter
+        self.counter.steps
     }
 }
 
@@ -82,17 +90,21 @@ impl RmapWalk {
         Self::Walk,
     ];
 
-    /// Slots visited to find those of `range`, if the strategy does not use the index.
-    fn slots_for_range(self, slots: &Snapshot<Rmap>, range: HvaRange) -> Option<u64> {
+    /// Finds the slots of `range`, if that is not done under the range locks, and counts what it
+    /// read.
+    fn find_slots(self, slots: &Snapshot<Rmap>, range: HvaRange, counter: &mut StepCounter) {
         match self {
             // Page by page, under the lock.
-            Self::PageLoop => Some(0),
+            Self::PageLoop => {}
             Self::RangeThenPages => {
                 let hits = slots.iter().filter(|s| s.hvas.intersect(range).is_some());
                 std::hint::black_box(hits.count());
-                Some(slots.len() as u64)
+                counter.steps.slots += slots.len() as u64;
             }
-            Self::PerLevel | Self::Walk => None,
+            // The search for the range locks has found them.
+            Self::PerLevel | Self::Walk => {
+                counter.steps.slots += std::mem::take(&mut counter.index_nodes);
+            }
         }
     }
 
@@ -104,7 +116,7 @@ impl RmapWalk {
         slots: &Snapshot<Rmap>,
         slot: &Arc<Slot<Rmap>>,
         part: GfnRange,
-        visit: &mut Visit<'_, '_, Steps>,
+        visit: &mut Visit<'_, '_, StepCounter>,
     ) {
         match self {
             Self::PerLevel => mmu.unmap_part(part, visit),
@@ -116,22 +128,20 @@ impl RmapWalk {
 }
 
 impl Mmu {
-    /// [`Mmu::begin_invalidation`] with `walk` as the way to find what is mapped, counted.
+    /// [`Mmu::begin_invalidation`] with `walk` as the way to find what is mapped, counted. The
+    /// times of this call can be compared: each strategy pays for one search of the index, which
+    /// finds the range locks, and for its own work.
     pub fn begin_invalidation_as(
         &self,
         walk: RmapWalk,
         ranges: &[HvaRange],
-    ) -> Invalidation<'_, Steps> {
+    ) -> Invalidation<'_, StepCounter> {
         let mut begun = self.begin_with(ranges, |slots, slot, part, visit| {
             walk.unmap(self, slots, slot, part, visit);
         });
         let slots = self.slots.read();
         for &range in ranges {
-            if let Some(looked_at) = walk.slots_for_range(&slots, range) {
-                let nodes = slots.overlapping(range, |_| ());
-                begun.counter.slots += looked_at;
-                begun.counter.slots -= nodes as u64;
-            }
+            walk.find_slots(&slots, range, &mut begun.counter);
         }
         begun
     }
@@ -149,12 +159,12 @@ impl Mmu {
         slots: &Snapshot<Rmap>,
         slot: &Arc<Slot<Rmap>>,
         part: GfnRange,
-        visit: &mut Visit<'_, '_, Steps>,
+        visit: &mut Visit<'_, '_, StepCounter>,
     ) {
         for gfn in part.iter() {
             let hva = slot.hva(gfn);
             for other in slots.iter() {
-                visit.counter.slots += 1;
+                visit.counter.steps.slots += 1;
                 // Another slot with the same backing is handled under its own lock.
                 if other.hvas.contains(hva) && Arc::ptr_eq(other, slot) {
                     self.unmap_page(gfn, part, visit);
@@ -164,15 +174,15 @@ impl Mmu {
     }
 
     /// One page of `part`: the word at every level.
-    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_, Steps>) {
-        visit.counter.words += 2;
+    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_, StepCounter>) {
+        visit.counter.steps.words += 2;
         self.cut(visit.cursor, visit.rmap, part);
         if let InBlock::Huge(at) = visit.rmap.block(gfn) {
-            visit.counter.entries += 1;
+            visit.counter.steps.entries += 1;
             self.unmap_leaf(at, gfn, visit);
         }
         if let Some(at) = visit.rmap.place(gfn) {
-            visit.counter.entries += 1;
+            visit.counter.steps.entries += 1;
             if self.stage2.has_leaf(at) {
                 self.unmap_leaf(at, gfn, visit);
             }
