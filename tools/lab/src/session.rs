@@ -1,21 +1,22 @@
 //! A guest under measurement: what it counts, and what may be changed while it runs.
 //!
-//! One guest lives through a whole experiment. What differs between two slices of time is a word
-//! on its status page (which processes pause) and a switch of its VM (whether faults are taken
-//! asynchronously), and nothing else: the same processes, the same pages, the same swap.
+//! One guest lives through a whole experiment, on any backend ([`on`]). Two slices of time differ
+//! in a word on the guest's status page, which says which processes pause, or in a switch of the
+//! VM, such as whether faults are taken asynchronously. They differ in nothing else: the processes,
+//! the pages and the swap device are the same.
 
 use crate::experiment::LabError;
 use crate::interrupt;
 use lacuna_addr::Gpa;
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
-use lacuna_machine::{Ending, GuestMemory, Image, PlatformDevices};
-use lacuna_soft::{Apf, Stalls, Vm, VmBuilder};
+use lacuna_machine::{Apf, Builder, Ending, GuestMemory, Image, PlatformDevices, Vm};
+use lacuna_soft::Stalls;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How often a condition of the guest's is looked at.
+/// How often [`Guest::run_until`] reads the status page.
 const LOOK: Duration = Duration::from_micros(200);
-/// What a guest may take for its preparations.
+/// The longest time that a guest may take for its preparations.
 const PREPARE: Duration = Duration::from_secs(120);
 
 /// What the guest had done at one moment.
@@ -25,7 +26,7 @@ pub struct Count {
     pub at: Instant,
     /// Steps of all workers.
     pub workers: u64,
-    /// Steps of all that fault.
+    /// Steps of all faulters.
     pub faulters: u64,
 }
 
@@ -41,7 +42,7 @@ impl Count {
     }
 }
 
-/// A running guest, seen from outside: any backend's.
+/// A running guest, seen from outside, on any backend.
 pub struct Guest<'a> {
     memory: &'a dyn GuestMemory,
     devices: &'a PlatformDevices,
@@ -59,14 +60,14 @@ impl<'a> Guest<'a> {
         })
     }
 
-    /// Its status page now.
+    /// Reads its status page.
     pub fn status(&self) -> Result<Status, LabError> {
         let mut page = vec![0; PAGE_BYTES];
         self.memory.read(self.page, &mut page)?;
         Status::parse(&page).map_err(|error| LabError::Guest(error.to_string()))
     }
 
-    /// Its counters now.
+    /// Reads its counters.
     pub fn count(&self) -> Result<Count, LabError> {
         let status = self.status()?;
         let sum = |kind| {
@@ -80,7 +81,7 @@ impl<'a> Guest<'a> {
         })
     }
 
-    /// Makes the processes of `kinds` pause, and all others go on.
+    /// Makes the processes of `kinds` pause, and all others run.
     pub fn pause(&self, kinds: &[Kind]) -> Result<(), LabError> {
         let mask = kinds.iter().fold(0, |mask, kind| mask | kind.paused_bit());
         let at = self.page.checked_add(PAUSED_AT as u64);
@@ -100,7 +101,7 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Lets the guest run until `what` holds of its status page, and gives that.
+    /// Lets the guest run until `what` finds something on its status page, and returns that.
     pub fn run_until<T>(
         &self,
         limit: Duration,
@@ -113,14 +114,14 @@ impl<'a> Guest<'a> {
             }
             if Instant::now() > deadline {
                 return Err(LabError::Guest(format!(
-                    "the guest did not get where it should within {limit:?}"
+                    "the guest did not make the expected progress within {limit:?}"
                 )));
             }
             self.run_for(LOOK)?;
         }
     }
 
-    /// Until its first process, by counting to 1, says that all is prepared.
+    /// Waits until its first process has counted to 1, which says that the guest is prepared.
     pub fn prepared(&self) -> Result<(), LabError> {
         self.run_until(PREPARE, |status| {
             (status.threads.first()?.counter > 0).then_some(())
@@ -128,41 +129,60 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// A guest of the soft backend with everything that may be turned.
-pub struct Session<'a> {
+/// A VM that can be measured.
+pub trait Measured: Vm {
+    /// Each vCPU's stalls since its VM began; empty where the backend cannot tell. They are not in
+    /// the backend interface: soft times every wait of its vCPUs, but on `/dev/kvm` a vCPU waits
+    /// for a page inside the kernel, which does not report it.
+    fn stalls(&self) -> Vec<Stalls> {
+        Vec::new()
+    }
+}
+
+impl Measured for lacuna_soft::Vm {
+    fn stalls(&self) -> Vec<Stalls> {
+        Self::stalls(self)
+    }
+}
+
+impl Measured for lacuna_kvm::Vm {}
+
+/// A running guest with its VM.
+pub struct Session<'a, V> {
     /// The guest.
     pub guest: Guest<'a>,
-    /// Its VM; none on a backend whose faults cannot be switched while it runs.
-    pub vm: Option<&'a Vm>,
+    /// Its VM.
+    pub vm: &'a V,
 }
 
-impl Session<'_> {
-    /// From now on faults are taken so, where that can be chosen.
+impl<V: Vm> Session<'_, V> {
+    /// From now on faults are taken as `apf` says.
+    ///
+    /// # Panics
+    /// If the backend cannot switch and the VM was made with the other choice: the figures would be
+    /// of another arm.
     pub fn set_apf(&self, apf: Apf) {
-        if let Some(vm) = self.vm {
-            vm.set_apf(apf);
+        match self.vm.apf_switch() {
+            Some(switch) => switch.set_apf(apf),
+            None => assert_eq!(self.vm.config().apf, apf, "an arm of another VM"),
         }
     }
-
-    /// Each vCPU's stalls since its VM began.
-    pub fn stalls(&self) -> Vec<Stalls> {
-        self.vm.map_or(Vec::new(), Vm::stalls)
-    }
 }
 
-/// The last words of a guest, for when it fails.
+/// The last line that a guest has printed, for the message when it fails.
 #[derive(Clone, Default)]
 pub struct LastWords(Arc<Mutex<String>>);
 
 impl LastWords {
-    /// A console that keeps the last line.
+    /// A console that keeps only the last line.
     pub fn console(&self) -> impl FnMut(&str) + Send + 'static {
         let kept = Arc::clone(&self.0);
         move |line: &str| line.clone_into(&mut kept.lock().expect("no panic under this lock"))
     }
 
-    /// The result of an experiment; or, of a guest that ended by itself, why: even after all was
-    /// measured, because it may have found something wrong before.
+    /// The result of an experiment, if the experiment ended the guest. Otherwise the error says why
+    /// the guest ended. That holds also after all was measured, because the guest may have found
+    /// something wrong.
     pub fn settle<T>(
         &self,
         result: Option<Result<T, LabError>>,
@@ -194,29 +214,30 @@ pub fn image(name: &str) -> Result<Image<'static>, LabError> {
 }
 
 /// Starts a VM of `builder` with the guest `name`, carries out `experiment` while it runs, and ends
-/// it. The latency dial is at zero until the experiment turns it.
+/// it. The experiment is the same code for every backend.
 ///
 /// # Errors
 /// Those of the experiment and of the builder; and a guest that ends before the experiment does.
-pub fn on_soft<T>(
-    builder: &VmBuilder,
+pub fn on<B: Builder, T>(
+    builder: &B,
     name: &str,
-    experiment: impl FnOnce(&Session<'_>) -> Result<T, LabError>,
-) -> Result<T, LabError> {
+    experiment: impl FnOnce(&Session<'_, B::Vm>) -> Result<T, LabError>,
+) -> Result<T, LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
     let words = LastWords::default();
-    builder.latency.set(Duration::ZERO);
     let (mut experiment, mut result) = (Some(experiment), None);
-    let outcome = builder.run(&image(name)?, words.console(), |now| {
+    let end = builder.run_with_console(&image(name)?, words.console(), &mut |now| {
         let Some(guest) = Guest::attach(now.vm, now.devices) else {
             return;
         };
         if let Some(experiment) = experiment.take() {
-            let vm = Some(now.vm);
-            result = Some(experiment(&Session { guest, vm }));
+            result = Some(experiment(&Session { guest, vm: now.vm }));
             now.devices.end(Ending::Stopped, now.vm);
         }
     })?;
-    words.settle(result, &outcome.ending)
+    words.settle(result, &end.ending)
 }
 
 #[cfg(test)]
@@ -224,7 +245,7 @@ mod tests {
     use super::*;
     use crate::fixture::builder;
     use lacuna_addr::PageCount;
-    use lacuna_soft::Swap;
+    use lacuna_soft::{Swap, VmBuilder};
 
     const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
 
@@ -258,7 +279,7 @@ mod tests {
 
     #[test]
     fn kinds_pause_and_go_on_and_faults_are_taken_as_told() {
-        let told = on_soft(&small(BM), "bm", |session| {
+        let told = on(&small(BM), "bm", |session| {
             let guest = &session.guest;
             guest.prepared()?;
             guest.pause(&[Kind::Faulter])?;
@@ -286,7 +307,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_ends_too_early_is_an_error_with_its_last_line() {
-        let found = on_soft(&small(""), "hello", |session| {
+        let found = on(&small(""), "hello", |session| {
             session.guest.run_until(PREPARE, |_| None::<()>)
         });
         let text = found.unwrap_err().to_string();

@@ -12,11 +12,11 @@ use super::slices::{add_stalls, stalls_json, stalls_text};
 use crate::experiment::{LabError, Options};
 use crate::fixture::builder;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on_soft};
+use crate::session::{Session, on};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, Status};
-use lacuna_soft::{Apf, LatencySetting, Stalls, VmBuilder};
+use lacuna_soft::{Apf, LatencySetting, Stalls, Vm, VmBuilder};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -53,7 +53,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         ..builder(memory, resident, 1)
     };
     let runs = if options.quick { 2 } else { 12 };
-    let found = on_soft(&builder, "membound", |session| {
+    let found = on(&builder, "membound", |session| {
         let mut rounds = Rounds::start(session)?;
         calibrate(&mut rounds, &builder.latency)?;
         let mut stalls = vec![Vec::new(); ARMS.len()];
@@ -143,7 +143,7 @@ fn calibrate(rounds: &mut Rounds<'_>, dial: &LatencySetting) -> Result<(), LabEr
 
 /// Follows `membound` from one round to the next.
 struct Rounds<'a> {
-    session: &'a Session<'a>,
+    session: &'a Session<'a, Vm>,
     /// Steps of a round.
     steps: u64,
     /// The counter at the end of the round that has begun.
@@ -161,7 +161,7 @@ struct Round {
 
 impl<'a> Rounds<'a> {
     /// At the beginning of the program.
-    fn start(session: &'a Session<'a>) -> Result<Self, LabError> {
+    fn start(session: &'a Session<'a, Vm>) -> Result<Self, LabError> {
         let goal = |status: &Status| status.threads.iter().find_map(program)?.1;
         let goal = session.guest.run_until(ROUND_LIMIT, goal)?;
         let steps = goal / ROUNDS;
@@ -170,7 +170,7 @@ impl<'a> Rounds<'a> {
             steps,
             next: steps,
             began: Instant::now(),
-            stalls: session.stalls(),
+            stalls: session.vm.stalls(),
         })
     }
 
@@ -186,7 +186,7 @@ impl<'a> Rounds<'a> {
         self.next += self.steps;
         let now = Instant::now();
         let time = now - std::mem::replace(&mut self.began, now);
-        let stalls_after = self.session.stalls();
+        let stalls_after = self.session.vm.stalls();
         let stalls_before = std::mem::replace(&mut self.stalls, stalls_after.clone());
         Ok(Round {
             time,

@@ -6,7 +6,7 @@ use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
 use crate::report::short;
 use crate::result::{Better, Measurement, Report};
-use crate::session::on_soft;
+use crate::session::on;
 use crate::stats::{Rounds, Summary};
 use lacuna_soft::Swap;
 use std::time::Duration;
@@ -105,7 +105,7 @@ fn run(device: &Device, options: &Options, arms: &[Arm], pace: Pace) -> Result<R
         Medium::File => Swap::File(options.swap_dir.clone()),
         Medium::Memory => Swap::Memory,
     });
-    on_soft(&builder, "bm", |session| {
+    on(&builder, "bm", |session| {
         session.guest.prepared()?;
         builder.latency.set(device.latency);
         take_turns(session, arms, pace)

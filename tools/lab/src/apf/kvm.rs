@@ -1,34 +1,40 @@
-//! The same image under `/dev/kvm`: there KVM is the host side of asynchronous faults, so this
-//! guest's reading of the ABI is not only our own.
+//! Asynchronous page faults of `/dev/kvm`. KVM is the host side there, so the guest's code meets
+//! an implementation of the ABI that is not ours.
 //!
-//! One vCPU with a worker and a faulter. KVM cannot be told to stop in the middle of a run, so
-//! *on* and *off* are two VMs, one after the other, each with the worker alone in turns; the
-//! figure is a share of that, and does not compare the two VMs with each other. *Off* is not a
-//! vCPU that sleeps through: KVM halts it while a worker thread of its own fetches the page, and
-//! the guest's timer tick breaks that halt, so that a slice that is over still ends.
+//! The experiment is that of the soft backend: the same guest image, the same slices, the same
+//! arms, over the backend interface. One thing differs. KVM has no
+//! [`ApfSwitch`](lacuna_machine::ApfSwitch): it offers async page faults for the whole life of a
+//! VM. So *on* and *off* are two VMs, one after the other, each with the worker alone in turns. The
+//! figure is a share of that, and the two VMs are not compared with each other.
 //!
-//! What is measured is the mechanism, on hosts too that emulate every instruction of the guest's
-//! kernel (`kvm_pvm`: about 1 us each). So worker and faulter are threads of one process, which
-//! saves changes of CR3; the tick is as long as the slice, which is all it is for here; and the
-//! faulter, while it is paused, looks rarely whether that is over, since each look slows the
-//! worker that is measured alone. All are in the results. Slices are short and many, because such
-//! hosts have bad moments of a second or more.
+//! *Off* is not a vCPU that sleeps until the page is there. KVM halts the vCPU while a worker
+//! thread of the kernel fetches the page. The guest's timer tick ends that halt, so a time slice of
+//! the guest still ends in time.
+//!
+//! What is measured is the mechanism, also on a host that emulates every instruction of the guest's
+//! kernel (`kvm_pvm`: about 1 us each). Four choices keep that cost out of the figure. All are in
+//! the results:
+//! * The worker and the faulter are threads of one process, which saves changes of CR3.
+//! * The tick is as long as the guest's time slice, because ending slices is all it is for.
+//! * A paused faulter looks rarely whether its pause is over: each look slows the worker that is
+//!   measured alone.
+//! * Slices are short and many, because such hosts are disturbed for a second or more at times.
 
 use super::SLICE_US;
 use super::slices::{Arm, Pace, Role, Runs, take_turns};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Guest, LastWords, Session, image};
+use crate::session::{Measured, on};
 use crate::stats::{Rounds, Summary};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{Apf, CpuModel, Delivery, FirstTouch, LatencySetting, Tracker, VmBuilder};
-use lacuna_machine::Ending;
+use lacuna_kvm::{FirstTouch, LatencySetting, VmBuilder};
+use lacuna_machine::{Apf, Builder, Vm};
 use serde_json::json;
 use std::time::Duration;
 
-/// How many steps of progress it has.
+/// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 2;
 
 const FAULTS: &str = "apf.kvm.faults";
@@ -37,10 +43,10 @@ const MEMORY_MIB: u64 = 64;
 const RESIDENT_MIB: u64 = 16;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = SLICE_US;
-/// How often a thread that is paused looks whether that is over, in milliseconds.
+/// How often a paused thread looks whether its pause is over, in milliseconds.
 const LOOK_MS: u64 = 50;
 
-/// A page's latency with its word in the id and the share that is promised.
+/// A page's latency in milliseconds, its word in the id, and the bar of the share.
 const LATENCIES: [(u64, &str, f64); 2] = [(1, "1ms", 85.0), (5, "5ms", 95.0)];
 
 fn id(word: &str) -> String {
@@ -73,9 +79,9 @@ pub fn measure(
         return Ok(());
     }
     progress.step("/dev/kvm, with asynchronous faults")?;
-    let on = shares(options, Apf::On, Arm::On)?;
+    let on = shares_on_kvm(options, Apf::On)?;
     progress.step("/dev/kvm, without")?;
-    let off = shares(options, Apf::Off, Arm::Off)?;
+    let off = shares_on_kvm(options, Apf::Off)?;
     for ((latency, on), off) in LATENCIES.iter().zip(&on.runs).zip(&off.runs) {
         let &(_, word, bar) = latency;
         report.detail(on.table(&format!("/dev/kvm, {word} a page, with")));
@@ -102,7 +108,7 @@ pub fn measure(
     Ok(())
 }
 
-/// The faults that were completed. None counts unless every token that was announced came back.
+/// The completed faults. None counts unless every announced token came back.
 fn faults(counters: Counters) -> Measurement {
     let Counters {
         not_present,
@@ -141,28 +147,41 @@ fn words() -> String {
 struct Shares {
     /// One for each of [`LATENCIES`].
     runs: Vec<Runs>,
-    /// What the guest had counted when nothing was on its way any more.
+    /// What the guest had counted when no page was on its way any more.
     counters: Counters,
 }
 
-fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
+fn shares_on_kvm(options: &Options, apf: Apf) -> Result<Shares, LabError> {
+    let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
     let builder = VmBuilder {
-        memory: PageCount::from_bytes(MEMORY_MIB << 20),
-        resident: PageCount::from_bytes(RESIDENT_MIB << 20),
-        vcpus: 1,
-        latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         apf,
-        delivery: Delivery::Bitmap,
-        tracker: Tracker::default(),
-        cpu: CpuModel::default(),
         command_line: words(),
+        ..VmBuilder::new(memory, resident)
     };
-    on_kvm(&builder, |session| {
+    shares(&builder, &builder.latency, apf, pace(options, apf))
+}
+
+/// The worker alone, and beside the faulter, at each of [`LATENCIES`]; on any backend.
+fn shares<B: Builder>(
+    builder: &B,
+    latency: &LatencySetting,
+    apf: Apf,
+    pace: Pace,
+) -> Result<Shares, LabError>
+where
+    B::Vm: Measured,
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let beside = match apf {
+        Apf::On => Arm::On,
+        Apf::Off => Arm::Off,
+    };
+    on(builder, "bm", |session| {
         session.guest.prepared()?;
         let run = |(ms, _, _)| {
-            builder.latency.set(Duration::from_millis(ms));
-            take_turns(session, &[Arm::Alone, arm], pace(options, apf))
+            latency.set(Duration::from_millis(ms));
+            take_turns(session, &[Arm::Alone, beside], pace)
         };
         let runs = LATENCIES.into_iter().map(run).collect::<Result<_, _>>()?;
         session.guest.pause(&[Kind::Faulter])?;
@@ -170,25 +189,6 @@ fn shares(options: &Options, apf: Apf, arm: Arm) -> Result<Shares, LabError> {
         let counters = session.guest.status()?.apf;
         Ok(Shares { runs, counters })
     })
-}
-
-/// Starts a VM of `builder` with `bm`, carries out `experiment` while it runs, and ends it.
-fn on_kvm<T>(
-    builder: &VmBuilder,
-    experiment: impl FnOnce(&Session<'_>) -> Result<T, LabError>,
-) -> Result<T, LabError> {
-    let words = LastWords::default();
-    let (mut experiment, mut result) = (Some(experiment), None);
-    let outcome = builder.run(&image("bm")?, words.console(), |now| {
-        let Some(guest) = Guest::attach(now.vm, now.devices) else {
-            return;
-        };
-        if let Some(experiment) = experiment.take() {
-            result = Some(experiment(&Session { guest, vm: None }));
-            now.devices.end(Ending::Stopped, now.vm);
-        }
-    })?;
-    words.settle(result, &outcome.ending)
 }
 
 fn with_params(result: Measurement, pace: Pace) -> Measurement {
@@ -209,6 +209,37 @@ fn with_params(result: Measurement, pace: Pace) -> Measurement {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture::builder;
+
+    #[test]
+    fn the_experiment_is_the_same_on_soft() {
+        let pace = Pace {
+            rounds: Rounds::Count(1),
+            slice: Duration::from_millis(50),
+            settle: Duration::from_millis(LOOK_MS + 10),
+        };
+        for (apf, beside) in [(Apf::On, Arm::On), (Apf::Off, Arm::Off)] {
+            let [memory, resident] = [32, 8].map(|mib| PageCount::from_bytes(mib << 20));
+            let builder = lacuna_soft::VmBuilder {
+                apf,
+                command_line: words(),
+                ..builder(memory, resident, 1)
+            };
+            let shares = shares(&builder, &builder.latency, apf, pace).unwrap();
+            assert_eq!(shares.runs.len(), LATENCIES.len());
+            for runs in &shares.runs {
+                assert!(runs.rate(beside, Role::Faulters).median > 0.0);
+            }
+            let Counters {
+                not_present,
+                ready,
+                lost,
+                ..
+            } = shares.counters;
+            assert_eq!((not_present > 0, lost), (apf == Apf::On, 0));
+            assert_eq!(not_present, ready, "nothing is on its way any more");
+        }
+    }
 
     #[test]
     fn faults_count_only_when_every_token_came_back() {

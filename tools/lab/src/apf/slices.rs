@@ -2,7 +2,7 @@
 
 use crate::experiment::LabError;
 use crate::report::{align, short, time};
-use crate::session::Session;
+use crate::session::{Measured, Session};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_guest::status::Kind;
 use lacuna_soft::{Apf, Stalls};
@@ -39,11 +39,13 @@ impl Arm {
         }
     }
 
-    /// How its faults are taken. Workers alone have none; their guest is told of what is left.
-    pub const fn apf(self) -> Apf {
+    /// How faults are taken in a VM that was made with `offered`. Workers alone cause none; faults
+    /// of the slice before are completed in the VM's own way.
+    pub const fn apf(self, offered: Apf) -> Apf {
         match self {
             Self::Off | Self::OffAgain | Self::FaultersOff => Apf::Off,
-            Self::Alone | Self::On | Self::FaultersOn => Apf::On,
+            Self::On | Self::FaultersOn => Apf::On,
+            Self::Alone => offered,
         }
     }
 
@@ -89,11 +91,15 @@ struct ArmRuns {
     stalls: Vec<Stalls>,
 }
 
-/// Lets `arms` take turns.
+/// Lets `arms` take turns in one VM, whatever its backend.
 ///
 /// # Errors
 /// When the guest ends or its memory cannot be read.
-pub fn take_turns(session: &Session<'_>, arms: &[Arm], pace: Pace) -> Result<Runs, LabError> {
+pub fn take_turns<V: Measured>(
+    session: &Session<'_, V>,
+    arms: &[Arm],
+    pace: Pace,
+) -> Result<Runs, LabError> {
     let mut stalls = vec![Vec::new(); arms.len()];
     let rates = measures(arms.len(), pace.rounds, |index| {
         slice(session, arms[index], pace, &mut stalls[index])
@@ -105,19 +111,19 @@ pub fn take_turns(session: &Session<'_>, arms: &[Arm], pace: Pace) -> Result<Run
     })
 }
 
-fn slice(
-    session: &Session<'_>,
+fn slice<V: Measured>(
+    session: &Session<'_, V>,
     arm: Arm,
     pace: Pace,
     stalls: &mut Vec<Stalls>,
 ) -> Result<[f64; 2], LabError> {
     let guest = &session.guest;
-    session.set_apf(arm.apf());
+    session.set_apf(arm.apf(session.vm.config().apf));
     guest.pause(arm.paused())?;
     guest.run_for(pace.settle)?;
-    let (before, stalls_before) = (guest.count()?, session.stalls());
+    let (before, stalls_before) = (guest.count()?, session.vm.stalls());
     guest.run_for(pace.slice)?;
-    let (after, stalls_after) = (guest.count()?, session.stalls());
+    let (after, stalls_after) = (guest.count()?, session.vm.stalls());
     add_stalls(stalls, &stalls_before, &stalls_after);
     Ok(after.rates_since(&before))
 }

@@ -21,9 +21,9 @@ use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on_soft};
+use crate::session::{Session, on};
 use crate::stats::{Rounds, Summary};
-use lacuna_soft::{LatencySetting, Swap};
+use lacuna_soft::{LatencySetting, Swap, Vm};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -71,7 +71,7 @@ pub fn measure(
     progress: &Progress,
 ) -> Result<(), LabError> {
     let builder = bm(Swap::Memory);
-    let points = on_soft(&builder, "bm", |session| {
+    let points = on(&builder, "bm", |session| {
         session.guest.prepared()?;
         latencies(options)
             .map(|us| {
@@ -86,7 +86,7 @@ pub fn measure(
 }
 
 fn point(
-    session: &Session<'_>,
+    session: &Session<'_, Vm>,
     setting: &LatencySetting,
     us: u64,
     options: &Options,

@@ -19,7 +19,7 @@ use crate::experiment::{LabError, Options, vcpus};
 use crate::fixture::resident;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on_soft};
+use crate::session::{Session, on};
 use crate::stats::{Summary, measures};
 use lacuna_addr::Level;
 use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};
@@ -91,7 +91,7 @@ pub fn measure(
         command_line: "huge=1 tick_us=20000 seconds=1000000".into(),
         ..resident(size.mib, vcpus_beside_one())
     };
-    let runs = on_soft(&builder, "gaps", |session| {
+    let runs = on(&builder, "gaps", |session| {
         session.guest.prepared()?;
         session.guest.run_for(size.window)?;
         measures(ARMS.len(), size.rounds, |arm| {
@@ -102,8 +102,8 @@ pub fn measure(
     Ok(())
 }
 
-fn slice(session: &Session<'_>, size: &Size, how: Option<Recovery>) -> Result<Slice, LabError> {
-    let vm = session.vm.expect("a soft VM");
+fn slice(session: &Session<'_, Vm>, size: &Size, how: Option<Recovery>) -> Result<Slice, LabError> {
+    let vm = session.vm;
     let guest = &session.guest;
     let before = huge_leaves(vm);
     if how.is_some() {

@@ -1,46 +1,48 @@
-//! The same guest under `/dev/kvm`: what it has left while KVM's bitmap, KVM's rings, or Linux's
-//! page table (userfaultfd's asynchronous write protection and `PAGEMAP_SCAN`) tell a monitor once
-//! a second which pages it writes.
+//! Dirty tracking on `/dev/kvm`: what `churn` keeps of its speed while a monitor asks once a second
+//! which pages were written. KVM's bitmap, KVM's rings, or Linux's page table (userfaultfd's
+//! asynchronous write protection and `PAGEMAP_SCAN`) tell it.
 //!
-//! How writes are noticed is settled when a VM is made, so each of the three is a VM of its own,
-//! compared with itself while nothing logs: *off*, *off again* and *on* are slices of one run.
+//! How writes are detected is chosen when a VM is made, so each of the three is a VM of its own. It
+//! is compared with itself while no slot logs: *off*, *off again* and *on* are slices of one run.
+//! The monitor knows nothing but the backend interface, so the experiment runs on soft as well.
 //!
 //! ```text
 //! slice   settle ─ switch on ─┬─ 1 s ─ harvest ─┬─ switch off
 //!                             └──── counted ────┘
 //! ```
-//! Every transaction goes to the cold part of the heap, so that all of it is written again within a
-//! fraction of a second: a slice dirties about as many pages as there are, and what logging has
-//! left armed is written while the next slice settles.
+//! Every transaction goes to the cold part of the heap, so the guest writes all of it again within
+//! a fraction of a second. So a slice dirties about as many pages as there are. The pages that are
+//! write-protected when logging ends are written while the next slice settles.
 //!
-//! One vCPU: the monitor's work falls to another core, and no page waits for KVM's one lock over
-//! all shadow pages. The score is by the clock. A page's cost is by the processor time of the
-//! vCPU's thread: what a transaction takes more of it, times transactions, by pages; what else runs
-//! on this machine is left out, the monitor's own work too.
+//! There is one vCPU: the monitor works on another core, and no page waits for KVM's one lock over
+//! all shadow pages. The score is by the wall clock. A page's cost is by the processor time of the
+//! vCPU's thread: the additional time of a transaction, times transactions, over pages. The work of
+//! other programs and of the monitor itself is not in it.
 //!
-//! All is KVM's and this host's. Where KVM is the one without hardware support (`kvm_pvm`: shadow
-//! paging, no PML), it is nothing to set beside VMX; so nothing is promised.
+//! The figures are those of KVM on this host. A KVM without hardware support (`kvm_pvm`: shadow
+//! paging, no PML) cannot be compared with VMX, so the results have no bar.
 
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Guest, LastWords, image};
+use crate::session::{Session, on};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
-use lacuna_kvm::{
-    Apf, Backup, CpuModel, Delivery, DirtyError, FirstTouch, KvmError, LatencySetting, Logging,
-    RingSize, SlotId, Tracker, Vm, VmBuilder,
+use lacuna_kvm::{FirstTouch, KvmError, Tracker, VmBuilder};
+use lacuna_machine::{
+    Apf, Backup, Builder, Delivery, DirtyError, Logging, MemorySlot, RingSize, SlotId, Vm, harvest,
+    set_logging_everywhere,
 };
-use lacuna_machine::{DirtyTracking as _, Ending, MemorySlot, MemorySlots as _, harvest};
 use rustix::io::Errno;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Steps of the progress that it makes.
+/// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 3;
 
-/// The end of an id, in words, and how writes are noticed. Rings are as large as they can be: where
-/// KVM emulates the guest's kernel, each store of that makes an entry.
+/// The end of an id, the same in words, where writes are recorded, and what detects them. Rings are
+/// as large as they can be: where KVM emulates the guest's kernel, each store of the kernel makes
+/// an entry.
 fn ways() -> [(&'static str, &'static str, (Delivery, Tracker)); STEPS as usize] {
     let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("the largest there is");
     let backup = Backup::Bitmap;
@@ -57,9 +59,10 @@ fn ways() -> [(&'static str, &'static str, (Delivery, Tracker)); STEPS as usize]
 }
 
 const VCPUS: usize = 1;
-/// The guest's timer tick, in microseconds: a wake-up is dear where the guest's kernel is emulated.
+/// The guest's timer tick, in microseconds. It is long, because a wake-up is expensive where KVM
+/// emulates the guest's kernel.
 const TICK_US: u64 = 100_000;
-/// There where KVM is the one without hardware support.
+/// Exists where KVM is the one without hardware support.
 const PVM: &str = "/sys/module/kvm_pvm";
 
 fn score_id(way: &str) -> String {
@@ -70,7 +73,7 @@ fn cost_id(way: &str) -> String {
     format!("pml.kvm.ns_per_dirty_page.{way}")
 }
 
-/// How much of it.
+/// Sizes, times and rounds.
 #[derive(Clone, Copy)]
 struct Pace {
     mib: u64,
@@ -101,7 +104,7 @@ impl Pace {
     }
 }
 
-/// An arm.
+/// Whether slots log in an arm.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Arm {
     Off,
@@ -114,7 +117,7 @@ const OFF: usize = 0;
 const NULL: usize = 1;
 const ON: usize = 2;
 
-/// `pml.kvm.*`; skipped where there is no `/dev/kvm` to use, or it lacks what one of them needs.
+/// `pml.kvm.*`. Those whose needs this host does not meet are skipped.
 pub fn measure(
     options: &Options,
     report: &mut Report,
@@ -123,9 +126,9 @@ pub fn measure(
     let pace = Pace::of(options);
     for (way, words, mode) in ways() {
         progress.step(format!("/dev/kvm, {words}"))?;
-        match run(pace, mode) {
+        match run(&builder(pace, mode), pace) {
             Ok(runs) => tell(report, pace, way, words, &runs),
-            Err(LabError::Kvm(why)) if is_lacking(&why) => {
+            Err(why) if is_lacking(&why) => {
                 report.skip(score_id(way), &why);
                 report.skip(cost_id(way), &why);
             }
@@ -135,14 +138,17 @@ pub fn measure(
     Ok(())
 }
 
-/// Whether this host has no such thing. Any other refusal is a failure.
-fn is_lacking(why: &KvmError) -> bool {
+/// Whether this host lacks what the experiment needs. Any other refusal is a failure.
+fn is_lacking(why: &LabError) -> bool {
     match why {
-        KvmError::Unavailable(_)
-        | KvmError::NoRing
-        | KvmError::Ring { .. }
-        | KvmError::Userfaultfd { .. } => true,
-        KvmError::Dirty(DirtyError::Kernel { errno, .. }) => {
+        LabError::Kvm(why) => matches!(
+            why,
+            KvmError::Unavailable(_)
+                | KvmError::NoRing
+                | KvmError::Ring { .. }
+                | KvmError::Userfaultfd { .. }
+        ),
+        LabError::Dirty(DirtyError::Kernel { errno, .. }) => {
             [Errno::NOTTY, Errno::INVAL, Errno::OPNOTSUPP]
                 .iter()
                 .any(|lacks| lacks.raw_os_error() == *errno)
@@ -151,7 +157,7 @@ fn is_lacking(why: &KvmError) -> bool {
     }
 }
 
-/// What one VM did: of each arm, in each round, transactions a second, the same a second of the
+/// What one VM did in each arm and round: transactions a second, transactions a second of the
 /// vCPU's processor time, pages dirtied a second, and milliseconds a harvest.
 struct Runs(Vec<[Vec<f64>; 4]>);
 
@@ -169,7 +175,7 @@ impl Runs {
         paired(self.of(OFF, PER_S), self.of(arm, PER_S)).scaled(100.0)
     }
 
-    /// What a dirtied page has cost the vCPU, nanoseconds.
+    /// The cost of a dirtied page to the vCPU, in nanoseconds.
     fn cost_ns(&self) -> Summary {
         let rounds = 0..self.of(ON, PER_S).len();
         let cost = |round: usize| {
@@ -182,76 +188,80 @@ impl Runs {
     }
 }
 
-fn run(pace: Pace, (delivery, tracker): (Delivery, Tracker)) -> Result<Runs, LabError> {
-    let builder = VmBuilder {
-        memory: PageCount::from_bytes(pace.mib << 20),
-        resident: PageCount::from_bytes(pace.mib << 20),
+/// What is specific to `/dev/kvm`: what detects writes is chosen with the VM.
+fn builder(pace: Pace, (delivery, tracker): (Delivery, Tracker)) -> VmBuilder {
+    let memory = PageCount::from_bytes(pace.mib << 20);
+    VmBuilder {
         vcpus: VCPUS,
-        latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery,
         tracker,
-        cpu: CpuModel::default(),
-        command_line: format!(
-            "hot={}M cold=10000 writes=100 frees=0 seconds=1000000 tick_us={TICK_US}",
-            pace.mib / 32
-        ),
-    };
-    let words = LastWords::default();
-    let mut result = None;
-    let outcome = builder.run(&image("churn")?, words.console(), |now| {
-        let Some(guest) = Guest::attach(now.vm, now.devices).filter(|_| result.is_none()) else {
-            return;
-        };
-        result = Some(Monitor::new(guest, now.vm).take_turns(pace));
-        now.devices.end(Ending::Stopped, now.vm);
-    })?;
-    words.settle(result, &outcome.ending)
+        command_line: words(pace),
+        ..VmBuilder::new(memory, memory)
+    }
+}
+
+/// The command line of `churn`.
+fn words(pace: Pace) -> String {
+    format!(
+        "hot={}M cold=10000 writes=100 frees=0 seconds=1000000 tick_us={TICK_US}",
+        pace.mib / 32
+    )
+}
+
+/// The arms in turns, in a VM of `builder`.
+fn run<B: Builder>(builder: &B, pace: Pace) -> Result<Runs, LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    on(builder, "churn", |session| {
+        Monitor::new(session).take_turns(pace)
+    })
 }
 
 /// The thread that watches the guest.
-struct Monitor<'a> {
-    guest: Guest<'a>,
-    vm: &'a Vm,
+struct Monitor<'a, V> {
+    session: &'a Session<'a, V>,
     /// Each slot's dirty bits of the last harvest.
     slots: Vec<(SlotId, Vec<u64>)>,
 }
 
-impl<'a> Monitor<'a> {
-    fn new(guest: Guest<'a>, vm: &'a Vm) -> Self {
-        let slots = vm.memory_slots().into_iter();
+impl<'a, V: Vm> Monitor<'a, V> {
+    fn new(session: &'a Session<'a, V>) -> Self {
+        let slots = session.vm.memory_slots().into_iter();
         let words = |slot: &MemorySlot| slot.gfns.pages().div_ceil(64) as usize;
         let slots = slots.map(|slot| (slot.id, vec![0; words(&slot)]));
         let slots = slots.collect();
-        Self { guest, vm, slots }
+        Self { session, slots }
     }
 
     fn take_turns(&mut self, pace: Pace) -> Result<Runs, LabError> {
-        self.guest.prepared()?;
+        self.session.guest.prepared()?;
         let turns = measures(ARMS.len(), pace.rounds, |arm| self.slice(pace, ARMS[arm]));
         turns.map(Runs)
     }
 
     fn slice(&mut self, pace: Pace, arm: Arm) -> Result<[f64; 4], LabError> {
-        self.guest.run_for(pace.settle)?;
+        let Session { guest, vm } = self.session;
+        guest.run_for(pace.settle)?;
         if arm == Arm::On {
-            self.log(Logging::LAZY)?;
+            set_logging_everywhere(*vm, Logging::LAZY)?;
         }
-        let (before, cpu) = (self.guest.count()?, vcpu_time()?);
+        let (before, cpu) = (guest.count()?, vcpu_time()?);
         let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
         for period in 1..=pace.periods {
             let due = before.at + pace.period * period;
             let left = due.saturating_duration_since(Instant::now());
-            self.guest.run_for(left)?;
+            guest.run_for(left)?;
             if arm == Arm::On {
                 let start = Instant::now();
                 dirtied += self.harvest()?;
                 harvesting += start.elapsed();
             }
         }
-        let (after, cpu) = (self.guest.count()?, vcpu_time()? - cpu);
-        self.log(Logging::Off)?;
+        let (after, cpu) = (guest.count()?, vcpu_time()? - cpu);
+        set_logging_everywhere(*vm, Logging::Off)?;
         let seconds = (after.at - before.at).as_secs_f64();
         let rate = after.rates_since(&before)[0];
         Ok([
@@ -262,14 +272,7 @@ impl<'a> Monitor<'a> {
         ])
     }
 
-    fn log(&self, logging: Logging) -> Result<(), LabError> {
-        for (id, _) in &self.slots {
-            self.vm.set_logging(*id, logging).map_err(refused)?;
-        }
-        Ok(())
-    }
-
-    /// Asks which pages were written, and arms them again. How many.
+    /// Asks which pages were written, and re-arms them. Returns how many there were.
     fn harvest(&mut self) -> Result<u64, LabError> {
         self.slots.iter_mut().for_each(|(_, words)| words.fill(0));
         let slots = &mut self.slots;
@@ -277,17 +280,14 @@ impl<'a> Monitor<'a> {
         let note = |id: SlotId, page: usize| {
             slots[usize::from(id.0)].1[page / 64] |= 1 << (page % 64);
         };
-        harvest(self.vm, note).map_err(refused)?;
+        harvest(self.session.vm, note)?;
         let words = self.slots.iter().flat_map(|(_, words)| words);
         Ok(words.map(|word| u64::from(word.count_ones())).sum())
     }
 }
 
-fn refused(error: DirtyError) -> LabError {
-    LabError::Kvm(error.into())
-}
-
-/// Processor time that the vCPU's thread has had, by its `schedstat` in /proc.
+/// The processor time of the vCPU's thread so far, by its `schedstat` in /proc. The run loop names
+/// the threads of vCPUs alike on every backend.
 fn vcpu_time() -> Result<Duration, LabError> {
     let read = || {
         for task in std::fs::read_dir("/proc/self/task")? {
@@ -385,17 +385,42 @@ mod tests {
         let runs = Runs(vec![off(), off(), arm(92.0, 184.0, 1000.0)]);
         assert!((runs.percent(ON).median - 92.0).abs() < 1e-9);
         assert!((runs.percent(NULL).median - 100.0).abs() < 1e-9);
-        // Of half a second, eight hundredths, a thousandth of that to a page.
+        // Eight hundredths of half a second, and a thousandth of that for each page.
         let expected = 0.5 * 0.08 * 1e9 / 1000.0;
         assert!((runs.cost_ns().median - expected).abs() < 1e-3);
     }
 
     #[test]
     fn what_a_host_lacks_is_no_failure_of_the_experiment() {
-        assert!(is_lacking(&KvmError::NoRing));
-        assert!(is_lacking(&KvmError::Ring { bytes: 2, most: 1 }));
-        assert!(!is_lacking(&KvmError::NoApf));
-        let overflow = DirtyError::Overflow { vcpu: 0 };
-        assert!(!is_lacking(&overflow.into()));
+        assert!(is_lacking(&KvmError::NoRing.into()));
+        assert!(is_lacking(&KvmError::Ring { bytes: 2, most: 1 }.into()));
+        assert!(!is_lacking(&KvmError::NoApf.into()));
+        let kernel = |errno: Errno| DirtyError::Kernel {
+            step: "read the log",
+            errno: errno.raw_os_error(),
+        };
+        assert!(is_lacking(&kernel(Errno::NOTTY).into()));
+        assert!(!is_lacking(&kernel(Errno::NOMEM).into()));
+        assert!(!is_lacking(&DirtyError::Overflow { vcpu: 0 }.into()));
+    }
+
+    #[test]
+    fn the_experiment_is_the_same_on_soft() {
+        let pace = Pace {
+            mib: 64,
+            period: Duration::from_millis(50),
+            periods: 2,
+            settle: Duration::from_millis(20),
+            rounds: 1,
+        };
+        let builder = lacuna_soft::VmBuilder {
+            command_line: words(pace),
+            ..crate::fixture::resident(pace.mib, VCPUS)
+        };
+        let runs = run(&builder, pace).unwrap();
+        for arm in [OFF, NULL, ON] {
+            assert!(runs.of(arm, PER_S)[0] > 0.0 && runs.of(arm, PER_CPU_S)[0] > 0.0);
+            assert_eq!(runs.of(arm, DIRTIED)[0] > 0.0, arm == ON);
+        }
     }
 }
