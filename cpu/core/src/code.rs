@@ -10,10 +10,10 @@
 //! ```
 //! Links and jump entries skip the translation of the `pc`, so they are valid for one *epoch*. An
 //! epoch ends when a translation may have changed or a basic block is dropped. Each privilege has
-//! its own epoch: a switch of address space that keeps global pages ends only that of user code, or
-//! parks it ([`Kept`]). No two address spaces have the same epoch, so links of an earlier
-//! address space are invalid until it is current again. Basic blocks are found by frame and survive
-//! these switches.
+//! its own epoch. A switch of address space that keeps global pages ends the epoch of user code
+//! only, or parks it ([`Kept`]). No two address spaces have the same epoch. So the links of an
+//! address space are invalid until that address space is current again. Basic blocks are found by
+//! their frame and survive these switches.
 //!
 //! The ops of a dropped basic block stay in the arena, unreachable. When the arena is full, all of
 //! it is cleared. So memory is bounded, however often a guest writes new code.
@@ -22,11 +22,12 @@ use crate::Privilege;
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
 
-/// Ops in the arena: 1 MiB of them, as many as a `u16` can index, so no fetch needs a bounds check.
+/// The number of ops in the arena, which takes 1 MiB. A `u16` can index them all, so no fetch needs
+/// a bounds check.
 const OPS_MAX: usize = 1 << 16;
 /// Where the first basic block starts; the scratch place is in front of it.
 const FIRST: usize = 64;
-/// Room that a basic block may need.
+/// The most ops that a basic block has.
 const BASIC_BLOCK_MAX: usize = 256;
 const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
@@ -42,7 +43,7 @@ pub const NEVER: u32 = u32::MAX >> 1;
 /// A decoded operation, as small as the processor can make it. A basic block ends in a branch
 /// followed by one op that holds the links of its two exits.
 pub trait Op: Copy {
-    /// Fills the arena where nothing was decoded.
+    /// The op at every place of the arena that holds no decoded instruction.
     const UNREACHABLE: Self;
 
     /// Instruction bytes that are complete with this op.
@@ -55,7 +56,7 @@ pub trait Op: Copy {
     fn link(&mut self, condition: bool, target: u32, epoch: u32);
 }
 
-/// What a basic block was decoded for.
+/// The address, frame and privilege for which a basic block was decoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Key {
     /// Its first instruction's address.
@@ -123,14 +124,14 @@ impl JumpCache {
     }
 }
 
-/// Which links between basic blocks are valid after a switch of address space.
+/// The links between basic blocks that are valid after a switch of address space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kept {
     /// All of them.
     All,
     /// None.
     Nothing,
-    /// Those of the address space that is current again, as they were when it was left.
+    /// The links that the address space had when it was parked. It is current again.
     Parked(UserCode),
 }
 
@@ -141,12 +142,12 @@ pub struct UserCode {
     era: u64,
 }
 
-/// Where in the guest an op came from.
+/// The guest's instruction that an op came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Origin {
     /// Address of the op's instruction.
     pub pc: u64,
-    /// Instructions of the basic block before it.
+    /// The number of instructions before it in the basic block.
     pub before: u64,
 }
 
@@ -158,11 +159,11 @@ pub struct CodeCache<O> {
     end: usize,
     /// Targets of indirect branches.
     pub jumps: JumpCache,
-    /// Of supervisor code, of user code.
+    /// The epoch of supervisor code and that of user code.
     epochs: [u32; 2],
     /// The newest epoch so far.
     last_epoch: u32,
-    /// How often all epochs have ended, those of parked address spaces included.
+    /// How often all epochs have ended together, those of parked address spaces included.
     era: u64,
     basic_blocks: Vec<BasicBlock>,
     /// Where each basic block starts, ascending. The array is compact, because
@@ -208,10 +209,11 @@ impl<O: Op> CodeCache<O> {
         self.begin_epoch(Privilege::User);
     }
 
-    /// Invalidates those of code that runs as `user`, in the current address space.
+    /// Invalidates links and jump entries of code that runs as `user`, in the current address
+    /// space.
     pub fn begin_epoch(&mut self, user: Privilege) {
         if self.last_epoch == EPOCH_MAX {
-            // The numbers begin again, so nothing may be left that carries an old one.
+            // The epochs' numbers begin again, so no link with an old number may be left.
             self.forget_basic_blocks();
             self.jumps = JumpCache::new();
             self.last_epoch = 0;
@@ -229,7 +231,7 @@ impl<O: Op> CodeCache<O> {
         }
     }
 
-    /// Applies to the links of `user` what a switch of address space has decided.
+    /// Keeps or invalidates the links of code that runs as `user`, after a switch of address space.
     pub fn follow(&mut self, user: Privilege, kept: Kept) {
         match kept {
             Kept::All => {}

@@ -14,11 +14,11 @@
 //! | `code` | basic blocks, their links, and the epochs that invalidate them |
 //!
 //! # Unsafe
-//! This room is the vCPU's guest-memory fast path. A [`HostPage`] is a raw pointer to a page that
-//! other threads write too; every access through it is an atomic (aligned, up to 8 bytes) or a
-//! series of byte atomics, and no reference to guest memory is ever formed. The pointer stays valid
-//! until the vCPU's next quiescent point (`lacuna_sync::Qsbr`), which is a promise of the
-//! `unsafe trait Bus`.
+//! This crate may hold `unsafe` because it is the vCPU's fast path to guest memory. A [`HostPage`]
+//! is a raw pointer to a page that other threads write as well. Every access through it is an
+//! atomic (aligned, up to 8 bytes) or a series of byte atomics. No reference to guest memory is
+//! ever formed. The pointer stays valid until the vCPU's next quiescent point
+//! (`lacuna_sync::Qsbr`); that is a promise of the `unsafe trait Bus`.
 
 mod bus;
 pub mod code;

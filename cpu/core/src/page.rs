@@ -5,17 +5,17 @@ use lacuna_addr::PAGE_SIZE;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-/// The range for which the statements of a [`HostPage`] hold.
+/// The range that a [`HostPage`] describes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Span {
     /// This page.
     Page,
-    /// The aligned 2 MiB of guest-physical memory around it. They are contiguous in host memory,
-    /// allow what the page allows, and none of them is write-tracked.
+    /// The aligned 2 MiB block of guest-physical memory around it. The block is contiguous in host
+    /// memory, every page of it allows the same accesses, and none of them is write-tracked.
     Block,
 }
 
-/// A host pointer to a guest page, and what accesses it allows.
+/// A host pointer to a guest page, and the accesses that the page allows.
 #[derive(Clone, Copy, Debug)]
 pub struct HostPage {
     base: NonNull<u8>,
@@ -40,7 +40,8 @@ macro_rules! access {
             unsafe { (*self.base.as_ptr().add(offset).cast::<$atomic>()).load(Ordering::Acquire) }
         }
 
-        /// Stores with release order. Same conditions, and the page must be writable.
+        /// Stores with release order. The conditions of the load hold, and the page must be
+        /// writable.
         #[inline(always)]
         pub fn $store(self, offset: usize, value: $int) {
             assert!(
@@ -70,7 +71,7 @@ impl HostPage {
         }
     }
 
-    /// The same page; its statements hold for its whole block.
+    /// The same page, with the description extended to its whole block.
     ///
     /// # Safety
     /// The promises of [`HostPage::new`] hold for all 2 MiB of the block. The page is given out for
@@ -93,7 +94,7 @@ impl HostPage {
         }
     }
 
-    /// The range for which its statements hold.
+    /// The range that it describes.
     pub const fn span(self) -> Span {
         self.span
     }
@@ -201,8 +202,8 @@ impl HostPage {
         }
     }
 
-    /// Copies `len` bytes from `from` at `from_offset`, in ascending order. The ranges must not
-    /// overlap with the destination ahead of the source by less than 8 bytes.
+    /// Copies `len` bytes from `from` at `from_offset`, in ascending order. If the ranges overlap,
+    /// the destination must not begin 1 to 7 bytes above the source.
     pub fn copy_from(self, offset: usize, from: Self, from_offset: usize, len: usize) {
         let (mut to, mut at, end) = (offset, from_offset, from_offset + len);
         while at < end {

@@ -6,9 +6,9 @@ use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// Why a processor returned from its run loop. `A` has the exits that one architecture alone has,
-/// such as x86's port I/O. Except after an exit of its own that says otherwise, the processor can
-/// be entered again.
+/// Why a processor returned from its run loop. `A` is the type of the exits that only one
+/// architecture has, such as x86's port I/O. The processor can be entered again, unless an exit of
+/// type `A` says otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Exit<A> {
@@ -43,15 +43,15 @@ pub enum Exit<A> {
     Own(A),
 }
 
-/// What can be made to happen on a processor from outside.
+/// An event that the hypervisor can inject into a processor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     /// An edge-triggered interrupt of the vCPU's own interrupt controller, by its number.
     Interrupt(u32),
-    /// The exception by which a guest is told of a page: the next run begins with it, before any
-    /// interrupt. The vCPU must be interruptible.
+    /// The exception that tells a guest of a page (asynchronous page faults). The next run begins
+    /// with it, before any interrupt. The vCPU must be interruptible.
     AsyncFault {
-        /// What the fault-address register has.
+        /// The value of the fault-address register.
         address: u64,
     },
     /// A non-maskable interrupt.
@@ -80,10 +80,10 @@ pub trait SecondStage {
 
 /// One vCPU's processor.
 ///
-/// It knows a [`Bus`], not a hypervisor. Between two runs its owner may do anything here; a run is
-/// generic over the bus, so that nothing on the access path is a virtual call.
+/// It knows a [`Bus`], not a hypervisor. Its owner may call any function of this trait between two
+/// runs. A run is generic over the bus, so that the access path has no virtual call.
 pub trait Processor: Send + Sized {
-    /// What the processors of one VM share: how their interrupts travel.
+    /// The state that the processors of one VM share: the paths of their interrupts.
     type Fabric: Send + Sync;
     /// The exits that this architecture alone has.
     type Own: Debug;
@@ -95,7 +95,7 @@ pub trait Processor: Send + Sized {
     /// The fabric of a VM. `wake` makes a vCPU look at its pending interrupts.
     fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> Self::Fabric;
 
-    /// Processor `index` as after a reset.
+    /// Makes processor `index`, in the state after a reset.
     fn new(index: usize, fabric: Arc<Self::Fabric>, clock: Arc<dyn Clock>) -> Self;
 
     /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
@@ -106,10 +106,10 @@ pub trait Processor: Send + Sized {
     /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`].
     fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit<Self::Own>;
 
-    /// The value for the last exit that asked for one.
+    /// Gives the value for which the last exit asked.
     fn complete_read(&mut self, value: u64);
 
-    /// Makes `event` happen.
+    /// Injects `event`.
     ///
     /// # Errors
     /// The architecture, or this model of it, has no such event.
@@ -122,20 +122,20 @@ pub trait Processor: Send + Sized {
     /// The privilege of the code that would be interrupted.
     fn privilege(&self) -> Privilege;
 
-    /// Whether the next run would take an interrupt before its first instruction, one of a timer
-    /// that is due by now included.
+    /// Whether the next run would take an interrupt before its first instruction. A timer that is
+    /// due by now counts.
     fn has_interrupt(&mut self) -> bool;
 
     /// When the processor's own timer raises its next interrupt.
     fn next_deadline(&self) -> Option<Nanos>;
 
-    /// Ends the wait for an interrupt: execution goes on behind the instruction that waits.
+    /// Ends the wait for an interrupt. Execution goes on behind the instruction that waited.
     fn unhalt(&mut self);
 
-    /// Forgets every translation: pages were taken back.
+    /// Forgets every translation, because the host has taken pages back.
     fn flush_tlb(&mut self);
 
-    /// Drops the decoded instructions of a page: something else wrote to it.
+    /// Drops the decoded instructions of a page, because another vCPU or the host wrote to it.
     fn drop_code(&mut self, gfn: Gfn);
 
     /// Drops all decoded instructions.
@@ -147,7 +147,7 @@ pub trait Processor: Send + Sized {
     /// Address of the next instruction.
     fn pc(&self) -> u64;
 
-    /// As after a reset. [`Processor::retired`] goes on counting.
+    /// Resets the processor. [`Processor::retired`] goes on counting.
     fn reset(&mut self);
 
     /// The whole architectural state; `None` in the middle of an instruction that a device or the

@@ -13,11 +13,11 @@ const BLOCK: u64 = Level::L2M.pages();
 /// access.
 #[derive(Default)]
 pub struct Ram {
-    /// By frame number, as far as the highest page added.
+    /// The pages by frame number, up to the highest page added.
     pages: Vec<Option<&'static Page>>,
     tracked: BTreeSet<Gfn>,
-    /// Blocks whose pages are given out as [`Span::Block`], by their first frame, as long as no
-    /// page in them is write-tracked.
+    /// The first frames of blocks. Their pages are given out with [`Span::Block`], as long as no
+    /// page of the block is write-tracked.
     blocks: BTreeSet<u64>,
     /// Pages that are not resident: touching one stops with [`Stop::Wait`].
     pub swapped: BTreeSet<Gfn>,
@@ -33,7 +33,7 @@ pub struct Ram {
 struct Page([AtomicU64; PAGE_SIZE / 8]);
 
 impl Ram {
-    /// The page at `gfn`. If there is none yet, it is made of zeros.
+    /// The page at `gfn`. If there is none yet, a page of zeros is made.
     ///
     /// # Panics
     /// If it lies past 64 GiB.
@@ -70,13 +70,13 @@ impl Ram {
         self.blocks.insert(gfn.get());
     }
 
-    /// Acts as if every page were taken back: the owner of the processor flushes its TLBs now.
+    /// Acts as if the host took every page back. The owner of the processor flushes its TLBs then.
     pub fn take_back(&mut self) {
         self.handed_out.clear();
     }
 
-    /// Whether a processor may know the page: it was given out, alone or with its block, since
-    /// [`Ram::take_back`].
+    /// Whether a processor may hold the page in a TLB: it was given out since [`Ram::take_back`],
+    /// alone or with its block.
     pub fn is_handed_out(&self, gfn: Gfn) -> bool {
         let first = Gfn::new(gfn.get() & !(BLOCK - 1)).expect("below a frame");
         self.handed_out.contains(&gfn)

@@ -12,16 +12,16 @@
 //! Loads and stores read only the first array. After a miss there the processor asks
 //! [`Tlb::refill`] before it walks: it copies the page out of its block, if the block is cached
 //! with the right. A block comes from a [`HostPage`] with [`Span::Block`], and only from a leaf of
-//! the guest that covers it. The arrays need not agree: an entry is valid as long as its own page,
-//! whatever the other array has.
+//! the guest that covers it. The arrays need not agree. An entry is valid as long as its own page
+//! is, whatever the other array has.
 //!
-//! A translation is the same for every privilege level that may use it at all; the processor keeps
-//! one `Tlb` for supervisor and one for user accesses, so the privilege needs no bit here.
+//! A translation is the same for every privilege level that may use it at all. The processor keeps
+//! one `Tlb` for supervisor and one for user accesses, so an entry needs no bit for the privilege.
 //!
-//! An entry is a copy of a [`HostPage`], and lives no longer: until the vCPU's next quiescent
-//! point. The remover of a page sends the vCPU a request (`VcpuSlot::FLUSH`), and the vCPU's owner
-//! flushes its TLBs before it enters the processor again. That is part of the contract of the
-//! `unsafe trait Bus`.
+//! An entry is a copy of a [`HostPage`], and is valid as long as that: until the vCPU's next
+//! quiescent point. A thread that removes a page sends the vCPU a request (`VcpuSlot::FLUSH`). The
+//! vCPU's owner then flushes its TLBs before it enters the processor again. That is part of the
+//! contract of the `unsafe trait Bus`.
 
 use crate::{HostPage, Span, Word};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT, PAGE_SIZE};
@@ -76,7 +76,8 @@ impl Entry {
 /// A direct-mapped array of `SIZE` entries, each for `1 << SHIFT` bytes. `WORDS` is `SIZE / 64`.
 struct Array<const SIZE: usize, const WORDS: usize, const SHIFT: u32> {
     entries: Box<[Entry; SIZE]>,
-    /// A bit for each entry that is not empty, so that a flush costs what was used.
+    /// A bit for each entry that is not empty. So the cost of a flush depends on the entries in
+    /// use, not on the size of the array.
     used: Box<[u64; WORDS]>,
 }
 
@@ -174,9 +175,9 @@ pub struct Tlb {
     blocks: Array<BLOCKS, { BLOCKS / 64 }, BLOCK_SHIFT>,
 }
 
-// SAFETY: the raw pointers are copies of HostPages, which belong to a vCPU, not to a thread: they
-// stay valid until that vCPU's next quiescent point wherever it runs. Access through them is
-// atomic.
+// SAFETY: the raw pointers are copies of HostPages. These belong to a vCPU, not to a thread: they
+// stay valid until that vCPU's next quiescent point, on whatever thread it runs. Accesses through
+// them are atomic.
 unsafe impl Send for Tlb {}
 
 impl Tlb {
@@ -267,8 +268,9 @@ impl Tlb {
         unsafe { HostPage::new(base, writable, !writable) }
     }
 
-    /// Stores that `va`'s page is `page`, frame `gfn`; also its block, if the page spans that. A
-    /// write right is ignored if the page itself is read-only or write-tracked.
+    /// Caches that the page of `va` is `page`, with frame `gfn`; if `page` describes its whole
+    /// block, caches the block too. A write right is ignored if the page is read-only or
+    /// write-tracked.
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
         let write = rights.write && page.is_writable() && !page.is_write_tracked();
@@ -297,8 +299,8 @@ impl Tlb {
         }
     }
 
-    /// After a miss: the page that holds `va` and its frame, if its block is cached with the right
-    /// for `access`. The page then has an entry of its own.
+    /// After a miss in the page array: looks for a cached block with the right for `access`. If
+    /// there is one, returns the page that holds `va` and its frame, and gives the page an entry.
     #[inline(always)]
     pub fn refill(&mut self, va: u64, access: Access) -> Option<(Gfn, HostPage)> {
         let block = *self.blocks.entry(va);
@@ -324,8 +326,8 @@ impl Tlb {
         self.blocks.flush();
     }
 
-    /// Drops what came from a leaf of the guest that holds `va`. No leaf inserted was larger than
-    /// `most`; pages and blocks of a leaf larger than themselves are found by its extent.
+    /// Drops every entry that came from the guest's leaf around `va`. No leaf inserted was larger
+    /// than `most`, so the entries lie in the aligned range of that size around `va`.
     pub fn forget(&mut self, va: u64, most: Level) {
         let shift = most.byte_shift();
         self.pages.forget(va, shift);
@@ -334,7 +336,7 @@ impl Tlb {
         }
     }
 
-    /// Clears the write right in every translation to `gfn`, also in its block's: it is
+    /// Clears the write right in every entry of `gfn` and of its block, because the page is
     /// write-tracked from now on.
     pub fn protect(&mut self, gfn: Gfn) {
         self.pages.protect(gfn.get());

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// An unsigned integer of 1, 2, 4 or 8 bytes.
 ///
-/// The accessors are `unsafe` because they take raw pointers into guest memory; they are atomic,
-/// since other vCPUs touch the same bytes. Acquire and release are plain moves on x86 hosts, where
-/// they keep x86's own order.
+/// The accessors are `unsafe` because they take raw pointers into guest memory. They are atomic
+/// because other vCPUs access the same bytes. On x86 hosts, acquire and release are plain moves,
+/// and keep x86's own order.
 pub trait Word: Copy + Eq + sealed::Sealed {
     /// Width in bytes.
     const BYTES: usize;

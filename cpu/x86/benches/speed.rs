@@ -1,8 +1,8 @@
 //! Guest instructions a second. The programs: an arithmetic loop; random increments over 256 KiB,
 //! 64 MiB and 1 GiB (the last two also with 2 MiB pages); and 100 KiB of generated code with
-//! data-dependent branches. The bus of these costs nothing; a stage-2 walk would come on top.
-//! `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs; docs/speed-x86.md says what
-//! they mean.
+//! data-dependent branches. The bus of these programs costs nothing; a stage-2 walk would come on
+//! top. `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs; docs/speed-x86.md says
+//! what they mean.
 
 #[path = "../tests/support/mod.rs"]
 mod support;

@@ -1,4 +1,5 @@
-//! Arithmetic whose flags take more than one line. Hot forms are by type, rare ones by width.
+//! Arithmetic with flags that take more than one line. Hot forms are generic over the type; rare
+//! ones take the width as an argument.
 
 use crate::flags::{AF, CF, Flags, OF};
 use lacuna_cpu::Word;

@@ -9,7 +9,8 @@ use crate::state::{Exception, Pcid, System, Trap, is_canonical};
 use crate::translations::Retain;
 use lacuna_sync::Nanos;
 
-/// What the executor must do to its [`Translations`](crate::translations::Translations) afterwards.
+/// What the executor must do with its [`Translations`](crate::translations::Translations) after the
+/// instruction.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flush {
@@ -31,8 +32,8 @@ impl Flush {
 
 const CR0_KEPT: u64 =
     CR0_PE | CR0_MP | CR0_EM | CR0_TS | CR0_NE | CR0_WP | CR0_AM | CR0_NW | CR0_CD | CR0_PG;
-/// CR4 bits of features that CPUID announces. No SMAP (a TLB would have to know EFLAGS.AC),
-/// FSGSBASE, UMIP, OSFXSR, OSXSAVE.
+/// CR4 bits of the features that CPUID announces. Left out are SMAP (a TLB would have to know
+/// EFLAGS.AC), FSGSBASE, UMIP, OSFXSR and OSXSAVE.
 const CR4_VALID: u64 = CR4_TSD | CR4_DE | CR4_PSE | CR4_PAE | CR4_PGE | CR4_PCIDE | CR4_SMEP;
 const CR4_PAGING: u64 = CR4_PSE | CR4_PGE | CR4_PCIDE | CR4_SMEP;
 /// Bits above the 48 physical address bits.

@@ -13,8 +13,8 @@
 //! decoded code, repeats a device access, is being single-stepped, follows STI, or lies across two
 //! pages.
 //!
-//! events.rs delivers events. outside.rs has what the machine does to the processor between two
-//! runs: registers, answers, injected exceptions.
+//! events.rs delivers events. outside.rs has the calls that the machine makes between two runs:
+//! registers, answers, injected exceptions.
 
 mod events;
 mod outside;
@@ -40,7 +40,7 @@ use lacuna_cpu::{Bus, HostPage};
 use lacuna_sync::{Clock, VcpuSlot};
 use std::sync::Arc;
 
-/// Instructions between two reads of the clock, for the timer: some 50 us.
+/// The number of instructions between two reads of the clock, for the timer: some 50 us.
 const SLICE: u64 = 1 << 14;
 /// DR6: single step.
 const DR6_BS: u64 = 1 << 14;
@@ -139,7 +139,7 @@ impl Cpu {
         exit.unwrap_or(Exit::Fuel)
     }
 
-    /// Executes until the budget is used up.
+    /// Executes until the budget is used up or there is an exit.
     fn slice<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
         self.core.apic.tick(self.core.clock.now());
         // One check is enough: an instruction that leaves an event pending also ends the run.
@@ -205,8 +205,8 @@ impl Cpu {
         dispatch(&mut self.core, code, at, bus, slot)
     }
 
-    /// Brings the architectural state to the op at which `dispatch` was left, and acts on the
-    /// reason. `scratch` is the address of the scratch place.
+    /// Brings the architectural state to the op at which `dispatch` ended, and acts on the reason.
+    /// `scratch` is the address of the scratch place.
     fn left<B: Bus>(
         &mut self,
         bus: &mut B,
@@ -308,7 +308,7 @@ impl Cpu {
             Err(_) => self.blocked(bus, slot, None),
         };
         if exit.is_some() && self.progress == Progress::None {
-            // The instruction was not executed, and will be again.
+            // The instruction was not executed; it will be executed again.
             self.core.sys.interrupt_shadow = shadow;
             return exit;
         }
@@ -367,7 +367,8 @@ impl Cpu {
         }
     }
 
-    /// The instruction at RIP (its op, if it could be fetched) did not complete: [`Core::why`].
+    /// Handles an instruction at RIP that did not complete; [`Core::why`] has the reason. `op` is
+    /// its op, if it could be fetched.
     fn blocked<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, op: Option<Op>) -> Option<Exit> {
         self.drop_written(bus);
         match self.core.why {
@@ -407,8 +408,8 @@ impl Cpu {
         let done = match done {
             Ok(done) => done,
             Err(trap) => {
-                // Where the operand is in a device, the access exits, and the instruction is
-                // executed again.
+                // If the operand is in a device, the access exits, and the instruction is executed
+                // again.
                 if !(trap.is_mmio() && self.core.why.is_device()) {
                     self.core.why = Why::Trap(trap);
                 }

@@ -1,13 +1,13 @@
 //! CPUID: exactly what the executor implements, and KVM's interface.
 //!
-//! The vendor is Intel, because that says which of the two architectures' corner cases hold here
-//! (SYSRET faults at CPL 0, a null selector clears the FS and GS base). Leaves past the last one
-//! read as zeros. There is no FPU, MMX or SSE: guests are built with general registers only.
+//! The vendor is Intel, because Intel and AMD differ in corner cases, and the executor follows
+//! Intel (SYSRET faults at CPL 0, a null selector clears the FS and GS base). Leaves past the last
+//! one read as zeros. There is no FPU, MMX or SSE: guests are built with general registers only.
 
 use crate::apic::Lapic;
 use crate::state::System;
 
-/// What CPUID leaves in its four registers.
+/// The values that CPUID returns in four registers.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub(crate) struct Leaf {
     pub eax: u32,
@@ -23,12 +23,12 @@ const MAX_BASIC: u32 = 0x15;
 const MAX_EXTENDED: u32 = 0x8000_0008;
 const MAX_HYPERVISOR: u32 = 0x4000_0010;
 
-/// Family 6, model 15: the first Intel model with all of these features, and on few lists of
-/// quirks.
+/// Family 6, model 15: the first Intel model with all of these features. Few kernels have quirks
+/// for it.
 const SIGNATURE: u32 = 0x0000_06fb;
 const BRAND: &[u8; 48] = b"Lacuna software vCPU @ 1.00GHz\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
 
-/// In the order EBX, ECX, EDX; it is read in the order EBX, EDX, ECX.
+/// The vendor's name in the order EBX, ECX, EDX. Software reads EBX, EDX, ECX.
 const INTEL: &[u8; 12] = b"GenuntelineI";
 
 /// Leaf 1.
@@ -60,7 +60,7 @@ const SEVEN_EBX: u32 = 1 << 7;
 
 /// Leaf 0x80000001: SYSCALL, 1 GiB pages, RDTSCP, long mode; LAHF in 64-bit mode, LZCNT.
 const EXTENDED_EDX: u32 = 1 << 11 | 1 << 26 | 1 << 27 | 1 << 29;
-/// Announced unless `IA32_MISC_ENABLE` hides it.
+/// NX is announced unless `IA32_MISC_ENABLE` hides it.
 const NX: u32 = 1 << 20;
 const EXTENDED_ECX: u32 = 1 << 0 | 1 << 5;
 /// Leaf 0x80000007: the TSC runs at one rate and never stops.

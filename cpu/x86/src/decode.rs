@@ -55,7 +55,7 @@ impl Window {
     }
 }
 
-/// What was found.
+/// What the decoder found at the start of a window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Found {
     /// A basic block was appended.
@@ -116,10 +116,11 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     Found::BasicBlock
 }
 
-/// Whether an instruction that could not be decoded, and has at least 15 bytes, has more than 15:
-/// then it raises #GP, whatever its opcode. Its first two bytes are prefixes that change nothing.
-/// Without them, 14 bytes remain of 16: room for the ModRM byte that the decoder counts for an
-/// undefined opcode.
+/// Whether an instruction is longer than 15 bytes. It could not be decoded, and has at least 15
+/// bytes. Longer ones raise #GP, whatever their opcode.
+///
+/// The first two bytes are prefixes that change nothing, so the check decodes without them. Then 14
+/// of 16 bytes remain: room for the ModRM byte that the decoder counts for an undefined opcode.
 fn is_too_long(bytes: &[u8]) -> bool {
     let rest = &bytes[2..bytes.len().min(LONGEST + 1)];
     let options = DecoderOptions::FORCE_RESERVED_NOP | DecoderOptions::NO_INVALID_CHECK;
@@ -131,7 +132,7 @@ fn is_too_long(bytes: &[u8]) -> bool {
     }
 }
 
-/// Tells the basic block's links how many instructions it has.
+/// Writes the number of the basic block's instructions into its links.
 fn close(ops: &mut [Op], start: usize) {
     let count: u64 = ops[start..].iter().map(Op::instructions).sum();
     if let Some(last) = ops.last_mut().filter(|op| op.code == Code::Links) {

@@ -10,8 +10,8 @@
 //!   RIP                         |   #DF + any ---------------------------> Shutdown
 //!   error code, if any
 //! ```
-//! Everything that can fail comes before anything changes. A stop half-way leaves the architectural
-//! state as it was, and a second delivery of the same event does the same.
+//! Everything that can fail comes before anything changes. So a stop half-way leaves the
+//! architectural state as it was, and the same event can be delivered again.
 
 use crate::linear::{Linear, Width};
 use crate::segments::{self, Descriptor, Segment};
@@ -53,7 +53,7 @@ pub(crate) struct Flow {
     pub rflags: u64,
 }
 
-/// What is delivered.
+/// An event to deliver.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Event {
     /// The processor's own fault or trap.
@@ -73,7 +73,8 @@ pub(crate) enum Event {
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
-    /// The handler for this vector runs next: that of the event, or of a fault during its delivery.
+    /// The handler for this vector runs next. It is the handler of the event, or that of a fault
+    /// during its delivery.
     Entered(u8),
     /// A triple fault: the processor stops. Nothing has changed.
     Shutdown,
@@ -157,9 +158,9 @@ const fn ext(event: Event) -> u32 {
     !matches!(event, Event::Software { .. }) as u32
 }
 
-/// Whether the event is a fault in the strict sense: its frame has RF set, so that a breakpoint on
-/// the instruction is not hit twice. #DB, #BP, #OF and the aborts #DF and #MC are none (SDM vol 3
-/// 6.8.3).
+/// Whether the event is a fault in the strict sense. The frame of a fault has RF set, so that a
+/// breakpoint on the instruction is not hit twice. #DB, #BP, #OF and the aborts #DF and #MC are not
+/// faults (SDM vol 3 6.8.3).
 const fn is_fault(event: Event) -> bool {
     match event {
         Event::Exception(e) => matches!(e.vector, 0 | 5..=7 | 10..=17 | 19..=21),
@@ -222,7 +223,7 @@ struct Entry {
 }
 
 impl Entry {
-    /// All the checks, and the frame.
+    /// Makes all checks, and pushes the frame.
     fn prepare(m: &mut impl Linear, from: Flow, event: Event) -> Result<Self, Trap> {
         let ext = ext(event);
         let gate = Gate::read(m, event)?;

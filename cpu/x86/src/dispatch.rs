@@ -1,9 +1,10 @@
 //! The hot loop: one `match` over decoded ops.
 //!
 //! `pc` indexes the code cache's op arena. Straight-line ops advance it. A branch reads its
-//! [`Links`], charges the budget for the basic block it ends, and continues at the linked basic
-//! block. The loop is left
-//! - at a basic block's end: out of budget, a request, or the exit not linked in this epoch;
+//! [`Links`], charges the budget for the basic block that it ends, and continues at the linked
+//! basic block. The loop ends
+//! - at the end of a basic block: the budget is used up, there is a request, or the exit is not
+//!   linked in this epoch;
 //! - at an op that was blocked, or that only the run loop can execute.
 //!
 //! It is one function, longer than the usual 70 lines, because the compiler must see every arm to
@@ -447,8 +448,8 @@ pub(crate) fn dispatch<B: Bus>(
     }
 }
 
-/// Charges the budget for the basic block that ends the run. Out of line, so that the other path
-/// has a store of its own.
+/// Charges the budget for the basic block that ends the run. The function is out of line, so that
+/// the path that goes on has a store of its own.
 #[cold]
 #[inline(never)]
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {

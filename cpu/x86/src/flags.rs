@@ -127,7 +127,7 @@ impl Flags {
         };
     }
 
-    /// Replaces those in `which`, keeps the others.
+    /// Replaces the flags in `which` and keeps the others.
     pub(crate) fn replace(&mut self, which: u64, bits: u64) {
         self.set_bits(self.bits() & !which | bits & which);
     }

@@ -44,7 +44,7 @@ pub(crate) fn move_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> 
     Ok(())
 }
 
-/// MOVZX and MOVSX: extends E to G, whose width is `aux`.
+/// MOVZX and MOVSX: extends E to G. `aux` is the width of G.
 pub(crate) fn extend_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let value = read(core, bus, op)?;
     let value = if op.code == Code::MovSx {
@@ -121,8 +121,8 @@ pub(crate) fn flags(core: &mut Core, op: &Op) {
     }
 }
 
-/// Instructions that are not implemented, and the x87, which is absent:
-/// docs/decisions/0002-no-sse.md. `aux` 1: instructions that raise #GP(0) whenever they are
+/// Instructions that are not implemented, and those of the absent x87
+/// (docs/decisions/0002-no-sse.md). `aux` 1: instructions that raise #GP(0) whenever they are
 /// executed.
 pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
     match op.code {
@@ -244,7 +244,7 @@ fn modify(core: &mut Core, bus: &mut impl Bus, op: &Op, new: impl Fn(u64) -> u64
     modify_at(core, bus, op, address(core, op), new)
 }
 
-/// Replaces the memory operand, which lies at `va`, by `new` of it; returns the old value.
+/// Replaces the memory operand at `va` by `new(old)`; returns the old value.
 pub(crate) fn modify_at(
     core: &mut Core,
     bus: &mut impl Bus,
@@ -429,9 +429,9 @@ pub(crate) fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -
     Ok(())
 }
 
-/// LOOPcc and JRCXZ: puts into `dst` 1 to jump or 0, for the branch that follows. `aux`: 0 LOOPNE,
-/// 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is that of the address size. With `imm` the target is not
-/// canonical: #GP(0) is raised instead of a jump, and RCX keeps its value.
+/// LOOPcc and JRCXZ: writes 1 to `dst` if the branch that follows shall jump, else 0. `aux`:
+/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is that of the address size. If `imm` is set, the
+/// target is not canonical: #GP(0) is raised instead of a jump, and RCX keeps its value.
 pub(crate) fn loop_count(core: &mut Core, op: &Op) -> Touch<()> {
     let width = op.width();
     let count = reg(core, RCX, width);

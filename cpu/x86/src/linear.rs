@@ -33,8 +33,8 @@ impl Width {
     }
 }
 
-/// A processor's linear memory together with its system registers: what delivery, returns and
-/// segment loads work on. The executor implements it over its TLB.
+/// A processor's linear memory together with its system registers. Delivery, returns and segment
+/// loads work on them. The executor implements the trait over its TLB.
 ///
 /// Addresses may be misaligned, cross pages and be non-canonical (#GP(0)). The `user` argument is
 /// the privilege of this access, whatever the current CPL is: the processor reads descriptor tables

@@ -39,8 +39,8 @@ impl Lower<'_> {
         flow
     }
 
-    /// Gives the instruction's length and count to its last op. The ops before it can be blocked,
-    /// or change only scratch slots. CALL and fused ops have done this themselves.
+    /// Writes the instruction's length and count into its last op. The ops before it can be
+    /// blocked, or change only scratch slots. The code for CALL and fused ops has done this itself.
     fn seal(&mut self, first: usize) {
         let whole = self.whole();
         let Some(ops) = self.ops.get_mut(first..) else {
@@ -154,7 +154,7 @@ impl Lower<'_> {
         op
     }
 
-    /// Fills in the memory operand. What does not fit into the op is computed by ops before it.
+    /// Fills in the memory operand. Ops before this one compute what does not fit into it.
     pub(crate) fn memory(&mut self, op: &mut Op) {
         let segment = match self.i.memory_segment() {
             Register::FS => 1,
@@ -193,9 +193,9 @@ impl Lower<'_> {
         }
     }
 
-    /// Removes the segment's base from the address that [`Lower::memory`] computed by an earlier
-    /// op, if it did. The op returned, which the caller emits, adds the caller's `index` and
-    /// `disp`, wraps a 32-bit offset, and then adds the base.
+    /// If [`Lower::memory`] computes the address by an earlier op, removes the segment's base from
+    /// that op. Returns another op, to which the caller adds an `index` and a `disp` and which it
+    /// then emits. That op wraps a 32-bit offset, and then adds the base.
     pub(crate) fn split_address(&mut self) -> Option<Op> {
         let address = self.ops.last_mut().filter(|op| op.code == Code::Address)?;
         let rest = Op {

@@ -211,14 +211,14 @@ impl Lower<'_> {
         })
     }
 
-    /// An op whose only operand is E.
+    /// An op with the single operand E.
     fn e(&mut self, code: Code) -> Flow {
         let width = self.width(0);
         let op = self.form(code, width, 0, None);
         self.emit(op)
     }
 
-    /// An op whose only operand is E, 8 bytes of memory.
+    /// An op with the single operand E, which is 8 bytes of memory.
     fn wide_e(&mut self, code: Code) -> Flow {
         if !self.is_memory(0) {
             return self.undefined();
@@ -241,9 +241,9 @@ impl Lower<'_> {
         self.emit(Op { aux, ..op })
     }
 
-    /// The bit that a register selects may lie in another word than the operand's address. If an
-    /// earlier op computes the address, the distance to that word is added there, so that both wrap
-    /// together.
+    /// The bit that a register selects may lie in another word than the one at the operand's
+    /// address. If ops before this one compute the address, they add the distance to that word
+    /// before they wrap the sum.
     fn bit_test(&mut self, kind: u8) -> Flow {
         let width = self.width(0);
         let mut op = self.form(Code::BitTest, width, 0, Some(1));

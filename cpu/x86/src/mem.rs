@@ -22,7 +22,7 @@ use lacuna_cpu::{Bus, HostPage, Stop, Word};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Blocked;
 
-/// The outcome of anything that touches memory.
+/// The result of a function that accesses memory.
 pub(crate) type Touch<T> = Result<T, Blocked>;
 
 const LAST: u64 = PAGE_SIZE as u64 - 1;
@@ -42,7 +42,7 @@ pub(crate) struct Replay {
     replies: [u64; Replay::MAX],
     known: usize,
     next: usize,
-    /// An answer was missing, and has not come yet.
+    /// The instruction has asked for an answer, which has not come yet.
     asked: bool,
 }
 
@@ -58,8 +58,8 @@ impl Default for Replay {
 }
 
 impl Replay {
-    /// More accesses than one instruction makes. The most are made by ENTER with 31 levels, which
-    /// copies as many frame pointers, each perhaps across two pages.
+    /// More accesses than one instruction makes. ENTER with 31 levels makes the most: it copies 31
+    /// frame pointers, each perhaps across two pages.
     const MAX: usize = 128;
 
     /// Whether the current instruction has answers waiting.
@@ -314,9 +314,9 @@ impl Core {
         Ok(())
     }
 
-    /// A store is about to change decoded instructions. It must not happen inside a basic block:
-    /// the run loop executes the instruction alone, [`Core::stepping`], and drops the decoded code
-    /// afterwards.
+    /// Notes that a store is about to change decoded instructions. It must not happen inside a
+    /// basic block, so the run loop executes the instruction alone ([`Core::stepping`]) and drops
+    /// the decoded code afterwards.
     pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
         if !page.is_write_tracked() {
             return Ok(());
@@ -351,7 +351,7 @@ impl Core {
         Ok((first, second))
     }
 
-    /// Translates one canonical address and remembers it.
+    /// Translates one canonical address, and caches the translation.
     pub(crate) fn translate(
         &mut self,
         bus: &mut impl Bus,

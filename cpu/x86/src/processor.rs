@@ -22,12 +22,12 @@ pub(crate) enum Why {
     NonCanonical,
     /// A device must answer first.
     DeviceRead(Gpa, u8),
-    /// A device must take this first.
+    /// A device must take the value first.
     DeviceWrite(Gpa, u8, u64),
     /// A long string instruction has done a piece. The run loop checks for events, then continues
     /// it.
     Again,
-    /// It writes decoded instructions: it must be executed alone.
+    /// The instruction writes decoded instructions, so it must be executed alone.
     Step,
 }
 
@@ -37,8 +37,9 @@ impl Why {
         matches!(self, Self::DeviceRead(..) | Self::DeviceWrite(..))
     }
 
-    /// For event delivery, which cannot wait for devices: descriptor tables and handler stacks must
-    /// not be in devices. A system instruction can wait, and reads [`Core::why`] itself.
+    /// The reason as a trap, for event delivery. A delivery cannot wait for devices, so descriptor
+    /// tables and handler stacks must not be in devices. A system instruction can wait, and reads
+    /// [`Core::why`] itself.
     pub(crate) fn as_trap(self) -> Trap {
         match self {
             Self::Trap(trap) => trap,
@@ -51,10 +52,11 @@ impl Why {
 
 /// Registers and translations of one processor.
 pub(crate) struct Core {
-    /// The register file: 0-15 general, then the slots of op.rs. Its length is what a `u8` can
-    /// index, so no access needs a bounds check; the tail is never used.
+    /// The register file: 0-15 are the general registers, then come the slots of op.rs. It has as
+    /// many entries as a `u8` can index, so no access needs a bounds check. The last ones are never
+    /// used.
     pub(crate) r: [u64; 256],
-    /// Valid outside `dispatch`.
+    /// RIP. It is valid outside `dispatch`.
     pub(crate) rip: u64,
     pub(crate) flags: Flags,
     /// RFLAGS without the six arithmetic flags.
@@ -72,7 +74,7 @@ pub(crate) struct Core {
     pub(crate) code_written: Vec<Gfn>,
     pub(crate) replay: Replay,
     pub(crate) apic: Lapic,
-    /// KVM features that CPUID adds for the machine.
+    /// KVM features of the machine, which CPUID announces beside the processor's own.
     pub(crate) kvm_features: u32,
     pub(crate) clock: Arc<dyn Clock>,
 }
@@ -133,7 +135,7 @@ impl Core {
         }
     }
 
-    /// Goes where `flow` says, at the privilege that the system registers have now.
+    /// Sets RIP, RSP and RFLAGS from `flow`, and follows the privilege in the system registers.
     pub(crate) fn follow(&mut self, flow: Flow) {
         self.rip = flow.rip;
         self.r[RSP] = flow.rsp;

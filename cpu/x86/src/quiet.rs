@@ -29,7 +29,7 @@ enum Effect {
     Seen,
 }
 
-/// Replaces ops of one basic block whose flags are dead by ops that store none.
+/// Replaces each op of a basic block that computes dead flags by an op that stores none.
 pub(crate) fn silence(block: &mut [Op]) {
     let mut dead = false;
     for op in block.iter_mut().rev() {

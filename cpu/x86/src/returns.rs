@@ -4,7 +4,6 @@
 //! Targets are 64-bit code. A return to a compatibility-mode segment is #GP with its selector, as
 //! on a processor without that mode. As in `deliver.rs`, nothing changes before the last check has
 //! passed.
-//! last check has passed.
 
 use crate::control::privileged;
 use crate::deliver::{Flow, rflags};
@@ -15,8 +14,8 @@ use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::User;
 
 /// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT AC
-/// ID. RF is dropped: it would hold back a breakpoint for one instruction, and breakpoints are
-/// never hit.
+/// ID. RF is dropped: it suppresses a breakpoint for one instruction, and breakpoints are never
+/// hit here.
 const USER_FLAGS: u64 = 0x0024_4dd5;
 
 /// Pops values at the current privilege without moving RSP.
@@ -196,7 +195,7 @@ fn enter(sys: &mut System, cs: u16, cpl: u8, ss: Option<u16>) {
     }
 }
 
-/// What SYSCALL leaves in general registers.
+/// The values that SYSCALL saves in general registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Saved {
     /// RIP of the next instruction.

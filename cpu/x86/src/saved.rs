@@ -1,14 +1,14 @@
 //! A processor's state as values, for saving and restoring it between two runs.
 //!
-//! A state may be damaged or hostile. Each value is checked before anything changes, and refused by
-//! the name of its field.
+//! A state may be damaged or hostile. Each value is checked before anything changes. An error names
+//! the field.
 
 use crate::apic::ApicRegisters;
 use crate::cpu::{Cpu, Regs};
 use crate::state::{Exception, System, bits, is_canonical};
 use lacuna_sync::Nanos;
 
-/// Why a value is not taken: its field, and the value or its wrong bits.
+/// Why a value is refused: the name of its field, and the value or its wrong bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refused {
     /// No processor can have it.
@@ -110,8 +110,8 @@ pub fn check_system(sys: &System) -> Result<(), Refused> {
 }
 
 impl Cpu {
-    /// Whether no instruction waits for a device's or MSR's answer, or holds one: only then is the
-    /// state whole.
+    /// Whether no instruction waits for an answer of a device or an MSR, or holds one. Only then
+    /// is the state complete.
     pub fn is_between_instructions(&self) -> bool {
         self.core.replay.is_idle()
     }
@@ -121,7 +121,7 @@ impl Cpu {
         self.pending.exception()
     }
 
-    /// The next run begins with this exception, or with none.
+    /// Sets the exception with which the next run begins; `None` for no exception.
     pub fn set_pending_exception(&mut self, exception: Option<Exception>) {
         self.pending = exception.into();
     }
@@ -139,14 +139,15 @@ impl Cpu {
         registers.check(self.core.apic.index())
     }
 
-    /// Gives the local APIC registers that [`Cpu::check_apic`] has passed. The TSC is set before.
+    /// Sets the local APIC's registers. [`Cpu::check_apic`] has accepted them, and the TSC has been
+    /// set.
     pub fn set_apic_registers(&mut self, registers: &ApicRegisters) {
         let (offset, now) = (self.core.sys.tsc_offset, self.core.clock.now());
         self.core.apic.set_registers(registers, offset, now);
     }
 
-    /// An interrupt that the APIC has in service, and whose handler was not entered, is requested
-    /// again. Whether it was in service.
+    /// Requests an interrupt again that the APIC has in service, because its handler was not
+    /// entered. Returns whether it was in service.
     pub fn request_again(&mut self, vector: u8) -> bool {
         self.core.apic.unaccept(vector)
     }

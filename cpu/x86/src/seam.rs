@@ -65,13 +65,14 @@ impl From<Exit> for lacuna_cpu::Exit<Own> {
     }
 }
 
-/// Everything that an x86 processor is, between two instructions. What [`Cpu::set_kvm_features`]
-/// has set belongs to the machine and is not in it.
+/// The whole state of an x86 processor, between two instructions. The features that
+/// [`Cpu::set_kvm_features`] has set belong to the machine and are not part of it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct State {
     /// General registers, RIP and RFLAGS.
     pub regs: Regs,
-    /// System registers. The TSC's offset is as if the clock read 0.
+    /// System registers. The TSC's offset is the value of the TSC at the save, as if the clock read
+    /// 0 then.
     pub system: System,
     /// The local APIC.
     pub apic: ApicState,
@@ -123,7 +124,7 @@ impl Processor for Cpu {
                 self.inject_page_fault(address);
                 Ok(())
             }
-            // No device here raises one, and NMI blocking is not modelled.
+            // No device here raises an NMI, and the blocking of NMIs is not modelled.
             Event::Nmi => Err(Refused),
         }
     }

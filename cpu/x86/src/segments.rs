@@ -1,7 +1,7 @@
 //! Segment registers and descriptor tables in 64-bit mode (SDM vol 3 3.4, 3.5, 5.2).
 //!
-//! This is what a 64-bit processor still does with segments: selectors and privileges are checked,
-//! code must be 64-bit (CS.L = 1, CS.D = 0), and only FS and GS have a base.
+//! In 64-bit mode, selectors and privileges are checked, code must be 64-bit (CS.L = 1, CS.D = 0),
+//! and only FS and GS have a base.
 
 use crate::linear::{Linear, Width};
 use crate::state::{Exception, System, Table, Trap, is_canonical};
@@ -95,7 +95,7 @@ impl Descriptor {
         )
     }
 
-    /// What [`System::segment_dpl`] keeps of it.
+    /// The value for [`System::segment_dpl`].
     fn outer_dpl(self) -> u8 {
         if self.is_conforming() { 3 } else { self.dpl() }
     }
@@ -227,7 +227,7 @@ pub(crate) fn pseudo_descriptor(sys: &System, limit: u16, base: u64) -> Result<T
     })
 }
 
-/// LTR: the task register, whose descriptor becomes busy.
+/// LTR: loads the task register, and marks its descriptor as busy.
 ///
 /// # Errors
 /// #GP(0) above CPL 0 or for a null selector, #GP or #NP with the selector, traps of memory.

@@ -31,8 +31,8 @@ pub(crate) fn push_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touc
     push(core, bus, op.width(), value)
 }
 
-/// POP into E. An address that uses RSP uses the value after the pop. If an earlier op computed the
-/// address, it includes that.
+/// POP into E. An address that uses RSP uses the value after the pop. If an earlier op computes the
+/// address, that op has added the change of RSP.
 pub(crate) fn pop_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, rsp) = (op.width(), core.r[RSP]);
     let value = load(core, bus, rsp, width)?;
@@ -87,9 +87,10 @@ pub(crate) fn enter(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     built.inspect_err(|_| core.r[RSP] = saved)
 }
 
-/// Whether a non-canonical address in this op was the stack's: #SS, else #GP. The base register
-/// decides it for an explicit address. Of the segment prefixes only FS and GS matter; their
-/// addresses are computed into scratch by earlier ops.
+/// Whether a non-canonical address in this op belongs to the stack segment: then it raises #SS,
+/// else
+/// #GP. For an explicit address, the base register decides. Of the segment prefixes only FS and GS
+/// matter; earlier ops compute such addresses into scratch slots.
 pub(crate) fn is_stack_access(core: &Core, op: &Op) -> bool {
     let implicit = matches!(
         op.code,

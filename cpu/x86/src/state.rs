@@ -174,8 +174,9 @@ pub struct System {
     pub cpl: u8,
     /// Selectors: ES CS SS DS FS GS.
     pub selectors: [u16; 6],
-    /// DPL of the segment in each selector, for the nulling on return to an outer level; 3 for a
-    /// null selector, conforming code, CS and SS, which are never nulled.
+    /// DPL of the segment in each selector. A return to an outer level uses it to find the
+    /// selectors that become null. It is 3 for a null selector, conforming code, CS and SS, which
+    /// never do.
     pub segment_dpl: [u8; 6],
     /// FS base.
     pub fs_base: u64,
@@ -211,7 +212,7 @@ pub struct System {
     pub dr6: u64,
     /// DR7.
     pub dr7: u64,
-    /// The TSC is the clock plus this.
+    /// The TSC is the clock plus this offset.
     pub tsc_offset: u64,
     /// STI or MOV SS shadow: no interrupt before the next instruction has completed.
     pub interrupt_shadow: bool,
@@ -222,8 +223,8 @@ pub struct System {
 }
 
 impl System {
-    /// The state a vCPU starts in: long mode, CPL 0, paging on with the tables at `cr3`, flat null
-    /// segments, empty descriptor tables; every other register as after a hardware reset.
+    /// The state in which a vCPU starts: long mode, CPL 0, paging on with the tables at `cr3`, flat
+    /// null segments, empty descriptor tables. Every other register is as after a hardware reset.
     pub fn long_mode(cr3: u64) -> Self {
         use bits::{CR0_ET, CR0_NE, CR0_PE, CR0_PG, CR4_PAE, EFER_LMA, EFER_LME};
         Self {

@@ -44,8 +44,8 @@ pub(crate) fn execute(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()>
     }
     let mut spent = 0;
     let outcome = s.repeat(core, bus, &mut spent);
-    // A piece costs at least one, or a long REP taken one iteration at a time would be free. A
-    // piece that is blocked before its first iteration has not begun and costs nothing.
+    // A piece costs at least one. Otherwise a long REP that does one iteration at a time would be
+    // free. A piece that is blocked before its first iteration costs nothing.
     let piece = u64::from(spent > 0 && outcome.is_err());
     core.budget -= (spent / ITERATIONS_PER_INSTRUCTION).max(piece) as i64;
     outcome

@@ -1,5 +1,5 @@
-//! Instructions that end a basic block and run in the run loop. They change more than general
-//! registers, flags and plain memory. Their rules are in control.rs, segments.rs, returns.rs,
+//! Instructions that end a basic block; the run loop executes them. They change more than general
+//! registers, flags and plain memory. Their rules are in control.rs, segments.rs, returns.rs and
 //! msr.rs.
 
 use crate::arith::mask;
@@ -28,7 +28,7 @@ const RDX: usize = 2;
 const RBX: usize = 3;
 const R11: usize = 11;
 
-/// What a system op that has completed, or must wait, asks of the run loop.
+/// What the run loop does after a system op has completed, or has to wait.
 pub(crate) enum Done {
     /// Continue behind it.
     Next,
@@ -63,7 +63,7 @@ const KINDS: [Sys; 41] = [
     Sys::PopSegment, Sys::JumpFar, Sys::Crossing,
 ];
 
-/// Executes `op`, whose next instruction is at `next`. An error leaves the state as it was.
+/// Executes `op`; the instruction behind it is at `next`. An error leaves the state as it was.
 pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcome {
     let kind = KINDS[op.aux as usize % KINDS.len()];
     match kind {

@@ -1,5 +1,5 @@
-//! The translations that a processor has cached, for each privilege, and for more address spaces
-//! than the current one (SDM vol 3 4.10.1, process-context identifiers).
+//! The translations that a processor has cached: for each privilege, and for several address spaces
+//! (SDM vol 3 4.10.1, process-context identifiers).
 //!
 //! ```text
 //! front, back   a TLB for the privilege that runs, and one for the other; they change places
@@ -13,8 +13,8 @@
 //! Without CR4.PCIDE every address space is PCID 0, and nothing is ever parked. A TLB may forget
 //! entries at any time, so the least recently used parked one is dropped when a place is needed.
 //!
-//! TLBs hold host pointers. The machine relies on [`Translations::flush`] when it takes pages back,
-//! so it empties all TLBs, those of parked address spaces too.
+//! TLBs hold host pointers. When the machine takes pages back, it calls [`Translations::flush`]. So
+//! that function empties all TLBs, those of parked address spaces too.
 
 use crate::state::Pcid;
 use crate::walk::{Mapping, User, WalkCache};
@@ -35,7 +35,7 @@ pub(crate) enum Retain {
     Forget,
 }
 
-/// What a switch of address space has done to links.
+/// Which links of basic blocks a switch of address space has kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub(crate) struct Switched {
@@ -51,7 +51,7 @@ pub(crate) struct Learned {
     local: bool,
     /// Some of them are from a global page.
     global: bool,
-    /// The largest leaf that any of it is from; `None`: nothing is known.
+    /// The size of the largest leaf from which any of them is; `None`: there is none.
     most: Option<Level>,
 }
 
@@ -96,7 +96,7 @@ struct Parked {
     pcid: Pcid,
     user: Learned,
     walk: WalkCache,
-    /// `None`: its links are void.
+    /// The links of its user code; `None` if they are void.
     code: Option<UserCode>,
 }
 
@@ -145,7 +145,7 @@ impl Translations {
 
     /// Forgets everything of every address space; `pcid` is the current one from now on.
     pub(crate) fn flush(&mut self, pcid: Pcid) {
-        // Lists every field, so that a new one cannot be left out.
+        // Every field is named, so that the compiler refuses a new field that is left out.
         let Self {
             front,
             back,
@@ -160,7 +160,7 @@ impl Translations {
         parked.iter_mut().for_each(Parked::flush);
     }
 
-    /// Takes the write right from every translation to `gfn`, in every address space.
+    /// Removes the write right from every translation to `gfn`, in every address space.
     pub(crate) fn protect(&mut self, gfn: Gfn) {
         let parked = self.parked.iter_mut().map(|parked| &mut parked.user);
         for learned in [&mut self.front, &mut self.back].into_iter().chain(parked) {
@@ -187,7 +187,8 @@ impl Translations {
         self.back.forget(va);
     }
 
-    /// MOV to CR3, while `running` runs; `code` is the links of its user code.
+    /// MOV to CR3, while code of privilege `running` runs. `code` is the links of user code in the
+    /// address space that is left.
     pub(crate) fn switch(
         &mut self,
         to: Pcid,

@@ -37,8 +37,8 @@ const RESERVED_HIGH: u64 = 0x000f_0000_0000_0000;
 /// What an entry grants. NX is kept inverted, so that AND combines the rights of all levels.
 const RIGHTS: u64 = WRITE | USER | NO_EXECUTE;
 
-/// How many entries another vCPU may change during the walk before it gives up and returns to the
-/// run loop.
+/// After another vCPU has changed so many entries during a walk, the walk gives up and returns to
+/// the run loop.
 const MAX_RACES: usize = 16;
 
 /// The privilege of a memory access: `Supervisor` at CPL 0 to 2 and for implicit accesses to
@@ -66,7 +66,7 @@ pub(crate) struct Mapping {
     pub user: bool,
     /// Instruction fetches are allowed.
     pub exec: bool,
-    /// It survives a switch of the address space: G in the leaf, CR4.PGE.
+    /// The translation survives a switch of the address space: G in the leaf, with CR4.PGE.
     pub global: bool,
     /// Size of the leaf.
     pub level: Level,
@@ -98,7 +98,7 @@ impl Default for WalkCache {
 }
 
 impl WalkCache {
-    /// One a PT page: 2 GiB of address space.
+    /// One slot for each PT page: 2 GiB of address space.
     const SLOTS: usize = 1024;
     const TAG_BITS: u32 = 27;
 

@@ -1,8 +1,8 @@
 //! Flags that no instruction reads are not computed (quiet.rs); a reader sees the right ones.
 //!
 //! A random program runs twice: as one basic block, and with every instruction in a basic block of
-//! its own, so that all flags are computed. In its middle it accesses a device, whose exit shows
-//! the flags.
+//! its own, so that all flags are computed. In its middle it accesses a device. The exit for that
+//! access shows the flags.
 
 mod support;
 

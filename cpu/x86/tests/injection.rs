@@ -1,5 +1,5 @@
-//! Page faults injected by the machine: where they enter, what they precede, and that a missing
-//! page during delivery neither loses nor repeats them.
+//! Page faults that the machine injects: at which handler they arrive, before which other events,
+//! and that a missing page during delivery neither loses nor repeats them.
 
 mod support;
 
@@ -247,7 +247,8 @@ fn a_single_step_trap_waits_for_the_handlers_stack() {
     assert_eq!(m.reg(3), 1);
 }
 
-/// TF belongs to the instruction, which has not run: no trap comes before the handler or in it.
+/// The trap flag traps after an instruction. No instruction has run here, so no trap comes before
+/// the handler or in it.
 #[test]
 fn it_does_not_count_as_a_single_step() {
     let mut m = user_loop();

@@ -48,7 +48,7 @@ impl Native {
         }
     }
 
-    /// Runs `instruction`, whose memory operand is `[rdi]`: RDI must hold the address of
+    /// Runs `instruction`. Its memory operand is `[rdi]`, so RDI must hold the address of
     /// `state.memory`. RSP is kept.
     fn run(&self, instruction: &[u8], state: &mut State) {
         let at = self.page.as_ptr() as u64;

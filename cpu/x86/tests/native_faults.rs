@@ -1,5 +1,5 @@
-//! Faults and traps of user mode, compared with the host's own processor: which exception, where,
-//! and that everything else is as before the instruction.
+//! Faults and traps of user mode, compared with the host's own processor: which exception comes, at
+//! which instruction, and that all other state is as before that instruction.
 //!
 //! Each program runs to a fault here, at CPL 3 under a minimal kernel, and natively under signal
 //! handlers (support/signals.rs), at the same addresses. The exception and its error code, all
@@ -69,8 +69,8 @@ impl Processors {
         })
     }
 
-    /// Runs `code` on both, from `registers`. The outcome must be the same; of the flags, `flags`
-    /// count.
+    /// Runs `code` on both processors, from `registers`. The results must be the same; of RFLAGS,
+    /// the bits in `flags` are compared.
     fn compare(&mut self, name: &str, code: &[u8], registers: Registers, flags: u64) -> Ended {
         let memory = &mut self.software.memory;
         let page = if registers.rip >= TOP { FRAME } else { USER };

@@ -1,5 +1,5 @@
-//! Where the host's processor is no x86-64, there is nothing to compare the software one with. The
-//! comparisons themselves are in `native.rs` and `native_faults.rs`.
+//! Records a skip if the host's processor is not an x86-64, because the software processor can then
+//! be compared with nothing. The comparisons are in `native.rs` and `native_faults.rs`.
 
 #[cfg(not(target_arch = "x86_64"))]
 #[test]

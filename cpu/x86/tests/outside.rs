@@ -52,7 +52,7 @@ fn a_write_of_a_kvm_msr_exits() {
     }
 }
 
-/// A machine whose #GP handler halts with the error code in RBX and the faulting RIP in RSI.
+/// A machine with a #GP handler that halts with the error code in RBX and the faulting RIP in RSI.
 fn with_gp_handler(program: impl FnOnce(&mut CodeAssembler), index: u32) -> Machine {
     let mut m = kernel(program);
     handle(&mut m, 13, |a| {
@@ -225,7 +225,7 @@ fn the_timer_is_looked_at_before_the_answer() {
     assert!(m.cpu.has_interrupt());
 }
 
-/// A reset after everything that can be left over: the processor then runs as a new one.
+/// A reset while every kind of state is pending. The processor then runs as a new one does.
 #[test]
 fn reset_leaves_nothing() {
     let mut m = kernel(|a| {

@@ -1,5 +1,5 @@
-//! Two address spaces between which a kernel switches. Whichever way it switches, each runs its own
-//! code on its own data.
+//! A kernel switches between two address spaces, in every way that there is. Each address space
+//! runs its own code on its own data.
 
 mod support;
 

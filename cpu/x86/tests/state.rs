@@ -1,6 +1,5 @@
-//! The whole state of a processor, by way of the trait that every processor implements: saved in
-//! the middle of anything and put into another processor, the guest goes on as if nothing had
-//! happened.
+//! The whole state of a processor, through the trait that every processor implements. It is saved
+//! at many points of a run and put into another processor. The guest then goes on as without that.
 
 mod support;
 
@@ -42,7 +41,7 @@ fn counting() -> Machine {
     m
 }
 
-/// A fresh processor whose clock reads something else, in the place of the old one.
+/// Replaces the processor by a fresh one. The clock of the fresh one reads another time.
 fn moved(m: &mut Machine, state: &<Cpu as Processor>::State) {
     m.clock = Arc::new(lacuna_sync::VirtualClock::default());
     m.clock.advance(77_777);
@@ -51,7 +50,7 @@ fn moved(m: &mut Machine, state: &<Cpu as Processor>::State) {
     m.cpu.restore(state);
 }
 
-/// Runs in steps of 7 instructions and 50 ns each; a state a step.
+/// Runs in steps of 7 instructions and 50 ns, and saves the state after each step.
 fn states(m: &mut Machine, steps: usize) -> Vec<<Cpu as Processor>::State> {
     let mut all = Vec::new();
     for _ in 0..steps {

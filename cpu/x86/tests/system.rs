@@ -1,6 +1,6 @@
-//! System instructions that no user-mode program can show: far jumps, branches at the end of the
-//! canonical half, operands in devices, the trap flag around exits and system calls, and a deadline
-//! that has passed.
+//! Behaviour of system instructions that a comparison in user mode cannot test: far jumps, branches
+//! at the end of the canonical half, operands in devices, the trap flag around exits and system
+//! calls, and a deadline that has passed.
 
 mod support;
 
@@ -24,7 +24,7 @@ fn stop_at(m: &mut Machine, vectors: &[u64]) {
     }
 }
 
-/// The vector whose handler stopped the machine, and the RIP and RSP that it got.
+/// The vector of the handler that stopped the machine, and the RIP and RSP in its frame.
 fn stopped(m: &mut Machine, has_error: bool) -> (u64, u64, u64) {
     let at = m.reg(4) + 8 * u64::from(has_error);
     let vector = (m.cpu.regs().rip - HANDLERS) / 0x100;
@@ -125,7 +125,7 @@ fn running_past_the_canonical_half_faults_behind_it() {
     }
 }
 
-/// SMSW, SLDT, STR, MOV from SS; then SGDT, whose operand is stored in two pieces.
+/// SMSW, SLDT, STR, MOV from SS; then SGDT, which stores its operand in two pieces.
 #[test]
 fn what_system_instructions_store_to_a_device_reaches_it() {
     for opcode in [
@@ -270,7 +270,8 @@ fn the_trap_flag_of_system_calls_is_the_one_they_load() {
     assert_eq!(stopped(&mut m, false), (DB, USER, STACK));
 }
 
-/// By MSR in TSC-deadline mode, and when the TSC is moved past the deadline.
+/// The timer fires at once if the deadline's MSR gets a time that has passed, or if the TSC is
+/// moved past the deadline.
 #[test]
 fn a_deadline_in_the_past_fires_before_the_next_instruction() {
     const DEADLINE: u32 = 0x6e0;

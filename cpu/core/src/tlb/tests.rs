@@ -92,7 +92,8 @@ fn protect_and_flush() {
 #[repr(align(4096))]
 struct BlockMemory([[u8; PAGE_SIZE]; BLOCK_FRAMES as usize]);
 
-/// A block of memory whose pages span it; each page has its own number in its bytes.
+/// A block of memory, and the [`HostPage`] of each of its pages, which describes the whole block.
+/// Each page has its own number in its bytes.
 fn block(writable: bool) -> (Box<BlockMemory>, impl Fn(u64) -> HostPage) {
     let layout = std::alloc::Layout::new::<BlockMemory>();
     // SAFETY: the layout has a size, and zeros are bytes.
@@ -265,9 +266,9 @@ fn forget_takes_all_of_the_leaf_and_no_more() {
 }
 
 proptest! {
-    /// Compares with all that was ever inserted: a hit is an entry that was inserted for that page
-    /// or its block since the last flush, without a right that it did not have or that was cleared
-    /// since.
+    /// Compares with a list of all insertions. A hit must be an entry that was inserted for that
+    /// page or its block since the last flush. It must have no right that was not inserted, and
+    /// none that was cleared since.
     #[test]
     fn hits_are_what_was_inserted(steps in prop::collection::vec(step(), 1..60)) {
         let (_memory, page) = block(true);
@@ -307,7 +308,7 @@ proptest! {
     }
 }
 
-/// One translation: page `n` of a guest-virtual block, or all of that.
+/// One translation: page `n` of a guest-virtual block, or the whole block.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     block: u64,
@@ -330,7 +331,7 @@ impl Known {
 #[derive(Default)]
 struct Model {
     since_flush: Vec<Known>,
-    /// Frames, and how much had been inserted when they were protected.
+    /// Frames that were protected, each with the number of insertions before that.
     protected: Vec<(Gfn, usize)>,
 }
 

@@ -81,7 +81,7 @@ pub(super) enum Delivery {
 }
 
 impl ApicBus {
-    /// A bus for vCPUs 0 to `vcpus` - 1, whose APIC IDs are their numbers.
+    /// A bus for vCPUs 0 to `vcpus` - 1. The APIC ID of a vCPU is its number.
     pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
         let closed = Address {
             ldr: 0,
@@ -104,8 +104,9 @@ impl ApicBus {
         self.inboxes.len()
     }
 
-    /// Requests `vector` on vCPU `index`, from any thread, as an edge-triggered message would. As
-    /// on hardware, these are ignored: vectors below 16, and APICs that are disabled or absent.
+    /// Requests `vector` on vCPU `index`, as an edge-triggered message does. Any thread may call
+    /// this. As on hardware, a vector below 16 is ignored, and so is an APIC that is disabled or
+    /// absent.
     pub fn post(&self, index: usize, vector: u8) {
         if self
             .inboxes
@@ -137,7 +138,8 @@ impl ApicBus {
         }
     }
 
-    /// Sets an IRR bit. Wakes the vCPU if the bit was clear; if it was set, its setter has done so.
+    /// Sets an IRR bit. Wakes the vCPU if the bit was clear. If it was set, the thread that set it
+    /// wakes the vCPU.
     fn request(&self, index: usize, vector: u8) {
         if vector >= 16 && self.raise(index, vector) {
             self.wake.wake(index);

@@ -43,9 +43,9 @@ impl Mode {
     }
 }
 
-/// The entries of the local vector table that have a source here, by their place from offset 0x320.
-/// The entries between them (thermal sensor, performance counter, LINT0, LINT1) keep what is
-/// written and are never raised.
+/// The entries of the local vector table that have a source here, by their position from offset
+/// 0x320. The entries between them (thermal sensor, performance counter, LINT0, LINT1) keep what
+/// the guest writes, and never raise an interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lvt {
     Timer = 0,
@@ -61,7 +61,7 @@ pub(crate) struct Lapic {
     pub(super) isr: [u64; 4],
     pub(super) tpr: u8,
     pub(super) svr: u32,
-    /// Errors seen, and what the guest's last ESR write latched of them.
+    /// The errors so far, and those that the guest's last write to ESR has latched.
     pub(super) errors: u32,
     pub(super) esr: u32,
     pub(super) lvt: [u32; 6],
@@ -85,14 +85,14 @@ pub struct ApicState {
     icr: u64,
     ldr: u32,
     dfr: u32,
-    /// With the time that is left.
+    /// The timer, with the time that is left instead of a deadline.
     timer: Timer,
 }
 
 impl Lapic {
-    /// What it is at `now`.
+    /// The state at `now`.
     pub(crate) fn save(&self, now: Nanos) -> ApicState {
-        // Field by field, so that a new one is not left out.
+        // Every field is named, so that the compiler refuses a new field that is left out.
         let Self {
             index,
             bus,
@@ -124,7 +124,7 @@ impl Lapic {
         }
     }
 
-    /// Becomes what `state` was, at `now`. Interrupts requested here until now are forgotten.
+    /// Takes over `state`, at `now`. Interrupts that were requested before are forgotten.
     pub(crate) fn restore(&mut self, state: &ApicState, now: Nanos) {
         let ApicState {
             mode,
@@ -197,12 +197,12 @@ impl Lapic {
         self.bus.vcpus()
     }
 
-    /// Whether `IA32_APIC_BASE` has it enabled: CPUID's APIC bit.
+    /// Whether `IA32_APIC_BASE` enables the APIC; CPUID's APIC bit says the same.
     pub(crate) fn is_enabled(&self) -> bool {
         self.mode != Mode::Disabled
     }
 
-    /// Whether it takes interrupts: enabled there, and by software in SVR.
+    /// Whether the APIC takes interrupts: `IA32_APIC_BASE` and SVR both enable it.
     pub(crate) fn is_accepting(&self) -> bool {
         self.is_enabled() && self.svr & SVR_ENABLE != 0
     }
@@ -220,8 +220,8 @@ impl Lapic {
         }
     }
 
-    /// The vector to deliver next, when interrupts are enabled: the highest requested one, if it is
-    /// above the processor priority.
+    /// The highest requested vector, if it is above the processor priority. The processor delivers
+    /// it as soon as interrupts are enabled.
     pub(crate) fn pending(&self) -> Option<u8> {
         if self.mode == Mode::Disabled {
             return None;
@@ -229,8 +229,9 @@ impl Lapic {
         highest(&self.bus.irr(self.index)).filter(|v| v >> 4 > self.ppr() >> 4)
     }
 
-    /// The processor delivers `vector`, which [`Lapic::pending`] returned: it moves from requested
-    /// to in service. Call this after the frame is pushed: the push may fail and be repeated.
+    /// Moves `vector`, which [`Lapic::pending`] returned, from requested to in service, because the
+    /// processor delivers it. Call this after the frame has been pushed: a push may fail, and is
+    /// then repeated.
     pub(crate) fn accept(&mut self, vector: u8) {
         if self.bus.take(self.index, vector) {
             let (word, bit) = split(vector);
@@ -238,14 +239,14 @@ impl Lapic {
         }
     }
 
-    /// When [`Lapic::tick`] will raise an interrupt.
+    /// The time at which [`Lapic::tick`] will raise an interrupt.
     pub(crate) fn next_deadline(&self) -> Option<Nanos> {
         self.timer
             .due()
             .filter(|_| self.lvt[Lvt::Timer as usize] & LVT_MASKED == 0)
     }
 
-    /// Lets the timer fire if it is due. Cheap when it is not.
+    /// Raises the timer's interrupt if the timer is due. Cheap if it is not.
     pub(crate) fn tick(&mut self, now: Nanos) {
         if self.timer.tick(now) {
             self.raise_lvt(Lvt::Timer);
@@ -306,8 +307,8 @@ impl Lapic {
         Ok(())
     }
 
-    /// The frame whose accesses go to [`Lapic::mmio_read`] and [`Lapic::mmio_write`], in xAPIC
-    /// mode.
+    /// In xAPIC mode: the frame of the register page. Its accesses go to [`Lapic::mmio_read`] and
+    /// [`Lapic::mmio_write`].
     pub(crate) fn mmio_frame(&self) -> Option<Gfn> {
         (self.mode == Mode::XApic).then(|| Gpa::truncate(MMIO_BASE).gfn())
     }
@@ -342,14 +343,14 @@ impl Lapic {
         );
     }
 
-    /// An event of the APIC itself: raises its LVT entry's vector, unless the entry is masked.
+    /// Raises the vector of an LVT entry, unless the entry is masked.
     pub(super) fn raise_lvt(&mut self, lvt: Lvt) {
         let entry = self.lvt[lvt as usize];
         if entry & LVT_MASKED != 0 {
             return;
         }
         match entry as u8 {
-            // The error entry itself has a bad vector: the error can only be recorded, not
+            // The error entry has a bad vector itself, so the error can be recorded but not
             // reported.
             0..16 if lvt == Lvt::Error => self.errors |= ESR_RECEIVED_ILLEGAL,
             0..16 => self.error(ESR_RECEIVED_ILLEGAL),

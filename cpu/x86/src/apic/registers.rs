@@ -44,7 +44,7 @@ pub(super) const DIVIDE_VALID: u32 = 0b1011;
 pub(super) const ICR_VALID: u32 = 0x000c_cfff;
 const ICR_STATUS: u32 = 1 << 12;
 
-/// A write or read that the architecture forbids: #GP by MSR, ignored by MMIO.
+/// The architecture forbids the write or read. By MSR it raises #GP; by MMIO it is ignored.
 struct Refused;
 
 impl From<Refused> for Trap {
@@ -109,8 +109,8 @@ impl Lapic {
         }
     }
 
-    /// A 32-bit write at `offset` of the xAPIC page. Where an x2APIC would refuse a write, invalid
-    /// bits are masked off or the write is ignored.
+    /// A 32-bit write at `offset` of the xAPIC page. If an x2APIC would refuse the write, invalid
+    /// bits are masked off, or the write is ignored.
     pub(crate) fn mmio_write(&mut self, offset: usize, value: u32, now: Nanos) {
         if !offset.is_multiple_of(16) {
             return;
@@ -166,7 +166,7 @@ impl Lapic {
     }
 
     fn write(&mut self, number: u32, value: u32, now: Nanos) -> Result<(), Refused> {
-        // A timer that is due fires with the settings it had when it became due.
+        // A timer that is due fires with the settings that it had when it became due.
         self.tick(now);
         match number {
             reg::TPR if value <= 0xff => self.tpr = value as u8,
@@ -204,7 +204,8 @@ impl Lapic {
         Ok(())
     }
 
-    /// Sends what ICR says: `low` is its low half, `to` the destination field of the current mode.
+    /// Sends the interrupt that ICR describes: `low` is its low half, `to` the destination field in
+    /// the form of the current mode.
     fn send(&mut self, low: u32, to: u32) {
         let broadcast = if self.mode == Mode::X2Apic {
             u32::MAX

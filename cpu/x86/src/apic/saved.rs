@@ -12,7 +12,7 @@ use lacuna_sync::Nanos;
 pub struct ApicRegisters {
     /// `IA32_APIC_BASE`.
     pub base: u64,
-    /// One for each 16 bytes of the register page, in xAPIC form also in x2APIC mode.
+    /// One register for each 16 bytes of the register page, in xAPIC form, in x2APIC mode too.
     pub page: [u32; 64],
     /// `IA32_TSC_DEADLINE`.
     pub tsc_deadline: u64,
@@ -85,7 +85,7 @@ impl Lapic {
         for (number, place) in (0..).zip(&mut page) {
             *place = self.mmio_read(number as usize * 16, now);
         }
-        // What a read of a mode does not give.
+        // The registers that a read gives in another form, or in one mode only.
         page[reg::ID as usize] = (self.index() as u32) << 24;
         page[reg::ICR_HIGH as usize] = (self.icr >> 32) as u32;
         page[reg::ESR as usize] = self.esr | self.errors;
@@ -142,7 +142,7 @@ impl Lapic {
         }
     }
 
-    /// An interrupt in service whose handler was not entered is requested again.
+    /// Requests an interrupt again that is in service. Its handler has not been entered.
     pub(crate) fn unaccept(&mut self, vector: u8) -> bool {
         let (word, bit) = super::bus::split(vector);
         let served = self.isr[word] & bit != 0;

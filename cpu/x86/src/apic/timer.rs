@@ -1,7 +1,7 @@
 //! The APIC timer: one-shot, periodic, TSC deadline (SDM vol 3 11.5.4).
 //!
-//! The timer counts down at 1 GHz over its divisor. No code counts it: an armed timer is a point in
-//! time, and a read of the count computes it from the clock.
+//! The timer counts down at 1 GHz divided by its divisor. No code does the counting: an armed timer
+//! is a point in time, and a read of the count computes it from the clock.
 
 use lacuna_sync::Nanos;
 
@@ -53,7 +53,7 @@ impl Timer {
         }
     }
 
-    /// The same timer, with the time that is left at `now` in place of a point in time.
+    /// The same timer, with the time that is left at `now` instead of a point in time.
     pub(super) fn relative_to(&self, now: Nanos) -> Self {
         Self {
             due: self.due.map(|due| Nanos(due.since(now))),
@@ -61,7 +61,7 @@ impl Timer {
         }
     }
 
-    /// What [`Timer::relative_to`] was, at `now`.
+    /// The reverse of [`Timer::relative_to`]: the timer goes on at `now`.
     pub(super) fn resumed_at(&self, now: Nanos) -> Self {
         Self {
             due: self.due.map(|left| now.after(left.0)),
@@ -152,7 +152,7 @@ impl Timer {
         self.due = (deadline != 0).then(|| now.after(deadline.saturating_sub(tsc)));
     }
 
-    /// As it was when `current` was left of the count.
+    /// Restores the timer, with `current` left of the count.
     pub(super) fn restore(
         &mut self,
         mode: Mode,

@@ -1,4 +1,5 @@
-//! Events at RIP: enters their handlers, and keeps events whose delivery was stopped half-way.
+//! Delivers events at RIP: enters their handlers. If a delivery is stopped half-way, keeps the
+//! event.
 //!
 //! ```text
 //! exception of an instruction --+
@@ -7,8 +8,8 @@
 //!                                              v
 //!                         Exit::Stop, and Pending says what the next run starts with
 //! ```
-//! Most events need not be kept: the instruction is executed again and faults again, and the
-//! interrupt is still requested. Events that would not come up again are kept as
+//! Most events need not be kept: the instruction is executed again and faults again, or the
+//! interrupt is still requested. Events that would not come again are kept as
 //! [`Pending::Exception`].
 
 use super::{Cpu, Progress};
@@ -18,20 +19,20 @@ use crate::mem::View;
 use crate::state::{Exception, Trap};
 use lacuna_cpu::Bus;
 
-/// What the next run must deliver first, left by the last run or by the machine since. Always empty
-/// during a run.
+/// The event that the next run must deliver first. The last run left it, or the machine injected it
+/// since. During a run it is always [`Pending::Nothing`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Pending {
     #[default]
     Nothing,
-    /// The delivery of an event was stopped, and the event comes up again by itself.
+    /// The delivery of an event was stopped, and the event comes again by itself.
     Again,
     /// An exception at RIP, before the next instruction and before any interrupt.
     Exception(Exception),
 }
 
 impl Pending {
-    /// The exception, if it is one that nothing would bring back.
+    /// The exception, if it would not come again by itself.
     pub(crate) fn exception(&self) -> Option<Exception> {
         match self {
             Self::Exception(exception) => Some(*exception),

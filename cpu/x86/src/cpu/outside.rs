@@ -1,4 +1,4 @@
-//! What the machine reads from a processor and does to it between two runs.
+//! The calls that the machine makes between two runs of a processor.
 
 use super::events::Pending;
 use super::{Cpu, Regs};
@@ -48,8 +48,8 @@ impl Cpu {
         self.core.replay.push(value);
     }
 
-    /// Forgets every translation, those of parked address spaces too, because pages were taken
-    /// back.
+    /// Forgets every translation, those of parked address spaces too, because the host has taken
+    /// pages back.
     pub fn flush_tlb(&mut self) {
         self.core.translations.flush(self.core.sys.pcid());
         self.code.new_epoch();
@@ -71,7 +71,8 @@ impl Cpu {
         self.retired
     }
 
-    /// When the APIC timer will raise an interrupt: until then a halted processor needs no run.
+    /// The time at which the APIC timer will raise an interrupt. A halted processor need not run
+    /// before.
     pub fn next_deadline(&self) -> Option<Nanos> {
         self.core.apic.next_deadline()
     }
@@ -87,24 +88,27 @@ impl Cpu {
         }
     }
 
-    /// Sets features that CPUID announces in EAX of leaf 0x40000001 besides its own: those of the
-    /// MSRs that the machine answers. None are set at first; a reset keeps them.
+    /// Sets the KVM features that CPUID announces in EAX of leaf 0x40000001, besides those of the
+    /// processor itself. They are the features of the MSRs that the machine answers. At first there
+    /// are none; a reset keeps them.
     pub fn set_kvm_features(&mut self, bits: u32) {
         self.core.kvm_features = bits;
     }
 
-    /// Whether a fault may be injected here, and an interrupt would be taken. RFLAGS.IF is set,
-    /// there is no STI or MOV SS shadow, no event is pending or was stopped during its delivery,
-    /// and no instruction waits for a device's or an MSR's answer, or holds one.
+    /// Whether the processor would take an interrupt now, so that a fault may be injected too:
+    /// RFLAGS.IF is set, there is no STI or MOV SS shadow, no event is pending or was stopped
+    /// during its delivery, and no instruction waits for an answer of a device or an MSR, or holds
+    /// one.
     pub fn interruptible(&self) -> bool {
         self.pending == Pending::Nothing
             && self.core.replay.is_idle()
             && self.core.is_interruptible()
     }
 
-    /// Injects a page fault with error code 0 at `address`; the processor must be
-    /// [`Cpu::interruptible`]. The next run begins with it, before any interrupt; it ends a halt.
-    /// CR2 changes when the handler is entered. A stop during delivery does not lose the fault.
+    /// Injects a page fault with error code 0 at `address`. The processor must be
+    /// [`Cpu::interruptible`]. The next run begins with the fault, before any interrupt. The fault
+    /// ends a halt. CR2 changes when the handler is entered. A stop during delivery does not lose
+    /// the fault.
     pub fn inject_page_fault(&mut self, address: u64) {
         self.pending = Pending::Exception(Exception::page_fault(0, address));
     }
@@ -125,20 +129,20 @@ impl Cpu {
         self.core.apic.receive(vector);
     }
 
-    /// Whether the APIC takes interrupts: enabled in `IA32_APIC_BASE`, and by software in SVR.
+    /// Whether the APIC takes interrupts: `IA32_APIC_BASE` and SVR both enable it.
     pub fn apic_enabled(&self) -> bool {
         self.core.apic.is_accepting()
     }
 
-    /// Whether the next run would take an interrupt before its first instruction. That is so if one
-    /// above the processor's priority is requested (the timer's by now included) and the processor
-    /// is [`Cpu::interruptible`].
+    /// Whether the next run would take an interrupt before its first instruction: an interrupt
+    /// above the processor's priority is requested, and the processor is [`Cpu::interruptible`]. A
+    /// timer that is due by now counts.
     pub fn has_interrupt(&mut self) -> bool {
         self.core.apic.tick(self.core.clock.now());
         self.interruptible() && self.core.apic.pending().is_some()
     }
 
-    /// Whether HLT waits for an interrupt.
+    /// Whether the processor is halted by HLT.
     pub fn is_halted(&self) -> bool {
         self.core.sys.halted
     }
@@ -148,10 +152,10 @@ impl Cpu {
         self.core.sys.halted = false;
     }
 
-    /// Puts the processor back to what [`Cpu::new`] makes: registers, APIC with its timer and all
-    /// that was posted to it, translations, half-done instructions, pending events. The caller sets
-    /// its initial state again afterwards. [`Cpu::retired`] goes on counting, and the features
-    /// stay. Decoded code stays too, because it still matches memory.
+    /// Puts the processor back into the state that [`Cpu::new`] makes: registers, the APIC with its
+    /// timer and its requested interrupts, translations, half-done instructions, pending events.
+    /// The caller sets the initial state afterwards. [`Cpu::retired`] goes on counting, and the KVM
+    /// features stay. Decoded code stays too, because it still matches memory.
     pub fn reset(&mut self) {
         let features = self.core.kvm_features;
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
@@ -160,8 +164,8 @@ impl Cpu {
         self.pending = Pending::Nothing;
     }
 
-    /// Everything that the processor is; `None` in the middle of an instruction that waits for a
-    /// device's or MSR's answer, or holds one.
+    /// The whole state of the processor; `None` in the middle of an instruction that waits for an
+    /// answer of a device or an MSR, or holds one.
     pub fn state(&self) -> Option<State> {
         if !self.core.replay.is_idle() {
             return None;
@@ -175,13 +179,13 @@ impl Cpu {
             apic: self.core.apic.save(now),
             exception: match self.pending {
                 Pending::Exception(exception) => Some(exception),
-                // What comes up again by itself needs no keeping.
+                // An event that comes again by itself need not be kept.
                 Pending::Nothing | Pending::Again => None,
             },
         })
     }
 
-    /// Puts the processor into `state`. An instruction that is half done is forgotten.
+    /// Puts the processor into `state`. A half-done instruction is forgotten.
     pub fn set_state(&mut self, state: &State) {
         let State {
             regs,

@@ -273,7 +273,7 @@ fn a_stack_that_cannot_take_the_frame_is_a_stack_fault() {
     assert_eq!(m.get(flow.rsp), 1);
 }
 
-/// A gate whose delivery raises #NP (contributory), or #PF.
+/// What a delivery through a gate does: it succeeds, or it raises #NP (contributory) or #PF.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Spoil {
     Good,
@@ -364,7 +364,8 @@ fn cr2_is_the_last_page_faults_address() {
     assert_eq!(m.sys.cr2, IST3 - 8);
 }
 
-/// Whichever access is stopped, nothing changes, and the later delivery is the same.
+/// One access of a delivery is stopped, each in turn. Nothing changes, and the delivery after that
+/// gives the same result as without a stop.
 #[test]
 fn a_stop_half_way_changes_nothing() {
     let fault = Event::Exception(Exception::page_fault(7, 0xdead_b000));

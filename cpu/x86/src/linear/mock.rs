@@ -11,7 +11,7 @@ pub(crate) const GDT: u64 = 0xffff_8000_0000_1000;
 pub(crate) const IDT: u64 = 0xffff_8000_0000_2000;
 pub(crate) const TSS: u64 = 0xffff_8000_0000_4000;
 pub(crate) const LDT: u64 = 0xffff_8000_0000_5000;
-/// What the TSS holds as RSP0 and IST1; IST2 is not canonical, and IST3's page is absent.
+/// RSP0 and IST1 in the TSS. IST2 is not canonical, and IST3's page is absent.
 pub(crate) const RSP0: u64 = 0xffff_8000_0000_7008;
 pub(crate) const IST1: u64 = 0xffff_8000_0000_9004;
 pub(crate) const IST2: u64 = 0x8000_0000_0000;
@@ -33,7 +33,7 @@ pub(crate) const ABSENT_CS: u16 = 0x50;
 /// Read-only user data.
 pub(crate) const READ_ONLY_DS: u16 = 0x58 | 3;
 pub(crate) const ABSENT_DS: u16 = 0x60 | 3;
-/// A user data segment with base 0x1234_5678, whose accessed bit is clear.
+/// A user data segment with base 0x1234_5678 and a clear accessed bit.
 pub(crate) const BASED_DS: u16 = 0x68 | 3;
 pub(crate) const LDT_SEL: u16 = 0x70;
 pub(crate) const GDT_LIMIT: u32 = 0x7f;
@@ -112,8 +112,8 @@ impl Mock {
         m
     }
 
-    /// Sets a gate: `attributes` is its second half-word pair's low word, as in the manual's
-    /// figure.
+    /// Sets a gate. `attributes` is bits 15 to 0 of its second doubleword (P, DPL, type, IST), as
+    /// in the manual's figure.
     pub(crate) fn gate(&mut self, vector: u8, selector: u16, attributes: u64) {
         self.gate_to(vector, selector, attributes, HANDLER + u64::from(vector));
     }

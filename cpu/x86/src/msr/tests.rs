@@ -140,8 +140,8 @@ fn only_cpl_0() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Random accesses, to indexes of the whole space and near those that exist, change nothing
-    /// where no MSR exists.
+    /// Random accesses, in the whole range of indexes and near the existing MSRs: an access to an
+    /// MSR that does not exist changes nothing.
     #[test]
     fn nonsense(index: u32, near in 0..8usize, step in 0..0x200u32, value: u64) {
         let (mut sys, mut apic) = cpu();

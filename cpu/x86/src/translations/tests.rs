@@ -1,5 +1,5 @@
-//! Address spaces by PCID. A model of what a TLB may return checks which translations are used;
-//! further tests check what must cost nothing.
+//! Address spaces by PCID. A model of what a TLB may return checks which translations are used.
+//! Further tests check that certain accesses and switches need no bus look-up.
 
 use crate::Cpu;
 use crate::apic::ApicBus;
@@ -49,7 +49,7 @@ struct Guest {
     space: u64,
 }
 
-/// Memory whose pages hold their frame's number.
+/// Memory in which each page holds its frame's number.
 fn memory() -> Ram {
     let mut ram = Ram::default();
     for block in BLOCKS {
@@ -341,7 +341,7 @@ thread_local! {
     static MEMORY: Cell<Option<Ram>> = const { Cell::new(None) };
 }
 
-/// A guest whose address spaces map each of their pages, and the global ones.
+/// A guest in which every address space maps its own pages and the global ones.
 fn mapped() -> Guest {
     let (mut guest, mut model) = (
         Guest::new(MEMORY.take().unwrap_or_else(memory)),
@@ -417,8 +417,8 @@ fn a_switch_that_flushes_leaves_global_pages_and_other_address_spaces() {
     assert!(lookups(&mut guest) > 0, "the current one's own");
 }
 
-/// Host pointers must not outlive a shoot-down. So no address space is left out, whichever is
-/// current and whatever privilege runs.
+/// Host pointers must not outlive a shoot-down. So a flush leaves out no address space, whichever
+/// is current and whatever privilege runs.
 #[test]
 fn a_flush_by_the_host_leaves_nothing_in_any_address_space() {
     let kept = PARKED as u64 + 1;

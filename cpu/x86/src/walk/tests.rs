@@ -354,8 +354,8 @@ fn the_cache_reads_one_entry_and_forgets_when_told() {
     assert_eq!(lookups(&mut cache, &mut ram), 4);
 }
 
-/// A PDE whose rights were widened needs no INVLPG: the walk that would fault reads it again. One
-/// whose rights were narrowed is effective at the latest after the flush.
+/// After more rights are given to a PDE, no INVLPG is needed: a walk that would fault reads the PDE
+/// again. After rights are taken from a PDE, they may still be used until the flush.
 #[test]
 fn a_fault_is_never_due_to_the_cache() {
     let sys = system();

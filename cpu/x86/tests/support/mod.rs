@@ -35,8 +35,8 @@ pub struct Flat {
     pub tracked: Vec<bool>,
     /// Write-tracked pages of each block.
     watched_in: Vec<u16>,
-    /// Blocks whose pages are given as [`Span::Block`], as long as no page in them is
-    /// write-tracked.
+    /// For each block: whether its pages are given out with [`Span::Block`], as long as no page of
+    /// the block is write-tracked.
     pub whole: Vec<bool>,
     /// Calls of [`Bus::page`].
     pub lookups: u64,

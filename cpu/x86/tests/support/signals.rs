@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! SHARED   of stub and signal handler: registers in and out, steps, the stub's code
-//! code     the program, where the software processor has it too: all addresses are the same
+//! code     the program, at the address that it has on the software processor too
 //! ```
 //! A stub loads all registers and jumps to the program. The fault's signal handler saves the
 //! registers and continues in the stub, which returns. It also records the trap flag's traps.
