@@ -1,6 +1,6 @@
 //! A small encoder of x86-64 instructions for the generator and the guest's runtime.
 //!
-//! It encodes any instruction it is given, and does not check that the processor accepts it.
+//! It does not check whether a processor accepts the instruction.
 
 /// RAX RCX RDX RBX RSP RBP RSI RDI R8 to R15, in encoding order.
 pub type Reg = u8;
@@ -173,13 +173,13 @@ impl Asm {
             .raw(&[0x0f, 0x30])
     }
 
-    /// A conditional or unconditional short jump of `opcode` to a place not known yet.
+    /// A short jump with `opcode`. [`Asm::land`] sets its target later.
     pub fn jump(&mut self, opcode: u8) -> Jump {
         self.raw(&[opcode, 0]);
         Jump(self.bytes.len())
     }
 
-    /// Sets the target of `jump`: here.
+    /// Makes the end of the code so far the target of `jump`.
     ///
     /// # Panics
     /// If the target is too far for a short jump.
@@ -189,7 +189,7 @@ impl Asm {
     }
 }
 
-/// A short jump whose target is not known yet.
+/// A short jump that has no target yet.
 #[must_use]
 pub struct Jump(usize);
 

@@ -1,4 +1,5 @@
-//! Command lines of `lacuna`: a documented exit code, a message, no crash, in bounded time.
+//! Random command lines for `lacuna`. Each must end within a time limit, without a crash, with a
+//! documented exit code, and with a message if that is not 0.
 
 use crate::run::Run;
 use crate::values::pick;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Command lines for each seed.
 const LINES: usize = 8;
-/// No line drawn here takes seconds on an idle machine; a busy one may make it some.
+/// The time limit. No line drawn here takes a second on an idle machine; a busy one is slower.
 const LIMIT: Duration = Duration::from_secs(60);
 /// 0 success, 1 the guest failed, 2 wrong arguments or image, 3 the host could not do it.
 const DOCUMENTED: [i32; 4] = [0, 1, 2, 3];
@@ -111,7 +112,7 @@ fn draw(rng: &mut Rng, folder: &Path) -> Vec<String> {
     let mut line: Vec<String> = match rng.u8(..12) {
         0 => strange(rng),
         1 => vec!["doctor".into()],
-        // A valid lab command must not be drawn: the lab takes minutes.
+        // A valid lab command takes minutes, so none may be drawn.
         2 => vec![
             "lab".into(),
             pick(rng, &["--help", "nothing", "--jsn", "-x"]).into(),
@@ -178,7 +179,7 @@ fn odd(rng: &mut Rng) -> String {
     }
 }
 
-/// A small size, or an impossible one: a size that the machine might try to allocate is not drawn.
+/// A small size, or an impossible one. Sizes that the machine might try to allocate are left out.
 fn size(rng: &mut Rng) -> String {
     match rng.u8(..3) {
         0 => pick(

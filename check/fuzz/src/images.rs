@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// Images for each seed.
 const IMAGES: u64 = 64;
-/// Slices for a guest whose image was accepted.
+/// Slices for the guest of an accepted image.
 const SLICES: u64 = 40;
 /// Instructions in a slice.
 const SLICE: u64 = 2000;

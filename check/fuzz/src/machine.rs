@@ -29,7 +29,8 @@ const STEPS_MAX: u8 = 24;
 const STEP_NS: u64 = 50;
 /// The most virtual time that one check of a halted vCPU takes.
 const HALT_NS: u64 = 50_000;
-/// How many steps in a row a vCPU may make no progress; also the number of checks of a halted vCPU.
+/// The most steps in a row in which a vCPU makes no progress. Also the number of checks of a halted
+/// vCPU.
 const PATIENCE: u32 = 100;
 const HALT_PATIENCE: u32 = 24;
 /// How far a step may go beyond its fuel: to the end of a basic block.
@@ -148,7 +149,7 @@ impl World {
             let awake = match &runner.state {
                 State::Ready => true,
                 State::Memory(until) => *until <= now,
-                // Whether it has been woken is known only when it is stepped.
+                // Only a step can tell whether the vCPU has been woken.
                 State::Halted => true,
                 State::Page(ticket) => ticket.is_done(),
             };
@@ -223,7 +224,7 @@ impl World {
             Wait::Halt(until) => {
                 match (was_halted, until) {
                     (false, _) => run.tally.note("steps", "wait: halt"),
-                    // No event has woken it yet: the time advances faster.
+                    // No event has woken the vCPU yet, so the time advances faster.
                     (true, Some(until)) => {
                         let soon = self.clock.now().after(HALT_NS);
                         self.clock.advance_to(until.min(soon));
@@ -293,7 +294,7 @@ impl World {
         runner.stuck = 0;
     }
 
-    /// A vCPU made no progress: it has halted for good, or it is in a livelock.
+    /// Handles a vCPU that made no progress: it has halted for good, or it is in a livelock.
     fn unstick(&mut self, index: usize, run: &mut Run<'_>) {
         let runner = &self.runners[index];
         let is_halted = matches!(runner.state, State::Halted);
@@ -303,7 +304,7 @@ impl World {
         self.revive(index);
     }
 
-    /// No vCPU can run: the time jumps to the next event.
+    /// Handles the case that no vCPU can run: the time jumps to the next event.
     fn idle(&mut self, run: &mut Run<'_>) {
         run.tally.note("steps", "idle");
         let waits = self.runners.iter().filter_map(|runner| match runner.state {

@@ -21,7 +21,7 @@ struct Arguments {
     /// Run these seeds, the last one not included
     #[arg(long, value_name = "A..B", value_parser = parse_range)]
     seeds: Option<Range<u64>>,
-    /// Run this seed alone: how a finding is seen again
+    /// Run this seed alone, to reproduce a finding
     #[arg(long, value_name = "S", conflicts_with_all = ["seconds", "seeds"])]
     seed: Option<u64>,
     /// The first seed when --seconds counts; drawn from the time unless given
@@ -30,7 +30,7 @@ struct Arguments {
     /// Go on after a finding, up to so many
     #[arg(long, value_name = "N", default_value_t = 1)]
     findings: usize,
-    /// The `lacuna` to be driven; beside this program unless given
+    /// The `lacuna` to run; by default the one beside this program
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
     /// Write what was reached and found as JSON

@@ -1,7 +1,7 @@
 //! Operations of the host and the VMM beside a running guest, drawn one at a time.
 //!
-//! Each may happen while vCPUs run, on a thread that is no vCPU's. A refusal is a valid answer. A
-//! panic, a hang, or an oracle ends the run.
+//! Each may happen while vCPUs run, on a thread that is not a vCPU's. A refusal is a valid answer.
+//! A panic, a hang, or an oracle that fails ends the run.
 
 use crate::place::*;
 use crate::shadow::{Shadow, has_bitmaps, is_refusal, named, pages_of};
@@ -25,7 +25,7 @@ pub const BALLAST: u64 = 768;
 pub struct Monitor {
     /// The source of everything drawn.
     pub rng: Rng,
-    /// Present while the slots log.
+    /// The oracle of dirty tracking, while the slots log.
     pub shadow: Option<Shadow>,
     host: Arc<Host>,
     latency: LatencySetting,
@@ -68,7 +68,7 @@ const OPERATIONS: &[Operation] = &[
 ];
 
 impl Monitor {
-    /// The monitor of a VM in `host`, whose latency is `latency`.
+    /// The monitor of a VM in `host`. `latency` is the setting of the host's swap device.
     pub fn new(host: &Arc<Host>, subject: &Subject, latency: LatencySetting, rng: Rng) -> Self {
         let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
         let region = host.add_region(PageCount::new(BALLAST), notifier);
@@ -121,7 +121,7 @@ impl Monitor {
         }
     }
 
-    /// Reads or writes pages outside all VMs. They must hold what was written.
+    /// Reads or writes pages outside all VMs. A read must return what was written last.
     fn use_ballast(&mut self) {
         let (first, count) = (self.rng.u64(..BALLAST), self.rng.u64(1..128));
         for index in first..(first + count).min(BALLAST) {
@@ -168,7 +168,7 @@ impl Monitor {
         for id in vm.slots() {
             vm.mmu().end_logging_as(id, recovery).expect("it is there");
         }
-        // A vCPU that has left because its ring was full comes back.
+        // A vCPU that has left because its ring was full can run again.
         if vm.mmu().delivery() != Delivery::Bitmap {
             vm.reap_rings(|_, _| ());
             vm.reset_rings();
@@ -181,7 +181,8 @@ impl Monitor {
         }
     }
 
-    /// Compares while the vCPUs are stopped: all they wrote is in this harvest or an earlier one.
+    /// Compares the copy with memory, while the vCPUs are stopped. Every page that they wrote must
+    /// be in this harvest or an earlier one.
     pub fn compare(&mut self, subject: &Subject) {
         if let Some(shadow) = &mut self.shadow {
             shadow.harvest(&subject.vm);
@@ -189,8 +190,7 @@ impl Monitor {
         }
     }
 
-    /// Puts dirty marks back, reads them, or clears a part of them; pages that are cleared are
-    /// copied.
+    /// Puts dirty marks back, reads them, or clears some of them and copies the pages of those.
     fn harvest_some(&mut self, subject: &Subject) {
         let vm = &subject.vm;
         let Some(shadow) = &mut self.shadow else {
@@ -283,7 +283,7 @@ impl Monitor {
         }
     }
 
-    /// Adds a slot again, perhaps with another size; refused if it exists.
+    /// Adds a slot again, perhaps with another size. The VM refuses if the slot exists.
     fn add_slot(&mut self, subject: &Subject) {
         if subject.extras.is_empty() {
             return;

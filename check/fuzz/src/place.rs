@@ -3,15 +3,15 @@
 //! ```text
 //! 0x0000   boot data, as every image has it (lacuna_machine::Boot)
 //! 0x10000  runtime: entry, stubs, the handler     0x14000 GDT, 0x15000 IDT, 0x16000 TSS
-//! 0x18000  the good page tables, which the handler goes back to
+//! 0x18000  the good page tables, which the handler loads
 //! 0x20000  a page a vCPU: its next block, its word for async page faults, its interrupt stack
 //! 0x30000  counters: exceptions by vector, then acts by label
 //! 0x34000  the blocks' entry states                            0x40000 the blocks
 //! 0x60000  page tables that the guest changes at random
 //! 0x80000  data, to the end of memory
 //! ```
-//! Guest-virtual is guest-physical below 8 GiB, except the alias of the blocks at 1 GiB, by which
-//! CPL 3 executes them.
+//! Below 8 GiB, guest-virtual addresses equal guest-physical ones, except for the alias of the
+//! blocks at 1 GiB. CPL 3 executes the blocks by that alias.
 
 /// First instruction of every vCPU.
 pub const RUNTIME: u64 = 0x1_0000;

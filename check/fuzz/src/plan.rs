@@ -23,7 +23,7 @@ pub enum Mode {
     Threads,
 }
 
-/// The drawn configuration. What happens at run time is drawn later.
+/// The drawn configuration. The events at run time are drawn later.
 #[derive(Debug)]
 pub struct Plan {
     /// The host and what its VMs have in common.
@@ -73,8 +73,8 @@ impl Plan {
         let least = Host::minimum_budget(vcpus * vms + 1).get();
         let in_memory = rng.u8(..3) == 0;
         let budget = match rng.u8(..4) {
-            // Compressed swap lies inside the budget, so this must also hold the pages that random
-            // writes have made incompressible.
+            // Compressed swap lies inside the budget. So the budget must have room for the pages
+            // that random writes have made incompressible.
             _ if in_memory => least + 1500 + rng.u64(..2000),
             0 => least,
             1 => least + rng.u64(..256),
@@ -83,8 +83,8 @@ impl Plan {
         let huge = [HugePages::Never, HugePages::Madvise, HugePages::Always][rng.usize(..3)];
         let budget = match huge {
             HugePages::Never => budget,
-            // The host gives a block only while many frames are free. Half of these draws have room
-            // for blocks everywhere, the other half seldom.
+            // The host allocates a block only while many frames are free. Half of these draws have
+            // room for blocks everywhere, the other half seldom has.
             _ if rng.bool() => budget + BLOCK * rng.u64(..8),
             _ => budget + vms as u64 * (memory + 3 * BLOCK) + 4 * BLOCK,
         };

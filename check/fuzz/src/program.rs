@@ -57,7 +57,8 @@ pub struct Block {
 const FREE: [Reg; 15] = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
 /// Registers that hold addresses in a block.
 const POINTERS: [Reg; 6] = [3, 5, 8, 9, 13, 14];
-/// The last place at which an act may begin: one more act and the block's end must fit behind it.
+/// The last offset at which an act may begin. Behind it there is room for one act and the block's
+/// end.
 const LIMIT: usize = BLOCK_SIZE as usize - 112;
 
 impl Author<'_> {
@@ -108,7 +109,7 @@ impl Author<'_> {
 
     fn act(&mut self, a: &mut Asm, user: bool) {
         let mut drawn = self.rng.u8(..100);
-        // CPL 3 may execute little of this: most of it would only raise #GP.
+        // CPL 3 may execute few of these acts: most would only raise #GP.
         if user && (64..97).contains(&drawn) && self.rng.u8(..4) != 0 {
             drawn = self.rng.u8(..64);
         }

@@ -1,4 +1,5 @@
-//! Detects hangs: if a run gives no sign of life, this ends the process and says where it was.
+//! Detects hangs. If a run makes no progress for [`HANG`], the watchdog prints the stacks of all
+//! threads and ends the process.
 
 use std::backtrace::Backtrace;
 use std::process::{Command, exit};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 /// Longer than any step of a correct run takes on a busy machine.
 const HANG: Duration = Duration::from_secs(120);
 
-/// The sign of life of a run.
+/// The progress of a run, which the watchdog observes.
 #[derive(Default)]
 pub struct Pulse {
     beats: AtomicU64,
@@ -23,7 +24,7 @@ fn text(of: &Mutex<String>) -> String {
     of.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// The frames of a stack that are in this workspace.
+/// The frames of a stack that belong to this workspace.
 fn ours(stack: &str) -> String {
     let lines: Vec<&str> = stack.lines().collect();
     let is_ours = |pair: &&[&str]| pair[1].trim_start().starts_with("at ./");
@@ -34,8 +35,8 @@ fn ours(stack: &str) -> String {
 }
 
 impl Pulse {
-    /// Starts the watchdog: after [`HANG`] without a beat the process ends with exit code 1. Panics
-    /// of any thread are recorded from here on, with their stacks.
+    /// Starts the watchdog: after [`HANG`] without a beat, the process ends with exit code 1. From
+    /// now on, panics of all threads are recorded with their stacks.
     pub fn watched() -> Arc<Self> {
         let pulse = Arc::new(Self::default());
         let watched = Arc::clone(&pulse);
@@ -49,12 +50,12 @@ impl Pulse {
         pulse
     }
 
-    /// The run is alive.
+    /// Reports that the run makes progress.
     pub fn beat(&self) {
         self.beats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records what the run does from here on.
+    /// Records what the run begins to do now.
     pub fn doing(&self, what: &str) {
         self.beat();
         let mut doing = self.doing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -96,7 +97,8 @@ impl Pulse {
     }
 }
 
-/// What each thread of this process does: from a debugger if there is one, else from the kernel.
+/// What each thread of this process does: its stack by a debugger, or its state from the kernel if
+/// there is no debugger.
 fn threads() -> String {
     let pid = std::process::id().to_string();
     let debugger = Command::new("gdb")

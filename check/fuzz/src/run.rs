@@ -1,4 +1,4 @@
-//! Runs seeds of a kind one after the other, until there is a finding or no time left.
+//! Runs the seeds of a kind one after the other, until there is a finding or no time is left.
 
 use crate::pulse::Pulse;
 use crate::tally::Tally;
@@ -25,7 +25,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All, in the order in which `all` runs them.
+    /// All kinds, in the order in which `all` runs them.
     pub const ALL: [Self; 4] = [Self::Machine, Self::Threads, Self::Images, Self::Command];
 
     /// Its name on the command line.
@@ -56,13 +56,13 @@ impl FromStr for Kind {
 
 /// One seed being run.
 pub struct Run<'a> {
-    /// Everything follows from it, except how threads interleave.
+    /// The seed. It determines everything except how threads interleave.
     pub seed: u64,
-    /// Its sign of life.
+    /// Its progress, for the watchdog.
     pub pulse: &'a Pulse,
-    /// Counts what it does.
+    /// The counts of what it does.
     pub tally: &'a mut Tally,
-    /// The `lacuna` to be driven.
+    /// The `lacuna` to run.
     pub binary: &'a PathBuf,
 }
 
@@ -124,15 +124,15 @@ fn again(kind: Kind, seed: u64) -> String {
 pub struct Campaign {
     pulse: std::sync::Arc<Pulse>,
     binary: PathBuf,
-    /// What was done so far.
+    /// The counts of what was done so far.
     pub tally: Tally,
     /// What was found.
     pub findings: Vec<Finding>,
 }
 
 impl Campaign {
-    /// `binary` is the `lacuna` that [`Kind::Command`] runs. From here on a watchdog ends the
-    /// process if it hangs.
+    /// A campaign without seeds so far. `binary` is the `lacuna` that [`Kind::Command`] runs. From
+    /// now on a watchdog ends the process if it hangs.
     pub fn new(binary: PathBuf) -> Self {
         Self {
             pulse: Pulse::watched(),
@@ -142,8 +142,8 @@ impl Campaign {
         }
     }
 
-    /// Runs `seeds` of `kind` in order, until `end` or until there are `most` findings. `progress`
-    /// is called after each.
+    /// Runs `seeds` of `kind` in order, until `end` or until there are `most` findings. Calls
+    /// `progress` after each seed.
     pub fn run(
         &mut self,
         kind: Kind,
@@ -183,7 +183,7 @@ impl Campaign {
     }
 }
 
-/// One seed of [`Kind::Machine`] in so many runs twice, and must give the same result.
+/// Of so many seeds of [`Kind::Machine`], one runs twice. Both runs must give the same result.
 const TWICE: u64 = 4;
 
 fn body(kind: Kind, run: &mut Run<'_>) {

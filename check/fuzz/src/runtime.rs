@@ -1,16 +1,16 @@
 //! The guest's own runtime: a guest of random instructions continues after any exception.
 //!
-//! Every vector has an interrupt gate onto the interrupt stack of its vCPU (IST 1), so the handler
-//! always has a stack, and it never returns. It counts the vector, loads the good page tables,
-//! acknowledges what must be acknowledged, and enters the next block with the state in its table.
-//! If the runtime cannot continue there is a triple fault; the VMM then writes all of this again
-//! and resets the vCPU.
+//! Every vector has an interrupt gate that switches to the interrupt stack of the vCPU (IST 1), so
+//! the handler always has a stack. The handler counts the vector, loads the good page tables, and
+//! acknowledges interrupts and async faults. It never returns: it enters the next block, with the
+//! state from that block's table. If the runtime cannot continue, there is a triple fault. The VMM
+//! then writes the runtime to memory again and resets the vCPU.
 
 use crate::asm::{Asm, RAX, RBX, RCX, RDX, Rm, Size};
 use crate::place::*;
 use lacuna_addr::PAGE_SIZE;
 
-/// Bytes and where they go.
+/// An address, and the bytes to write there.
 pub type Piece = (u64, Vec<u8>);
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -42,7 +42,7 @@ pub const APF_ACK: u32 = 0x4b56_4d07;
 /// The runtime's settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Manners {
-    /// It never acknowledges async page faults.
+    /// The runtime never acknowledges async page faults.
     pub hostile: bool,
     /// vCPUs begin with their local APIC in x2APIC mode.
     pub x2apic: bool,
@@ -60,7 +60,7 @@ pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
         pieces.push((TSS + vcpu * TSS_SIZE, task_state(vcpu)));
         let mut page = vec![0; PAGE_SIZE];
         page[HOSTILE as usize] = u8::from(manners.hostile);
-        // They start in different blocks.
+        // The vCPUs start in different blocks.
         page[..8].copy_from_slice(&(vcpu * 37 % BLOCK_COUNT).to_le_bytes());
         pieces.push((PER_CPU + vcpu * PAGE, page));
     }
@@ -82,7 +82,7 @@ fn code(x2apic: bool) -> (Vec<u8>, u64) {
     a.raw(&[0xcd, SYSCALL_VECTOR]);
     let common = a.bytes.len();
     handle(&mut a);
-    // A second pass, because the address is known now.
+    // The second pass has the address that the first pass found.
     let mut b = Asm::default();
     b.wrmsr(0xc000_0082, syscall);
     let at = find(&a.bytes, 0xc000_0082);
@@ -254,7 +254,7 @@ fn task_state(vcpu: u64) -> Vec<u8> {
     bytes
 }
 
-/// The place of a page of the good tables.
+/// The address of page `index` of the good tables.
 const fn table(index: u64) -> u64 {
     GOOD + index * PAGE
 }

@@ -1,5 +1,5 @@
-//! The oracle of dirty tracking, from outside the VM: a copy of memory that is updated only by
-//! harvests must equal memory.
+//! The oracle of dirty tracking, from outside the VM: it keeps a copy of memory and copies only the
+//! pages that a harvest names. The copy must equal memory.
 //!
 //! The copy is a hash of each page. The functions that read pages here also look for words of other
 //! VMs.
@@ -103,12 +103,12 @@ impl Shadow {
         Self { owner, pages }
     }
 
-    /// The slot was removed: its pages are forgotten.
+    /// Forgets the pages of a slot that was removed.
     pub fn forget(&mut self, id: SlotId) {
         self.pages.remove(&id);
     }
 
-    /// Copies these pages, for which dirty tracking is armed again.
+    /// Copies these pages. Dirty tracking has re-armed them.
     pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
         for &(id, page) in dirty {
             let known = self
@@ -143,7 +143,7 @@ impl Shadow {
         dirty.len()
     }
 
-    /// Compares. The guest does not run, and everything written was harvested.
+    /// Compares the copy with memory. The guest does not run, and every written page was harvested.
     pub fn compare(&self, vm: &Vm) {
         for (id, pages) in &self.pages {
             for (page, copy) in pages.iter().enumerate() {

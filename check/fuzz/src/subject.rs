@@ -1,10 +1,10 @@
-//! A VM under attack: its guest, the slots around it, and memory that must not change.
+//! A VM under test: its guest, its slots, and the memory around them that must not change.
 //!
 //! ```text
 //! region of a slot      | guard page | the slot's backing ... | guard page |
 //! ```
-//! Every page of data begins with words that carry the VM's own key, every guard page with the
-//! host's. A key that is found in a wrong place has leaked.
+//! Every page of data begins with words that have the VM's own key, every guard page with words
+//! that have the host's. A key in a wrong place has leaked.
 
 use crate::place::*;
 use crate::plan::Plan;
@@ -53,7 +53,7 @@ pub fn assert_own(owner: usize, value: u64, place: &dyn std::fmt::Display) {
 
 /// The backing of a slot besides the main memory.
 pub struct Extra {
-    /// Its name.
+    /// The number of the slot.
     pub id: SlotId,
     region: HvaRange,
     /// Pages before the slot's backing.
@@ -74,7 +74,7 @@ impl Extra {
         }
     }
 
-    /// Its usual place.
+    /// The guest-physical address at which it is added first.
     pub fn home(&self) -> u64 {
         EXTRA + u64::from(self.id.0 - FIRST_EXTRA) * EXTRA_STEP
     }
@@ -94,7 +94,7 @@ fn at(region: HvaRange, index: u64) -> Hva {
 /// Name of the first slot besides the main memory.
 pub const FIRST_EXTRA: u16 = 10;
 
-/// A write to a port does not end the run.
+/// A kick that does nothing: no write to a port ends the run.
 struct Deaf;
 
 impl Kick for Deaf {
@@ -196,7 +196,8 @@ impl Subject {
         self.vm.boot(&image, "").expect("the guest fits")
     }
 
-    /// Fills data pages with words that have the VM's key: no page of a block, some, or all.
+    /// Fills data pages with words that have the VM's key. Of each block it fills no page, some, or
+    /// all.
     fn fill(&self, rng: &mut Rng) {
         let mut share = 2;
         for index in DATA / PAGE..self.memory / PAGE {
@@ -269,11 +270,11 @@ impl Subject {
     pub fn rewrite_block(&self, index: u64, rng: &mut Rng) -> Result<(), MemoryError> {
         let [(at, code), (state_at, mut state)] = self.block(index, rng);
         self.write(at, &code)?;
-        // The same in another slot, from which it is executed now.
+        // Some blocks are also written to another slot, and executed from there.
         let elsewhere = rng.u8(..8) == 0;
         if elsewhere && let Some(extra) = self.extras.get(index as usize % EXTRAS as usize) {
             let rip = extra.home() + index % extra.pages * PAGE;
-            // The slot may have been removed or moved, or its log may refuse this.
+            // The slot may have been removed or moved, or its log may refuse the write.
             if self.write(rip, &code).is_ok() {
                 state[..8].copy_from_slice(&rip.to_le_bytes());
             }
@@ -389,7 +390,7 @@ impl Subject {
         }
     }
 
-    /// Gives the regions of its slots back. The VM itself owns that of the main memory.
+    /// Removes the regions of its slots. The VM itself owns the region of the main memory.
     pub fn dismantle(self) {
         for extra in &self.extras {
             let _ = self.vm.delete_slot(extra.id);

@@ -1,5 +1,5 @@
-//! Counts what a run has done, for the table at its end: it shows whether the fuzzer does real
-//! work.
+//! Counts what a run has done, for the table at its end. The table shows whether the fuzzer reaches
+//! what it should.
 
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -85,7 +85,7 @@ impl fmt::Display for Tally {
 const COLUMNS: usize = 100;
 
 impl Tally {
-    /// The table of what was reached.
+    /// The table of all counts.
     pub fn table(&self) -> String {
         let mut out = String::new();
         let (mut group, mut line) = ("", String::new());

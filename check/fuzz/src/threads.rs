@@ -5,8 +5,8 @@
 //!        a vCPU that shuts down waits for the end            |
 //!        kick all vCPUs; all return                           -> quiet: verify, compare, resets
 //! ```
-//! If threads interleave in another way, a seed does something else: a finding may need some runs
-//! to reproduce.
+//! The threads interleave in another way in each run of a seed, so it may take several runs to
+//! reproduce a finding.
 
 use crate::monitor::Monitor;
 use crate::plan::{Mode, Plan};
@@ -24,7 +24,7 @@ use std::time::Duration;
 
 /// Rounds for each seed.
 const ROUNDS: u64 = 16;
-/// A vCPU whose ring is full sleeps for so long, so that the monitor gets its core.
+/// The time that a vCPU with a full ring sleeps, so that the monitor gets its core.
 const NAP: Duration = Duration::from_micros(50);
 
 /// A vCPU, and what happened to it in a round.
@@ -70,8 +70,8 @@ pub fn run(run: &mut Run<'_>) {
     Subject::count_host(&host, run.tally);
 }
 
-/// Verifies the host, after the threads of its swap device have completed the operations that vCPUs
-/// and monitors began. Every vCPU begins the reads it has asked for before it leaves `run`.
+/// Verifies the host. Before that, waits until the threads of its swap device have completed the
+/// operations of vCPUs and monitors. A vCPU starts every read that it needs before it leaves `run`.
 fn verify(host: &Host) {
     while host.stats().in_flight > 0 {
         thread::sleep(NAP);
@@ -105,7 +105,7 @@ impl Guest {
     }
 }
 
-/// Kicks all vCPUs out, also if the monitor panics: otherwise their threads could not be joined.
+/// Kicks all vCPUs, also if the monitor panics. Otherwise their threads could not be joined.
 struct KickOnDrop(Vec<Arc<Vm>>);
 
 impl Drop for KickOnDrop {
@@ -188,7 +188,7 @@ impl Runner {
     }
 }
 
-/// No vCPU runs, so everything can be compared.
+/// Verifies, compares and resets, while no vCPU runs.
 fn quiet(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
     run.pulse.doing("verifying while no vCPU runs");
     run.tally.verified += 1;

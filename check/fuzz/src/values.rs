@@ -1,4 +1,4 @@
-//! Numbers that find more bugs than random ones: edges of pages, slots, canonical addresses,
+//! Numbers that find more bugs than random ones: the edges of pages, slots, canonical addresses and
 //! fields.
 
 use crate::place::*;

@@ -1,4 +1,4 @@
-//! A few seeds of each kind: the fuzzer works, and reaches what it is meant to reach.
+//! A few seeds of each kind: the fuzzer works, and reaches what it should.
 
 use lacuna_fuzz::{Campaign, Kind, Tally};
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Tests that cannot run on this machine say so here, and `cargo test` lists them at its end.
+//! Records the tests that cannot run on this machine, and lists them at the end of `cargo test`.
 //!
 //! ```no_run
 //! # fn kvm() -> Result<(), &'static str> { Err("no /dev/kvm") }
@@ -13,9 +13,9 @@
 //! ```text
 //! target/debug/skipped/PARENT/PID      PARENT: the `cargo test` that started the test program PID
 //! ```
-//! The last test program of the workspace (`check/xtask/tests/skipped.rs`) calls [`report`], which
-//! prints what its own parent's programs have recorded, by reason, and removes the files.
-//! The parent's id tells one run from another: nothing of an earlier run is listed.
+//! The last test program of the workspace (`check/xtask/tests/skipped.rs`) calls [`report`]. It
+//! prints what the programs of the same parent have recorded, sorted by reason, and removes the
+//! files. Records of an earlier run have another parent, so they are not listed.
 #![forbid(unsafe_code)]
 
 mod record;
@@ -35,7 +35,8 @@ use record::{List, Skipped, folder, remove_left_behind};
 pub fn skip(why: impl Display) {
     let location = Location::caller();
     let thread = thread::current();
-    // The harness names a test's thread after the test; other threads are told by their place.
+    // The harness names a test's thread after the test. For another thread, the call's place in
+    // the source is recorded.
     let test = match thread.name() {
         Some(name) if name != "main" => name.to_owned(),
         _ => format!("{}:{}", location.file(), location.line()),

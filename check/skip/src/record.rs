@@ -16,7 +16,7 @@ pub(crate) struct Skipped {
 }
 
 impl Skipped {
-    /// One line in one write, so that threads do not mix theirs.
+    /// Writes one line by one system call, so that lines of several threads do not mix.
     pub(crate) fn record(&self, folder: &Path) -> io::Result<()> {
         fs::create_dir_all(folder)?;
         let path = folder.join(std::process::id().to_string());
@@ -72,7 +72,7 @@ pub(crate) fn folder() -> Option<PathBuf> {
     Some(profile.join("skipped").join(parent_id().to_string()))
 }
 
-/// Removes what runs without a report have left: those whose parent is gone.
+/// Removes the records of runs that ended without a report. Their parent process is gone.
 pub(crate) fn remove_left_behind(all: &Path) {
     for entry in fs::read_dir(all).into_iter().flatten().flatten() {
         if !Path::new("/proc").join(entry.file_name()).exists() {

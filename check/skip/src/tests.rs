@@ -38,8 +38,9 @@ fn records_of_dead_runs_are_removed() {
     assert_eq!(left[0].file_name().to_string_lossy(), mine);
 }
 
-/// The program of this test is started again: what it skips is on its stderr although the harness
-/// keeps the output of tests that pass, and in a folder named after its parent, which is this one.
+/// Starts this test program again as a child. The child's skip must be on its stderr, although the
+/// harness keeps the output of tests that pass. It must also be in a folder named after the child's
+/// parent, which is this process.
 #[test]
 fn a_skip_reaches_stderr_and_the_list() {
     if std::env::var_os("SKIP_HERE").is_some() {

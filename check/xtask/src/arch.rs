@@ -1,12 +1,12 @@
 //! Code for one architecture of the host lies in a few files, each with a portable form.
 //!
-//! The workspace runs guests of an architecture that need not be the host's, so hardly anything
-//! depends on the host's processor.
+//! A guest's architecture need not be the host's, so only the files listed here depend on the
+//! host's processor.
 
 use crate::finding::Finding;
 
-/// What code for one architecture of the host contains. Each is in two parts, so that this file has
-/// none.
+/// The text that marks code for one architecture of the host. Each is written in two parts, so that
+/// this file does not contain it.
 const MARKS: [&str; 5] = [
     concat!("target_", "arch"),
     concat!("target_", "feature"),
@@ -15,13 +15,13 @@ const MARKS: [&str; 5] = [
     concat!("asm", "!("),
 ];
 
-/// A file that may have such code.
+/// A file that may have code for one architecture.
 struct Listed {
     path: &'static str,
     portable: Portable,
 }
 
-/// Where the same is done for every other architecture.
+/// Where the code for every other architecture is.
 enum Portable {
     /// In the same file, under the opposite condition.
     Here,

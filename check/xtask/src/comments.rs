@@ -8,7 +8,7 @@
 pub struct Comment<'a> {
     /// Line, counted from one.
     pub line: usize,
-    /// What follows the marker on this line.
+    /// The text behind the marker on this line.
     pub text: &'a str,
 }
 

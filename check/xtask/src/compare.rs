@@ -8,9 +8,9 @@
 //!                  ─► callgrind: instructions per fault and per access      (count.rs)
 //!                  ─► table, JSON                                           (report.rs)
 //! ```
-//! The arm *null* runs the old commit's binary once more. What it shows as a difference is the
-//! noise of the method, so a result counts as slower only where its interval lies outside of the
-//! null's interval and of 1.
+//! The arm *null* runs the old commit's binary once more. The difference that it shows is the noise
+//! of the method. So a result counts as slower only if its interval excludes 1 and does not meet
+//! the null's interval.
 
 mod arguments;
 mod commit;
@@ -97,7 +97,7 @@ fn compare(arguments: &Arguments) -> Result<Comparison, Failure> {
     Ok(comparison)
 }
 
-/// Runs every part in turns: one palindrome of arms a round, the first of which only warms up.
+/// Runs every part in turns, one palindrome of arms a round. The first round only warms up.
 fn measure(
     arguments: &Arguments,
     old: &Built,

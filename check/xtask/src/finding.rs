@@ -9,7 +9,7 @@ pub struct Finding {
     pub path: String,
     /// Line, counted from one; 0 where the whole file is meant.
     pub line: usize,
-    /// What is wrong, and what to do where that is not plain.
+    /// What is wrong, and what to do if that is not obvious.
     pub what: String,
 }
 

@@ -1,10 +1,10 @@
-//! Which crate may import which, and which may hold `unsafe`: the two tables of the house.
+//! Two tables: which crate may import which, and which crates may hold `unsafe`.
 
 use crate::finding::Finding;
 
-/// Every crate of the workspace, and which others it may import. Dev-dependencies are not checked.
-/// Some rows allow less than they could: `mmu` and `machine` do not know each other, and the
-/// processors know a bus and no hypervisor. Only `soft` knows both.
+/// Every crate of the workspace, and the crates that it may import. Dev-dependencies are not
+/// checked. Some rows allow less than the order of the rows would. `mmu` and `machine` do not
+/// import each other, and the processors import no hypervisor; only `soft` imports all of these.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-addr", &[]),
     ("lacuna-sync", &[]),
@@ -146,7 +146,7 @@ pub fn unsafe_policy(package: &str) -> Unsafe {
     room.map_or(Unsafe::Forbidden, |(_, policy)| *policy)
 }
 
-/// One package of the workspace with what it imports of ours.
+/// One package of the workspace, and the packages of the workspace that it imports.
 pub struct Package<'a> {
     /// Its name.
     pub name: &'a str,
@@ -220,7 +220,7 @@ mod tests {
         }
     }
 
-    /// The table itself goes downward only: no crate reaches itself.
+    /// The table has no cycle: no crate reaches itself.
     #[test]
     fn the_table_has_no_cycle() {
         fn reaches(from: &str, to: &str) -> bool {

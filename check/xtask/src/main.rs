@@ -1,8 +1,8 @@
-//! What `cargo` does not do itself: `cargo xtask tidy` and `cargo xtask compare`.
+//! The workspace's own commands: `cargo xtask tidy` and `cargo xtask compare`.
 //!
-//! [`tidy`] checks the rules of the house. Each of its modules is one group of rules: a function
-//! from text to [`finding::Finding`]s, with tests on small fixtures. [`compare`] measures two
-//! commits against each other on one machine.
+//! [`tidy`] checks the rules of the workspace. Each of its modules is one group of rules: a
+//! function from text to [`finding::Finding`]s, with tests on small fixtures. [`compare`] measures
+//! two commits in turns on one machine.
 //!
 //! | module | contents |
 //! |---|---|

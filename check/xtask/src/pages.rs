@@ -1,7 +1,7 @@
-//! The rules of Markdown pages: columns, and references that lead somewhere.
+//! The rules of Markdown pages: columns, and references.
 //!
-//! A page may name a file, a folder or an item of the code. Each of them must exist, so that a
-//! rename or a move is mended here in the same commit.
+//! A page may name a file, a folder or an item of the code. Each of them must exist, so the commit
+//! that renames or moves one also changes the page.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -11,8 +11,8 @@ use crate::finding::Finding;
 /// Longest line of prose. Rows of tables, lines inside of code blocks and lines with a URL may be
 /// longer: they cannot be broken.
 const COLUMNS: usize = 100;
-/// What a reference to a file of ours ends with. Headers (`.h`) are left out: most of those that
-/// comments name are the kernel's.
+/// The ends of references to files of this repository. Headers (`.h`) are left out, because most of
+/// the headers that comments name are the kernel's.
 const EXTENSIONS: [&str; 7] = [".rs", ".md", ".c", ".S", ".sh", ".toml", ".txt"];
 /// Names of other projects that pages cite.
 const FOREIGN_NAMES: [&str; 10] = [
@@ -27,10 +27,10 @@ const FOREIGN_NAMES: [&str; 10] = [
     "mm_cpumask",
     "mmu_lock",
 ];
-/// The folders of Linux that pages cite. They are not ours.
+/// The folders of Linux that pages cite.
 const FOREIGN: [&str; 4] = ["include/uapi/", "virt/kvm/", "arch/", "Documentation/"];
 
-/// What exists, for references to be compared with.
+/// What exists in the repository. References are compared with it.
 #[derive(Default)]
 pub struct Tree {
     /// Files and folders, from the root.
@@ -101,8 +101,8 @@ pub fn check(path: &str, text: &str, tree: &Tree) -> Vec<Finding> {
     findings
 }
 
-/// Files with their folder (`memory/host/src/block.rs`) in a line of a page or of a comment that
-/// do not exist.
+/// The files that a line of a page or comment names with their folder (`memory/host/src/block.rs`)
+/// and that do not exist.
 pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let is_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let foreign = |word: &str| FOREIGN.iter().any(|folder| word.starts_with(folder));
@@ -117,7 +117,7 @@ pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
         .collect()
 }
 
-/// Relative links of a line of the page `path` whose target does not exist in the repository.
+/// The relative links in a line of the page `path` that have no target in the repository.
 fn links_missing<'a>(path: &str, line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let targets = line
         .split("](")
@@ -146,8 +146,8 @@ fn resolve(path: &str, target: &str) -> Option<String> {
     Some(resolved.to_string_lossy().into_owned())
 }
 
-/// Items between backticks that no source has: with their path (`Mmu::fault`), or a name that can
-/// only be an item's, because it has an underscore or a capital inside (`host_page`, `VcpuMmu`).
+/// The items between backticks that no source has. An item is a path (`Mmu::fault`), or a name that
+/// is no ordinary word because it has an underscore or a capital inside (`host_page`, `VcpuMmu`).
 fn items_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let spans = line.split('`').skip(1).step_by(2);
     let is_missing = |span: &&str| {

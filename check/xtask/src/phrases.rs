@@ -1,12 +1,13 @@
 //! Phrases that a page or a comment does not use, each with what to write instead.
 //!
-//! The list is short on purpose: it has the pronouns that leave a reader without an actor, words
-//! for which the field has its own, and references to what is not in the repository. Markdown is
-//! checked whole, sources in their comments.
+//! The list is short on purpose. It has pronouns that do not name the actor, words for which the
+//! field has other words, and references to what is not in the repository. All text of a Markdown
+//! page is checked; of a source, its comments.
 //!
 //! `check/xtask/phrases.txt` lists the packages and pages that still break these rules, one
 //! `path count` a line. The lines of a page that are too long count there too. A count may only
-//! fall: more than that is a finding, and less prints a note that says how far to lower the entry.
+//! fall. If there are more, that is a finding. If there are fewer, a note says to what to lower the
+//! entry.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! The exceptions in length, which may only shrink.
+//! The exceptions from the limits of length. They may only become smaller.
 //!
 //! `check/xtask/ratchet.txt` lists what is longer than it should be, one `path lines` or
 //! `path::function lines` a line; a comment behind `#` says why. An entry allows exactly what it

@@ -1,18 +1,18 @@
-//! A Rust file as tokens: what the rules must know, without a parser.
+//! Reads a Rust file as tokens, and collects what the rules need.
 //!
-//! Tokens are enough. They leave out comments, know strings and lines, and match brackets, and the
-//! bodies of macros (`proptest!`) look like any other code.
+//! There is no parser, because tokens are enough. The lexer leaves out comments, knows strings and
+//! lines, and matches brackets. The bodies of macros (`proptest!`) look like other code.
 
 use std::collections::BTreeSet;
 
 use proc_macro2::{Delimiter, Group, Spacing, TokenStream, TokenTree};
 
-/// What is known of a file after scanning it.
+/// What a scan has found in a file.
 #[derive(Default, Debug)]
 pub struct Scan {
     /// Inner attributes of the crate or module, without spaces: `forbid(unsafe_code)`.
     pub inner_attributes: Vec<String>,
-    /// Outer attributes, the same way.
+    /// Outer attributes, in the same form.
     pub attributes: Vec<Attribute>,
     /// Functions with a body.
     pub functions: Vec<Function>,
@@ -42,7 +42,7 @@ pub struct Function {
     pub name: String,
     /// Line of its `fn`.
     pub line: usize,
-    /// Lines from there to its closing brace.
+    /// The number of lines from its `fn` to its closing brace.
     pub lines: usize,
 }
 
@@ -51,14 +51,14 @@ pub struct Function {
 pub struct Module {
     /// Inline modules around it, outermost first, and its own name.
     pub path: Vec<String>,
-    /// What its `#[path]` attribute says.
+    /// The value of its `#[path]` attribute.
     pub file: Option<String>,
 }
 
 /// Scans the text of a file.
 ///
 /// # Errors
-/// What the lexer found wrong: the file would not compile either.
+/// The lexer's error. Such a file would not compile either.
 pub fn scan(text: &str) -> Result<Scan, String> {
     let tokens: TokenStream = text.parse().map_err(|error| format!("{error}"))?;
     let mut scan = Scan::default();
@@ -159,8 +159,8 @@ fn function(tokens: &[TokenTree], scan: &mut Scan) {
     }
 }
 
-/// Blocks, `unsafe impl` and `#[unsafe(...)]`; not the declarations, whose contract is in their
-/// documentation.
+/// Finds `unsafe` blocks, `unsafe impl` and `#[unsafe(...)]`. Declarations (`unsafe fn`) are left
+/// out: their documentation has the contract.
 fn unsafe_code(tokens: &[TokenTree], scan: &mut Scan) {
     let claims = match tokens.get(1) {
         Some(TokenTree::Group(group)) => group.delimiter() != Delimiter::Bracket,
@@ -210,7 +210,7 @@ fn path_attribute(before: &[TokenTree]) -> Option<String> {
     Some(text.strip_prefix("path=")?.trim_matches('"').to_owned())
 }
 
-/// The name of the module whose body `group` is, if it is one.
+/// If `group` is the body of a module: the name of the module.
 fn inline_module(before: &[TokenTree], group: &Group) -> Option<String> {
     let [.., keyword, name] = before else {
         return None;

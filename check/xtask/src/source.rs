@@ -13,9 +13,10 @@ pub const FILE_LINES: usize = 500;
 /// Longest root of a library, its tests not counted: purpose, neighbours, modules.
 pub const LIB_LINES: usize = 80;
 
-/// Notes that must not reach the main line. Each is in two parts, so that this line is none.
+/// Notes that must not reach the main branch. Each is written in two parts, so that this line does
+/// not contain one.
 const NOTES: [&str; 2] = [concat!("FIX", "ME"), concat!("TO", "DO")];
-/// Macros that stand where code should.
+/// Macros that stand in place of code.
 const PLACEHOLDERS: [&str; 3] = ["todo", "unimplemented", "dbg"];
 
 /// A length that [`crate::ratchet`] judges.
@@ -25,9 +26,9 @@ pub struct Length {
     pub what: String,
     /// Line to point at.
     pub line: usize,
-    /// How long it is.
+    /// Its length.
     pub lines: usize,
-    /// How long it may be.
+    /// The limit.
     pub limit: usize,
 }
 

@@ -43,7 +43,7 @@ struct Findings {
     root: PathBuf,
     all: Vec<Finding>,
     lengths: Vec<source::Length>,
-    /// Breaches in the prose of each package and page, by its path from the root.
+    /// The findings in the prose of each package and page, by its path from the root.
     phrases: BTreeMap<String, Vec<Finding>>,
     tree: pages::Tree,
 }
@@ -165,7 +165,8 @@ impl Findings {
         }
     }
 
-    /// Applies the rules of Markdown. Every package has been looked at before: pages name items.
+    /// Applies the rules of Markdown. Every package has been scanned before, because pages name
+    /// items.
     fn pages(&mut self) -> Result<(), Box<dyn Error>> {
         for file in tree::files(&self.root, &["md"])? {
             let (path, text) = (relative(&self.root, &file), fs::read_to_string(&file)?);

@@ -1,4 +1,5 @@
-//! Files and folders: every file belongs to a crate, and every row has its README.
+//! Files and folders: every source file belongs to a crate, and every row of folders has its
+//! README.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -7,15 +8,15 @@ use std::{fs, io};
 use crate::finding::Finding;
 use crate::scan::{Module, scan};
 
-/// The rows of the house (`docs/architecture.md`).
+/// The rows of folders (`docs/architecture.md`).
 const ROWS: [&str; 7] = [
     "base", "memory", "engine", "cpu", "backend", "tools", "check",
 ];
 /// Longest README of a row: its import rule, and what is in it.
 const README_LINES: usize = 10;
 
-/// Every file below `dir` whose extension is one of `extensions`, sorted; build outputs and hidden
-/// folders left out.
+/// Every file below `dir` that has one of `extensions`, sorted. Build outputs and hidden folders
+/// are left out.
 pub fn files(dir: &Path, extensions: &[&str]) -> io::Result<Vec<PathBuf>> {
     let mut found = everything(dir)?;
     found.retain(|path| {
@@ -26,7 +27,8 @@ pub fn files(dir: &Path, extensions: &[&str]) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Every file and folder below `root`, from there; build outputs and hidden folders left out.
+/// Every file and folder below `root`, by its path from there. Build outputs and hidden folders are
+/// left out.
 pub fn paths(root: &Path) -> io::Result<BTreeSet<String>> {
     let from_root = |path: &PathBuf| {
         let path = path.strip_prefix(root).unwrap_or(path);
@@ -67,7 +69,7 @@ pub fn reachable(roots: &[PathBuf]) -> BTreeSet<PathBuf> {
     reached
 }
 
-/// Where the file of `module`, declared in `file`, may lie.
+/// The possible paths of the file of `module`, which `file` declares.
 fn candidates(file: &Path, is_root: bool, module: &Module) -> impl Iterator<Item = PathBuf> {
     let dir = file.parent().unwrap_or(Path::new("")).to_path_buf();
     let paths = match &module.file {

@@ -20,24 +20,25 @@ working tree, which must then be clean.
 Exit codes: 0 nothing became slower, 1 something did, or it failed in one commit; 2 wrong
 arguments; 3 the commits could not be compared.";
 
-/// Short, and each shows one path: a fault, an invalidation, a huge first touch, a dirtied page.
+/// The default parts. They are short, and each shows one path: a fault, an invalidation, a huge
+/// first touch, a dirtied page.
 const PARTS: [&str; 4] = ["base.fault", "thp.range", "thp.touch", "pml.page"];
 /// Of seven rounds the smallest and the largest ratio enclose the median with 98 %.
 const ROUNDS: usize = 7;
 
-/// What the command line asks for.
+/// A parsed command line.
 #[derive(PartialEq, Eq, Debug)]
 pub enum Request {
-    /// To print [`HELP`].
+    /// Print [`HELP`].
     Help,
-    /// A comparison.
+    /// Compare two commits.
     Compare(Arguments),
 }
 
 /// How long the lab's rounds are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Length {
-    /// As the lab runs without an option.
+    /// The lab's own length, without an option.
     Full,
     /// `--quick`.
     Quick,
@@ -48,7 +49,7 @@ pub enum Length {
 pub struct Arguments {
     /// The commit to compare with.
     pub old: String,
-    /// The commit to judge; none for HEAD of the working tree.
+    /// The commit to judge; `None` for HEAD of the working tree.
     pub new: Option<String>,
     /// Parts of the lab.
     pub parts: Vec<String>,
@@ -56,9 +57,9 @@ pub struct Arguments {
     pub rounds: usize,
     /// Length of the lab's own rounds.
     pub length: Length,
-    /// Whether instructions are counted, too.
+    /// Whether instructions are counted as well.
     pub instructions: bool,
-    /// Where the JSON goes.
+    /// The file for the JSON.
     pub json: Option<PathBuf>,
 }
 

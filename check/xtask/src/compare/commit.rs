@@ -4,7 +4,7 @@
 //! target/compare/old/tree      a git worktree at the old commit        new/tree   at the new one
 //!               old/target    cargo's target folder, kept             new/target
 //! ```
-//! A second comparison moves the worktrees to its commits and so compiles only what differs.
+//! A second comparison moves the worktrees to its commits, so cargo compiles only what differs.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::lab::tail;
 use super::progress::Progress;
 use super::{Failure, failure};
 
-/// How much of a failed build is shown.
+/// The number of lines that are shown of a failed build.
 const TAIL_LINES: usize = 30;
 /// Length of an abbreviated commit.
 const SHORT: usize = 10;
@@ -72,7 +72,7 @@ pub fn resolve(root: &Path, name: &str) -> Result<Commit, Failure> {
     Ok(Commit { hash, subject })
 }
 
-/// HEAD, unless files differ from it: they would not be measured.
+/// HEAD. Refuses if files differ from it, because the changes would not be measured.
 pub fn head_of_clean_tree(root: &Path) -> Result<Commit, Failure> {
     let changes = git(root, &["status", "--porcelain", "--untracked-files=no"])?;
     if changes.is_empty() {
@@ -119,8 +119,8 @@ pub fn build(
     Ok(Built { commit, binary })
 }
 
-/// Cargo runs outside of the repository. Inside it would join the worktree's `.cargo/config.toml`
-/// with that of this working tree, and give every compiler option of both.
+/// Cargo runs outside of the repository. Inside of it, cargo would merge the `.cargo/config.toml`
+/// of the worktree with that of this working tree, and use the compiler options of both.
 fn build_command(tree: &Path, target: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
@@ -146,8 +146,8 @@ fn build_command(tree: &Path, target: &Path) -> Command {
     command
 }
 
-/// Makes `tree` a worktree at `commit`. One that exists is moved there, which leaves the times of
-/// unchanged files alone, so that cargo does not compile them again.
+/// Makes `tree` a worktree at `commit`. A worktree that exists is moved there: the times of
+/// unchanged files stay, so cargo does not compile them again.
 fn check_out(root: &Path, tree: &Path, commit: &Commit) -> Result<(), Failure> {
     let is_worktree = tree.join(".git").exists();
     if is_worktree {
@@ -157,7 +157,7 @@ fn check_out(root: &Path, tree: &Path, commit: &Commit) -> Result<(), Failure> {
         )?;
     } else {
         let tree = tree.to_string_lossy();
-        // Twice: the folder may be gone while git still knows it.
+        // Forced twice, because git may still know a folder that is gone.
         let force = [
             "worktree", "add", "--quiet", "--force", "--force", "--detach",
         ];

@@ -1,9 +1,9 @@
 //! Instructions per fault and per access, counted by valgrind's callgrind.
 //!
-//! `lacuna run --seed` is one thread under a virtual clock, so the number of host instructions it
-//! executes repeats to about ten in a hundred million. Each probe runs a guest twice, with little
-//! and with much work: the difference in instructions over the difference in work is the cost of a
-//! unit, and the cost of the program's start and end cancels.
+//! `lacuna run --seed` is one thread under a virtual clock. So its number of host instructions is
+//! the same in every run, to about ten in a hundred million. Each probe runs a guest twice, with
+//! little and with much work. The difference in instructions, divided by the difference in work, is
+//! the cost of a unit. The cost of the program's start and end cancels.
 
 use std::path::Path;
 use std::process::Command;
@@ -13,9 +13,9 @@ use serde_json::Value;
 use super::lab::tail;
 use super::{Failure, failure};
 
-/// How much more may be executed before a probe counts as slower: 1 %.
+/// A probe counts as slower above this ratio of instructions: 1 % more.
 pub const BAR: f64 = 1.01;
-/// By how much the guest's own work may differ before the table says so.
+/// Above this difference in the guest's own work, the table mentions it.
 const SAME_GUEST: f64 = 0.001;
 
 /// Two runs of one guest that differ in the amount of work.
@@ -23,15 +23,15 @@ const SAME_GUEST: f64 = 0.001;
 pub struct Probe {
     /// Names the result.
     pub name: &'static str,
-    /// What is counted, once for each.
+    /// The unit of work.
     pub unit: Unit,
-    /// Arguments of `lacuna run`, of both runs.
+    /// Arguments of `lacuna run` in both runs.
     pub arguments: &'static [&'static str],
-    /// Further arguments of the run with little work, and of that with much.
+    /// Further arguments of the run with little work, and of the run with much.
     pub amounts: [&'static [&'static str]; 2],
 }
 
-/// What the amount of work is measured in.
+/// A unit of work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unit {
     /// Steps that the guest counts itself: pages touched, words read, instructions.
@@ -40,7 +40,7 @@ pub enum Unit {
     SwapIn,
 }
 
-/// What is counted. All with one vCPU.
+/// All probes. Each has one vCPU.
 pub const PROBES: &[Probe] = &[
     Probe {
         name: "fault.first_touch",
@@ -150,7 +150,7 @@ pub const PROBES: &[Probe] = &[
     },
 ];
 
-/// What one run executed and did.
+/// The counts of one run.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Run {
     instructions: f64,
@@ -208,7 +208,7 @@ impl Counted {
         self.ratio() > BAR || self.ratio().is_nan()
     }
 
-    /// Whether the guests did the same work; if not, the ratio is not the engine's alone.
+    /// Whether the guests did the same work. If not, the ratio is not due to the engine alone.
     pub fn same_guest(&self) -> bool {
         let difference = self.new.guest_ns - self.old.guest_ns;
         difference.abs() <= SAME_GUEST * self.old.guest_ns.abs()
@@ -236,8 +236,8 @@ fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<R
     command
         .args(["--seed", "1", "--vcpus", "1", "--quiet", "--json"])
         .arg(&told);
-    // Without it, zeroing a page is `rep stosb`: callgrind counts each of its 4096 repetitions,
-    // and that hides the rest of a fault.
+    // Without this setting, `memset` of a page is `rep stosb`. Callgrind counts each of its 4096
+    // repetitions, and that number hides the rest of a fault.
     command.env(
         "GLIBC_TUNABLES",
         "glibc.cpu.x86_rep_stosb_threshold=1000000000",
@@ -267,7 +267,7 @@ fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<R
     })
 }
 
-/// What the program printed under valgrind, whose own lines begin with its process id.
+/// The program's own lines of what was printed. Valgrind's lines begin with its process id.
 fn own_words(printed: &str) -> String {
     let lines = printed.lines().filter(|line| !line.starts_with("=="));
     lines.map(|line| format!("{line}\n")).collect()

@@ -11,7 +11,7 @@ use super::{Failure, failure};
 
 /// Exit code of a `lacuna` that does not know an argument.
 const USAGE: i32 = 2;
-/// How much of what a failed command printed is shown.
+/// The number of lines that are shown of a failed command's output.
 const TAIL_LINES: usize = 5;
 
 /// One result of a lab run.
@@ -19,7 +19,7 @@ const TAIL_LINES: usize = 5;
 pub struct Figure {
     /// `experiment.measure.variant`.
     pub id: String,
-    /// The median; not a number where the run could not say.
+    /// The median; NaN if the run has no value.
     pub value: f64,
     /// Unit of the value.
     pub unit: String,
@@ -27,11 +27,11 @@ pub struct Figure {
     pub better: Better,
 }
 
-/// What a lab run left.
+/// The result of a lab run.
 pub enum Outcome {
     /// Its results.
     Figures(Vec<Figure>),
-    /// What it measured before it failed, and why it did.
+    /// What it measured before it failed, and why it failed.
     EndedEarly(Vec<Figure>, String),
     /// Why it has none.
     Failed(String),
@@ -39,7 +39,7 @@ pub enum Outcome {
 
 /// Runs `part` with the program `lacuna`.
 ///
-/// The error is for what ends the comparison: an interrupt, or a program that cannot be started.
+/// An error ends the whole comparison: an interrupt, or a program that cannot be started.
 pub fn run(lacuna: &Path, part: &str, length: Length) -> Result<Outcome, Failure> {
     let mut command = Command::new(lacuna);
     command.args(["lab", part, "--quiet", "--json", "-"]);

@@ -16,8 +16,8 @@ pub enum Arm {
     New,
 }
 
-/// One round: the two slices of every arm have the same mean place in time, so a drift of the
-/// machine that is linear over the round cancels.
+/// One round. The two slices of each arm have the same mean position in time for all arms, so a
+/// linear drift of the machine cancels.
 pub const ROUND: [Arm; 6] = [Arm::Old, Arm::Null, Arm::New, Arm::New, Arm::Null, Arm::Old];
 
 /// A result of both commits, or of one.
@@ -29,7 +29,7 @@ pub struct Row {
     pub unit: String,
     /// Which direction is progress.
     pub better: Better,
-    /// What was found.
+    /// What the rounds say about it.
     pub found: Found,
 }
 
@@ -42,7 +42,7 @@ pub enum Found {
     OnlyOld(f64),
     /// Only the new commit has it; its median.
     OnlyNew(f64),
-    /// Both have it, and no ratio can be made of it.
+    /// Both commits have it, but it gives no ratio, for this reason.
     NoRatio(&'static str),
 }
 
@@ -55,9 +55,9 @@ pub struct Pair {
     pub new: f64,
     /// New over old, paired by round.
     pub ratio: Interval,
-    /// Old over old, the same way.
+    /// Old over old, paired in the same way.
     pub null: Interval,
-    /// How many rounds have it in every arm.
+    /// The number of rounds in which every arm has it.
     pub rounds: usize,
     /// The judgement.
     pub verdict: Verdict,
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(found[2], ("in.new", &Found::OnlyNew(3.0)));
     }
 
-    /// A slice that ended early lacks some results: that round is left out for them.
+    /// A slice that ended early lacks some results. For those results, that round is left out.
     #[test]
     fn a_round_counts_only_if_every_arm_has_it() {
         let mut samples = Samples::default();

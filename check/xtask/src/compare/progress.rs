@@ -1,9 +1,9 @@
-//! What the comparison is doing, on stderr.
+//! Prints the progress of the comparison on stderr.
 
 use std::io::{IsTerminal, Write, stderr};
 use std::time::Instant;
 
-/// A status line that is rewritten on a terminal, and a line a step elsewhere.
+/// On a terminal, a status line that is rewritten; elsewhere, one line for each step.
 pub struct Progress {
     start: Instant,
     terminal: bool,
@@ -20,7 +20,7 @@ impl Progress {
         }
     }
 
-    /// Says what is done now. Without a terminal only the first word's changes are printed.
+    /// Shows what is done now. Without a terminal, prints a line only if the step changes.
     pub fn say(&mut self, what: &str) {
         let seconds = self.start.elapsed().as_secs();
         if self.terminal {

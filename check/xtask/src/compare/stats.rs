@@ -1,7 +1,7 @@
-//! Medians of ratios, their intervals, and when a difference counts.
+//! Medians of ratios, their intervals, and the rule by which a difference counts.
 //!
-//! The lab's `stats` has the same interval; this crate imports nothing of the workspace, so that it
-//! still works where the workspace does not compile.
+//! The lab's `stats` computes the same interval. This crate imports nothing of the workspace, so
+//! that it works when the workspace does not compile.
 
 /// Probability that an interval should cover the true median.
 pub const CONFIDENCE: f64 = 0.95;
@@ -20,7 +20,7 @@ pub struct Interval {
 }
 
 impl Interval {
-    /// The interval of `samples`; none without samples, or if one is not a number.
+    /// The interval of `samples`; `None` if there are no samples, or one of them is NaN.
     pub fn of(samples: &[f64]) -> Option<Self> {
         let mut sorted = samples.to_vec();
         if sorted.is_empty() || sorted.iter().any(|sample| sample.is_nan()) {
@@ -38,7 +38,7 @@ impl Interval {
     }
 }
 
-/// How many of `n` sorted samples lie outside at each end, and what the rest covers.
+/// The number of `n` sorted samples to leave out at each end, and the coverage of the rest.
 ///
 /// The number of samples below the true median is binomial(n, 1/2). An interval that leaves out
 /// `skip` samples at each end misses the median with twice the lower tail.
@@ -89,7 +89,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// The word for it.
+    /// The word for the verdict in the table.
     pub const fn word(self) -> &'static str {
         match self {
             Self::Slower => "slower",
@@ -172,7 +172,8 @@ mod tests {
         assert_eq!(judge(of(2.0), of(1.0), Better::Lower), Verdict::Slower);
     }
 
-    /// A null that lies on one side of 1 does not make the other side a difference.
+    /// If the null's interval lies on one side of 1, a small difference on the other side is still
+    /// undecided.
     #[test]
     fn one_is_always_part_of_the_noise() {
         let null = interval(1.02, 1.05);
