@@ -84,8 +84,8 @@ impl State {
     /// have been protected by now, also when it fails on the way.
     fn take_bits(&self, slot: &KvmSlot, out: &mut [u64]) -> Result<(), DirtyError> {
         let pagemap = self.pagemap.as_ref().expect("opened with the VM");
-        let scan = pagemap.written(slot.hvas, Written::Protect, |run| {
-            let first = (run.start().get() - slot.hvas.start().get()) as usize / PAGE_SIZE;
+        let scan = pagemap.written(slot.backing, Written::Protect, |run| {
+            let first = (run.start().get() - slot.backing.start().get()) as usize / PAGE_SIZE;
             for page in first..first + run.pages() as usize {
                 out[page / 64] |= 1 << (page % 64);
             }
@@ -129,7 +129,7 @@ impl Log<'_> {
                 state.take_bits(&slot, &mut vec![0; words(&slot)])?;
             }
             (Tracker::Pagemap, false) => {
-                let result = self.source.unprotect(slot.hvas);
+                let result = self.source.unprotect(slot.backing);
                 result.map_err(refused("take off the write protection"))?;
             }
             (Tracker::Kvm, _) => {
@@ -259,11 +259,11 @@ impl Log<'_> {
         if words.iter().all(|word| *word == 0) {
             return Ok(());
         }
-        self.clear_log(slot, 0, slot.hvas.pages() as usize, &words)
+        self.clear_log(slot, 0, slot.backing.pages() as usize, &words)
     }
 
     fn read_log(&self, slot: &KvmSlot) -> Result<Vec<u64>, DirtyError> {
-        let bytes = slot.hvas.pages() as usize * PAGE_SIZE;
+        let bytes = slot.backing.pages() as usize * PAGE_SIZE;
         let words = self.fd.get_dirty_log(u32::from(slot.id.0), bytes);
         words.map_err(|e| refused("read the log")(errno(e)))
     }
@@ -305,7 +305,7 @@ fn errno(error: kvm_ioctls::Error) -> Errno {
 
 /// Words of a slot's dirty bits.
 fn words(slot: &KvmSlot) -> usize {
-    (slot.hvas.pages() as usize).div_ceil(64)
+    (slot.backing.pages() as usize).div_ceil(64)
 }
 
 fn join(out: &mut [u64], words: &[u64]) {

@@ -1,6 +1,6 @@
 //! The backend interface of `lacuna_machine`, as this backend has it.
 
-use crate::slots::{Refusal, spec_of};
+use crate::slots::{Refusal, SlotSpec, spec_of};
 use crate::{KvmError, Vcpu, Vm, VmBuilder};
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
@@ -8,7 +8,7 @@ use lacuna_machine::{
     ErrorKind, HugePagePolicy, Image, MemorySlot, MemorySlotError, MemorySlots, Observed,
     PlatformDevices, RunEnd, TwoStepLog, VcpuStats, VmConfig, VmStats,
 };
-use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId, SlotSpec};
+use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -161,7 +161,7 @@ impl MemorySlots for Vm {
         let spec = SlotSpec {
             id,
             guest: gfns.start().gpa().get(),
-            host: own.range().start(),
+            backing: own.range().start(),
             bytes: gfns.pages() * PAGE_SIZE as u64,
             flags,
         };

@@ -10,9 +10,9 @@
 use crate::memory::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
-use lacuna_addr::PAGE_SIZE;
-use lacuna_slots::{DirtyBitmap, Limits, Logging, Slot, SlotError, SlotFlags, SlotId, SlotSpec};
-use lacuna_slots::{Slots, Snapshot};
+use lacuna_addr::{Hva, PAGE_SIZE};
+use lacuna_slots::{DirtyBitmap, Limits, Logging, Slot, SlotError, SlotFlags, SlotId};
+use lacuna_slots::{SlotData, Slots, Snapshot};
 use lacuna_sys::Errno;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +24,10 @@ pub struct SlotState {
     logging: AtomicBool,
     /// Memory of its own.
     own: Option<Mapping>,
+}
+
+impl SlotData for SlotState {
+    type Addr = Hva;
 }
 
 impl SlotState {
@@ -51,6 +55,9 @@ impl SlotState {
         self.own.is_none()
     }
 }
+
+/// A slot as it is asked for.
+pub type SlotSpec = lacuna_slots::SlotSpec<Hva>;
 
 /// A memory slot of the kvm backend.
 pub type KvmSlot = Slot<Arc<SlotState>>;
@@ -134,8 +141,8 @@ pub fn spec_of(slot: &KvmSlot) -> SlotSpec {
     SlotSpec {
         id: slot.id,
         guest: slot.gfns.start().gpa().get(),
-        host: slot.hvas.start(),
-        bytes: slot.hvas.pages() * PAGE_SIZE as u64,
+        backing: slot.backing.start(),
+        bytes: slot.backing.pages() * PAGE_SIZE as u64,
         flags: slot.flags,
     }
 }
@@ -186,7 +193,7 @@ fn region(slot: &KvmSlot, flags: u32) -> kvm_userspace_memory_region {
         slot: u32::from(slot.id.0),
         flags,
         guest_phys_addr: slot.gfns.start().gpa().get(),
-        memory_size: slot.hvas.pages() * PAGE_SIZE as u64,
-        userspace_addr: slot.hvas.start().get(),
+        memory_size: slot.backing.pages() * PAGE_SIZE as u64,
+        userspace_addr: slot.backing.start().get(),
     }
 }

@@ -12,14 +12,14 @@ use crate::memory::{self, Memory};
 use crate::pages::Pages;
 use crate::ring;
 use crate::setup::Features;
-use crate::slots::{Refusal, SlotTable};
+use crate::slots::{Refusal, SlotSpec, SlotTable};
 use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{Apf, GuestMemory, Kick, MemoryError, VmConfig};
-use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId, SlotSpec};
+use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -164,7 +164,7 @@ fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
         let spec = SlotSpec {
             id,
             guest: gpa.get(),
-            host: hva,
+            backing: hva,
             bytes,
             flags: SlotFlags::empty(),
         };
@@ -238,13 +238,13 @@ impl Vm {
             let at = at.ok_or(MemoryError::NoSlot(gpa))?;
             let slot = slots.find(at.gfn()).ok_or(MemoryError::NoSlot(at))?;
             let offset = at.get() - slot.gfns.start().gpa().get();
-            let left = slot.hvas.pages() * PAGE_SIZE as u64 - offset;
+            let left = slot.backing.pages() * PAGE_SIZE as u64 - offset;
             let part = left.min((len - done) as u64) as usize;
             pieces.push(Piece {
                 done,
                 len: part,
                 at,
-                hva: slot.hvas.start().get() + offset,
+                hva: slot.backing.start().get() + offset,
                 slot: Arc::clone(slot),
             });
             done += part;

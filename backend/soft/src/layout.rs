@@ -7,7 +7,8 @@
 use crate::Vm;
 use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
-use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
+use lacuna_mmu::SlotSpec;
+use lacuna_slots::{SlotError, SlotFlags, SlotId};
 
 impl Vm {
     /// Adds a slot over backing from [`lacuna_host::Host::add_region`].
@@ -76,7 +77,7 @@ impl MemorySlots for Vm {
         let added = self.mmu.add_slot(SlotSpec {
             id,
             guest: gfns.start().gpa().get(),
-            host: backing.start(),
+            backing: backing.start(),
             bytes: gfns.pages() * PAGE_SIZE as u64,
             flags,
         });

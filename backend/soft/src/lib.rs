@@ -59,10 +59,10 @@ pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
     Room,
 };
-pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, VcpuMmu};
+pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, SlotSpec, VcpuMmu};
 #[cfg(feature = "comparisons")]
 pub use lacuna_mmu::{Recovery, RmapWalk, Steps};
-pub use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
+pub use lacuna_slots::{SlotError, SlotFlags, SlotId};
 pub use lacuna_stage2::Walk;
 pub use platform::Platform;
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};

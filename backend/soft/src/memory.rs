@@ -1,7 +1,7 @@
 //! Guest memory for code that is no vCPU: loaders, devices, viewers.
 
 use crate::Vm;
-use lacuna_addr::{Gfn, Gpa, Hva, PAGE_SIZE};
+use lacuna_addr::{BackingAddr, Gfn, Gpa, PAGE_SIZE};
 use lacuna_machine::{GuestMemory, MemoryError};
 use lacuna_mmu::{DirtyError, Rmap, Writing};
 use lacuna_slots::Slot;
@@ -18,8 +18,8 @@ struct Piece {
 }
 
 impl Piece {
-    fn hva(&self) -> Hva {
-        Hva::new(self.slot.hva(self.at.gfn()).get() + self.at.offset() as u64)
+    fn addr(&self) -> BackingAddr {
+        BackingAddr::new(self.slot.backing_of(self.at.gfn()).get() + self.at.offset() as u64)
     }
 }
 
@@ -62,7 +62,7 @@ impl Vm {
                 cause: e.to_string(),
             })?;
             let part = &bytes[piece.done..piece.done + piece.len];
-            let copied = self.host.copy_in(piece.hva(), part);
+            let copied = self.host.copy_in(piece.addr(), part);
             copied.map_err(|e| MemoryError::Backing {
                 gpa,
                 cause: e.to_string(),
@@ -88,7 +88,7 @@ impl GuestMemory for Vm {
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
         for piece in self.pieces(gpa, into.len())? {
             let part = &mut into[piece.done..piece.done + piece.len];
-            let copied = self.host.copy_out(piece.hva(), part);
+            let copied = self.host.copy_out(piece.addr(), part);
             copied.map_err(|e| MemoryError::Backing {
                 gpa: piece.at,
                 cause: e.to_string(),
@@ -103,7 +103,7 @@ impl GuestMemory for Vm {
         };
         let mut peek = |piece: Piece| {
             let part = &mut into[piece.done..piece.done + piece.len];
-            self.host.peek(piece.hva(), part).is_some()
+            self.host.peek(piece.addr(), part).is_some()
         };
         pieces.into_iter().all(&mut peek)
     }

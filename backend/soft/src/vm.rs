@@ -6,13 +6,13 @@ use crate::park::Parker;
 use crate::platform::Platform;
 use crate::stall::Stalls;
 use crate::vcpu::{Vcpu, VcpuOf};
-use lacuna_addr::{HvaRange, NoRoom, PAGE_SIZE, PageCount, room_for_threads};
+use lacuna_addr::{BackingRange, NoRoom, PAGE_SIZE, PageCount, room_for_threads};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
 use lacuna_machine::{Apf, BootError, Delivery, DirtyError, Image, Kick, Layout, VmConfig};
-use lacuna_mmu::{Mmu, MmuError};
-use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
+use lacuna_mmu::{Mmu, MmuError, SlotSpec};
+use lacuna_slots::{SlotError, SlotFlags, SlotId};
 use lacuna_sync::{Clock, Qsbr, VcpuSlot};
 use lacuna_x86::Cpu;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -93,7 +93,7 @@ pub struct Vm {
     booted: AtomicBool,
     apf_paused: AtomicBool,
     /// Regions of the host that hold this VM's memory. A region with a slot is removed with it.
-    pub(crate) backing: Mutex<Vec<(Option<SlotId>, HvaRange)>>,
+    pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>>,
 }
 
 impl Vm {
@@ -149,7 +149,7 @@ impl Vm {
             self.mmu.add_slot(SlotSpec {
                 id,
                 guest: range.start().gpa().get(),
-                host: backing.start(),
+                backing: backing.start(),
                 bytes: range.pages() * PAGE_SIZE as u64,
                 flags: SlotFlags::empty(),
             })?;
@@ -158,14 +158,14 @@ impl Vm {
     }
 
     /// New memory of the host, advised to be huge, as VMMs do for guest memory.
-    pub(crate) fn add_backing(&self, pages: PageCount) -> Result<HvaRange, HostError> {
+    pub(crate) fn add_backing(&self, pages: PageCount) -> Result<BackingRange, HostError> {
         let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
         let backing = self.host.add_region(pages, notifier)?;
         self.host.advise_huge(backing)?;
         Ok(backing)
     }
 
-    pub(crate) fn keep_backing(&self, slot: Option<SlotId>, backing: HvaRange) {
+    pub(crate) fn keep_backing(&self, slot: Option<SlotId>, backing: BackingRange) {
         let mut all = self.backing.lock().expect("no panic under this lock");
         all.push((slot, backing));
     }

@@ -7,7 +7,7 @@ use common::program::{self, CODE, Piece, STACK, assemble};
 use common::{MIB, boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
-use lacuna_addr::{Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, GuestMemory as _, VcpuError};
 use lacuna_soft::{
     Host, HugePages, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu,
@@ -73,7 +73,7 @@ impl Bench {
     }
 
     /// Adds a slot of 4 MiB at `guest`.
-    fn add_slot(&self, guest: u64, flags: SlotFlags) -> HvaRange {
+    fn add_slot(&self, guest: u64, flags: SlotFlags) -> BackingRange {
         let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
         let pages = PageCount::from_bytes(4 * MIB);
         let backing = self.host.add_region(pages, notifier).unwrap();
@@ -81,7 +81,7 @@ impl Bench {
         let spec = SlotSpec {
             id: SLOT,
             guest,
-            host: backing.start(),
+            backing: backing.start(),
             bytes: 4 * MIB,
             flags,
         };
@@ -310,20 +310,25 @@ fn memory_of_another_vm_is_refused_as_backing() {
     let bench = Bench::new(1, HugePages::Never, &[assemble(CODE, caller)]);
     let time = Arc::new(VirtualClock::default()) as Arc<dyn Clock>;
     let other = Vm::new(Arc::clone(&bench.host), time, bench.vm.config()).unwrap();
-    let theirs = other.mmu().slots().find(Gfn::new(0).unwrap()).unwrap().hvas;
+    let theirs = other
+        .mmu()
+        .slots()
+        .find(Gfn::new(0).unwrap())
+        .unwrap()
+        .backing;
     let ours = bench.add_slot(LATER, SlotFlags::empty());
     let past = ours.start().checked_add_pages(1).unwrap();
-    for host in [theirs.start(), Hva::new(0), past] {
+    for backing in [theirs.start(), BackingAddr::new(0), past] {
         let spec = SlotSpec {
             id: SlotId(8),
             guest: 2 * LATER,
-            host,
+            backing,
             bytes: 4 * MIB,
             flags: SlotFlags::empty(),
         };
         let refused = bench.vm.add_slot(spec);
         let id = SlotId(8);
-        assert_eq!(refused, Err(SlotError::ForeignBacking { id, host }));
+        assert_eq!(refused, Err(SlotError::ForeignBacking { id, backing }));
     }
 }
 

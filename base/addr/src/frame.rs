@@ -42,11 +42,15 @@ number!(
     "{:#x}"
 );
 number!(
-    /// An address in the backing store's space: what a slot maps a gfn to.
-    ///
-    /// On the kvm backend it is a host virtual address. On soft it is an address in the host memory
-    /// manager's own numbering: never a pointer, so it cannot be dereferenced by mistake.
+    /// A host virtual address of this process: what a slot of the kvm backend points to.
     Hva,
+    "{:#x}"
+);
+number!(
+    /// An address in the host memory manager's own numbering: what a slot of the soft backend
+    /// points to. It is no pointer, and no memory lies there: the manager says which frame holds
+    /// the page now.
+    BackingAddr,
     "{:#x}"
 );
 number!(
@@ -124,33 +128,61 @@ impl Gfn {
     }
 }
 
-impl Hva {
-    /// An address in the backing's space.
-    pub const fn new(addr: u64) -> Self {
-        Self(addr)
-    }
+/// An address that a memory slot may point to.
+pub trait SlotAddress: Copy + Ord + fmt::Debug + fmt::Display {
+    /// The address of byte `addr`.
+    fn new(addr: u64) -> Self;
 
-    /// The start of its page.
-    pub const fn page(self) -> Self {
-        Self(self.0 & !(PAGE_SIZE as u64 - 1))
-    }
-
-    /// Whether it is the first byte of a page.
-    pub const fn is_page_aligned(self) -> bool {
-        self.0 & (PAGE_SIZE as u64 - 1) == 0
-    }
-
-    /// `self + pages`, or `None` on overflow.
-    pub const fn checked_add_pages(self, pages: u64) -> Option<Self> {
-        match pages.checked_mul(PAGE_SIZE as u64) {
-            Some(bytes) => match self.0.checked_add(bytes) {
-                Some(sum) => Some(Self(sum)),
-                None => None,
-            },
-            None => None,
-        }
-    }
+    /// The raw number.
+    fn get(self) -> u64;
 }
+
+macro_rules! slot_address {
+    ($name:ident) => {
+        impl $name {
+            /// The address of byte `addr`.
+            pub const fn new(addr: u64) -> Self {
+                Self(addr)
+            }
+
+            /// The start of its page.
+            pub const fn page(self) -> Self {
+                Self(self.0 & !(PAGE_SIZE as u64 - 1))
+            }
+
+            /// Whether it is the first byte of a page.
+            pub const fn is_page_aligned(self) -> bool {
+                self.0 & (PAGE_SIZE as u64 - 1) == 0
+            }
+
+            /// `self + pages`, or `None` on overflow.
+            pub const fn checked_add_pages(self, pages: u64) -> Option<Self> {
+                match pages.checked_mul(PAGE_SIZE as u64) {
+                    Some(bytes) => match self.0.checked_add(bytes) {
+                        Some(sum) => Some(Self(sum)),
+                        None => None,
+                    },
+                    None => None,
+                }
+            }
+        }
+
+        impl SlotAddress for $name {
+            #[inline]
+            fn new(addr: u64) -> Self {
+                Self(addr)
+            }
+
+            #[inline]
+            fn get(self) -> u64 {
+                self.0
+            }
+        }
+    };
+}
+
+slot_address!(Hva);
+slot_address!(BackingAddr);
 
 impl Pfn {
     /// Frame number `index` of the pool.

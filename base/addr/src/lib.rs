@@ -1,11 +1,12 @@
 //! Address types that cannot be confused with each other.
 //!
-//! A guest-memory engine has four kinds of number that all look like `u64`:
+//! A guest-memory engine has five kinds of number that all look like `u64`:
 //!
 //! | type | names | unit |
 //! |---|---|---|
 //! | [`Gpa`] / [`Gfn`] | guest-physical address / 4 KiB frame | byte / page |
-//! | [`Hva`] | address of the *backing*: what a memory slot points to | byte |
+//! | [`Hva`] | host virtual address: what a memory slot of the kvm backend points to | byte |
+//! | [`BackingAddr`] | address in the host memory manager's numbering: the same for soft | byte |
 //! | [`Pfn`] | a real 4 KiB frame of the resident budget | page |
 //! | [`Level`] | size of one table leaf | – |
 //!
@@ -20,9 +21,9 @@ mod level;
 mod range;
 mod room;
 
-pub use frame::{Gfn, Gpa, Hva, PageCount, Pfn};
+pub use frame::{BackingAddr, Gfn, Gpa, Hva, PageCount, Pfn, SlotAddress};
 pub use level::Level;
-pub use range::{GfnRange, HvaRange};
+pub use range::{BackingRange, GfnRange, HvaRange, SlotAddressRange};
 pub use room::{NoRoom, room_for, room_for_threads};
 
 /// log2 of the base page size.

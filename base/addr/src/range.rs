@@ -1,6 +1,6 @@
 //! Half-open page ranges.
 
-use crate::{Gfn, Hva, PAGE_SHIFT};
+use crate::{BackingAddr, Gfn, Hva, PAGE_SHIFT, PAGE_SIZE, SlotAddress};
 
 /// `start..end` in guest frames; never empty, never past 48 bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -65,49 +65,59 @@ impl GfnRange {
     }
 }
 
-/// `start..end` in backing addresses, in whole pages; never empty.
+/// `start..end` in addresses that slots may point to, in whole pages; never empty.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
-pub struct HvaRange {
-    start: u64,
-    end: u64,
+pub struct SlotAddressRange<A> {
+    start: A,
+    end: A,
 }
 
-impl HvaRange {
+/// A range of host virtual addresses.
+pub type HvaRange = SlotAddressRange<Hva>;
+
+/// A range of the host memory manager's own numbering.
+pub type BackingRange = SlotAddressRange<BackingAddr>;
+
+impl<A: SlotAddress> SlotAddressRange<A> {
     /// `None` when empty, unaligned or wrapping.
-    pub const fn new(start: Hva, pages: u64) -> Option<Self> {
-        if pages == 0 || !start.is_page_aligned() {
+    #[inline]
+    pub fn new(start: A, pages: u64) -> Option<Self> {
+        if pages == 0 || !start.get().is_multiple_of(PAGE_SIZE as u64) {
             return None;
         }
-        match start.checked_add_pages(pages) {
-            Some(end) => Some(Self {
-                start: start.get(),
-                end: end.get(),
-            }),
-            None => None,
-        }
+        let end = start
+            .get()
+            .checked_add(pages.checked_mul(PAGE_SIZE as u64)?)?;
+        let end = A::new(end);
+        Some(Self { start, end })
     }
 
     /// First address.
-    pub const fn start(self) -> Hva {
-        Hva::new(self.start)
+    #[inline]
+    pub fn start(self) -> A {
+        self.start
     }
 
     /// One past the last address.
-    pub const fn end(self) -> Hva {
-        Hva::new(self.end)
+    #[inline]
+    pub fn end(self) -> A {
+        self.end
     }
 
     /// Pages in the range.
-    pub const fn pages(self) -> u64 {
-        (self.end - self.start) >> PAGE_SHIFT
+    #[inline]
+    pub fn pages(self) -> u64 {
+        (self.end.get() - self.start.get()) >> PAGE_SHIFT
     }
 
-    /// Whether `hva` lies inside.
-    pub const fn contains(self, hva: Hva) -> bool {
-        self.start <= hva.get() && hva.get() < self.end
+    /// Whether `addr` lies inside.
+    #[inline]
+    pub fn contains(self, addr: A) -> bool {
+        self.start <= addr && addr < self.end
     }
 
     /// The common part, or `None`.
+    #[inline]
     pub fn intersect(self, other: Self) -> Option<Self> {
         let start = self.start.max(other.start);
         let end = self.end.min(other.end);

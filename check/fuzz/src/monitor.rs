@@ -8,7 +8,7 @@ use crate::shadow::{Shadow, has_bitmaps, is_refusal, named, pages_of};
 use crate::subject::{Extra, Subject};
 use crate::values;
 use fastrand::Rng;
-use lacuna_addr::{Gfn, GfnRange, Gpa, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::MmuNotifier as _;
 use lacuna_machine::GuestMemory as _;
 use lacuna_soft::{
@@ -29,7 +29,7 @@ pub struct Monitor {
     pub shadow: Option<Shadow>,
     host: Arc<Host>,
     latency: LatencySetting,
-    ballast: HvaRange,
+    ballast: BackingRange,
     is_limited: bool,
     /// Whether the last operation was refused.
     refused: bool,
@@ -315,17 +315,17 @@ impl Monitor {
     }
 
     /// A part of the backing of some slot.
-    fn backing(&mut self, subject: &Subject) -> Option<HvaRange> {
+    fn backing(&mut self, subject: &Subject) -> Option<BackingRange> {
         let slots = subject.vm.mmu().slots();
-        let all: Vec<_> = slots.iter().map(|slot| slot.hvas).collect();
-        let hvas = *all.get(self.rng.usize(..all.len().max(1)))?;
-        let first = self.rng.u64(..hvas.pages());
+        let all: Vec<_> = slots.iter().map(|slot| slot.backing).collect();
+        let backing = *all.get(self.rng.usize(..all.len().max(1)))?;
+        let first = self.rng.u64(..backing.pages());
         let count = match self.rng.u8(..3) {
             0 => 1,
-            1 => hvas.pages() - first,
-            _ => self.rng.u64(1..=hvas.pages() - first),
+            1 => backing.pages() - first,
+            _ => self.rng.u64(1..=backing.pages() - first),
         };
-        HvaRange::new(hvas.start().checked_add_pages(first)?, count)
+        BackingRange::new(backing.start().checked_add_pages(first)?, count)
     }
 
     fn invalidate(&mut self, subject: &Subject) {

@@ -12,7 +12,7 @@ use crate::program::{Author, Labels};
 use crate::runtime::{self, Piece};
 use crate::tally::Tally;
 use fastrand::Rng;
-use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingAddr, BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{GuestMemory as _, Image, Kick, MemoryError, PlatformDevices, Segment};
 use lacuna_soft::{Host, MmuNotifier, SlotFlags, SlotId, SlotSpec, Vcpu, Vm, VmConfig};
 use lacuna_sync::Clock;
@@ -55,7 +55,7 @@ pub fn assert_own(owner: usize, value: u64, place: &dyn std::fmt::Display) {
 pub struct Extra {
     /// The number of the slot.
     pub id: SlotId,
-    region: HvaRange,
+    region: BackingRange,
     /// Pages before the slot's backing.
     before: u64,
     /// The most pages of the slot.
@@ -68,7 +68,7 @@ impl Extra {
         SlotSpec {
             id: self.id,
             guest,
-            host: at(self.region, self.before),
+            backing: at(self.region, self.before),
             bytes: pages * PAGE,
             flags,
         }
@@ -86,7 +86,7 @@ impl Extra {
 }
 
 /// The page `index` of a region.
-fn at(region: HvaRange, index: u64) -> Hva {
+fn at(region: BackingRange, index: u64) -> BackingAddr {
     let page = region.start().checked_add_pages(index);
     page.expect("inside of a region")
 }
@@ -146,7 +146,7 @@ impl Subject {
         });
         let memory = builder.memory.bytes();
         let slots = vm.mmu().slots();
-        let backing = slots.get(SlotId(0)).expect("its main memory").hvas;
+        let backing = slots.get(SlotId(0)).expect("its main memory").backing;
         let mut subject = Self {
             owner,
             memory,
@@ -154,7 +154,7 @@ impl Subject {
             main: SlotSpec {
                 id: SlotId(0),
                 guest: 0,
-                host: backing.start(),
+                backing: backing.start(),
                 bytes: memory,
                 flags: SlotFlags::empty(),
             },

@@ -2,10 +2,10 @@
 //! reverse map's work alone, and the whole invalidation with the shoot-down of an idle vCPU: `cargo
 //! bench -p lacuna-mmu --features comparisons`.
 
-use lacuna_addr::{Access, Gfn, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{Mmu, Outcome, RmapWalk, VcpuMmu};
-use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
+use lacuna_mmu::{Mmu, Outcome, RmapWalk, SlotSpec, VcpuMmu};
+use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_sync::{HostClock, Qsbr};
 use std::hint::black_box;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ const BLOCK: u64 = 512;
 fn main() {
     for count in [1, 8, 64, 512] {
         let (mmu, mut vcpu, backing) = world(count);
-        let block = HvaRange::new(backing, BLOCK).expect("a block");
+        let block = BackingRange::new(backing, BLOCK).expect("a block");
         for walk in RmapWalk::ALL {
             let rounds = match walk {
                 RmapWalk::PageLoop | RmapWalk::RangeThenPages => 300,
@@ -57,7 +57,7 @@ fn median(times: &mut [Duration]) -> u128 {
 }
 
 /// `count` slots of two blocks, side by side in the guest and in the backing.
-fn world(count: u16) -> (Arc<Mmu>, VcpuMmu, Hva) {
+fn world(count: u16) -> (Arc<Mmu>, VcpuMmu, BackingAddr) {
     let host = Host::new(HostConfig {
         budget: PageCount::new(16 * BLOCK),
         huge: HugePages::Always,
@@ -75,7 +75,7 @@ fn world(count: u16) -> (Arc<Mmu>, VcpuMmu, Hva) {
         let spec = SlotSpec {
             id: SlotId(id),
             guest: first * PAGE_SIZE as u64,
-            host: backing.start().checked_add_pages(first).expect("inside"),
+            backing: backing.start().checked_add_pages(first).expect("inside"),
             bytes: 2 * BLOCK * PAGE_SIZE as u64,
             flags: SlotFlags::empty(),
         };

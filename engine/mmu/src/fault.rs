@@ -81,8 +81,8 @@ impl Mmu {
                 };
                 slot = again;
             }
-            let (hva, max_level) = (slot.hva(gfn), slot.attach.max_level(gfn));
-            let found = self.host.resolve(hva, access, max_level, &mut vcpu.cache);
+            let (addr, max_level) = (slot.backing_of(gfn), slot.attach.max_level(gfn));
+            let found = self.host.resolve(addr, access, max_level, &mut vcpu.cache);
             let Frame { pfn, level } = match found {
                 Resolution::Ready(frame) => frame,
                 Resolution::Pending(ticket) => return Outcome::Pending(ticket),

@@ -16,7 +16,7 @@
 
 use crate::rmap::{BLOCK, Rmap, parts};
 use crate::{InBlock, Mmu};
-use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_slots::{Overlap, Slot, Snapshot};
 use lacuna_stage2::{Cursor, EntryRef, Flush, Removed};
 use std::sync::Arc;
@@ -64,7 +64,7 @@ pub(crate) struct Visit<'v, 's, C> {
 
 impl Mmu {
     /// Unmaps `ranges` and excludes faults there. [`Invalidation::finish`] does the rest.
-    pub fn begin_invalidation(&self, ranges: &[HvaRange]) -> Invalidation<'_> {
+    pub fn begin_invalidation(&self, ranges: &[BackingRange]) -> Invalidation<'_> {
         self.begin_with(ranges, |_, _, part, visit| self.unmap_part(part, visit))
     }
 
@@ -73,7 +73,7 @@ impl Mmu {
     #[inline]
     pub(crate) fn begin_with<C: Counter>(
         &self,
-        ranges: &[HvaRange],
+        ranges: &[BackingRange],
         unmap: impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, C>),
     ) -> Invalidation<'_, C> {
         let slots = self.slots.read();

@@ -12,9 +12,9 @@
 //! leaf under another gfn's lock. The disallow counts start again too. The dirty log is kept,
 //! because it names pages by the slot.
 
-use crate::{Mmu, Rmap};
-use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE};
-use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId, SlotSpec};
+use crate::{Mmu, Rmap, SlotSpec};
+use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE};
+use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId};
 use lacuna_sync::shim::Ordering;
 use std::sync::{Arc, MutexGuard};
 
@@ -29,11 +29,11 @@ impl Mmu {
     /// a region of this MMU, because its pages would be evicted without notice. Nothing has changed
     /// then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
-        let backing = HvaRange::new(spec.host, spec.bytes / PAGE_SIZE as u64);
+        let backing = BackingRange::new(spec.backing, spec.bytes / PAGE_SIZE as u64);
         // A range that is not valid has an error of its own.
         if backing.is_some_and(|backing| !self.host.is_notified(backing, self)) {
-            let SlotSpec { id, host, .. } = spec;
-            return Err(SlotError::ForeignBacking { id, host });
+            let SlotSpec { id, backing, .. } = spec;
+            return Err(SlotError::ForeignBacking { id, backing });
         }
         self.insert_slot(spec)
     }
@@ -87,7 +87,7 @@ impl Mmu {
         let wanted = edit(spec_of(&old));
         let log = Arc::clone(old.attach.log());
         self.exclude(&old, || {
-            let attach = |gfns, hvas| Rmap::with_log(gfns, hvas, log);
+            let attach = |gfns, backing| Rmap::with_log(gfns, backing, log);
             self.slots.replace(wanted, attach).map(|_| ())
         })
     }
@@ -134,8 +134,8 @@ fn spec_of(slot: &Slot<Rmap>) -> SlotSpec {
     SlotSpec {
         id: slot.id,
         guest: slot.gfns.start().gpa().get(),
-        host: slot.hvas.start(),
-        bytes: slot.hvas.pages() * PAGE_SIZE as u64,
+        backing: slot.backing.start(),
+        bytes: slot.backing.pages() * PAGE_SIZE as u64,
         flags: slot.flags,
     }
 }

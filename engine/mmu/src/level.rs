@@ -76,7 +76,7 @@ impl Mmu {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
         (rmap.max_level(gfn) == Level::L2M && rmap.block(gfn) == FULL)
-            .then(|| self.host.compound_page(slot.hva(gfn)))
+            .then(|| self.host.compound_page(slot.backing_of(gfn)))
             .flatten()
     }
 

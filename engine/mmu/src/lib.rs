@@ -55,4 +55,7 @@ pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};
 
+/// A slot as the VMM asks for it. Its backing is a part of a region of the MMU's host.
+pub type SlotSpec = lacuna_slots::SlotSpec<lacuna_addr::BackingAddr>;
+
 use rmap::InBlock;

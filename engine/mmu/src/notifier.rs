@@ -3,17 +3,17 @@
 
 use crate::rmap::{BLOCK, parts};
 use crate::{InBlock, Mmu, Rmap};
-use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_host::MmuNotifier;
 use lacuna_slots::Overlap;
 use lacuna_stage2::{Age, Cursor, EntryRef, Flush};
 
 impl MmuNotifier for Mmu {
-    fn invalidate(&self, ranges: &[HvaRange]) {
+    fn invalidate(&self, ranges: &[BackingRange]) {
         self.begin_invalidation(ranges).finish();
     }
 
-    fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
+    fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
         for (&range, young) in ranges.iter().zip(young) {
             *young = false;
             self.each_part(range, |cursor, rmap, part| {
@@ -27,7 +27,7 @@ impl MmuNotifier for Mmu {
         let _ = self.qsbr.request();
     }
 
-    fn split_huge(&self, range: HvaRange) {
+    fn split_huge(&self, range: BackingRange) {
         self.each_part(range, |cursor, rmap, part| {
             // Without a table, the block's bits continue to stand for all of its pages.
             let _ = self.split(cursor, rmap, part.start());
@@ -55,7 +55,7 @@ impl Mmu {
     }
 
     /// Whether a page of `range` was accessed since it was last aged. Clears nothing.
-    pub fn test_young(&self, range: HvaRange) -> bool {
+    pub fn test_young(&self, range: BackingRange) -> bool {
         self.any_leaf(range, |cursor, at, gfn| cursor.test_young_at(at, gfn))
     }
 
@@ -63,7 +63,7 @@ impl Mmu {
     /// which pages were written. On return no vCPU writes there without a fault. A huge leaf that
     /// reaches beyond the range is split first; if no table is free for that, all of it is
     /// protected.
-    pub fn write_protect(&self, range: HvaRange) {
+    pub fn write_protect(&self, range: BackingRange) {
         // A harvest that finds W clear must not find TLBs that still have it.
         let _no_harvest = self.lock_layout();
         let mut flush = Flush::none(&self.stage2);
@@ -85,7 +85,7 @@ impl Mmu {
     /// Whether `look` finds any young leaf that maps a page of `range`. It visits all of them.
     fn any_leaf(
         &self,
-        range: HvaRange,
+        range: BackingRange,
         mut look: impl FnMut(&mut Cursor<'_>, EntryRef, Gfn) -> Age,
     ) -> bool {
         let mut young = false;
@@ -100,7 +100,7 @@ impl Mmu {
     /// Calls `visit` for each part of a block whose backing is in `range`, under its range lock.
     fn each_part<'s>(
         &'s self,
-        range: HvaRange,
+        range: BackingRange,
         mut visit: impl FnMut(&mut Cursor<'s>, &Rmap, GfnRange),
     ) {
         self.slots

@@ -24,7 +24,8 @@
 //! The reverse map takes 12 bytes for each block ([`Rmap::bytes`]).
 
 use crate::dirty::SlotLog;
-use lacuna_addr::{Gfn, GfnRange, HvaRange, Level, NoRoom, PAGE_SIZE, room_for};
+use lacuna_addr::{BackingAddr, BackingRange, Gfn, GfnRange, Level, NoRoom, PAGE_SIZE, room_for};
+use lacuna_slots::SlotData;
 use lacuna_stage2::{EntryRef, Removed, Stage2};
 use lacuna_sync::shim::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -64,6 +65,10 @@ pub(crate) enum InBlock {
     Small(u32),
 }
 
+impl SlotData for Rmap {
+    type Addr = BackingAddr;
+}
+
 impl Rmap {
     /// Whether there is room for the reverse map of a slot of this number of bytes.
     pub(crate) fn check_room(bytes: u64) -> Result<(), NoRoom> {
@@ -72,15 +77,15 @@ impl Rmap {
     }
 
     /// An empty map for a slot with these frames and this backing.
-    pub fn new(gfns: GfnRange, hvas: HvaRange) -> Self {
-        Self::with_log(gfns, hvas, Arc::default())
+    pub fn new(gfns: GfnRange, backing: BackingRange) -> Self {
+        Self::with_log(gfns, backing, Arc::default())
     }
 
     /// An empty map for a slot that keeps this log.
-    pub(crate) fn with_log(gfns: GfnRange, hvas: HvaRange, log: Arc<SlotLog>) -> Self {
+    pub(crate) fn with_log(gfns: GfnRange, backing: BackingRange, log: Arc<SlotLog>) -> Self {
         let first = gfns.start().block();
         let end = gfns.end_raw().div_ceil(BLOCK);
-        let alike = gfns.start().get() % BLOCK == hvas.start().get() / PAGE_SIZE as u64 % BLOCK;
+        let alike = gfns.start().get() % BLOCK == backing.start().get() / PAGE_SIZE as u64 % BLOCK;
         let block = |number: u64| {
             let whole =
                 gfns.start().get() <= number * BLOCK && (number + 1) * BLOCK <= gfns.end_raw();

@@ -18,7 +18,7 @@
 
 use crate::invalidate::{Counter, Invalidation, Visit};
 use crate::{InBlock, Mmu, Rmap};
-use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_slots::{Slot, Snapshot};
 use std::sync::Arc;
 
@@ -92,12 +92,14 @@ impl RmapWalk {
 
     /// Finds the slots of `range`, if that is not done under the range locks, and counts what it
     /// read.
-    fn find_slots(self, slots: &Snapshot<Rmap>, range: HvaRange, counter: &mut StepCounter) {
+    fn find_slots(self, slots: &Snapshot<Rmap>, range: BackingRange, counter: &mut StepCounter) {
         match self {
             // Page by page, under the lock.
             Self::PageLoop => {}
             Self::RangeThenPages => {
-                let hits = slots.iter().filter(|s| s.hvas.intersect(range).is_some());
+                let hits = slots
+                    .iter()
+                    .filter(|s| s.backing.intersect(range).is_some());
                 std::hint::black_box(hits.count());
                 counter.steps.slots += slots.len() as u64;
             }
@@ -134,7 +136,7 @@ impl Mmu {
     pub fn begin_invalidation_as(
         &self,
         walk: RmapWalk,
-        ranges: &[HvaRange],
+        ranges: &[BackingRange],
     ) -> Invalidation<'_, StepCounter> {
         let mut begun = self.begin_with(ranges, |slots, slot, part, visit| {
             walk.unmap(self, slots, slot, part, visit);
@@ -147,7 +149,7 @@ impl Mmu {
     }
 
     /// Invalidates `range` by one of the ways to do it, and says what it took.
-    pub fn invalidate_as(&self, walk: RmapWalk, range: HvaRange) -> Steps {
+    pub fn invalidate_as(&self, walk: RmapWalk, range: BackingRange) -> Steps {
         let begun = self.begin_invalidation_as(walk, &[range]);
         let steps = begun.steps();
         begun.finish();
@@ -162,11 +164,11 @@ impl Mmu {
         visit: &mut Visit<'_, '_, StepCounter>,
     ) {
         for gfn in part.iter() {
-            let hva = slot.hva(gfn);
+            let addr = slot.backing_of(gfn);
             for other in slots.iter() {
                 visit.counter.steps.slots += 1;
                 // Another slot with the same backing is handled under its own lock.
-                if other.hvas.contains(hva) && Arc::ptr_eq(other, slot) {
+                if other.backing.contains(addr) && Arc::ptr_eq(other, slot) {
                     self.unmap_page(gfn, part, visit);
                 }
             }

@@ -9,11 +9,12 @@ mod rmap_walks;
 mod tables;
 mod threads;
 
+use crate::SlotSpec;
 use crate::rmap::parts;
 use crate::{InBlock, Mmu, RmapWalk};
-use lacuna_addr::{Access, Gfn, GfnRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
+use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_stage2::{Age, Exhausted, Leaf};
 use lacuna_sync::{HostClock, Qsbr};
 use std::sync::{Arc, OnceLock};
@@ -60,7 +61,7 @@ fn spec(id: u16, (gfn, page, pages): Place) -> SlotSpec {
     SlotSpec {
         id: SlotId(id),
         guest: gfn * PAGE_SIZE as u64,
-        host: hva(page),
+        backing: addr(page),
         bytes: pages * PAGE_SIZE as u64,
         flags: SlotFlags::empty(),
     }
@@ -76,12 +77,12 @@ fn gfn(raw: u64) -> Gfn {
     Gfn::new(raw).expect("a frame")
 }
 
-fn hva(page: u64) -> Hva {
-    Hva::new((BACKING + page) * PAGE_SIZE as u64)
+fn addr(page: u64) -> BackingAddr {
+    BackingAddr::new((BACKING + page) * PAGE_SIZE as u64)
 }
 
-fn range(page: u64, pages: u64) -> HvaRange {
-    HvaRange::new(hva(page), pages).expect("a range")
+fn range(page: u64, pages: u64) -> BackingRange {
+    BackingRange::new(addr(page), pages).expect("a range")
 }
 
 /// The end of a fault at `at`, after the host has reported the page at level `has`. `None` if there
@@ -90,7 +91,7 @@ fn touch(mmu: &Mmu, at: u64, access: Access, has: Level) -> Option<Result<Level,
     let at = gfn(at);
     let slots = mmu.slots.snapshot();
     let slot = slots.find(at)?;
-    let frame = slot.hva(at).get() / PAGE_SIZE as u64 - BACKING;
+    let frame = slot.backing_of(at).get() / PAGE_SIZE as u64 - BACKING;
     let pfn = lacuna_addr::Pfn::new(frame as u32);
     let leaf = match access {
         Access::Write => Leaf::dirty(pfn),

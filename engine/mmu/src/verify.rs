@@ -31,7 +31,7 @@ impl Mmu {
         });
         let (mut small, mut huge) = (0, 0);
         for slot in slots.iter() {
-            let fresh = Rmap::new(slot.gfns, slot.hvas);
+            let fresh = Rmap::new(slot.gfns, slot.backing);
             for part in parts(slot.gfns) {
                 slot.attach.assert_disallowed_like(&fresh, part.start());
                 match self.verify_block(slot, part) {

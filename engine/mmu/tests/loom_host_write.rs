@@ -20,8 +20,10 @@ mod host_write;
 #[path = "../src/dirty/state.rs"]
 mod state;
 
-use lacuna_addr::{Gfn, Hva};
-use lacuna_slots::{DirtyError, HugeLeaves, Limits, Slot, SlotFlags, SlotId, SlotSpec, Slots};
+use lacuna_addr::{BackingAddr, Gfn};
+use lacuna_slots::{
+    DirtyError, HugeLeaves, Limits, Slot, SlotData, SlotFlags, SlotId, SlotSpec, Slots,
+};
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
 use state::{Count, SlotLog, Tracking};
 
@@ -33,6 +35,10 @@ struct Mmu {
 /// The parts of the reverse map.
 struct Rmap {
     log: std::sync::Arc<SlotLog>,
+}
+
+impl SlotData for Rmap {
+    type Addr = BackingAddr;
 }
 
 impl Rmap {
@@ -75,7 +81,7 @@ impl World {
         let spec = SlotSpec {
             id: SlotId(1),
             guest: 0,
-            host: Hva::new(0x10_0000),
+            backing: BackingAddr::new(0x10_0000),
             bytes: (PAGES * lacuna_addr::PAGE_SIZE) as u64,
             flags: SlotFlags::empty(),
         };

@@ -1,10 +1,10 @@
 //! Random accesses, reclaim, aging and slot changes, compared with a plain model of page contents.
 //! Everything is verified after every step.
 
-use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io, MmuNotifier};
-use lacuna_mmu::{Mmu, Outcome, VcpuMmu};
-use lacuna_slots::{SlotError, SlotFlags, SlotId, SlotSpec};
+use lacuna_mmu::{Mmu, Outcome, SlotSpec, VcpuMmu};
+use lacuna_slots::{SlotError, SlotFlags, SlotId};
 use lacuna_stage2::Walk;
 use lacuna_sync::{Clock, Qsbr, VirtualClock};
 use proptest::prelude::*;
@@ -25,7 +25,7 @@ struct Bench {
     mmu: Arc<Mmu>,
     qsbr: Arc<Qsbr>,
     vcpu: VcpuMmu,
-    backing: Hva,
+    backing: BackingAddr,
     contents: BTreeMap<u64, u64>,
     slots: BTreeMap<u16, SlotSpec>,
 }
@@ -86,7 +86,7 @@ impl Bench {
         let spec = SlotSpec {
             id: SlotId(id),
             guest: gfn * PAGE_SIZE as u64,
-            host: self.backing.checked_add_pages(page).unwrap(),
+            backing: self.backing.checked_add_pages(page).unwrap(),
             bytes: pages * PAGE_SIZE as u64,
             flags: SlotFlags::empty(),
         };
@@ -105,7 +105,7 @@ impl Bench {
         if slot.flags.contains(SlotFlags::READONLY) && access.is_write() {
             return None;
         }
-        Some((slot.host.get() - self.backing.get() + at - slot.guest) / PAGE_SIZE as u64)
+        Some((slot.backing.get() - self.backing.get() + at - slot.guest) / PAGE_SIZE as u64)
     }
 
     /// One access of a vCPU: walk, fault, wait, until it succeeds.
@@ -221,7 +221,7 @@ fn apply(bench: &mut Bench, op: &Op) {
         Op::Collapse => drop(bench.host.collapse_step()),
         Op::SplitHuge(block) => {
             let start = bench.backing.checked_add_pages(block * 512).unwrap();
-            bench.mmu.split_huge(HvaRange::new(start, 512).unwrap());
+            bench.mmu.split_huge(BackingRange::new(start, 512).unwrap());
         }
         Op::Time(ns) => bench.pass_time(ns),
         Op::Delete(id) => {
@@ -376,7 +376,7 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
     let mut bench = Bench::new(4, HugePages::Never);
     bench.check(HOME, Some(7));
     let (mmu, gfn) = (Arc::clone(&bench.mmu), Gfn::new(HOME).unwrap());
-    let page = HvaRange::new(bench.backing, 1).unwrap();
+    let page = BackingRange::new(bench.backing, 1).unwrap();
     let qsbr = Arc::clone(&bench.qsbr);
     let _ = qsbr.online(0);
     std::thread::scope(|scope| {

@@ -6,7 +6,7 @@
 //! * resolve of a resident page;
 //! * throughput of swap-out and swap-in on a file; the waiting thread reads, or readers do.
 
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
     FileStore, Frame, Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier, PerCpuPages,
     Resolution, SwapStore, Ticket,
@@ -20,9 +20,9 @@ use std::time::Instant;
 struct Unmapped;
 
 impl MmuNotifier for Unmapped {
-    fn invalidate(&self, _ranges: &[HvaRange]) {}
-    fn age(&self, _ranges: &[HvaRange], _young: &mut [bool]) {}
-    fn split_huge(&self, _range: HvaRange) {}
+    fn invalidate(&self, _ranges: &[BackingRange]) {}
+    fn age(&self, _ranges: &[BackingRange], _young: &mut [bool]) {}
+    fn split_huge(&self, _range: BackingRange) {}
     fn end_of_aging(&self) {}
 }
 
@@ -46,14 +46,14 @@ fn per(count: u64, start: Instant) -> f64 {
     start.elapsed().as_nanos() as f64 / count as f64
 }
 
-fn page(start: Hva, index: u64) -> Hva {
+fn page(start: BackingAddr, index: u64) -> BackingAddr {
     start.checked_add_pages(index).expect("inside the region")
 }
 
 /// Makes a page resident, by whatever is needed.
-fn touch(host: &Host, hva: Hva, access: Access, cache: &mut PerCpuPages) -> Pfn {
+fn touch(host: &Host, addr: BackingAddr, access: Access, cache: &mut PerCpuPages) -> Pfn {
     loop {
-        match host.resolve(hva, access, Level::L4K, cache) {
+        match host.resolve(addr, access, Level::L4K, cache) {
             Resolution::Ready(Frame { pfn, .. }) => {
                 cache.unpin_all();
                 return pfn;
@@ -137,9 +137,9 @@ fn first_touch(huge: HugePages, step: u64) -> (u64, u64) {
             .expect("a region");
         let mut zeroed = host.stats().zeroing_ns;
         for i in (0..PAGES).step_by(step as usize) {
-            let hva = page(range.start(), i);
+            let addr = page(range.start(), i);
             let start = Instant::now();
-            let found = host.resolve(hva, Access::Write, Level::L2M, &mut cache);
+            let found = host.resolve(addr, Access::Write, Level::L2M, &mut cache);
             let total = start.elapsed().as_nanos() as u64;
             assert!(matches!(found, Resolution::Ready(_)));
             cache.unpin_all();
@@ -215,8 +215,8 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
     for _ in 0..PAGES / 16 {
         let tickets: Vec<Ticket> = (0..16)
             .filter_map(|_| {
-                let hva = page(range.start(), rng.u64(0..PAGES));
-                match host.resolve(hva, Access::Read, Level::L4K, &mut cache) {
+                let addr = page(range.start(), rng.u64(0..PAGES));
+                match host.resolve(addr, Access::Read, Level::L4K, &mut cache) {
                     Resolution::Pending(ticket) => Some(ticket),
                     Resolution::NoMemory => {
                         let _ = host.reclaim_direct(&mut cache).expect("reclaim");

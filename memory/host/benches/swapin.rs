@@ -7,7 +7,7 @@
 //! process less the computing. So it includes reading, reclaim, interrupts and wake-ups, on
 //! whatever thread they ran.
 
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     FileStore, Frame, Host, HostConfig, HugePages, Io, Latency, MemoryStore, MmuNotifier,
     PerCpuPages, Resolution, SwapStore,
@@ -27,9 +27,9 @@ const VCPUS: u64 = 2;
 struct Unmapped;
 
 impl MmuNotifier for Unmapped {
-    fn invalidate(&self, _ranges: &[HvaRange]) {}
-    fn age(&self, _ranges: &[HvaRange], _young: &mut [bool]) {}
-    fn split_huge(&self, _range: HvaRange) {}
+    fn invalidate(&self, _ranges: &[BackingRange]) {}
+    fn age(&self, _ranges: &[BackingRange], _young: &mut [bool]) {}
+    fn split_huge(&self, _range: BackingRange) {}
     fn end_of_aging(&self) {}
 }
 
@@ -86,16 +86,16 @@ struct Load {
 
 struct Vcpu<'a> {
     host: &'a Host,
-    range: HvaRange,
+    range: BackingRange,
     cache: PerCpuPages,
     rng: fastrand::Rng,
-    arrived: Arc<Mutex<Vec<(Hva, Access)>>>,
+    arrived: Arc<Mutex<Vec<(BackingAddr, Access)>>>,
     flying: usize,
     pages: u64,
 }
 
 impl<'a> Vcpu<'a> {
-    fn new(host: &'a Host, range: HvaRange, seed: u64) -> Self {
+    fn new(host: &'a Host, range: BackingRange, seed: u64) -> Self {
         Self {
             host,
             range,
@@ -108,9 +108,9 @@ impl<'a> Vcpu<'a> {
     }
 
     /// One fault: the page is used if it is resident; if not, its read is started.
-    fn fault(&mut self, hva: Hva, access: Access) {
+    fn fault(&mut self, addr: BackingAddr, access: Access) {
         loop {
-            match self.host.resolve(hva, access, Level::L4K, &mut self.cache) {
+            match self.host.resolve(addr, access, Level::L4K, &mut self.cache) {
                 Resolution::Ready(Frame { pfn, .. }) => {
                     if access == Access::Write {
                         let value = self.rng.u64(1..).to_le_bytes();
@@ -121,7 +121,7 @@ impl<'a> Vcpu<'a> {
                 Resolution::Pending(ticket) | Resolution::Missing(ticket) => {
                     let arrived = self.arrived.clone();
                     ticket.on_done(move || {
-                        arrived.lock().expect("no panic").push((hva, access));
+                        arrived.lock().expect("no panic").push((addr, access));
                     });
                     self.host.start(&ticket);
                     self.flying += 1;
@@ -139,12 +139,12 @@ impl<'a> Vcpu<'a> {
 
     fn random(&mut self, writes: Writes) {
         let page = self.rng.u64(0..PAGES);
-        let hva = self.range.start().checked_add_pages(page).expect("inside");
+        let addr = self.range.start().checked_add_pages(page).expect("inside");
         let access = match writes {
             Writes::Half if self.rng.bool() => Access::Write,
             _ => Access::Read,
         };
-        self.fault(hva, access);
+        self.fault(addr, access);
     }
 
     fn run(&mut self, load: &Load, clock: &dyn Clock, time: Duration) -> u64 {
@@ -160,8 +160,8 @@ impl<'a> Vcpu<'a> {
             }
             let arrived = std::mem::take(&mut *self.arrived.lock().expect("no panic"));
             self.flying -= arrived.len();
-            for (hva, access) in arrived {
-                self.fault(hva, access);
+            for (addr, access) in arrived {
+                self.fault(addr, access);
             }
             faults = 0;
             while self.flying < load.depth && faults < 4 * load.depth {

@@ -25,7 +25,7 @@ use crate::reclaim::{Round, ScanPriority};
 use crate::region::{Region, RegionList};
 use crate::residency::{PageNo, PageState};
 use crate::stats::Counters;
-use lacuna_addr::{HvaRange, Pfn};
+use lacuna_addr::{BackingRange, Pfn};
 use std::sync::Arc;
 
 /// The most pages without a frame (they read as zeros) in a block that is collapsed. A collapse
@@ -72,7 +72,7 @@ pub(crate) struct Gathered {
 impl Gathered {
     /// Which of the pages were accessed. Clears their accessed bits.
     pub fn age(&self, round: &mut Round) -> Vec<bool> {
-        let ranges: Vec<HvaRange> = (0..BLOCK).map(|i| self.first.plus(i).range()).collect();
+        let ranges: Vec<BackingRange> = (0..BLOCK).map(|i| self.first.plus(i).range()).collect();
         let mut young = vec![false; BLOCK];
         round.age(&self.region, &ranges, &mut young);
         young

@@ -13,55 +13,55 @@ use crate::pool::FramePtr;
 use crate::region::Place;
 use crate::residency::{PageNo, PageState};
 use crate::resolve::{Frame, Resolution, small};
-use lacuna_addr::{Access, Hva, Level, PAGE_SIZE};
+use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
 
 /// How often [`Host::peek`] tries a page that reclaim is looking at.
 const PEEKS: usize = 64;
 
 impl Host {
-    /// Copies `bytes` to the pages from `hva` on, swapping in what has to be. Not for vCPU threads:
-    /// it waits.
-    pub fn copy_in(&self, mut hva: Hva, mut bytes: &[u8]) -> Result<(), HostError> {
+    /// Copies `bytes` to the pages from `addr` on, swapping in what has to be. Not for
+    /// vCPU threads: it waits.
+    pub fn copy_in(&self, mut addr: BackingAddr, mut bytes: &[u8]) -> Result<(), HostError> {
         let mut cache = PerCpuPages::new(self.core.clone());
         while !bytes.is_empty() {
-            let (offset, len) = within_page(hva, bytes.len());
+            let (offset, len) = within_page(addr, bytes.len());
             let (now, rest) = bytes.split_at(len);
             let copy = |frame: FramePtr<'_>| frame.write(offset, now);
-            self.with_page(hva, Access::Write, &mut cache, copy)?;
-            (hva, bytes) = (Hva::new(hva.get().wrapping_add(len as u64)), rest);
+            self.with_page(addr, Access::Write, &mut cache, copy)?;
+            (addr, bytes) = (BackingAddr::new(addr.get().wrapping_add(len as u64)), rest);
         }
         Ok(())
     }
 
-    /// Copies from the pages at `hva` on, swapping in what has to be. Empty pages stay empty and
+    /// Copies from the pages at `addr` on, swapping in what has to be. Empty pages stay empty and
     /// read as zeros.
-    pub fn copy_out(&self, mut hva: Hva, mut out: &mut [u8]) -> Result<(), HostError> {
+    pub fn copy_out(&self, mut addr: BackingAddr, mut out: &mut [u8]) -> Result<(), HostError> {
         let mut cache = PerCpuPages::new(self.core.clone());
         while !out.is_empty() {
-            let (offset, len) = within_page(hva, out.len());
+            let (offset, len) = within_page(addr, out.len());
             let (now, rest) = out.split_at_mut(len);
-            if self.core.reads_as_zeros(hva) {
+            if self.core.reads_as_zeros(addr) {
                 now.fill(0);
             } else {
                 let copy = |frame: FramePtr<'_>| frame.read(offset, now);
-                self.with_page(hva, Access::Read, &mut cache, copy)?;
+                self.with_page(addr, Access::Read, &mut cache, copy)?;
             }
-            (hva, out) = (Hva::new(hva.get().wrapping_add(len as u64)), rest);
+            (addr, out) = (BackingAddr::new(addr.get().wrapping_add(len as u64)), rest);
         }
         Ok(())
     }
 
-    /// Copies from the page at `hva` if it is resident, up to the page's end; never brings one in.
+    /// Copies from the page at `addr` if it is resident, up to the page's end; never brings one in.
     /// `None` when it is elsewhere, empty, or on its way.
-    pub fn peek(&self, hva: Hva, out: &mut [u8]) -> Option<()> {
-        let (offset, len) = within_page(hva, out.len());
+    pub fn peek(&self, addr: BackingAddr, out: &mut [u8]) -> Option<()> {
+        let (offset, len) = within_page(addr, out.len());
         if len < out.len() {
             return None;
         }
         for _ in 0..PEEKS {
-            let frame = match self.core.place_of(hva)? {
+            let frame = match self.core.place_of(addr)? {
                 Place::Block(block) => Some(Frame {
-                    pfn: block.frame_of(PageNo::of(hva)),
+                    pfn: block.frame_of(PageNo::of(addr)),
                     level: Level::L2M,
                 }),
                 Place::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
@@ -69,7 +69,7 @@ impl Host {
                 Place::Page(PageState::Collapsed) => None,
                 Place::Page(_) => return None,
             };
-            let page = PageNo::of(hva);
+            let page = PageNo::of(addr);
             let read = |frame| {
                 self.core
                     .while_isolated(frame, page, |bytes| bytes.read(offset, out))
@@ -84,7 +84,7 @@ impl Host {
 
     fn with_page(
         &self,
-        hva: Hva,
+        addr: BackingAddr,
         access: Access,
         cache: &mut PerCpuPages,
         copy: impl FnOnce(FramePtr<'_>),
@@ -92,9 +92,9 @@ impl Host {
         let mut copy = Some(copy);
         loop {
             let seen = self.core.settled.generation();
-            match self.resolve(hva, access, Level::L4K, cache) {
+            match self.resolve(addr, access, Level::L4K, cache) {
                 Resolution::Ready(frame) => {
-                    let copied = self.core.while_isolated(frame, PageNo::of(hva), |page| {
+                    let copied = self.core.while_isolated(frame, PageNo::of(addr), |page| {
                         copy.take().into_iter().for_each(|copy| copy(page));
                         if access.is_write() {
                             self.mark_dirty(frame.pfn, Level::L4K);
@@ -121,8 +121,8 @@ impl Host {
 
 impl Core {
     /// Whether the page has no frame and contains zeros.
-    fn reads_as_zeros(&self, hva: Hva) -> bool {
-        let page = PageNo::of(hva);
+    fn reads_as_zeros(&self, addr: BackingAddr) -> bool {
+        let page = PageNo::of(addr);
         let Some(region) = self.regions.find(page) else {
             return false;
         };
@@ -132,8 +132,8 @@ impl Core {
         }
     }
 
-    fn place_of(&self, hva: Hva) -> Option<Place> {
-        let page = PageNo::of(hva);
+    fn place_of(&self, addr: BackingAddr) -> Option<Place> {
+        let page = PageNo::of(addr);
         self.regions.find(page)?.place(page)
     }
 
@@ -166,7 +166,7 @@ impl Core {
     }
 }
 
-fn within_page(hva: Hva, len: usize) -> (usize, usize) {
-    let offset = hva.get() as usize & (PAGE_SIZE - 1);
+fn within_page(addr: BackingAddr, len: usize) -> (usize, usize) {
+    let offset = addr.get() as usize & (PAGE_SIZE - 1);
     (offset, len.min(PAGE_SIZE - offset))
 }

@@ -1,6 +1,6 @@
 //! What can go wrong, in words that say what, where, and what to do.
 
-use lacuna_addr::{Hva, NoRoom, PageCount};
+use lacuna_addr::{BackingAddr, NoRoom, PageCount};
 use std::sync::Arc;
 
 /// Why the host memory manager cannot do what was asked. Cloneable: an error met on one thread is
@@ -47,7 +47,7 @@ pub enum HostError {
     BadRegion(PageCount),
     /// The range is not a region's, or not the whole of one.
     #[error("no region begins at {0} with that length")]
-    NoSuchRegion(Hva),
+    NoSuchRegion(BackingAddr),
     /// The swap device cannot be opened.
     #[error("cannot create a swap file in {path}: {reason}")]
     SwapSetup {
@@ -97,7 +97,7 @@ pub enum HostError {
 #[error("page {page} is lost: {reason}")]
 pub struct LostPage {
     /// The page's address.
-    pub page: Hva,
+    pub page: BackingAddr,
     /// Why.
     pub reason: Arc<str>,
 }

@@ -17,7 +17,7 @@ use crate::stats::Counters;
 use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::writeback::Failure;
-use lacuna_addr::{Hva, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads};
+use lacuna_addr::{BackingAddr, BackingRange, Level, PageCount, Pfn, room_for, room_for_threads};
 use lacuna_sync::{Clock, Nanos};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
@@ -182,7 +182,7 @@ impl Host {
         &self,
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
-    ) -> Result<HvaRange, HostError> {
+    ) -> Result<BackingRange, HostError> {
         self.core.regions.add(pages, notifier, None)
     }
 
@@ -194,13 +194,13 @@ impl Host {
         source: Arc<dyn PageSource>,
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
-    ) -> Result<HvaRange, HostError> {
+    ) -> Result<BackingRange, HostError> {
         self.core.regions.add(pages, notifier, Some(source))
     }
 
     /// Whether `range` lies in one region, and `notifier` looks after its mappings. It stays so: a
     /// removed region's addresses are never used again.
-    pub fn is_notified(&self, range: HvaRange, notifier: &dyn MmuNotifier) -> bool {
+    pub fn is_notified(&self, range: BackingRange, notifier: &dyn MmuNotifier) -> bool {
         let region = self.core.regions.find(PageNo::of(range.start()));
         region.is_some_and(|region| {
             region.range().intersect(range) == Some(range)
@@ -210,7 +210,7 @@ impl Host {
 
     /// Makes the blocks that lie wholly inside `range` whole from here on, where they can be, under
     /// [`HugePages::Madvise`].
-    pub fn advise_huge(&self, range: HvaRange) -> Result<(), HostError> {
+    pub fn advise_huge(&self, range: BackingRange) -> Result<(), HostError> {
         let region = self.core.regions.find(PageNo::of(range.start()));
         let region = region.filter(|region| region.range().intersect(range) == Some(range));
         let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
@@ -225,10 +225,10 @@ impl Host {
         self.core.frames.pool.frame(pfn)
     }
 
-    /// The first frame of the compound page that holds `hva`, if there is one. It may be split a
+    /// The first frame of the compound page that holds `addr`, if there is one. It may be split a
     /// moment later; its notifier is told by [`MmuNotifier::split_huge`].
-    pub fn compound_page(&self, hva: Hva) -> Option<Pfn> {
-        let page = PageNo::of(hva);
+    pub fn compound_page(&self, addr: BackingAddr) -> Option<Pfn> {
+        let page = PageNo::of(addr);
         let region = self.core.regions.find(page)?;
         match region.block_word(page)?.load() {
             PageBlockState::Compound { block } => Some(block.frame(0)),
@@ -375,7 +375,7 @@ impl Core {
         let reason = lock(&self.lost).get(&page).cloned();
         let reason = reason.unwrap_or_else(|| "no region holds it".into());
         LostPage {
-            page: page.hva(),
+            page: page.addr(),
             reason,
         }
     }

@@ -9,12 +9,12 @@
 //! MMU notifiers <------------------ frames <--------------------------------- SwapStore
 //! ```
 //! VMs share a [`Host`]. Their memory slots point into *regions*, which the host numbers itself
-//! ([`lacuna_addr::Hva`]); these numbers are not pointers. One 64-bit word a page says where the
-//! page is (`residency`). One descriptor a frame says which thread may take the frame from its page
-//! (`desc`). 512 pages may be one compound page in an aligned block of frames: one word a block
-//! says so (`block_word`), and one descriptor says which thread may split it (`block`). Reclaim
-//! decides which compound pages are split (`sampled_split`); a background thread collapses pages
-//! into compound pages (`collapse`).
+//! ([`lacuna_addr::BackingAddr`]); these numbers are not pointers. One 64-bit word a page says
+//! where the page is (`residency`). One descriptor a frame says which thread may take the frame
+//! from its page (`desc`). 512 pages may be one compound page in an aligned block of frames: one
+//! word a block says so (`block_word`), and a descriptor says which thread may split it (`block`).
+//! Reclaim decides which compound pages are split (`sampled_split`); a background thread collapses
+//! pages into compound pages (`collapse`).
 //!
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps and does no I/O.
 //!   [`Host::wait`] and [`Host::reclaim_direct`] wait; their caller holds no lock.

@@ -24,7 +24,7 @@ use crate::residency::{PageNo, PageState, PageWord};
 use crate::sampled_split::Window;
 use crate::stats::Counters;
 use crate::writeback::CLUSTER;
-use lacuna_addr::{HvaRange, Pfn};
+use lacuna_addr::{BackingRange, Pfn};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -113,13 +113,13 @@ impl Round {
     fn find(&self, page: PageNo) -> Option<usize> {
         let after = self
             .regions
-            .partition_point(|region| region.range().start() <= page.hva());
+            .partition_point(|region| region.range().start() <= page.addr());
         let at = after.checked_sub(1)?;
         self.regions[at].contains(page).then_some(at)
     }
 
     /// Asks the region's MMU notifier which of `ranges` were accessed.
-    pub fn age(&mut self, region: &Region, ranges: &[HvaRange], young: &mut [bool]) {
+    pub fn age(&mut self, region: &Region, ranges: &[BackingRange], young: &mut [bool]) {
         region.notifier.age(ranges, young);
         if self.aged.iter().all(|(aged, _)| *aged != region.listener) {
             self.aged.push((region.listener, region.notifier.clone()));
@@ -327,14 +327,14 @@ impl Core {
 }
 
 /// `ranges`, ascending, with adjacent ones joined.
-fn joined(ranges: impl Iterator<Item = HvaRange>) -> Vec<HvaRange> {
-    let mut joined: Vec<HvaRange> = Vec::new();
+fn joined(ranges: impl Iterator<Item = BackingRange>) -> Vec<BackingRange> {
+    let mut joined: Vec<BackingRange> = Vec::new();
     for range in ranges {
         let last = joined.last_mut();
         match last.filter(|last| last.end() == range.start()) {
             Some(last) => {
                 let pages = last.pages() + range.pages();
-                *last = HvaRange::new(last.start(), pages).expect("both are ranges");
+                *last = BackingRange::new(last.start(), pages).expect("both are ranges");
             }
             None => joined.push(range),
         }

@@ -18,7 +18,7 @@ use crate::error::HostError;
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::source::PageSource;
-use lacuna_addr::{HvaRange, PAGE_SHIFT, PageCount};
+use lacuna_addr::{BackingRange, PAGE_SHIFT, PageCount};
 use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -29,16 +29,16 @@ pub trait MmuNotifier: Send + Sync {
     /// Unmaps `ranges`, ascending and disjoint. On return nothing maps them and no vCPU can touch
     /// them: it waits for a grace period. Calls [`crate::Host::mark_dirty`] for every leaf it
     /// removed that had D set.
-    fn invalidate(&self, ranges: &[HvaRange]);
+    fn invalidate(&self, ranges: &[BackingRange]);
 
     /// Tests and clears the accessed bit of every leaf that maps a page of `ranges[i]`, and stores
     /// in `young[i]` whether any was set.
-    fn age(&self, ranges: &[HvaRange], young: &mut [bool]);
+    fn age(&self, ranges: &[BackingRange], young: &mut [bool]);
 
     /// From here on each page of the 2 MiB block `range` has an accessed and a dirty bit of its
     /// own, if it is mapped: the host is going to look at them one by one. Best effort: where there
     /// is no room for a table, the block's bits go on speaking for all of its pages.
-    fn split_huge(&self, range: HvaRange);
+    fn split_huge(&self, range: BackingRange);
 
     /// An aging pass is over. Processors that cache translations set A only on a miss: bump the TLB
     /// generation once, or hot pages look cold.
@@ -83,8 +83,8 @@ pub(crate) enum Place {
 }
 
 impl Region {
-    pub fn range(&self) -> HvaRange {
-        HvaRange::new(self.first.hva(), self.words.len() as u64).expect("checked when added")
+    pub fn range(&self) -> BackingRange {
+        BackingRange::new(self.first.addr(), self.words.len() as u64).expect("checked when added")
     }
 
     pub fn contains(&self, page: PageNo) -> bool {
@@ -140,14 +140,14 @@ impl Region {
     }
 
     /// Where those are; `None` where blocks fill the region.
-    pub fn tail_range(&self) -> Option<HvaRange> {
+    pub fn tail_range(&self) -> Option<BackingRange> {
         let from = self.block_words.len() * BLOCK;
         let count = (self.words.len() - from) as u64;
-        HvaRange::new(self.first.plus(from).hva(), count)
+        BackingRange::new(self.first.plus(from).addr(), count)
     }
 
     /// Marks the blocks that lie wholly inside `range`.
-    pub fn advise(&self, range: HvaRange) {
+    pub fn advise(&self, range: BackingRange) {
         for (i, span) in self.spans().enumerate() {
             let block = span.first.block_range();
             if block.intersect(range) == Some(block) {
@@ -281,7 +281,7 @@ impl Regions {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
         source: Option<Arc<dyn PageSource>>,
-    ) -> Result<HvaRange, HostError> {
+    ) -> Result<BackingRange, HostError> {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let end = numbers.next_page.checked_add(pages.get());
         if pages.get() == 0 || end.is_none_or(|end| end > MAX_PAGES) {
@@ -317,7 +317,7 @@ impl Regions {
     }
 
     /// Takes the region out of the list. Its words still have to be emptied.
-    pub fn remove(&self, range: HvaRange) -> Result<Arc<Region>, HostError> {
+    pub fn remove(&self, range: BackingRange) -> Result<Arc<Region>, HostError> {
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         let index = list.iter().position(|region| region.range() == range);
         let index = index.ok_or(HostError::NoSuchRegion(range.start()))?;

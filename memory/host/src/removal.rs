@@ -18,7 +18,7 @@ use crate::error::HostError;
 use crate::host::{Core, Host, lock};
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
-use lacuna_addr::{HvaRange, Pfn};
+use lacuna_addr::{BackingRange, Pfn};
 use std::sync::atomic::Ordering;
 
 #[derive(PartialEq, Eq)]
@@ -35,7 +35,7 @@ impl Host {
     ///
     /// Waits for the region's reads and writes in flight, and for vCPUs as
     /// [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does. The caller holds no lock.
-    pub fn remove_region(&self, range: HvaRange) -> Result<(), HostError> {
+    pub fn remove_region(&self, range: BackingRange) -> Result<(), HostError> {
         let region = self.core.regions.remove(range)?;
         loop {
             let seen = self.core.settled.generation();
@@ -78,7 +78,7 @@ impl Core {
     fn remove_pages<'r>(
         &self,
         region: &Region,
-        range: HvaRange,
+        range: BackingRange,
         pages: impl Iterator<Item = (PageNo, &'r PageWord)>,
     ) -> Removal {
         let mut frames: Vec<Pfn> = Vec::new();

@@ -36,7 +36,7 @@
 
 use crate::block_word::BLOCK;
 use crate::swap::SwapEntry;
-use lacuna_addr::{Hva, HvaRange, PAGE_SHIFT, Pfn};
+use lacuna_addr::{BackingAddr, BackingRange, PAGE_SHIFT, Pfn};
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
 /// Number of bits of a frame number in a page word.
@@ -45,7 +45,7 @@ const STATE_BITS: u32 = 3;
 const ENTRY_SHIFT: u32 = 32;
 const _: () = assert!(STATE_BITS + FRAME_BITS == ENTRY_SHIFT);
 
-/// A page number: an [`Hva`] divided by 4 KiB. No page has number zero.
+/// A page number: a [`BackingAddr`] divided by 4 KiB. No page has number zero.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct PageNo(u64);
 
@@ -54,16 +54,16 @@ impl PageNo {
         Self(number)
     }
 
-    pub const fn of(hva: Hva) -> Self {
-        Self(hva.get() >> PAGE_SHIFT)
+    pub const fn of(addr: BackingAddr) -> Self {
+        Self(addr.get() >> PAGE_SHIFT)
     }
 
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    pub const fn hva(self) -> Hva {
-        Hva::new(self.0 << PAGE_SHIFT)
+    pub const fn addr(self) -> BackingAddr {
+        BackingAddr::new(self.0 << PAGE_SHIFT)
     }
 
     /// The page `count` pages later.
@@ -82,13 +82,13 @@ impl PageNo {
     }
 
     /// The block that begins with this page.
-    pub fn block_range(self) -> HvaRange {
-        HvaRange::new(self.hva(), BLOCK as u64).expect("aligned")
+    pub fn block_range(self) -> BackingRange {
+        BackingRange::new(self.addr(), BLOCK as u64).expect("aligned")
     }
 
     /// This page alone.
-    pub fn range(self) -> HvaRange {
-        HvaRange::new(self.hva(), 1).expect("aligned")
+    pub fn range(self) -> BackingRange {
+        BackingRange::new(self.addr(), 1).expect("aligned")
     }
 }
 

@@ -8,7 +8,7 @@ use crate::host::{Core, Host, HugePages, lock};
 use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::ticket::Ticket;
-use lacuna_addr::{Access, Hva, Level, Pfn};
+use lacuna_addr::{Access, BackingAddr, Level, Pfn};
 use std::sync::atomic::Ordering;
 
 /// A page's frame.
@@ -40,8 +40,8 @@ pub enum Resolution {
 }
 
 impl Host {
-    /// Finds or makes the frame of the page at `hva`. The page is *pinned* in `cache` from here on:
-    /// see [`PerCpuPages::unpin_all`].
+    /// Finds or makes the frame of the page at `addr`. The page is *pinned* in `cache` from here
+    /// on: see [`PerCpuPages::unpin_all`].
     ///
     /// [`Access::Write`] marks the page dirty before it is ready. The caller may map the frame
     /// writable only then; one that maps a page read-only first and lets it be written later
@@ -56,7 +56,7 @@ impl Host {
     #[inline]
     pub fn resolve(
         &self,
-        hva: Hva,
+        addr: BackingAddr,
         access: Access,
         max_level: Level,
         cache: &mut PerCpuPages,
@@ -65,7 +65,8 @@ impl Host {
             std::sync::Arc::ptr_eq(&self.core, &cache.core),
             "another host's cache"
         );
-        self.core.resolve(PageNo::of(hva), access, max_level, cache)
+        self.core
+            .resolve(PageNo::of(addr), access, max_level, cache)
     }
 }
 

@@ -27,7 +27,7 @@ use crate::pool::Page;
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
-use lacuna_addr::Hva;
+use lacuna_addr::BackingAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -65,8 +65,8 @@ pub enum Answer {
 
 impl PageRequest {
     /// The page's address.
-    pub fn page(&self) -> Hva {
-        self.0.page.hva()
+    pub fn page(&self) -> BackingAddr {
+        self.0.page.addr()
     }
 
     /// Provides the page's content. Callbacks of the ticket run on this thread
@@ -157,7 +157,7 @@ impl Core {
         let reason: Arc<str> = format!("{source} does not provide it: {reason}").into();
         self.note_lost(ticket.number(), reason.clone());
         LostPage {
-            page: ticket.number().hva(),
+            page: ticket.number().addr(),
             reason,
         }
     }

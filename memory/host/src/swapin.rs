@@ -151,7 +151,7 @@ impl Core {
         .into();
         self.note_lost(ticket.number(), reason.clone());
         LostPage {
-            page: ticket.number().hva(),
+            page: ticket.number().addr(),
             reason,
         }
     }

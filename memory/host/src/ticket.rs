@@ -9,7 +9,7 @@ use crate::error::LostPage;
 use crate::flight::Flight;
 use crate::region::Region;
 use crate::residency::PageNo;
-use lacuna_addr::{Hva, Pfn};
+use lacuna_addr::{BackingAddr, Pfn};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -47,8 +47,8 @@ impl Ticket {
     }
 
     /// The address of its page.
-    pub fn page(&self) -> Hva {
-        self.0.page.hva()
+    pub fn page(&self) -> BackingAddr {
+        self.0.page.addr()
     }
 
     /// Whether the page is resident or lost: resolve it again to learn which.

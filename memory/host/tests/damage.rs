@@ -5,7 +5,7 @@ mod common;
 
 use common::FakeMmu;
 use common::shared_file::SharedFile;
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, Page, Reads, Resolution,
     SwapEntry, SwapError, SwapStore, WriteFailed,
@@ -20,7 +20,7 @@ const SLOTS: PageCount = PageCount::new(4096);
 
 struct Guest {
     host: Arc<Host>,
-    range: HvaRange,
+    range: BackingRange,
     /// The content of each page, as one word that is repeated.
     words: Vec<u64>,
 }
@@ -44,7 +44,7 @@ impl Guest {
         guest
     }
 
-    fn at(&self, page: u64) -> Hva {
+    fn at(&self, page: u64) -> BackingAddr {
         self.range.start().checked_add_pages(page).unwrap()
     }
 
@@ -59,7 +59,7 @@ impl Guest {
 
     /// Reads every page, each by `bring` first. Returns how many are lost; all others must be as
     /// they were written.
-    fn read_all(&self, bring: fn(&Self, Hva)) -> usize {
+    fn read_all(&self, bring: fn(&Self, BackingAddr)) -> usize {
         let mut lost = 0;
         let mut bytes = [0; PAGE_SIZE];
         for page in 0..PAGES {
@@ -89,13 +89,13 @@ const DAMAGED: &str = "it is not what was written there: the device, or another 
                        to it, has damaged it; check the device, and start the guest anew";
 
 /// The reader waits for the page, and reads it itself.
-fn wait(_: &Guest, _: Hva) {}
+fn wait(_: &Guest, _: BackingAddr) {}
 
 /// The executor reads it.
-fn start(guest: &Guest, hva: Hva) {
+fn start(guest: &Guest, addr: BackingAddr) {
     let mut cache = guest.host.per_cpu_pages().unwrap();
     let level = Level::L4K;
-    match guest.host.resolve(hva, Access::Read, level, &mut cache) {
+    match guest.host.resolve(addr, Access::Read, level, &mut cache) {
         Resolution::Pending(ticket) => {
             guest.host.start(&ticket);
             // A damaged page is found when it is read.

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{FakeMmu, Use, Vm, huge_host};
-use lacuna_addr::{Access, HvaRange, Level, PageCount, Pfn};
+use lacuna_addr::{Access, BackingRange, Level, PageCount, Pfn};
 use lacuna_host::{
     Collapse, FaultyStore, Frame, Host, HostError, HugePages, MmuNotifier, Resolution,
 };
@@ -40,10 +40,10 @@ fn one_fault_makes_a_block() {
     host.verify();
     vm.check_all();
     let mut word = [0; 8];
-    host.peek(vm.hva(700), &mut word).unwrap();
+    host.peek(vm.addr(700), &mut word).unwrap();
     assert_eq!(u64::from_le_bytes(word), 701);
-    host.copy_in(vm.hva(700), &7u64.to_le_bytes()).unwrap();
-    host.copy_out(vm.hva(700), &mut word).unwrap();
+    host.copy_in(vm.addr(700), &7u64.to_le_bytes()).unwrap();
+    host.copy_out(vm.addr(700), &mut word).unwrap();
     assert_eq!(u64::from_le_bytes(word), 7);
     host.verify();
     host.remove_region(vm.range).unwrap();
@@ -72,9 +72,9 @@ fn the_policy_and_what_can_be_mapped_decide() {
 fn advice_is_for_the_blocks_that_lie_inside() {
     let (host, clock) = host(4096, HugePages::Madvise);
     let mut vm = Vm::new(&host, &clock, 4 * BLOCK);
-    let advised = HvaRange::new(vm.hva(1), 2 * BLOCK).unwrap();
+    let advised = BackingRange::new(vm.addr(1), 2 * BLOCK).unwrap();
     host.advise_huge(advised).unwrap();
-    let beyond = HvaRange::new(vm.hva(1), 4 * BLOCK).unwrap();
+    let beyond = BackingRange::new(vm.addr(1), 4 * BLOCK).unwrap();
     let refused = host.advise_huge(beyond);
     assert!(matches!(refused, Err(HostError::NoSuchRegion(_))));
     for block in 0..4 {
@@ -223,7 +223,7 @@ fn pages_not_in_use_are_left_alone() {
     vm.max_level = Level::L4K;
     write_all(&mut vm, 0..BLOCK);
     let all: Vec<_> = (0..BLOCK)
-        .map(|page| HvaRange::new(vm.hva(page), 1).unwrap())
+        .map(|page| BackingRange::new(vm.addr(page), 1).unwrap())
         .collect();
     vm.mmu.age(&all, &mut vec![false; BLOCK as usize]);
     assert_eq!(host.collapse_step(), Collapse::Looked);
@@ -240,7 +240,7 @@ struct Writer {
 }
 
 impl MmuNotifier for Writer {
-    fn invalidate(&self, ranges: &[HvaRange]) {
+    fn invalidate(&self, ranges: &[BackingRange]) {
         self.mmu.invalidate(ranges);
         if !self.armed.swap(false, Ordering::Relaxed) {
             return;
@@ -256,11 +256,11 @@ impl MmuNotifier for Writer {
         host.frame(pfn).write(0, &99u64.to_le_bytes());
     }
 
-    fn age(&self, _: &[HvaRange], young: &mut [bool]) {
+    fn age(&self, _: &[BackingRange], young: &mut [bool]) {
         young.fill(true);
     }
 
-    fn split_huge(&self, range: HvaRange) {
+    fn split_huge(&self, range: BackingRange) {
         self.mmu.split_huge(range);
     }
 
@@ -312,7 +312,7 @@ fn a_late_mark_on_a_block_counts_for_its_pages() {
     write_all(&mut vm, BLOCK..10 * BLOCK);
     for page in 0..BLOCK {
         let mut word = [0; 8];
-        host.copy_out(vm.hva(page), &mut word).unwrap();
+        host.copy_out(vm.addr(page), &mut word).unwrap();
         assert_eq!(u64::from_le_bytes(word), page + 1);
     }
     host.verify();

@@ -103,14 +103,14 @@ fn a_ticket_calls_back() {
     let mut vm = Vm::new(&host, &clock, 1000);
     (0..1000).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
     while vm.step_time() {}
-    let hva = vm.hva(0);
-    let mut pending = || match host.resolve(hva, Access::Read, Level::L4K, &mut vm.cache) {
+    let addr = vm.addr(0);
+    let mut pending = || match host.resolve(addr, Access::Read, Level::L4K, &mut vm.cache) {
         Resolution::Pending(ticket) => ticket,
         other => panic!("{other:?}"),
     };
     let (ticket, same) = (pending(), pending());
     assert!(ticket.is_same(&same) && !ticket.is_started());
-    assert_eq!(ticket.page(), hva);
+    assert_eq!(ticket.page(), addr);
     let calls = Arc::new(AtomicUsize::new(0));
     let call = |calls: &Arc<AtomicUsize>| {
         let calls = calls.clone();
@@ -134,17 +134,17 @@ fn only_resident_pages_can_be_peeked_at() {
     let (host, clock) = virtual_host(256, store());
     let mut vm = Vm::new(&host, &clock, 1000);
     let mut word = [0; 8];
-    assert_eq!(host.peek(vm.hva(0), &mut word), None, "empty");
+    assert_eq!(host.peek(vm.addr(0), &mut word), None, "empty");
     vm.touch(0, Use::Write(42)).unwrap();
-    assert_eq!(host.peek(vm.hva(0), &mut word), Some(()));
+    assert_eq!(host.peek(vm.addr(0), &mut word), Some(()));
     assert_eq!(u64::from_le_bytes(word), 42);
     (1..1000).for_each(|page| vm.touch(page, Use::Write(page)).unwrap());
     while vm.step_time() {}
     let resident = host.stats().resident;
-    assert_eq!(host.peek(vm.hva(1), &mut word), None, "swapped");
+    assert_eq!(host.peek(vm.addr(1), &mut word), None, "swapped");
     assert_eq!(host.stats().resident, resident);
     let mut across = [0; 16];
-    let start = lacuna_addr::Hva::new(vm.hva(1).get() + 4096 - 8);
+    let start = lacuna_addr::BackingAddr::new(vm.addr(1).get() + 4096 - 8);
     host.copy_out(start, &mut across).unwrap();
     assert_eq!(across[..8], 1u64.to_le_bytes());
     assert_eq!(across[8..], 2u64.to_le_bytes());

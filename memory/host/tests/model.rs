@@ -4,7 +4,7 @@ mod common;
 
 use common::source::TestSource;
 use common::{Use, Vm, huge_host, ring_host, virtual_host};
-use lacuna_addr::{Access, HvaRange, Level, PageCount};
+use lacuna_addr::{Access, BackingRange, Level, PageCount};
 use lacuna_host::{
     Collapse, Fault, FaultyStore, FileStore, Host, HostError, HugePages, Latency, LatencySetting,
     MemoryStore, Resolution, SwapStore, Ticket,
@@ -206,10 +206,10 @@ impl World {
             }
             Op::Prefetch { vm, page } => {
                 let vm = &mut self.vms[vm];
-                let hva = vm.hva(page);
+                let addr = vm.addr(page);
                 if let Resolution::Pending(ticket) | Resolution::Missing(ticket) = self
                     .host
-                    .resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
+                    .resolve(addr, Access::Read, Level::L4K, &mut vm.cache)
                 {
                     if page % 2 == 0 {
                         self.host.start(&ticket);
@@ -228,9 +228,9 @@ impl World {
                     return self.may_fail(&error);
                 }
                 let vm = &mut self.vms[vm];
-                let hva = vm.hva(page);
-                match self.host.copy_in(hva, &value.to_le_bytes().repeat(512)) {
-                    Ok(()) => _ = vm.model.insert(hva.get(), value),
+                let addr = vm.addr(page);
+                match self.host.copy_in(addr, &value.to_le_bytes().repeat(512)) {
+                    Ok(()) => _ = vm.model.insert(addr.get(), value),
                     Err(error) => self.may_fail(&error),
                 }
             }
@@ -239,10 +239,10 @@ impl World {
                     return self.may_fail(&error);
                 }
                 let vm = &self.vms[vm];
-                let (hva, mut word) = (vm.hva(page), [0; 8]);
-                match self.host.copy_out(hva, &mut word) {
+                let (addr, mut word) = (vm.addr(page), [0; 8]);
+                match self.host.copy_out(addr, &mut word) {
                     Ok(()) => {
-                        assert_eq!(u64::from_le_bytes(word), vm.expected(hva));
+                        assert_eq!(u64::from_le_bytes(word), vm.expected(addr));
                     }
                     Err(error) => self.may_fail(&error),
                 }
@@ -250,8 +250,10 @@ impl World {
             Op::Collapse => while self.host.collapse_step() != Collapse::Idle {},
             Op::Advise { vm, page } => {
                 let range = self.vms[vm].range;
-                let from = self.vms[vm].hva(page);
-                let range = range.intersect(HvaRange::new(from, 1000).unwrap()).unwrap();
+                let from = self.vms[vm].addr(page);
+                let range = range
+                    .intersect(BackingRange::new(from, 1000).unwrap())
+                    .unwrap();
                 self.host.advise_huge(range).unwrap();
             }
             Op::MaxLevel { vm, max_level } => self.vms[vm].max_level = max_level,

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Use, Vm, huge_host, virtual_host};
-use lacuna_addr::{Access, Hva, Level, PageCount};
+use lacuna_addr::{Access, BackingAddr, Level, PageCount};
 use lacuna_host::{
     Fault, FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, MemoryStore,
     Resolution,
@@ -84,10 +84,14 @@ fn an_empty_region_and_unknown_addresses() {
         .add_region(PageCount::new(0), vm.mmu.clone())
         .unwrap_err();
     assert_eq!(none.to_string(), "cannot add a region of 0 pages");
-    for hva in [Hva::new(0), vm.range.end(), Hva::new(u64::MAX)] {
-        let Resolution::Lost(lost) = host.resolve(hva, Access::Read, Level::L4K, &mut vm.cache)
+    for addr in [
+        BackingAddr::new(0),
+        vm.range.end(),
+        BackingAddr::new(u64::MAX),
+    ] {
+        let Resolution::Lost(lost) = host.resolve(addr, Access::Read, Level::L4K, &mut vm.cache)
         else {
-            panic!("{hva} is in no region and was not refused");
+            panic!("{addr} is in no region and was not refused");
         };
         assert_eq!(lost.reason.as_ref(), "no region holds it");
     }
@@ -130,7 +134,7 @@ fn a_host_does_nothing_with_frames_of_another_host() {
         let run = std::panic::AssertUnwindSafe(run);
         std::panic::catch_unwind(run).is_err()
     };
-    let (first, mut cache) = (vm.hva(0), other.per_cpu_pages().unwrap());
+    let (first, mut cache) = (vm.addr(0), other.per_cpu_pages().unwrap());
     let mut foreign = || host.resolve(first, Access::Write, Level::L4K, &mut cache);
     assert!(panics(&mut || drop(foreign())), "a cache");
     let Resolution::Pending(ticket) = host.resolve(first, Access::Read, Level::L4K, &mut vm.cache)
@@ -244,7 +248,7 @@ fn a_page_that_cannot_be_read_back_is_lost_and_says_so() {
     let mut vm = Vm::new(&host, &clock, 600);
     (0..600).for_each(|page| vm.touch(page, Use::Write(page + 1)).unwrap());
     store.set_fault(Some(Fault::Read));
-    let page = vm.hva(0);
+    let page = vm.addr(0);
     let begin = format!("page {page} is lost: cannot read it back: faulty device, swap entry ");
     let first = vm.fault(0, Access::Read).unwrap_err().to_string();
     assert!(first.starts_with(&begin), "{first}");

@@ -6,7 +6,7 @@ mod common;
 
 use common::FakeMmu;
 use common::shared_file::SharedFile;
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     Fault, FaultyStore, FileStore, Host, HostConfig, HugePages, Io, Latency, LatencySetting,
     PerCpuPages, Resolution, SwapStore, Ticket,
@@ -21,7 +21,7 @@ const PAGES: u64 = 600;
 struct Guest {
     host: Arc<Host>,
     cache: PerCpuPages,
-    range: HvaRange,
+    range: BackingRange,
 }
 
 impl Guest {
@@ -59,10 +59,10 @@ impl Guest {
     fn start_all(&mut self) -> Vec<Ticket> {
         let mut tickets = Vec::new();
         for page in 0..PAGES {
-            let hva = at(self.range, page);
+            let addr = at(self.range, page);
             match self
                 .host
-                .resolve(hva, Access::Read, Level::L4K, &mut self.cache)
+                .resolve(addr, Access::Read, Level::L4K, &mut self.cache)
             {
                 Resolution::Pending(ticket) => {
                     self.host.start(&ticket);
@@ -89,7 +89,7 @@ impl Guest {
     }
 }
 
-fn at(range: HvaRange, page: u64) -> Hva {
+fn at(range: BackingRange, page: u64) -> BackingAddr {
     range.start().checked_add_pages(page).unwrap()
 }
 

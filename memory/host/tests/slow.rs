@@ -3,7 +3,7 @@
 mod common;
 
 use common::FakeMmu;
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     Fault, FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, Latency,
     LatencySetting, PerCpuPages, Resolution, SwapStore, Ticket,
@@ -23,7 +23,7 @@ const A_WHILE: Duration = Duration::from_millis(3500);
 
 struct World {
     host: Arc<Host>,
-    range: HvaRange,
+    range: BackingRange,
 }
 
 impl World {
@@ -44,7 +44,7 @@ impl World {
         Self { host, range }
     }
 
-    fn at(&self, page: u64) -> Hva {
+    fn at(&self, page: u64) -> BackingAddr {
         self.range.start().checked_add_pages(page).unwrap()
     }
 
@@ -73,23 +73,23 @@ impl World {
         mmu.belongs_to(&self.host);
         let room = self.host.add_region(PageCount::new(200), mmu).unwrap();
         for page in 0..200 {
-            let hva = room.start().checked_add_pages(page).unwrap();
-            self.host.copy_in(hva, &[1]).unwrap();
+            let addr = room.start().checked_add_pages(page).unwrap();
+            self.host.copy_in(addr, &[1]).unwrap();
         }
         self.host.remove_region(room).unwrap();
     }
 
     /// A region whose pages stay resident, because an instruction pins them.
-    fn hold_room(&self) -> (HvaRange, PerCpuPages) {
+    fn hold_room(&self) -> (BackingRange, PerCpuPages) {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(&self.host);
         let room = self.host.add_region(PageCount::new(64), mmu).unwrap();
         let mut holder = self.host.per_cpu_pages().unwrap();
         for page in 0..64 {
-            let hva = room.start().checked_add_pages(page).unwrap();
+            let addr = room.start().checked_add_pages(page).unwrap();
             let found = self
                 .host
-                .resolve(hva, Access::Write, Level::L4K, &mut holder);
+                .resolve(addr, Access::Write, Level::L4K, &mut holder);
             assert!(matches!(found, Resolution::Ready(_)));
         }
         (room, holder)
@@ -103,8 +103,8 @@ impl World {
     }
 
     fn resolve(&self, page: u64, cache: &mut PerCpuPages) -> Resolution {
-        let hva = self.at(page);
-        let resolution = self.host.resolve(hva, Access::Read, Level::L4K, cache);
+        let addr = self.at(page);
+        let resolution = self.host.resolve(addr, Access::Read, Level::L4K, cache);
         cache.unpin_all();
         resolution
     }

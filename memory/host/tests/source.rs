@@ -5,7 +5,7 @@ mod common;
 
 use common::source::{TestSource, page_of, page_with, word_of};
 use common::{FakeMmu, Use, Vm, huge_host, virtual_host};
-use lacuna_addr::{Access, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     Answer, Collapse, FaultyStore, Host, HostConfig, HostError, HugePages, Io, MmuNotifier,
     PageRequest, PageSource, Resolution, SwapStore, Ticket,
@@ -43,10 +43,10 @@ impl World {
     }
 
     fn resolve(&mut self, page: u64) -> Resolution {
-        let hva = self.vm.hva(page);
+        let addr = self.vm.addr(page);
         let resolution = self
             .host
-            .resolve(hva, Access::Read, Level::L2M, &mut self.vm.cache);
+            .resolve(addr, Access::Read, Level::L2M, &mut self.vm.cache);
         self.vm.cache.unpin_all();
         resolution
     }
@@ -67,7 +67,7 @@ impl World {
 
     fn read(&self, page: u64) -> u64 {
         let mut word = [0; 8];
-        self.host.copy_out(self.vm.hva(page), &mut word).unwrap();
+        self.host.copy_out(self.vm.addr(page), &mut word).unwrap();
         u64::from_le_bytes(word)
     }
 }
@@ -83,10 +83,10 @@ fn a_missing_page_is_asked_for_when_its_ticket_is_started_and_once() {
     assert!(ticket.is_started() && world.source.asked() == 1);
     assert!(world.missing(5).is_same(&ticket));
     world.host.verify();
-    assert_eq!(world.source.answer(world.vm.hva(5)), Answer::Taken);
+    assert_eq!(world.source.answer(world.vm.addr(5)), Answer::Taken);
     assert!(ticket.is_done());
     assert!(matches!(world.resolve(5), Resolution::Ready(_)));
-    assert_eq!(world.read(5), word_of(world.vm.hva(5)));
+    assert_eq!(world.read(5), word_of(world.vm.addr(5)));
     let stats = world.host.stats();
     assert_eq!((stats.faults_missing, stats.provided), (1, 1));
     world.host.verify();
@@ -102,10 +102,10 @@ fn answers_come_out_of_order() {
         ticket.on_done(move || _ = done.fetch_add(1, Ordering::Relaxed));
     }
     for (count, page) in [9, 2, 15, 0, 7].into_iter().enumerate() {
-        assert_eq!(world.source.answer(world.vm.hva(page)), Answer::Taken);
+        assert_eq!(world.source.answer(world.vm.addr(page)), Answer::Taken);
         assert_eq!(done.load(Ordering::Relaxed), count + 1);
         assert!(tickets[page as usize].is_done());
-        assert_eq!(world.read(page), word_of(world.vm.hva(page)));
+        assert_eq!(world.read(page), word_of(world.vm.addr(page)));
     }
     assert!(world.missing(8).is_same(&tickets[8]), "still missing");
     world.host.verify();
@@ -115,13 +115,13 @@ fn answers_come_out_of_order() {
 fn a_second_answer_changes_nothing() {
     let mut world = World::new(256, 64);
     let ticket = world.started(3);
-    let hva = world.vm.hva(3);
-    let request = world.source.request(hva).unwrap();
-    assert_eq!(request.provide(&page_of(hva)), Answer::Taken);
+    let addr = world.vm.addr(3);
+    let request = world.source.request(addr).unwrap();
+    assert_eq!(request.provide(&page_of(addr)), Answer::Taken);
     world.vm.touch(3, Use::Write(77)).unwrap();
     assert_eq!(request.provide(&page_with(666)), Answer::Late);
     assert_eq!(request.fail("too late"), Answer::Late);
-    world.source.forget(hva);
+    world.source.forget(addr);
     drop(request);
     world.vm.touch(3, Use::Read).unwrap();
     assert!(ticket.is_done());
@@ -133,7 +133,7 @@ fn a_second_answer_changes_nothing() {
 fn a_page_may_come_that_was_not_asked_for_yet() {
     let mut world = World::new(256, 64);
     let first = world.started(1);
-    let request = world.source.request(world.vm.hva(1)).unwrap();
+    let request = world.source.request(world.vm.addr(1)).unwrap();
     let idle = world.missing(2);
     assert_eq!(request.provide(&page_with(1)), Answer::Taken);
     assert!(first.is_done() && !idle.is_done());
@@ -145,18 +145,18 @@ fn a_page_may_come_that_was_not_asked_for_yet() {
 fn an_error_of_the_source_loses_the_page_and_says_why() {
     let mut world = World::new(256, 64);
     let (failed, dropped) = (world.started(3), world.started(4));
-    let hva = world.vm.hva(3);
-    let request = world.source.request(hva).unwrap();
+    let addr = world.vm.addr(3);
+    let request = world.source.request(addr).unwrap();
     assert_eq!(request.fail("the peer has gone"), Answer::Taken);
-    assert_eq!(request.provide(&page_of(hva)), Answer::Late);
-    let text = format!("page {hva} is lost: test source does not provide it: the peer has gone");
+    assert_eq!(request.provide(&page_of(addr)), Answer::Late);
+    let text = format!("page {addr} is lost: test source does not provide it: the peer has gone");
     assert_eq!(world.host.wait(&failed).unwrap_err().to_string(), text);
     match world.resolve(3) {
         Resolution::Lost(lost) => assert_eq!(lost.to_string(), text),
         other => panic!("{other:?}"),
     }
     // A source that ends without an answer loses the page too, and no thread waits for ever.
-    world.source.forget(world.vm.hva(4));
+    world.source.forget(world.vm.addr(4));
     let error = world.host.wait(&dropped).unwrap_err().to_string();
     assert!(error.ends_with("it dropped the request"), "{error}");
     world.host.verify();
@@ -169,8 +169,8 @@ fn a_region_is_removed_while_its_tickets_are_out() {
     let mut world = World::new(256, 64);
     let idle = world.missing(1);
     let tickets: Vec<Ticket> = (2..6).map(|page| world.started(page)).collect();
-    let (hva, answered) = (world.vm.hva(2), world.vm.hva(5));
-    let request = world.source.request(hva).unwrap();
+    let (addr, answered) = (world.vm.addr(2), world.vm.addr(5));
+    let request = world.source.request(addr).unwrap();
     assert_eq!(world.source.answer(answered), Answer::Taken);
     world.host.remove_region(world.vm.range).unwrap();
     assert!(idle.is_done() && tickets.iter().all(Ticket::is_done));
@@ -178,7 +178,7 @@ fn a_region_is_removed_while_its_tickets_are_out() {
         let error = world.host.wait(ticket).unwrap_err().to_string();
         assert!(error.ends_with("its region was removed"), "{error}");
     }
-    assert_eq!(request.provide(&page_of(hva)), Answer::Late);
+    assert_eq!(request.provide(&page_of(addr)), Answer::Late);
     assert!(matches!(world.resolve(3), Resolution::Lost(_)));
     assert_eq!(world.host.stats().resident, 0);
     // The frames go to another region; a late answer does not reach it.
@@ -193,7 +193,7 @@ fn a_region_is_removed_while_its_tickets_are_out() {
 fn an_answer_after_the_host_is_late() {
     let mut world = World::new(256, 64);
     let ticket = world.started(2);
-    let request = world.source.request(world.vm.hva(2)).unwrap();
+    let request = world.source.request(world.vm.addr(2)).unwrap();
     let World { host, vm, .. } = world;
     drop((ticket, vm));
     drop(host);
@@ -245,16 +245,16 @@ fn the_copies_of_a_loader_wait_for_the_source() {
     let host = real_host(256, Io::Threads { readers: 1 });
     let source = TestSource::new();
     let range = region(&host, &source, 8);
-    let hva = range.start().checked_add_pages(1).unwrap();
+    let addr = range.start().checked_add_pages(1).unwrap();
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut word = [0; 8];
-            host.copy_out(hva, &mut word).map(|()| word)
+            host.copy_out(addr, &mut word).map(|()| word)
         });
         source.wait();
-        assert_eq!(source.answer(hva), Answer::Taken);
+        assert_eq!(source.answer(addr), Answer::Taken);
         let word = reader.join().unwrap().unwrap();
-        assert_eq!(u64::from_le_bytes(word), word_of(hva));
+        assert_eq!(u64::from_le_bytes(word), word_of(addr));
     });
     assert_eq!(host.peek(range.start(), &mut [0; 8]), None, "not asked for");
     assert_eq!(source.asked(), 1);
@@ -296,7 +296,7 @@ fn real_host(budget: u64, io: Io) -> Arc<Host> {
     .unwrap()
 }
 
-fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> HvaRange {
+fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> BackingRange {
     let mmu = Arc::new(FakeMmu::default());
     mmu.belongs_to(host);
     let mmu: Arc<dyn MmuNotifier> = mmu;
@@ -339,8 +339,8 @@ fn many_threads_fault_and_answer() {
             for _ in 0..3 {
                 scope.spawn(|| {
                     while let Ok(request) = { requests.lock().unwrap().recv() } {
-                        let hva = request.page();
-                        if request.provide(&page_of(hva)) == Answer::Taken {
+                        let addr = request.page();
+                        if request.provide(&page_of(addr)) == Answer::Taken {
                             taken.fetch_add(1, Ordering::Relaxed);
                         }
                     }
@@ -374,13 +374,13 @@ fn many_threads_fault_and_answer() {
 }
 
 /// Reads every page from a place of its own on; true if the region went away meanwhile.
-fn read_all(host: &Host, range: HvaRange, seed: u64) -> bool {
+fn read_all(host: &Host, range: BackingRange, seed: u64) -> bool {
     let mut bytes = [0; PAGE_SIZE];
     for i in 0..range.pages() {
         let page = (i + seed * 7) % range.pages();
-        let hva = range.start().checked_add_pages(page).unwrap();
-        match host.copy_out(hva, &mut bytes) {
-            Ok(()) => assert_eq!(bytes, page_of(hva).0, "page {page}"),
+        let addr = range.start().checked_add_pages(page).unwrap();
+        match host.copy_out(addr, &mut bytes) {
+            Ok(()) => assert_eq!(bytes, page_of(addr).0, "page {page}"),
             Err(HostError::Lost(_)) => return true,
             Err(error) => panic!("{error}"),
         }

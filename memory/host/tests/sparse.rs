@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Use, Vm, huge_host};
-use lacuna_addr::{HvaRange, PageCount};
+use lacuna_addr::{BackingRange, PageCount};
 use lacuna_host::{HugePages, MemoryStore};
 
 const GIB: u64 = 1 << 18;
@@ -43,7 +43,7 @@ fn a_guest_comes_and_goes_for_the_price_of_what_it_touches() {
 #[test]
 fn regions_come_and_go_for_ever() {
     let (host, clock) = huge_host(256, Box::new(MemoryStore::new()), HugePages::Never);
-    let mut last: Option<HvaRange> = None;
+    let mut last: Option<BackingRange> = None;
     for _ in 0..300 {
         let mut vm = Vm::new(&host, &clock, TIB);
         vm.touch(TIB - 1, Use::Write(1)).unwrap();

@@ -4,7 +4,7 @@
 //! own. The stage 2 is a map behind a lock, so that an access and an invalidation exclude each
 //! other: the test is of the manager, not of a shoot-down protocol.
 
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
     FileStore, Frame, Host, HostConfig, HostError, HugePages, Io, Latency, LatencySetting,
     MemoryStore, MmuNotifier, Resolution, SwapStore,
@@ -47,10 +47,10 @@ impl Block {
         }
     }
 
-    fn leaf(&mut self, hva: Hva) -> Option<&mut Leaf> {
+    fn leaf(&mut self, addr: BackingAddr) -> Option<&mut Leaf> {
         match &mut self.whole {
             Some(whole) => Some(whole),
-            None => self.pages.get_mut(&hva.get()),
+            None => self.pages.get_mut(&addr.get()),
         }
     }
 }
@@ -73,12 +73,12 @@ impl Stage2 {
     }
 
     /// Runs `visit` on the part of each block that `range` covers.
-    fn visit(&self, range: HvaRange, mut visit: impl FnMut(&mut Block, u64, HvaRange)) {
+    fn visit(&self, range: BackingRange, mut visit: impl FnMut(&mut Block, u64, BackingRange)) {
         let mut start = range.start().get() & !(BLOCK - 1);
         while start < range.end().get() {
-            let block = HvaRange::new(Hva::new(start), 512).unwrap();
+            let block = BackingRange::new(BackingAddr::new(start), 512).unwrap();
             let part = block.intersect(range).unwrap();
-            self.with(Hva::new(start), |block| visit(block, start, part));
+            self.with(BackingAddr::new(start), |block| visit(block, start, part));
             start += BLOCK;
         }
     }
@@ -92,15 +92,15 @@ impl Stage2 {
         })
     }
 
-    fn with<T>(&self, hva: Hva, run: impl FnOnce(&mut Block) -> T) -> T {
-        let start = hva.get() & !(BLOCK - 1);
+    fn with<T>(&self, addr: BackingAddr, run: impl FnOnce(&mut Block) -> T) -> T {
+        let start = addr.get() & !(BLOCK - 1);
         let shard = &self.blocks[(start / BLOCK) as usize % self.blocks.len()];
         run(shard.lock().unwrap().entry(start).or_default())
     }
 }
 
 impl MmuNotifier for Stage2 {
-    fn invalidate(&self, ranges: &[HvaRange]) {
+    fn invalidate(&self, ranges: &[BackingRange]) {
         let host = self
             .host
             .get()
@@ -121,7 +121,7 @@ impl MmuNotifier for Stage2 {
                     block.split_huge(start);
                 }
                 block.pages.retain(|page, leaf| {
-                    let inside = part.contains(Hva::new(*page));
+                    let inside = part.contains(BackingAddr::new(*page));
                     if inside && leaf.dirty {
                         host.mark_dirty(leaf.pfn, Level::L4K);
                     }
@@ -132,12 +132,12 @@ impl MmuNotifier for Stage2 {
         self.seq.fetch_add(1, Ordering::SeqCst);
     }
 
-    fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
+    fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
         for (range, young) in ranges.iter().zip(young) {
             self.visit(*range, |block, _, part| {
                 let whole = block.whole.as_mut();
                 let pages = block.pages.iter_mut();
-                let pages = pages.filter(|(page, _)| part.contains(Hva::new(**page)));
+                let pages = pages.filter(|(page, _)| part.contains(BackingAddr::new(**page)));
                 for leaf in pages.map(|(_, leaf)| leaf).chain(whole) {
                     *young |= std::mem::take(&mut leaf.accessed);
                 }
@@ -145,7 +145,7 @@ impl MmuNotifier for Stage2 {
         }
     }
 
-    fn split_huge(&self, range: HvaRange) {
+    fn split_huge(&self, range: BackingRange) {
         self.visit(range, |block, start, _| block.split_huge(start));
     }
 
@@ -164,7 +164,7 @@ struct Vcpu {
     clock: Arc<HostClock>,
     polls: Polls,
     stage2: Arc<Stage2>,
-    range: HvaRange,
+    range: BackingRange,
     rng: fastrand::Rng,
     first: u64,
     step: u64,
@@ -184,15 +184,15 @@ impl Vcpu {
         let mut polling = None;
         for _ in 0..accesses {
             let page = self.first + self.step * self.rng.u64(0..self.range.pages() / self.step);
-            let hva = self.range.start().checked_add_pages(page).unwrap();
+            let addr = self.range.start().checked_add_pages(page).unwrap();
             let access = if self.rng.bool() {
                 Access::Write
             } else {
                 Access::Read
             };
             let seq = self.stage2.seq.load(Ordering::SeqCst);
-            match self.host.resolve(hva, access, self.max_level, &mut cache) {
-                Resolution::Ready(frame) => self.access(hva, frame, access, seq),
+            match self.host.resolve(addr, access, self.max_level, &mut cache) {
+                Resolution::Ready(frame) => self.access(addr, frame, access, seq),
                 Resolution::Pending(ticket) if self.rng.bool() => self.host.start(&ticket),
                 Resolution::Pending(ticket) | Resolution::Missing(ticket) => {
                     self.host.wait(&ticket)?;
@@ -215,17 +215,17 @@ impl Vcpu {
     }
 
     /// Installs the leaf if there was no invalidation since `seq`, and uses it.
-    fn access(&mut self, hva: Hva, Frame { pfn, level }: Frame, access: Access, seq: u64) {
+    fn access(&mut self, addr: BackingAddr, Frame { pfn, level }: Frame, access: Access, seq: u64) {
         let stage2 = self.stage2.clone();
-        stage2.with(hva, |block| {
+        stage2.with(addr, |block| {
             if stage2.seq.load(Ordering::SeqCst) == seq && seq.is_multiple_of(2) {
-                self.install(block, hva, Frame { pfn, level }, access);
+                self.install(block, addr, Frame { pfn, level }, access);
             }
         });
     }
 
-    fn install(&mut self, block: &mut Block, hva: Hva, frame: Frame, access: Access) {
-        let index = (hva.get() % BLOCK) / PAGE_SIZE as u64;
+    fn install(&mut self, block: &mut Block, addr: BackingAddr, frame: Frame, access: Access) {
+        let index = (addr.get() % BLOCK) / PAGE_SIZE as u64;
         let leaf = |pfn: u64| Leaf {
             pfn: Pfn::new(pfn as u32),
             accessed: true,
@@ -243,7 +243,7 @@ impl Vcpu {
                 "a page moves only by an invalidation"
             ),
             None => {
-                let page = block.pages.entry(hva.get()).or_insert_with(|| leaf(pfn));
+                let page = block.pages.entry(addr.get()).or_insert_with(|| leaf(pfn));
                 assert_eq!(page.pfn, frame.pfn, "a page moves only by an invalidation");
             }
         }
@@ -251,18 +251,18 @@ impl Vcpu {
         let shared = bytes_of.frame(frame.pfn);
         let mut bytes = [0; PAGE_SIZE];
         shared.read(0, &mut bytes);
-        let want = self.model.get(&hva.get()).copied().unwrap_or(0);
+        let want = self.model.get(&addr.get()).copied().unwrap_or(0);
         assert!(
             bytes.chunks(8).all(|word| word == want.to_le_bytes()),
-            "{hva} is not {want:#x}"
+            "{addr} is not {want:#x}"
         );
-        let leaf = block.leaf(hva).expect("installed");
+        let leaf = block.leaf(addr).expect("installed");
         leaf.accessed = true;
         if access.is_write() {
             let value = self.rng.u64(0..4) * self.rng.u64(..1 << 60);
             leaf.dirty = true;
             shared.write(0, &value.to_le_bytes().repeat(PAGE_SIZE / 8));
-            self.model.insert(hva.get(), value);
+            self.model.insert(addr.get(), value);
         }
     }
 }
@@ -271,7 +271,7 @@ struct World {
     host: Arc<Host>,
     clock: Arc<HostClock>,
     stage2: Arc<Stage2>,
-    range: HvaRange,
+    range: BackingRange,
     polls: Polls,
 }
 
@@ -317,7 +317,7 @@ impl World {
     }
 }
 
-fn add_region(host: &Arc<Host>, pages: u64) -> (Arc<Stage2>, HvaRange) {
+fn add_region(host: &Arc<Host>, pages: u64) -> (Arc<Stage2>, BackingRange) {
     let stage2 = Arc::new(Stage2::new());
     stage2.host.set(Arc::downgrade(host)).unwrap();
     let range = host

@@ -1,8 +1,8 @@
 //! The cost of finding a slot, for a fault and for an invalidation, in nanoseconds: `cargo bench -p
 //! lacuna-slots`.
 
-use lacuna_addr::{Gfn, Hva, HvaRange, PAGE_SIZE};
-use lacuna_slots::{Limits, SlotFlags, SlotId, SlotSpec, Slots};
+use lacuna_addr::{BackingAddr, BackingRange, Gfn, PAGE_SIZE};
+use lacuna_slots::{Limits, SlotData, SlotFlags, SlotId, SlotSpec, Slots};
 use std::hint::black_box;
 use std::time::Instant;
 
@@ -24,18 +24,18 @@ fn main() {
             black_box(reader.find(gfn((x >> 33) % (u64::from(count) * 1024))));
         });
         let mut nodes = 0;
-        let mut by_hva = |block: &mut dyn FnMut() -> u64| {
+        let mut by_backing = |block: &mut dyn FnMut() -> u64| {
             per_step(|_| {
-                let start = Hva::new((1 << 30) + block() * BLOCK);
-                let range = HvaRange::new(black_box(start), 512).expect("a block");
+                let start = BackingAddr::new((1 << 30) + block() * BLOCK);
+                let range = BackingRange::new(black_box(start), 512).expect("a block");
                 nodes = slots.read().overlapping(range, |hit| {
                     black_box(hit.gfns);
                 });
             })
         };
         let blocks = u64::from(count) * 2;
-        let same_block = by_hva(&mut || blocks / 3);
-        let random_block = by_hva(&mut || {
+        let same_block = by_backing(&mut || blocks / 3);
+        let random_block = by_backing(&mut || {
             x = x
                 .wrapping_mul(6364136223846793005)
                 .wrapping_add(1442695040888963407);
@@ -48,7 +48,14 @@ fn main() {
     }
 }
 
-fn slots(count: u16) -> Slots<()> {
+/// A slot without data.
+struct Plain;
+
+impl SlotData for Plain {
+    type Addr = BackingAddr;
+}
+
+fn slots(count: u16) -> Slots<Plain> {
     let slots = Slots::new(Limits {
         slots: 512,
         ..Limits::default()
@@ -56,15 +63,15 @@ fn slots(count: u16) -> Slots<()> {
     for i in 0..count {
         let bytes = 1024 * PAGE_SIZE as u64;
         let guest = u64::from(i) * bytes;
-        let host = Hva::new((1 << 30) + guest);
+        let backing = BackingAddr::new((1 << 30) + guest);
         let spec = SlotSpec {
             id: SlotId(i),
             guest,
-            host,
+            backing,
             bytes,
             flags: SlotFlags::empty(),
         };
-        slots.add(spec, |_, _| ()).expect("room");
+        slots.add(spec, |_, _| Plain).expect("room");
     }
     slots
 }

@@ -1,7 +1,7 @@
 //! Why a change of slots was refused. Nothing has changed then.
 
 use crate::{SlotFlags, SlotId};
-use lacuna_addr::{GfnRange, Hva, NoRoom};
+use lacuna_addr::{BackingAddr, GfnRange, NoRoom};
 
 /// A refused change, with what to do about it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -51,25 +51,27 @@ pub enum SlotError {
         limit: u64,
     },
     /// The backing wraps around.
-    #[error("{id}: {bytes:#x} bytes from host address {host} wrap around: check both numbers")]
-    HostWraps {
+    #[error(
+        "{id}: {bytes:#x} bytes from backing address {start:#x} wrap around: check both numbers"
+    )]
+    BackingWraps {
         /// The slot.
         id: SlotId,
         /// The first address.
-        host: Hva,
+        start: u64,
         /// The size.
         bytes: u64,
     },
     /// The backing was not added for this VM, so no notice would come when it is removed.
     #[error(
-        "{id}: the host memory at {host} was not added for this VM: give it a range that \
+        "{id}: the backing at {backing} was not added for this VM: give it a range that \
          `Host::add_region` has returned for its MMU"
     )]
     ForeignBacking {
         /// The slot.
         id: SlotId,
         /// The first address.
-        host: Hva,
+        backing: BackingAddr,
     },
     /// The slot number is in use.
     #[error("{id} exists already: remove it first, or choose another number")]

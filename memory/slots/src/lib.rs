@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! Slots ---- current ----> Snapshot, generation n
-//!   |                        by gfn   [slot 3][slot 0][slot 7]   sorted, disjoint: binary search
-//!   add, remove              by hva   [0: ..][7: ..][3: ..]      sorted, may overlap: links
+//!   |                        by gfn     [slot 3][slot 0][slot 7]   sorted, disjoint: binary search
+//!   add, remove              by backing [0: ..][7: ..][3: ..]     sorted, may overlap: links
 //!   v
 //! Snapshot, generation n+1  (the old one lives until its last reader has read the new one)
 //! ```
@@ -28,7 +28,7 @@
 //! Imports `addr`, `sync`. No `unsafe`.
 #![forbid(unsafe_code)]
 
-mod by_hva;
+mod by_backing;
 mod dirty_bitmap;
 mod dirty_log;
 mod dirty_ring;
@@ -45,6 +45,6 @@ pub use dirty_log::{
 pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, Room, dirty_ring};
 pub use error::SlotError;
 pub use reader::Reader;
-pub use slot::{Slot, SlotFlags, SlotId, SlotSpec};
+pub use slot::{Slot, SlotData, SlotFlags, SlotId, SlotSpec};
 pub use slots::{Limits, Slots};
 pub use snapshot::{Generation, Overlap, Snapshot, assert_invariants};

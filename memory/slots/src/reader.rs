@@ -1,6 +1,6 @@
 //! A vCPU's own view of the slots.
 
-use crate::{Generation, Slot, Snapshot};
+use crate::{Generation, Slot, SlotData, Snapshot};
 use arc_swap::{ArcSwap, Cache};
 use lacuna_addr::Gfn;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use std::sync::Arc;
 /// and one more comparison if the slot is the one found last.
 ///
 /// It keeps its last snapshot alive until its next look-up.
-pub struct Reader<X> {
+pub struct Reader<X: SlotData> {
     cache: Cache<Arc<ArcSwap<Snapshot<X>>>, Arc<Snapshot<X>>>,
     /// The place of the last slot found, in the gfn order. Only a hint: any value is right.
     last: usize,
 }
 
-impl<X> Reader<X> {
+impl<X: SlotData> Reader<X> {
     pub(crate) fn new(slots: Arc<ArcSwap<Snapshot<X>>>) -> Self {
         Self {
             cache: Cache::new(slots),

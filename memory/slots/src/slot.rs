@@ -1,7 +1,8 @@
 //! One slot.
 
 use crate::SlotError;
-use lacuna_addr::{Gfn, GfnRange, Hva, HvaRange, PAGE_SIZE};
+use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, SlotAddress, SlotAddressRange};
+use std::sync::Arc;
 
 /// The number that the VMM gave a slot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
@@ -41,38 +42,48 @@ impl SlotFlags {
     }
 }
 
+/// What the user of the slots attaches to each of them (the MMU: its reverse map). It says which
+/// addresses the slots point to.
+pub trait SlotData {
+    /// The addresses.
+    type Addr: SlotAddress;
+}
+
+impl<X: SlotData> SlotData for Arc<X> {
+    type Addr = X::Addr;
+}
+
 /// A slot as the VMM asks for it, before any check; addresses are in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SlotSpec {
+pub struct SlotSpec<A> {
     /// The slot's number, which must be unused.
     pub id: SlotId,
     /// First guest-physical address; a multiple of 4 KiB.
     pub guest: u64,
     /// First address of the backing; a multiple of 4 KiB.
-    pub host: Hva,
+    pub backing: A,
     /// Bytes; a positive multiple of 4 KiB.
     pub bytes: u64,
     /// Its properties.
     pub flags: SlotFlags,
 }
 
-/// A range of guest frames with its backing, in one snapshot. `X` is data that the user of the
-/// slots attaches to each of them (the MMU: its reverse map).
+/// A range of guest frames with its backing, in one snapshot, and the user's data of type `X`.
 #[derive(Clone, Debug)]
-pub struct Slot<X> {
+pub struct Slot<X: SlotData> {
     /// Its number.
     pub id: SlotId,
     /// The guest frames.
     pub gfns: GfnRange,
     /// Their backing, with as many pages.
-    pub hvas: HvaRange,
+    pub backing: SlotAddressRange<X::Addr>,
     /// Its properties.
     pub flags: SlotFlags,
     /// The user's data.
     pub attach: X,
 }
 
-impl<X> Slot<X> {
+impl<X: SlotData> Slot<X> {
     /// The page's number in the slot: the index into per-page arrays.
     ///
     /// # Panics
@@ -88,28 +99,29 @@ impl<X> Slot<X> {
     /// # Panics
     /// If `gfn` is not in the slot.
     #[inline]
-    pub fn hva(&self, gfn: Gfn) -> Hva {
-        self.hvas
-            .start()
-            .checked_add_pages(self.page(gfn) as u64)
-            .expect("inside the backing")
+    pub fn backing_of(&self, gfn: Gfn) -> X::Addr {
+        let offset = self.page(gfn) as u64 * PAGE_SIZE as u64;
+        X::Addr::new(self.backing.start().get() + offset)
     }
 
-    /// The guest frames whose backing lies in `hvas`; `None` if there are none.
-    pub fn gfns_of(&self, hvas: HvaRange) -> Option<GfnRange> {
-        let part = self.hvas.intersect(hvas)?;
-        let skip = (part.start().get() - self.hvas.start().get()) / PAGE_SIZE as u64;
+    /// The guest frames whose backing lies in `range`; `None` if there are none.
+    pub fn gfns_of(&self, range: SlotAddressRange<X::Addr>) -> Option<GfnRange> {
+        let part = self.backing.intersect(range)?;
+        let skip = (part.start().get() - self.backing.start().get()) / PAGE_SIZE as u64;
         GfnRange::new(self.gfns.start().checked_add(skip)?, part.pages())
     }
 }
 
-impl SlotSpec {
+impl<A: SlotAddress> SlotSpec<A> {
     /// Its ranges, if they are valid.
-    pub(crate) fn ranges(&self, gfn_limit: u64) -> Result<(GfnRange, HvaRange), SlotError> {
+    pub(crate) fn ranges(
+        &self,
+        gfn_limit: u64,
+    ) -> Result<(GfnRange, SlotAddressRange<A>), SlotError> {
         let Self {
             id,
             guest,
-            host,
+            backing,
             bytes,
             ..
         } = *self;
@@ -119,7 +131,7 @@ impl SlotSpec {
         }
         for (what, value) in [
             ("guest address", guest),
-            ("host address", host.get()),
+            ("backing address", backing.get()),
             ("size", bytes),
         ] {
             if !value.is_multiple_of(PAGE) {
@@ -128,8 +140,10 @@ impl SlotSpec {
         }
         let pages = bytes / PAGE;
         let gfns = gfn_range(id, guest / PAGE, pages, gfn_limit)?;
-        let hvas = HvaRange::new(host, pages).ok_or(SlotError::HostWraps { id, host, bytes })?;
-        Ok((gfns, hvas))
+        let start = backing.get();
+        let backing = SlotAddressRange::new(backing, pages);
+        let backing = backing.ok_or(SlotError::BackingWraps { id, start, bytes })?;
+        Ok((gfns, backing))
     }
 }
 

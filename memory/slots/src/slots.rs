@@ -1,8 +1,8 @@
 //! The slots of one VM, and how they change.
 
-use crate::{Generation, Reader, Slot, SlotError, SlotId, SlotSpec, Snapshot};
+use crate::{Generation, Reader, Slot, SlotData, SlotError, SlotId, SlotSpec, Snapshot};
 use arc_swap::ArcSwap;
-use lacuna_addr::{GPA_BITS, GfnRange, HvaRange, PAGE_SIZE};
+use lacuna_addr::{GPA_BITS, GfnRange, PAGE_SIZE, SlotAddressRange};
 use lacuna_sync::shim::Mutex;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -26,13 +26,13 @@ impl Default for Limits {
 }
 
 /// The memory slots of one VM. Changes are serialised; readers never wait for them.
-pub struct Slots<X> {
+pub struct Slots<X: SlotData> {
     current: Arc<ArcSwap<Snapshot<X>>>,
     writer: Mutex<()>,
     limits: Limits,
 }
 
-impl<X> Slots<X> {
+impl<X: SlotData> Slots<X> {
     /// A VM without slots.
     ///
     /// # Panics
@@ -75,11 +75,11 @@ impl<X> Slots<X> {
     /// See [`SlotError`]; nothing has changed then.
     pub fn add(
         &self,
-        spec: SlotSpec,
-        attach: impl FnOnce(GfnRange, HvaRange) -> X,
+        spec: SlotSpec<X::Addr>,
+        attach: impl FnOnce(GfnRange, SlotAddressRange<X::Addr>) -> X,
     ) -> Result<Arc<Slot<X>>, SlotError> {
         let id = spec.id;
-        let (gfns, hvas) = spec.ranges(self.gfn_limit())?;
+        let (gfns, backing) = spec.ranges(self.gfn_limit())?;
         self.change(|slots| {
             if slots.iter().any(|slot| slot.id == id) {
                 return Err(SlotError::InUse { id });
@@ -90,7 +90,7 @@ impl<X> Slots<X> {
                     limit: self.limits.slots,
                 });
             }
-            push(slots, spec, gfns, hvas, attach)
+            push(slots, spec, gfns, backing, attach)
         })
     }
 
@@ -102,13 +102,13 @@ impl<X> Slots<X> {
     /// As [`Slots::add`], and [`SlotError::Unknown`]; nothing has changed then.
     pub fn replace(
         &self,
-        spec: SlotSpec,
-        attach: impl FnOnce(GfnRange, HvaRange) -> X,
+        spec: SlotSpec<X::Addr>,
+        attach: impl FnOnce(GfnRange, SlotAddressRange<X::Addr>) -> X,
     ) -> Result<Arc<Slot<X>>, SlotError> {
-        let (gfns, hvas) = spec.ranges(self.gfn_limit())?;
+        let (gfns, backing) = spec.ranges(self.gfn_limit())?;
         self.change(|slots| {
             take(slots, spec.id)?;
-            push(slots, spec, gfns, hvas, attach)
+            push(slots, spec, gfns, backing, attach)
         })
     }
 
@@ -141,7 +141,7 @@ impl<X> Slots<X> {
     }
 }
 
-fn take<X>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, SlotError> {
+fn take<X: SlotData>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, SlotError> {
     let i = slots
         .iter()
         .position(|slot| slot.id == id)
@@ -150,28 +150,32 @@ fn take<X>(slots: &mut Vec<Arc<Slot<X>>>, id: SlotId) -> Result<Arc<Slot<X>>, Sl
 }
 
 /// Adds the slot of `spec`, with these frames, if no other slot has them.
-fn push<X>(
+fn push<X: SlotData>(
     slots: &mut Vec<Arc<Slot<X>>>,
-    spec: SlotSpec,
+    spec: SlotSpec<X::Addr>,
     gfns: GfnRange,
-    hvas: HvaRange,
-    attach: impl FnOnce(GfnRange, HvaRange) -> X,
+    backing: SlotAddressRange<X::Addr>,
+    attach: impl FnOnce(GfnRange, SlotAddressRange<X::Addr>) -> X,
 ) -> Result<Arc<Slot<X>>, SlotError> {
     let SlotSpec { id, flags, .. } = spec;
     check_free(slots, id, gfns)?;
     let slot = Arc::new(Slot {
         id,
         gfns,
-        hvas,
+        backing,
         flags,
-        attach: attach(gfns, hvas),
+        attach: attach(gfns, backing),
     });
     slots.push(Arc::clone(&slot));
     Ok(slot)
 }
 
 /// Checks that no other slot has `gfns`.
-fn check_free<X>(slots: &[Arc<Slot<X>>], id: SlotId, gfns: GfnRange) -> Result<(), SlotError> {
+fn check_free<X: SlotData>(
+    slots: &[Arc<Slot<X>>],
+    id: SlotId,
+    gfns: GfnRange,
+) -> Result<(), SlotError> {
     let taken = |other: &&Arc<Slot<X>>| other.gfns.intersect(gfns).is_some();
     match slots.iter().find(taken) {
         None => Ok(()),

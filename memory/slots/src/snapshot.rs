@@ -1,8 +1,8 @@
 //! All slots at one moment.
 
-use crate::by_hva::ByHva;
-use crate::{Slot, SlotId};
-use lacuna_addr::{Gfn, GfnRange, HvaRange};
+use crate::by_backing::ByBacking;
+use crate::{Slot, SlotData, SlotId};
+use lacuna_addr::{Gfn, GfnRange, SlotAddressRange};
 use std::sync::Arc;
 
 /// Counts changes: two snapshots of one VM are the same if and only if their generations are.
@@ -10,30 +10,30 @@ use std::sync::Arc;
 pub struct Generation(pub u64);
 
 /// An immutable set of slots.
-pub struct Snapshot<X> {
+pub struct Snapshot<X: SlotData> {
     generation: Generation,
     /// Sorted by gfn, disjoint.
     slots: Box<[Arc<Slot<X>>]>,
-    by_hva: ByHva,
+    by_backing: ByBacking<X::Addr>,
 }
 
-/// A slot that has backing in a range of host addresses.
-pub struct Overlap<'a, X> {
+/// A slot that has backing in a range of addresses.
+pub struct Overlap<'a, X: SlotData> {
     /// The slot.
     pub slot: &'a Arc<Slot<X>>,
     /// Its frames whose backing is in the range.
     pub gfns: GfnRange,
 }
 
-impl<X> Snapshot<X> {
+impl<X: SlotData> Snapshot<X> {
     /// Makes a snapshot of slots that do not overlap, in any order.
     pub(crate) fn new(generation: Generation, mut slots: Vec<Arc<Slot<X>>>) -> Self {
         slots.sort_unstable_by_key(|slot| slot.gfns.start());
-        let by_hva = ByHva::new(slots.iter().map(|slot| slot.hvas));
+        let by_backing = ByBacking::new(slots.iter().map(|slot| slot.backing));
         Self {
             generation,
             slots: slots.into(),
-            by_hva,
+            by_backing,
         }
     }
 
@@ -67,14 +67,18 @@ impl<X> Snapshot<X> {
         self.position(gfn).map(|i| &self.slots[i])
     }
 
-    /// Calls `hit` with each slot that has backing in `hvas`, also if slots share it, in descending
-    /// order of the start of their backing. Returns how many nodes of the index it read: at most
-    /// log2(slots) + 2 if one slot holds all of `hvas` and none shares it.
+    /// Calls `hit` with each slot that has backing in `range`, also if slots share it. The slots
+    /// come in descending order of the start of their backing. Returns how many nodes of the index
+    /// it read: at most log2(slots) + 2 if one slot holds all of `range` and none shares it.
     #[inline]
-    pub fn overlapping(&self, hvas: HvaRange, mut hit: impl FnMut(Overlap<'_, X>)) -> usize {
-        self.by_hva.overlapping(hvas, |i| {
+    pub fn overlapping(
+        &self,
+        range: SlotAddressRange<X::Addr>,
+        mut hit: impl FnMut(Overlap<'_, X>),
+    ) -> usize {
+        self.by_backing.overlapping(range, |i| {
             let slot = &self.slots[i];
-            let gfns = slot.gfns_of(hvas).expect("the index found an overlap");
+            let gfns = slot.gfns_of(range).expect("the index found an overlap");
             hit(Overlap { slot, gfns });
         })
     }
@@ -96,14 +100,14 @@ impl<X> Snapshot<X> {
 ///
 /// # Panics
 /// If a promise is broken.
-pub fn assert_invariants<X>(snapshot: &Snapshot<X>) {
+pub fn assert_invariants<X: SlotData>(snapshot: &Snapshot<X>) {
     let mut ids = std::collections::HashSet::new();
     let mut last_end = 0;
     for slot in snapshot.iter() {
         assert!(ids.insert(slot.id), "{} exists twice", slot.id);
         assert_eq!(
             slot.gfns.pages(),
-            slot.hvas.pages(),
+            slot.backing.pages(),
             "{}: frames and backing differ",
             slot.id
         );
@@ -127,13 +131,13 @@ pub fn assert_invariants<X>(snapshot: &Snapshot<X>) {
             );
         }
         let mut found = 0;
-        snapshot.overlapping(slot.hvas, |hit| {
+        snapshot.overlapping(slot.backing, |hit| {
             if same(hit.slot) {
                 assert_eq!(hit.gfns, slot.gfns, "{} is found only in part", slot.id);
                 found += 1;
             }
         });
-        assert_eq!(found, 1, "{} is not found by host address", slot.id);
+        assert_eq!(found, 1, "{} is not found by backing", slot.id);
     }
 }
 

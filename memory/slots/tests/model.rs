@@ -1,8 +1,9 @@
 //! Slots, compared with a plain list of pages; and the text of every refusal.
 
-use lacuna_addr::{Gfn, Hva, HvaRange};
+use lacuna_addr::{BackingAddr, BackingRange, Gfn};
 use lacuna_slots::{
-    Limits, Slot, SlotError, SlotFlags, SlotId, SlotSpec, Slots, Snapshot, assert_invariants,
+    Limits, Slot, SlotData, SlotError, SlotFlags, SlotId, SlotSpec, Slots, Snapshot,
+    assert_invariants,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -15,11 +16,11 @@ const LIMITS: Limits = Limits {
 };
 const GFN_LIMIT: u64 = 1 << 6;
 
-fn spec(id: u16, gfn: u64, hva_page: u64, pages: u64) -> SlotSpec {
+fn spec(id: u16, gfn: u64, backing_page: u64, pages: u64) -> SlotSpec<BackingAddr> {
     SlotSpec {
         id: SlotId(id),
         guest: gfn * PAGE,
-        host: Hva::new(hva_page * PAGE),
+        backing: BackingAddr::new(backing_page * PAGE),
         bytes: pages * PAGE,
         flags: SlotFlags::empty(),
     }
@@ -33,7 +34,7 @@ fn gfn(raw: u64) -> Gfn {
 #[derive(Clone, Copy, Debug)]
 struct Place {
     gfn: u64,
-    hva_page: u64,
+    backing_page: u64,
     pages: u64,
 }
 
@@ -47,9 +48,9 @@ enum Op {
 fn any_op() -> impl Strategy<Value = Op> {
     let id = || 0..9u16;
     let place = || {
-        (0..70u64, 0..40u64, 0..20u64).prop_map(|(gfn, hva_page, pages)| Place {
+        (0..70u64, 0..40u64, 0..20u64).prop_map(|(gfn, backing_page, pages)| Place {
             gfn,
-            hva_page,
+            backing_page,
             pages,
         })
     };
@@ -60,24 +61,32 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
+/// The data of a slot: tells one from another.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Tag(u64);
+
+impl SlotData for Tag {
+    type Addr = BackingAddr;
+}
+
 /// A slot as four numbers.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Plain {
     gfn: u64,
-    hva_page: u64,
+    backing_page: u64,
     pages: u64,
     flags: SlotFlags,
     attach: u64,
 }
 
 impl Plain {
-    fn of(slot: &Slot<u64>) -> Self {
+    fn of(slot: &Slot<Tag>) -> Self {
         Self {
             gfn: slot.gfns.start().get(),
-            hva_page: slot.hvas.start().get() / PAGE,
+            backing_page: slot.backing.start().get() / PAGE,
             pages: slot.gfns.pages(),
             flags: slot.flags,
-            attach: slot.attach,
+            attach: slot.attach.0,
         }
     }
 }
@@ -111,19 +120,19 @@ fn kind(error: SlotError) -> &'static str {
     }
 }
 
-fn step(slots: &Slots<u64>, model: &mut Model, n: u64, op: Op) {
+fn step(slots: &Slots<Tag>, model: &mut Model, n: u64, op: Op) {
     let before = slots.snapshot();
     let (expected, result) = match op {
         Op::Add(id, place) | Op::Replace(id, place) => {
             let adds = matches!(op, Op::Add(..));
             let Place {
                 gfn,
-                hva_page,
+                backing_page,
                 pages,
             } = place;
             let plain = Plain {
                 gfn,
-                hva_page,
+                backing_page,
                 pages,
                 flags: SlotFlags::empty(),
                 attach: n,
@@ -136,10 +145,10 @@ fn step(slots: &Slots<u64>, model: &mut Model, n: u64, op: Op) {
                 _ if !adds && !model.contains_key(&id) => Err("unknown"),
                 placed => placed,
             };
-            let spec = spec(id, gfn, hva_page, pages);
+            let spec = spec(id, gfn, backing_page, pages);
             let result = match adds {
-                true => slots.add(spec, |_, _| n),
-                false => slots.replace(spec, |_, _| n),
+                true => slots.add(spec, |_, _| Tag(n)),
+                false => slots.replace(spec, |_, _| Tag(n)),
             };
             if expected.is_ok() {
                 model.insert(id, plain);
@@ -161,7 +170,7 @@ fn step(slots: &Slots<u64>, model: &mut Model, n: u64, op: Op) {
     );
 }
 
-fn compare(slots: &Slots<u64>, reader: &mut lacuna_slots::Reader<u64>, model: &Model) {
+fn compare(slots: &Slots<Tag>, reader: &mut lacuna_slots::Reader<Tag>, model: &Model) {
     let snapshot = slots.snapshot();
     assert_invariants(&snapshot);
     assert_eq!(snapshot.len(), model.len());
@@ -177,14 +186,14 @@ fn compare(slots: &Slots<u64>, reader: &mut lacuna_slots::Reader<u64>, model: &M
             let page = raw - slot.gfns.start().get();
             assert_eq!(slot.page(gfn(raw)) as u64, page);
             assert_eq!(
-                slot.hva(gfn(raw)),
-                Hva::new(slot.hvas.start().get() + page * PAGE)
+                slot.backing_of(gfn(raw)),
+                BackingAddr::new(slot.backing.start().get() + page * PAGE)
             );
         }
     }
     for start in 0..60 {
         for pages in [1, 5, 60] {
-            let range = HvaRange::new(Hva::new(start * PAGE), pages).expect("a range");
+            let range = BackingRange::new(BackingAddr::new(start * PAGE), pages).expect("a range");
             let mut found = BTreeMap::new();
             snapshot.overlapping(range, |hit| {
                 let frames = (hit.gfns.start().get(), hit.gfns.pages());
@@ -195,10 +204,10 @@ fn compare(slots: &Slots<u64>, reader: &mut lacuna_slots::Reader<u64>, model: &M
             });
             let mut expected = BTreeMap::new();
             for (id, slot) in model {
-                let first = slot.hva_page.max(start);
-                let end = (slot.hva_page + slot.pages).min(start + pages);
+                let first = slot.backing_page.max(start);
+                let end = (slot.backing_page + slot.pages).min(start + pages);
                 if first < end {
-                    expected.insert(*id, (slot.gfn + first - slot.hva_page, end - first));
+                    expected.insert(*id, (slot.gfn + first - slot.backing_page, end - first));
                 }
             }
             assert_eq!(found, expected);
@@ -221,8 +230,11 @@ proptest! {
     }
 }
 
-fn refusal(slots: &Slots<u64>, spec: SlotSpec) -> String {
-    let refused = slots.add(spec, |_, _| 0).map(|_| ()).expect_err("refused");
+fn refusal(slots: &Slots<Tag>, spec: SlotSpec<BackingAddr>) -> String {
+    let refused = slots
+        .add(spec, |_, _| Tag(0))
+        .map(|_| ())
+        .expect_err("refused");
     refused.to_string()
 }
 
@@ -230,7 +242,7 @@ fn refusal(slots: &Slots<u64>, spec: SlotSpec) -> String {
 fn every_refusal_says_what_to_do() {
     let slots = Slots::new(LIMITS);
     let add = |spec| refusal(&slots, spec);
-    slots.add(spec(1, 8, 0, 8), |_, _| 0).expect("room");
+    slots.add(spec(1, 8, 0, 8), |_, _| Tag(0)).expect("room");
     assert_eq!(
         add(spec(2, 15, 0, 2)),
         "slot 2 (gfn 0xf..0x11) overlaps slot 1 (gfn 0x8..0x10): remove or move one of them first"
@@ -240,7 +252,7 @@ fn every_refusal_says_what_to_do() {
         SlotSpec {
             id: SlotId(3),
             guest,
-            host: Hva::new(host),
+            backing: BackingAddr::new(host),
             bytes,
             flags,
         }
@@ -251,7 +263,7 @@ fn every_refusal_says_what_to_do() {
     );
     assert_eq!(
         add(crooked(0, 0x10, PAGE)),
-        "slot 3: its host address 0x10 is not a multiple of 4 KiB: align it"
+        "slot 3: its backing address 0x10 is not a multiple of 4 KiB: align it"
     );
     assert_eq!(
         add(crooked(0, 0, 1000)),
@@ -271,7 +283,8 @@ fn every_refusal_says_what_to_do() {
     );
     assert_eq!(
         add(crooked(0, u64::MAX - PAGE + 1, 2 * PAGE)),
-        "slot 3: 0x2000 bytes from host address 0xfffffffffffff000 wrap around: check both numbers"
+        "slot 3: 0x2000 bytes from backing address 0xfffffffffffff000 wrap around: \
+         check both numbers"
     );
     assert_eq!(
         add(spec(1, 30, 0, 1)),
@@ -279,7 +292,7 @@ fn every_refusal_says_what_to_do() {
     );
     for id in 10..15 {
         slots
-            .add(spec(id, u64::from(id) * 2, 0, 1), |_, _| 0)
+            .add(spec(id, u64::from(id) * 2, 0, 1), |_, _| Tag(0))
             .expect("room");
     }
     assert_eq!(
@@ -291,21 +304,21 @@ fn every_refusal_says_what_to_do() {
 }
 
 /// `count` slots of 16 pages, side by side.
-fn row(slots: &Slots<()>, count: u16) {
+fn row(slots: &Slots<Tag>, count: u16) {
     for i in 0..count {
         let at = u64::from(i) * 16;
-        slots.add(spec(i, at, at, 16), |_, _| ()).expect("room");
+        slots.add(spec(i, at, at, 16), |_, _| Tag(0)).expect("room");
     }
 }
 
-fn find(snapshot: &Snapshot<()>, page: u64, pages: u64) -> (Vec<u16>, usize) {
-    let range = HvaRange::new(Hva::new(page * PAGE), pages).expect("a range");
+fn find(snapshot: &Snapshot<Tag>, page: u64, pages: u64) -> (Vec<u16>, usize) {
+    let range = BackingRange::new(BackingAddr::new(page * PAGE), pages).expect("a range");
     let mut hits = Vec::new();
     let steps = snapshot.overlapping(range, |hit| hits.push(hit.slot.id.0));
     (hits, steps)
 }
 
-fn many() -> Slots<()> {
+fn many() -> Slots<Tag> {
     Slots::new(Limits {
         slots: 600,
         ..Limits::default()
@@ -333,14 +346,14 @@ fn shared_backing_costs_a_step_for_each_slot_that_is_nested_in_others() {
     // One slot aliases all the backing; four more are nested in each other, far from the page asked
     // for.
     slots
-        .add(spec(500, 0x10_0000, 0, 256 * 16), |_, _| ())
+        .add(spec(500, 0x10_0000, 0, 256 * 16), |_, _| Tag(0))
         .expect("room");
     for depth in 0..4u64 {
         let at = 0x20_0000 + depth * 0x100;
         slots
             .add(
                 spec(501 + depth as u16, at, 8 + depth, 64 - 2 * depth),
-                |_, _| (),
+                |_, _| Tag(0),
             )
             .expect("room");
     }
@@ -359,7 +372,7 @@ fn a_reader_sees_whole_changes_only() {
     // Slots are added and removed in pairs of changes: 1, then 1 and 2, then 1 again. A snapshot is
     // one of the states that were published, never a mixture.
     let slots = Slots::new(Limits::default());
-    slots.add(spec(1, 0, 0, 4), |_, _| ()).expect("room");
+    slots.add(spec(1, 0, 0, 4), |_, _| Tag(0)).expect("room");
     let done = AtomicBool::new(false);
     std::thread::scope(|s| {
         let reader = s.spawn(|| {
@@ -376,7 +389,7 @@ fn a_reader_sees_whole_changes_only() {
             }
         });
         for _ in 0..1000 {
-            slots.add(spec(2, 100, 0, 4), |_, _| ()).expect("free");
+            slots.add(spec(2, 100, 0, 4), |_, _| Tag(0)).expect("free");
             slots.remove(SlotId(2)).expect("there");
         }
         done.store(true, Ordering::Relaxed);
@@ -390,8 +403,8 @@ fn a_reader_sees_a_change_at_once() {
     let slots = Slots::new(Limits::default());
     let mut reader = slots.reader();
     assert!(reader.find(gfn(0)).is_none());
-    slots.add(spec(1, 0, 0, 4), |_, _| 7).expect("room");
-    assert_eq!(reader.find(gfn(3)).map(|slot| slot.attach), Some(7));
+    slots.add(spec(1, 0, 0, 4), |_, _| Tag(7)).expect("room");
+    assert_eq!(reader.find(gfn(3)).map(|slot| slot.attach), Some(Tag(7)));
     slots.remove(SlotId(1)).expect("it is there");
     assert!(reader.find(gfn(3)).is_none());
 }

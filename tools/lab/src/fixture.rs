@@ -8,7 +8,7 @@
 //! | [`Tables`] | slots, tables and a host, and no processor | work on tables alone |
 
 use crate::experiment::LabError;
-use lacuna_addr::{Gpa, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Image, Segment};
 use lacuna_soft::{
     Apf, Delivery, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
@@ -116,7 +116,7 @@ impl Tables {
     ///
     /// # Errors
     /// The region or the slot was refused.
-    pub fn add_slot(&self, id: SlotId, guest: u64, pages: u64) -> Result<HvaRange, LabError> {
+    pub fn add_slot(&self, id: SlotId, guest: u64, pages: u64) -> Result<BackingRange, LabError> {
         let notifier = Arc::clone(&self.mmu) as Arc<dyn MmuNotifier>;
         let region = self.host.add_region(PageCount::new(pages), notifier)?;
         self.mmu.add_slot(slot(id, guest, region))?;
@@ -125,11 +125,11 @@ impl Tables {
 }
 
 /// A plain slot at `guest` with all of `region` behind it.
-pub fn slot(id: SlotId, guest: u64, region: HvaRange) -> SlotSpec {
+pub fn slot(id: SlotId, guest: u64, region: BackingRange) -> SlotSpec {
     SlotSpec {
         id,
         guest,
-        host: region.start(),
+        backing: region.start(),
         bytes: region.pages() * PAGE_SIZE as u64,
         flags: SlotFlags::empty(),
     }

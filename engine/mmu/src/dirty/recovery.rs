@@ -1,7 +1,7 @@
 //! The older way in which huge leaves come back when logging ends, for comparison.
 
 use crate::{DirtyError, Logging, Mmu, Rmap};
-use lacuna_addr::{HvaRange, Level};
+use lacuna_addr::{BackingRange, Level};
 use lacuna_slots::{Slot, SlotId};
 
 /// How huge leaves come back when logging ends.
@@ -35,11 +35,11 @@ impl Mmu {
     /// Some blocks at a time, so that a fault waits only for the shoot-down of blocks near it.
     fn drop_leaves(&self, slot: &Slot<Rmap>) {
         const AT_ONCE: u64 = 32 * Level::L2M.pages();
-        let all = slot.hvas;
+        let all = slot.backing;
         for first in (0..all.pages()).step_by(AT_ONCE as usize) {
             let pages = (all.pages() - first).min(AT_ONCE);
             let start = all.start().checked_add_pages(first);
-            let some = start.and_then(|start| HvaRange::new(start, pages));
+            let some = start.and_then(|start| BackingRange::new(start, pages));
             let some = some.expect("a part of a range");
             self.begin_invalidation(&[some]).finish();
         }

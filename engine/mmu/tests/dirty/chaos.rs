@@ -16,7 +16,7 @@ use crate::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, 
 use crate::monitor::{Begun, Monitor};
 use crate::threads::Done;
 use crate::{DETECTIONS, bare_ring, ring};
-use lacuna_addr::{GfnRange, HvaRange};
+use lacuna_addr::{BackingRange, GfnRange};
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Backup, Delivery, DirtyError, HugeLeaves, Initially, Logging};
 use lacuna_slots::SlotFlags;
@@ -217,7 +217,9 @@ impl Chaos {
             4 => drop(fixture.host.collapse_step()),
             5 => {
                 let start = fixture.backing.start().checked_add_pages(page).unwrap();
-                fixture.mmu.split_huge(HvaRange::new(start, 300).unwrap());
+                fixture
+                    .mmu
+                    .split_huge(BackingRange::new(start, 300).unwrap());
             }
             6 => fixture.move_to(rng.of(&PLACES)),
             7 => {
@@ -236,11 +238,11 @@ impl Chaos {
                 let start = fixture.backing.start().checked_add_pages(page).unwrap();
                 fixture
                     .mmu
-                    .invalidate(&[HvaRange::new(start, 1 + rng.below(300)).unwrap()]);
+                    .invalidate(&[BackingRange::new(start, 1 + rng.below(300)).unwrap()]);
             }
             _ => fixture
                 .mmu
-                .write_protect(HvaRange::new(fixture.backing.start(), 300).unwrap()),
+                .write_protect(BackingRange::new(fixture.backing.start(), 300).unwrap()),
         }
     }
 

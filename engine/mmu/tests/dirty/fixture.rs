@@ -1,9 +1,9 @@
 //! A VM of model vCPUs with TLBs.
 
-use lacuna_addr::{Access, Gfn, Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{Backup, Delivery, DirtyError, Mmu, Outcome, RingSize, Room, VcpuMmu};
-use lacuna_slots::{SlotFlags, SlotId, SlotSpec};
+use lacuna_mmu::{Backup, Delivery, DirtyError, Mmu, Outcome, RingSize, Room, SlotSpec, VcpuMmu};
+use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_stage2::Walk;
 use lacuna_sync::{GracePeriod, HostClock, Qsbr};
 use std::collections::HashMap;
@@ -30,7 +30,7 @@ pub struct Fixture {
     pub host: Arc<Host>,
     pub mmu: Arc<Mmu>,
     pub qsbr: Arc<Qsbr>,
-    pub backing: HvaRange,
+    pub backing: BackingRange,
     /// Held shared by a monitor that reaps the rings and copies. Held exclusively by one that puts
     /// back what was reaped since the last reset, because other monitors may have reaped it.
     pub collecting: RwLock<()>,
@@ -78,7 +78,7 @@ impl Fixture {
         let spec = SlotSpec {
             id: SLOT,
             guest: PLACES[0] * PAGE_SIZE as u64,
-            host: backing.start(),
+            backing: backing.start(),
             bytes: PAGES * PAGE_SIZE as u64,
             flags: SlotFlags::empty(),
         };
@@ -107,13 +107,13 @@ impl Fixture {
         slot.gfns.start().checked_add(page).expect("in the slot")
     }
 
-    fn hva(&self, page: u64) -> Hva {
+    fn addr(&self, page: u64) -> BackingAddr {
         self.backing.start().checked_add_pages(page).unwrap()
     }
 
     pub fn words(&self, page: u64) -> Words {
         let mut bytes = [0; size_of::<Words>()];
-        self.host.copy_out(self.hva(page), &mut bytes).unwrap();
+        self.host.copy_out(self.addr(page), &mut bytes).unwrap();
         let (words, _) = bytes.as_chunks::<8>();
         let mut words = words.iter().map(|word| u64::from_le_bytes(*word));
         [(); VCPUS_MAX + 1].map(|()| words.next().expect("as many"))
@@ -127,9 +127,9 @@ impl Fixture {
         let writing = self.mmu.host_write(slot, gfn)?;
         // A device is slow.
         yield_now();
-        let at = slot.hva(gfn).get() + 8 * HOST_WORD as u64;
+        let at = slot.backing_of(gfn).get() + 8 * HOST_WORD as u64;
         self.host
-            .copy_in(Hva::new(at), &value.to_le_bytes())
+            .copy_in(BackingAddr::new(at), &value.to_le_bytes())
             .unwrap();
         writing.done();
         Ok(())

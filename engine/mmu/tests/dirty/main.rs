@@ -8,7 +8,7 @@ mod monitor;
 mod threads;
 
 use fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words, ring};
-use lacuna_addr::{GfnRange, HvaRange, Level};
+use lacuna_addr::{BackingRange, GfnRange, Level};
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Backup, Delivery, Detection, DirtyError, HugeLeaves, Initially, Logging};
 use lacuna_slots::SlotFlags;
@@ -178,7 +178,7 @@ impl World {
             Op::Collapse => drop(self.fixture.host.collapse_step()),
             Op::SplitHuge(block) => {
                 let start = self.fixture.backing.start().checked_add_pages(block * 512);
-                let block = HvaRange::new(start.unwrap(), 512).unwrap();
+                let block = BackingRange::new(start.unwrap(), 512).unwrap();
                 self.fixture.mmu.split_huge(block);
             }
             Op::Disallow(page, pages) => {

@@ -3,7 +3,7 @@
 use crate::fixture::{Fixture, PLACES, SLOT, Vcpu};
 use crate::monitor::Monitor;
 use crate::{DETECTIONS, deliveries};
-use lacuna_addr::HvaRange;
+use lacuna_addr::BackingRange;
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Delivery, Detection, Logging};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -97,7 +97,7 @@ fn a_harvest_waits_for_a_reclaim_that_waits() {
     let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
     fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
     vcpus[0].access(&fixture, 7, Some(1)).unwrap();
-    let page = HvaRange::new(fixture.backing.start().checked_add_pages(7).unwrap(), 1).unwrap();
+    let page = BackingRange::new(fixture.backing.start().checked_add_pages(7).unwrap(), 1).unwrap();
     let harvest = || {
         let mut words = [0; 25];
         fixture.mmu.get_dirty(SLOT, &mut words).unwrap();
@@ -123,7 +123,7 @@ fn a_slot_does_not_move_while_a_vcpu_logs_its_pages() {
     vcpus[0].access(&fixture, PAGE, Some(1)).unwrap();
     fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
     let at = fixture.backing.start().checked_add_pages(PAGE).unwrap();
-    let page = HvaRange::new(at, 1).unwrap();
+    let page = BackingRange::new(at, 1).unwrap();
     let reclaim = || fixture.mmu.invalidate(&[page]);
     both_wait(&fixture, &mut vcpus[0], PAGE, reclaim, || {
         fixture.move_to(PLACES[1])
@@ -160,7 +160,7 @@ fn moved(taken: &Taken) {
         .start()
         .checked_add_pages(taken.first)
         .unwrap();
-    let range = HvaRange::new(at, taken.pages).unwrap();
+    let range = BackingRange::new(at, taken.pages).unwrap();
     let begun = fixture.mmu.begin_invalidation(&[range]);
     fixture.move_to(PLACES[1]);
     let mut monitor = Monitor::new();
@@ -211,7 +211,7 @@ fn a_page_protected_during_a_reclaim_is_in_no_tlb() {
     vcpu.access(&fixture, 7, Some(1)).unwrap();
     let gfn = fixture.gfn(7);
     let at = fixture.backing.start().checked_add_pages(7).unwrap();
-    let page = HvaRange::new(at, 1).unwrap();
+    let page = BackingRange::new(at, 1).unwrap();
     let begun = fixture.mmu.begin_invalidation(&[page]);
     fixture.mmu.write_protect(page);
     vcpu.enter(&fixture);

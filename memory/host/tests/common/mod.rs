@@ -5,7 +5,7 @@
 pub mod shared_file;
 pub mod source;
 
-use lacuna_addr::{Access, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
     Frame, Host, HostConfig, HostError, HugePages, Io, MmuNotifier, PerCpuPages, Resolution,
     SwapStore,
@@ -43,34 +43,34 @@ struct Leaves {
 }
 
 impl Leaves {
-    /// The leaf that maps `hva`, and the frame of its page.
-    fn find(&mut self, hva: Hva) -> Option<(&mut Leaf, Pfn)> {
-        let start = hva.get() & !(BLOCK - 1);
+    /// The leaf that maps `addr`, and the frame of its page.
+    fn find(&mut self, addr: BackingAddr) -> Option<(&mut Leaf, Pfn)> {
+        let start = addr.get() & !(BLOCK - 1);
         if let Some(leaf) = self.blocks.get_mut(&start) {
-            let index = (hva.get() - start) / PAGE_SIZE as u64;
+            let index = (addr.get() - start) / PAGE_SIZE as u64;
             let pfn = Pfn::new((leaf.pfn.get() + index) as u32);
             return Some((leaf, pfn));
         }
-        let leaf = self.pages.get_mut(&hva.get())?;
+        let leaf = self.pages.get_mut(&addr.get())?;
         let pfn = leaf.pfn;
         Some((leaf, pfn))
     }
 
     /// Maps what is not mapped yet: the whole block, if it may be and no page of it is mapped.
-    fn install(&mut self, hva: Hva, frame: Frame) -> (&mut Leaf, Pfn) {
-        let start = hva.get() & !(BLOCK - 1);
-        let index = (hva.get() - start) / PAGE_SIZE as u64;
-        if self.find(hva).is_none() {
+    fn install(&mut self, addr: BackingAddr, frame: Frame) -> (&mut Leaf, Pfn) {
+        let start = addr.get() & !(BLOCK - 1);
+        let index = (addr.get() - start) / PAGE_SIZE as u64;
+        if self.find(addr).is_none() {
             let mapped = self.pages.range(start..start + BLOCK).next().is_some();
             if frame.level == Level::L2M && !mapped {
                 assert_eq!(frame.pfn.get() % 512, index, "a whole block is aligned");
                 let leaf = Leaf::new(frame.pfn.get() - index);
                 self.blocks.insert(start, leaf);
             } else {
-                self.pages.insert(hva.get(), Leaf::new(frame.pfn.get()));
+                self.pages.insert(addr.get(), Leaf::new(frame.pfn.get()));
             }
         }
-        let found = self.find(hva).expect("just installed");
+        let found = self.find(addr).expect("just installed");
         assert_eq!(found.1, frame.pfn, "a page moves only by an invalidation");
         found
     }
@@ -87,7 +87,7 @@ impl Leaves {
     }
 
     /// The first addresses of the huge leaves that `range` meets.
-    fn blocks_of(&self, range: HvaRange) -> Vec<u64> {
+    fn blocks_of(&self, range: BackingRange) -> Vec<u64> {
         let first = range.start().get() & !(BLOCK - 1);
         let blocks = self.blocks.range(first..range.end().get());
         blocks.map(|(&start, _)| start).collect()
@@ -109,7 +109,7 @@ impl FakeMmu {
 }
 
 impl MmuNotifier for FakeMmu {
-    fn invalidate(&self, ranges: &[HvaRange]) {
+    fn invalidate(&self, ranges: &[BackingRange]) {
         let host = self
             .host
             .get()
@@ -122,7 +122,7 @@ impl MmuNotifier for FakeMmu {
         let mut leaves = self.leaves.lock().unwrap();
         for &range in ranges {
             for start in leaves.blocks_of(range) {
-                let block = HvaRange::new(Hva::new(start), 512).unwrap();
+                let block = BackingRange::new(BackingAddr::new(start), 512).unwrap();
                 if block.intersect(range) != Some(block) {
                     leaves.split_huge(start);
                 } else if let Some(leaf) = leaves.blocks.remove(&start)
@@ -140,7 +140,7 @@ impl MmuNotifier for FakeMmu {
         }
     }
 
-    fn age(&self, ranges: &[HvaRange], young: &mut [bool]) {
+    fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
         assert_eq!(ranges.len(), young.len());
         let mut leaves = self.leaves.lock().unwrap();
         for (&range, young) in ranges.iter().zip(young) {
@@ -156,7 +156,7 @@ impl MmuNotifier for FakeMmu {
         }
     }
 
-    fn split_huge(&self, range: HvaRange) {
+    fn split_huge(&self, range: BackingRange) {
         assert!(range.pages() == 512 && range.start().get().is_multiple_of(BLOCK));
         let mut leaves = self.leaves.lock().unwrap();
         leaves.split_huge(range.start().get());
@@ -177,7 +177,7 @@ pub struct Vm {
     pub host: Arc<Host>,
     pub mmu: Arc<FakeMmu>,
     pub cache: PerCpuPages,
-    pub range: HvaRange,
+    pub range: BackingRange,
     clock: Arc<VirtualClock>,
     /// The largest leaf that this VM can map.
     pub max_level: Level,
@@ -257,7 +257,12 @@ impl Vm {
         vm
     }
 
-    fn of(host: &Arc<Host>, clock: &Arc<VirtualClock>, mmu: Arc<FakeMmu>, range: HvaRange) -> Self {
+    fn of(
+        host: &Arc<Host>,
+        clock: &Arc<VirtualClock>,
+        mmu: Arc<FakeMmu>,
+        range: BackingRange,
+    ) -> Self {
         Self {
             host: host.clone(),
             cache: host.per_cpu_pages().unwrap(),
@@ -270,7 +275,7 @@ impl Vm {
         }
     }
 
-    pub fn hva(&self, page: u64) -> Hva {
+    pub fn addr(&self, page: u64) -> BackingAddr {
         self.range
             .start()
             .checked_add_pages(page % self.range.pages())
@@ -298,11 +303,11 @@ impl Vm {
 
     /// Finds the frame of a page. It waits as a seeded scheduler would.
     pub fn fault(&mut self, page: u64, access: Access) -> Result<Frame, HostError> {
-        let hva = self.hva(page);
+        let addr = self.addr(page);
         loop {
             match self
                 .host
-                .resolve(hva, access, self.max_level, &mut self.cache)
+                .resolve(addr, access, self.max_level, &mut self.cache)
             {
                 Resolution::Ready(frame) => return Ok(frame),
                 Resolution::Pending(ticket) => {
@@ -319,7 +324,7 @@ impl Vm {
                         .expect("only a source's page is missing");
                     while !ticket.is_done() {
                         // Any of those that are open, this one at last.
-                        assert!(source.answer_one(hva.get() >> 12), "it was asked for");
+                        assert!(source.answer_one(addr.get() >> 12), "it was asked for");
                     }
                 }
                 Resolution::NoMemory => {
@@ -335,14 +340,14 @@ impl Vm {
 
     /// One instruction that touches one page: through the leaf if there is one, else by a fault.
     pub fn touch(&mut self, page: u64, how: Use) -> Result<(), HostError> {
-        let hva = self.hva(page);
+        let addr = self.addr(page);
         let access = if how == Use::Read {
             Access::Read
         } else {
             Access::Write
         };
         let mmu = self.mmu.clone();
-        let mapped = mmu.leaves.lock().unwrap().find(hva).map(|(_, pfn)| pfn);
+        let mapped = mmu.leaves.lock().unwrap().find(addr).map(|(_, pfn)| pfn);
         let frame = match mapped {
             Some(pfn) => Frame {
                 pfn,
@@ -351,7 +356,7 @@ impl Vm {
             None => self.fault(page, access)?,
         };
         let mut leaves = mmu.leaves.lock().unwrap();
-        let (leaf, pfn) = leaves.install(hva, frame);
+        let (leaf, pfn) = leaves.install(addr, frame);
         leaf.accessed = true;
         // For a write through a leaf that a read installed, only D records the write.
         leaf.dirty |= access.is_write();
@@ -360,28 +365,28 @@ impl Vm {
         match how {
             Use::Write(value) => {
                 frame.write(0, &value.to_le_bytes().repeat(PAGE_SIZE / 8));
-                self.model.insert(hva.get(), value);
+                self.model.insert(addr.get(), value);
             }
-            Use::Read => self.check(hva, |bytes| frame.read(0, bytes)),
+            Use::Read => self.check(addr, |bytes| frame.read(0, bytes)),
         }
         self.cache.unpin_all();
         Ok(())
     }
 
-    fn check(&self, hva: Hva, read: impl FnOnce(&mut [u8])) {
+    fn check(&self, addr: BackingAddr, read: impl FnOnce(&mut [u8])) {
         let mut bytes = [0; PAGE_SIZE];
         read(&mut bytes);
-        let want = self.expected(hva);
+        let want = self.expected(addr);
         assert!(
             bytes.chunks(8).all(|word| word == want.to_le_bytes()),
-            "{hva} is not {want:#x}"
+            "{addr} is not {want:#x}"
         );
     }
 
-    /// The word that the page at `hva` contains, repeated.
-    pub fn expected(&self, hva: Hva) -> u64 {
-        let provided = self.source.as_ref().map_or(0, |_| word_of(hva));
-        self.model.get(&hva.get()).copied().unwrap_or(provided)
+    /// The word that the page at `addr` contains, repeated.
+    pub fn expected(&self, addr: BackingAddr) -> u64 {
+        let provided = self.source.as_ref().map_or(0, |_| word_of(addr));
+        self.model.get(&addr.get()).copied().unwrap_or(provided)
     }
 
     /// Reads every page back.

@@ -1,6 +1,6 @@
 //! A page source for tests: it keeps its requests until the test answers them.
 
-use lacuna_addr::{Hva, PAGE_SIZE};
+use lacuna_addr::{BackingAddr, PAGE_SIZE};
 use lacuna_host::{Answer, Page, PageRequest, PageSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex};
@@ -18,9 +18,9 @@ struct State {
 }
 
 /// The word that a page of the source contains, repeated.
-pub fn word_of(hva: Hva) -> u64 {
+pub fn word_of(addr: BackingAddr) -> u64 {
     // Every fourth page is all zeros.
-    let page = hva.get() >> 12;
+    let page = addr.get() >> 12;
     if page.is_multiple_of(4) {
         0
     } else {
@@ -28,9 +28,9 @@ pub fn word_of(hva: Hva) -> u64 {
     }
 }
 
-/// The page at `hva` as the source has it.
-pub fn page_of(hva: Hva) -> Page {
-    page_with(word_of(hva))
+/// The page at `addr` as the source has it.
+pub fn page_of(addr: BackingAddr) -> Page {
+    page_with(word_of(addr))
 }
 
 /// A page that contains `word`, repeated.
@@ -46,21 +46,21 @@ impl TestSource {
         Arc::default()
     }
 
-    /// A copy of the request for the page at `hva`, which stays open.
-    pub fn request(&self, hva: Hva) -> Option<PageRequest> {
-        self.state.lock().unwrap().open.get(&hva.get()).cloned()
+    /// A copy of the request for the page at `addr`, which stays open.
+    pub fn request(&self, addr: BackingAddr) -> Option<PageRequest> {
+        self.state.lock().unwrap().open.get(&addr.get()).cloned()
     }
 
-    /// Forgets the request for the page at `hva`, without an answer unless `request` gave a copy.
-    pub fn forget(&self, hva: Hva) {
-        let request = self.state.lock().unwrap().open.remove(&hva.get());
-        assert!(request.is_some(), "no request for {hva}");
+    /// Forgets the request for the page at `addr`, without an answer unless `request` gave a copy.
+    pub fn forget(&self, addr: BackingAddr) {
+        let request = self.state.lock().unwrap().open.remove(&addr.get());
+        assert!(request.is_some(), "no request for {addr}");
     }
 
-    /// Provides the page at `hva`.
-    pub fn answer(&self, hva: Hva) -> Answer {
-        let request = self.state.lock().unwrap().open.remove(&hva.get());
-        request.expect("asked").provide(&page_of(hva))
+    /// Provides the page at `addr`.
+    pub fn answer(&self, addr: BackingAddr) -> Answer {
+        let request = self.state.lock().unwrap().open.remove(&addr.get());
+        request.expect("asked").provide(&page_of(addr))
     }
 
     /// Provides some page that was asked for; false when none is open. The order depends on `pick`
@@ -71,11 +71,11 @@ impl TestSource {
         let Some(at) = pick.checked_rem(count) else {
             return false;
         };
-        let hva = *state.open.keys().nth(at as usize).unwrap();
-        let request = state.open.remove(&hva).unwrap();
+        let addr = *state.open.keys().nth(at as usize).unwrap();
+        let request = state.open.remove(&addr).unwrap();
         drop(state);
         // Late: the region was removed, and the source did not hear of it.
-        let _ = request.provide(&page_of(Hva::new(hva)));
+        let _ = request.provide(&page_of(BackingAddr::new(addr)));
         true
     }
 
@@ -98,9 +98,9 @@ impl PageSource for TestSource {
 
     fn fetch(&self, request: PageRequest) {
         let mut state = self.state.lock().unwrap();
-        let hva = request.page().get();
-        assert!(state.seen.insert(hva), "{hva:#x} was asked for twice");
-        state.open.insert(hva, request);
+        let addr = request.page().get();
+        assert!(state.seen.insert(addr), "{addr:#x} was asked for twice");
+        state.open.insert(addr, request);
         self.asked.notify_all();
     }
 }

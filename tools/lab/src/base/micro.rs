@@ -9,7 +9,7 @@
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, slot};
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, Vcpu as _};
 use lacuna_soft::{Delivery, MmuNotifier, SlotId, Vcpu, Vm};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -64,7 +64,7 @@ impl Fixture {
         touch_together(std::slice::from_mut(self), before)
     }
 
-    fn add_area(&self) -> Result<HvaRange, LabError> {
+    fn add_area(&self) -> Result<BackingRange, LabError> {
         let pages = self.pages * self.vcpus.len() as u64;
         let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
         let region = self.vm.host().add_region(PageCount::new(pages), notifier)?;

@@ -4,7 +4,7 @@
 
 use crate::experiment::LabError;
 use crate::fixture::{Tables, builder};
-use lacuna_addr::{Access, Gfn, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingRange, Gfn, Level, PAGE_SIZE, PageCount};
 use lacuna_soft::{Fault, Host, HugePages, Mmu, SlotId, VcpuMmu, VmBuilder};
 
 /// Pages of a block.
@@ -21,7 +21,7 @@ pub struct Fixture {
     vcpu_mmu: VcpuMmu,
     first: Gfn,
     blocks: u64,
-    others: Vec<HvaRange>,
+    others: Vec<BackingRange>,
 }
 
 impl Fixture {
@@ -59,7 +59,7 @@ impl Fixture {
         Ok(())
     }
 
-    fn add(&self, id: u64, guest: u64, pages: u64) -> Result<HvaRange, LabError> {
+    fn add(&self, id: u64, guest: u64, pages: u64) -> Result<BackingRange, LabError> {
         let id = u16::try_from(id).expect("fewer slots than that");
         self.tables.add_slot(SlotId(id), guest, pages)
     }
@@ -74,19 +74,19 @@ impl Fixture {
         Ok(())
     }
 
-    fn target(&self) -> Option<HvaRange> {
+    fn target(&self) -> Option<BackingRange> {
         let slots = self.tables.mmu.slots();
-        slots.get(TARGET_SLOT).map(|slot| slot.hvas)
+        slots.get(TARGET_SLOT).map(|slot| slot.backing)
     }
 
     /// The first `blocks` blocks under test.
-    pub fn range(&self, blocks: u64) -> HvaRange {
+    pub fn range(&self, blocks: u64) -> BackingRange {
         let all = self.target().expect("it was added");
-        HvaRange::new(all.start(), blocks * BLOCK).expect("a part of a range")
+        BackingRange::new(all.start(), blocks * BLOCK).expect("a part of a range")
     }
 
     /// The backing of the other slots.
-    pub fn others(&self) -> &[HvaRange] {
+    pub fn others(&self) -> &[BackingRange] {
         &self.others
     }
 

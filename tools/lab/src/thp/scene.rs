@@ -4,7 +4,7 @@
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, resident};
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{Gfn, HvaRange, PAGE_SIZE};
+use lacuna_addr::{BackingRange, Gfn, PAGE_SIZE};
 use lacuna_machine::{Exit, Kick as _, Vcpu as _};
 use lacuna_soft::{Delivery, HugePages, RmapWalk, Vcpu, Vm, VmBuilder};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const MEMORY_MIB: u64 = 32;
 /// The guest and the range that is taken from it.
 pub struct Scene {
     vm: Arc<Vm>,
-    range: HvaRange,
+    range: BackingRange,
 }
 
 /// What came of taking the range.
@@ -55,7 +55,7 @@ impl Scene {
         let slots = vm.mmu().slots();
         let slot = slots.find(first).expect("its memory");
         let pages = u64::from(TOUCHED_BYTES) / PAGE_SIZE as u64;
-        let range = HvaRange::new(slot.hva(first), pages).expect("inside the slot");
+        let range = BackingRange::new(slot.backing_of(first), pages).expect("inside the slot");
         Ok((Self { vm, range }, Worker(worker), Toucher(toucher)))
     }
 

@@ -19,32 +19,32 @@
 //! all.
 
 use core::hint::select_unpredictable;
-use lacuna_addr::HvaRange;
+use lacuna_addr::{SlotAddress, SlotAddressRange};
 
 /// No node before this one ends beyond it.
 const NONE: u32 = u32::MAX;
 
 /// The backing of one slot, and the place of the slot in the gfn order.
 #[derive(Clone, Copy)]
-struct Node {
-    end: u64,
+struct Node<A> {
+    end: A,
     outer: u32,
     slot: u32,
 }
 
-pub(crate) struct ByHva {
-    starts: Box<[u64]>,
-    nodes: Box<[Node]>,
+pub(crate) struct ByBacking<A> {
+    starts: Box<[A]>,
+    nodes: Box<[Node<A>]>,
 }
 
-impl ByHva {
+impl<A: SlotAddress> ByBacking<A> {
     /// Takes the backing of each slot, in the order of the slots.
-    pub(crate) fn new(backings: impl Iterator<Item = HvaRange>) -> Self {
-        let mut sorted: Vec<(HvaRange, u32)> = backings.zip(0..).collect();
-        sorted.sort_unstable_by_key(|(hvas, slot)| (hvas.start().get(), *slot));
-        let mut nodes: Vec<Node> = Vec::with_capacity(sorted.len());
-        for (hvas, slot) in &sorted {
-            let end = hvas.end().get();
+    pub(crate) fn new(backings: impl Iterator<Item = SlotAddressRange<A>>) -> Self {
+        let mut sorted: Vec<(SlotAddressRange<A>, u32)> = backings.zip(0..).collect();
+        sorted.sort_unstable_by_key(|(backing, slot)| (backing.start(), *slot));
+        let mut nodes: Vec<Node<A>> = Vec::with_capacity(sorted.len());
+        for (backing, slot) in &sorted {
+            let end = backing.end();
             let mut outer = nodes.len().checked_sub(1).map_or(NONE, |last| last as u32);
             while outer != NONE && nodes[outer as usize].end <= end {
                 outer = nodes[outer as usize].outer;
@@ -53,7 +53,7 @@ impl ByHva {
             nodes.push(Node { end, outer, slot });
         }
         Self {
-            starts: sorted.iter().map(|(hvas, _)| hvas.start().get()).collect(),
+            starts: sorted.iter().map(|(backing, _)| backing.start()).collect(),
             nodes: nodes.into(),
         }
     }
@@ -61,8 +61,12 @@ impl ByHva {
     /// Calls `hit` with each slot whose backing overlaps `range`, in descending order of its start.
     /// Returns how many nodes it read.
     #[inline]
-    pub(crate) fn overlapping(&self, range: HvaRange, mut hit: impl FnMut(usize)) -> usize {
-        let (from, to) = (range.start().get(), range.end().get());
+    pub(crate) fn overlapping(
+        &self,
+        range: SlotAddressRange<A>,
+        mut hit: impl FnMut(usize),
+    ) -> usize {
+        let (from, to) = (range.start(), range.end());
         let (last, mut steps) = self.last_below(to);
         let mut next = last;
         while next != NONE {
@@ -83,7 +87,7 @@ impl ByHva {
     /// that could be mispredicted: each step halves the rest and moves the base by a conditional
     /// move. The base starts below `address` unless it is the first node.
     #[inline]
-    fn last_below(&self, address: u64) -> (u32, usize) {
+    fn last_below(&self, address: A) -> (u32, usize) {
         let mut base = 0;
         let mut left = self.starts.len();
         let mut steps = 0;
