@@ -7,12 +7,13 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+/// Longer than a guest takes on a machine with many times more work than cores.
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub struct Outcome {
     /// What the guest wrote to its serial line.
     pub console: String,
-    /// Seven bits of what the guest wrote to the exit port; None if it ended otherwise.
+    /// The low seven bits of the guest's exit code; `None` if QEMU ended in another way.
     pub code: Option<i32>,
 }
 
