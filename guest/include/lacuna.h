@@ -25,8 +25,8 @@ bool lacuna_param_given(const char *name);
 /* ---- the machine ---- */
 uint32_t lacuna_cpus(void);
 /*
- * The default number of threads of each kind, for a workload with this many kinds: one a processor,
- * as far as there is room beside its first thread.
+ * The default number of threads of each kind, for a workload with this many kinds: one for each
+ * processor, but no more than there is room for beside the first thread.
  */
 uint64_t lacuna_threads_each(uint64_t kinds);
 char *lacuna_arena(void);           /* nearly all guest memory, the same for every process */
@@ -47,7 +47,7 @@ static inline uint64_t lacuna_tsc(void) {
 
 static inline void lacuna_pause(void) { __asm__ volatile("pause" : : : "memory"); }
 
-/* ---- threads and processes; cpu: which processor, or LACUNA_ANY_CPU ---- */
+/* ---- threads and processes; cpu: a processor's number, or LACUNA_ANY_CPU ---- */
 #define LACUNA_ANY_CPU (~0ull)
 typedef int lacuna_main_fn(uint64_t arg);
 int lacuna_thread(lacuna_main_fn *fn, uint64_t arg, uint64_t cpu); /* shares all; slot or -1 */
@@ -57,7 +57,7 @@ void lacuna_yield(void);
 _Noreturn void lacuna_exit(int status);
 void lacuna_confine(uint64_t ns); /* end this thread and its children after a time, quietly */
 
-/* ---- progress the host can see: describe this thread, then count in the entry directly ---- */
+/* ---- progress, which the host reads: describe this thread, then count in its entry ---- */
 struct lacuna_status_entry *lacuna_status(uint32_t kind, const char *name, uint64_t goal);
 struct lacuna_status_entry *lacuna_status_of(int slot);
 
@@ -66,13 +66,13 @@ static inline struct lacuna_status *lacuna_status_page(void) {
     return (struct lacuna_status *)LACUNA_STATUS_VA;
 }
 
-/* True while the host wants threads of this kind to pause. A thread should ask often (it is one
- * load), and sleep while the answer is true. */
+/* True while the host wants threads of this kind to pause. A thread should call it often (it is one
+ * load), and sleep while it returns true. */
 static inline bool lacuna_paused(uint32_t kind) {
     return lacuna_status_page()->paused >> kind & 1;
 }
 
-/* The value that the host has set the workload's dial to; 0 until the host sets it. */
+/* The value of the workload's dial; 0 until the host sets it. */
 static inline uint32_t lacuna_dial(void) { return lacuna_status_page()->dial; }
 
 /* ---- privileged services, for tests of the host ---- */

@@ -5,15 +5,16 @@
  *   today's          #PF, reason 1, CR2 = token     interrupt, token in the area; then ACK
  *   original (2010)  #PF, reason 1, CR2 = token     #PF, reason 2, CR2 = token
  *
- * A thread whose page is not present sleeps in its processor's table, under the token, until that
- * token is ready. The host sends both events to the processor that faulted, so only that processor
- * uses the table; interrupts are off, so no lock is needed. Besides threads the table holds
+ * If a thread's page is not present, the thread sleeps in its processor's table, under the token,
+ * until that token is ready. The host sends both events to the processor that faulted, so only that
+ * processor uses the table, and interrupts are off then. So no lock is needed. Besides threads, the
+ * table holds
  *
  *   dummies   ready came before a thread waited: the next thread with that token does not sleep
  *   idle      the idle loop cannot be put to sleep; its node is there for `ready` to find
  *
- * Two threads may have the same token (the host's counter wraps). Ready wakes both. The thread that
- * is woken too early only faults once more; a thread that is not woken could wait for ever.
+ * Two threads may have the same token, because the host's counter wraps. Page-ready wakes both. A
+ * thread that is woken too early only faults once more. A thread that is not woken waits for ever.
  */
 #include "kernel.h"
 #include "lacuna/format.h"
@@ -34,9 +35,9 @@
 
 static u32 control; /* low bits of MSR_APF_EN; 0: no async page faults */
 
-/* Adds what was counted on processor c to the status page. No event is added twice, whichever
- * processor calls. If the caller is another processor, which happens only at the end of the run,
- * an event that is counted on c at that moment may be lost. */
+/* Adds the counts of processor c to the status page. No event is added twice, whichever processor
+ * calls. At the end of the run another processor calls. Then an event that c counts at that moment
+ * may be lost. */
 void apf_publish(struct cpu *c) {
     u32 not_present = __atomic_exchange_n(&c->apf.not_present, 0, __ATOMIC_RELAXED);
     u32 ready = __atomic_exchange_n(&c->apf.ready, 0, __ATOMIC_RELAXED);
@@ -44,7 +45,7 @@ void apf_publish(struct cpu *c) {
     __atomic_fetch_add(&status->apf_ready, ready, __ATOMIC_RELAXED);
 }
 
-/* Chooses the ABI: what apf=off|int|pf says, else the first that the host offers. */
+/* Chooses the ABI: the one in apf=off|int|pf, else the first one that the host offers. */
 void apf_init(void) {
     u32 features = kvm_leaves() ? cpuid(0x40000001).eax : 0;
     bool by_interrupt = features >> FEATURE_APF_INT & 1;
@@ -108,8 +109,8 @@ static void release(struct cpu *c, struct apf_node **at) {
         n->kind = APF_FREE;
 }
 
-/* All sleeping threads try again. Dummies are freed too: no event with an earlier token can
- * follow. */
+/* Wakes all sleeping threads, which then try their accesses again. Frees the dummies too, because
+ * no event with an earlier token can follow. */
 static void wake_all(struct cpu *c) {
     for (u32 i = 0; i < APF_BUCKETS; i++) {
         while (c->apf.bucket[i])
@@ -173,8 +174,8 @@ bool apf_sleep(struct cpu *c, struct thread *t) {
     return true;
 }
 
-/* Takes only a thread that is alone in its bucket, on a processor where no other thread is
- * woken. */
+/* Returns a thread only if it is alone in its bucket, and no other woken thread waits on this
+ * processor. */
 struct thread *apf_sleeper(struct cpu *c) {
     u32 token = c->apf.area.token;
     struct apf_node **at = bucket(c, token), *n = *at;
@@ -201,7 +202,7 @@ bool apf_page_fault(struct cpu *c) {
     return true;
 }
 
-/* Without a token, this interrupt was already on its way when apf_disable cleared the area. */
+/* If there is no token, this interrupt was already on its way when apf_disable cleared the area. */
 void apf_interrupt(struct cpu *c) {
     u32 token = c->apf.area.token;
     if (!token)
@@ -211,7 +212,8 @@ void apf_interrupt(struct cpu *c) {
     msr_write(MSR_APF_ACK, 1);
 }
 
-/* After the write to EN the host has forgotten its faults here and does not write into the area. */
+/* After the write to EN, the host has forgotten the faults of this processor, and does not write to
+ * the area any more. */
 void apf_disable(struct cpu *c) {
     if (!control)
         return;

@@ -1,4 +1,5 @@
-/* Output on COM1, and the end of the machine. Nothing is polled: no device here is ever busy. */
+/* Output on COM1, and the end of the machine. No status is polled, because no device here is ever
+ * busy. */
 #include "kernel.h"
 #include "lacuna/format.h"
 

@@ -1,4 +1,4 @@
-/* What the kernel's files declare to each other, one section a file. */
+/* The declarations that the kernel's files share, one section for each file. */
 #ifndef KERNEL_H
 #define KERNEL_H
 
@@ -57,7 +57,7 @@ void space_release(struct space *s); /* one thread less; the last one frees the 
 
 /* ---- apf.c: async page faults ---- */
 
-/* What the host writes, one area for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
+/* The area that the host writes, one for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
 struct apf_area {
     u32 reason; /* of a #PF: 0 a real fault, 1 page not present, 2 page ready (original ABI) */
     u32 token;  /* the page that is ready, 0 if none (today's ABI) */
@@ -75,7 +75,8 @@ struct apf_node {
 #define APF_BUCKETS 64
 #define APF_SPARE 80 /* a host has at most 64 faults of one processor outstanding */
 
-/* Only its own processor uses it: the host sends both events to the processor that faulted. */
+/* The async page faults of one processor. Only that processor uses it, because the host sends both
+ * events to the processor that faulted. */
 struct apf {
     struct apf_area area;
     struct apf_node *bucket[APF_BUCKETS];
@@ -91,7 +92,7 @@ bool apf_page_fault(struct cpu *c); /* false: it is a real page fault */
 void apf_interrupt(struct cpu *c);
 void apf_publish(struct cpu *c); /* its counters, to the status page */
 
-/* The fast paths. If they return false or NULL, nothing has changed; call one of the above then. */
+/* The fast paths. If one returns false or NULL, it has changed nothing; call the full form then. */
 bool apf_sleep(struct cpu *c, struct thread *t); /* t's page is not present: it sleeps now */
 struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page that is ready */
 
@@ -105,9 +106,9 @@ struct thread {
     struct thread *next; /* in a list of its processor's */
     struct thread *parent;
     u64 wake_at, kill_at; /* TSC; kill_at 0 = unconfined */
-    u32 ticks; /* left of its slice, 0 only while it runs and is to stop */
+    u32 ticks; /* left of its slice; 0 only while it runs and has to stop */
     enum thread_state state;
-    bool woken; /* its place in an inbox is due to a wake-up */
+    bool woken; /* it is in an inbox because of a wake-up */
     u32 slot;
     u32 children, worst_status;
     struct apf_node page_wait; /* in its processor's apf.bucket while it waits for a page */
@@ -130,7 +131,7 @@ struct cpu {
     u64 gdt[7];
     u32 apic_id;
     bool resched; /* choose a thread again before leaving the kernel */
-    bool offline; /* runs no thread any more; changes once, under `lock` */
+    bool offline; /* it runs no threads; set once, under `lock` */
     struct thread *current;
     struct list woken, queue; /* `woken` runs before `queue` */
     struct thread *sleepers; /* by wake_at */

@@ -7,7 +7,7 @@
  * Memory below 1 MiB is the loader's (start info, command line, its page tables). The kernel never
  * writes there, except for the SIPI trampoline. The heap serves the kernel, page tables and the
  * private pages of processes; everything else is the arena. The kernel never reads or writes arena
- * pages: the first touch of each is the workload's. Their page tables are ordinary heap pages,
+ * pages, so the workload is the first to touch each. Their page tables are ordinary heap pages,
  * shared by all address spaces, so the host may swap them out like any other page.
  *
  * With huge=1 the arena begins with whole blocks: 2 MiB each, aligned to 2 MiB both virtually and
@@ -68,7 +68,7 @@ void page_free(void *page) {
     unlock(&heap_lock);
 }
 
-/* The table that `entry` points to. If there is none, one is made. */
+/* The table that `entry` points to. If there is none, this makes one. */
 static u64 *table_below(u64 *entry) {
     if (!(*entry & PTE_P)) {
         void *table = page_alloc();
@@ -79,8 +79,8 @@ static u64 *table_below(u64 *entry) {
     return (u64 *)(*entry & PTE_ADDR);
 }
 
-/* The entry for an address, in the table whose entries span 1 << level_shift. Missing tables are
- * made. */
+/* The entry for an address, at the level where an entry spans 1 << level_shift. Makes the tables
+ * that are missing. */
 static u64 *entry_for(u64 *table, u64 va, int level_shift) {
     for (int shift = 39; shift > level_shift && table; shift -= 9)
         table = table_below(&table[va >> shift & 511]);
@@ -114,7 +114,8 @@ u64 translate(struct space *s, u64 va) {
 static void read_memmap(const struct hvm_start_info *start) {
     const struct hvm_memmap_entry *e = (const void *)start->memmap_paddr;
     if (start->version < 1 || !e || !start->memmap_entries)
-        panic("the loader gave no memory map (start_info version %u)", start->version);
+        panic("no memory map in start_info version %u: boot with version 1 or later",
+              start->version);
     for (u32 i = 0; i < start->memmap_entries && nram < MAX_RAM; i++, e++) {
         u64 from = page_up(e->addr), to = (e->addr + e->size) & ~(PAGE - 1);
         if (from < LOW_END)
@@ -128,10 +129,10 @@ static void map_above_4g(u64 top) {
     for (u64 gib = 4; gib << 30 < top; gib++) {
         u64 *pd = page_alloc();
         if (gib >= LACUNA_MEMORY_END_GIB)
-            panic("memory ends at %lu GiB: this kernel maps %u GiB at most", top >> 30,
+            panic("memory ends at %lu GiB, this kernel maps %u GiB: give less memory", top >> 30,
                   LACUNA_MEMORY_END_GIB);
         if (!pd)
-            panic("no memory for the tables of memory up to %lx", top);
+            panic("no memory for the page tables of memory up to %lx: give more memory", top);
         for (u64 i = 0; i < 512; i++)
             pd[i] = (gib << 30) | i << 21 | PTE_P | PTE_W | PTE_PS | PTE_G;
         kernel_pdpt[gib] = (u64)pd | PTE_P | PTE_W;
@@ -147,7 +148,8 @@ static void make_heap(u64 total, u64 top) {
         if (kernel < ram[i].start || kernel >= ram[i].end)
             continue;
         if (ram[i].end - kernel < bytes)
-            panic("too little memory: %lu KiB, the kernel wants %lu", total >> 10, bytes >> 10);
+            panic("memory has %lu KiB, the kernel needs %lu: give more memory", total >> 10,
+                  bytes >> 10);
         heap_next = kernel;
         heap_end = page_up(kernel + bytes);
         ram[i].start = heap_end;
@@ -160,7 +162,7 @@ static void make_heap(u64 total, u64 top) {
 static u64 *arena_entry(int level_shift) {
     u64 *entry = entry_for(kernel_pml4, LACUNA_ARENA_BASE + info->arena_bytes, level_shift);
     if (!entry)
-        panic("no memory for the arena's page tables");
+        panic("no memory for the arena's page tables: give more memory");
     return entry;
 }
 

@@ -12,9 +12,9 @@
  * of ticks. A tick is charged to the thread that runs when it comes, so that a switch reads no
  * clock.
  *
- * Only its own processor changes a thread's state. Another processor may only put a thread into the
- * inbox, under the inbox's lock. It may do so while the thread's processor is still leaving that
- * thread, because a thread is its saved frame, and no other processor would resume it.
+ * Only a thread's own processor changes its state. Another processor may only put the thread into
+ * the inbox, under the inbox's lock. It may do so while the thread's processor is still leaving
+ * that thread, because a thread is nothing but its saved frame, and no other processor resumes it.
  */
 #include "kernel.h"
 
@@ -60,7 +60,7 @@ static void arm(struct cpu *c) {
     }
 }
 
-/* With no thread to run there is no tick: it would only wake an idle processor. */
+/* An idle processor needs no tick, which would only wake it. */
 static void arm_for_idle(struct cpu *c) {
     u64 at = c->sleepers ? c->sleepers->wake_at : NEVER;
     c->tick_at = NEVER;
@@ -96,7 +96,7 @@ static inline void make_current(struct cpu *c, struct thread *t) {
         space_enter(c, t->space);
 }
 
-/* Switches to another thread, or to the same one with a new slice. NULL: no thread can run. */
+/* Switches to another thread, or gives the same one a new slice. NULL: no thread can run. */
 static struct thread *switch_thread(struct cpu *c) {
     struct thread *old = c->current, *next;
     c->resched = false;
@@ -149,7 +149,7 @@ void sched_next(struct cpu *c) {
     resume_by_iret(next);
 }
 
-/* A thread that waited runs before the current one. No other thread does. */
+/* Runs a thread that has waited, before the current one. No other thread runs before it. */
 void sched_preempt(struct cpu *c, struct thread *running, struct thread *woken) {
     prepend(&c->queue, running);
     woken->ticks = slice_ticks;
@@ -198,7 +198,7 @@ static void post(struct thread *t, bool woken) {
         apic_send(to->apic_id, VEC_RESCHED);
 }
 
-/* c is the calling processor, here and below. */
+/* In this and the following functions, c is the calling processor. */
 void sched_wake(struct cpu *c, struct thread *t) {
     if (t->cpu == c && !c->offline) {
         append_for_slice(&c->woken, t);
@@ -244,7 +244,7 @@ void sched_sleep(struct cpu *c, u64 wake_at) {
     arm(c);
 }
 
-/* Sends every thread in a list of this processor, which is offline, to the first one. */
+/* This processor is offline: sends every thread in one of its lists to the first processor. */
 static void send_away(struct cpu *c, struct thread *t) {
     for (struct thread *next; t; t = next) {
         next = t->next;

@@ -14,15 +14,16 @@ static spinlock spaces_lock;
 static u64 keep; /* CR3_KEEP where there are PCIDs, else 0 */
 
 /*
- * PCIDs: a switch keeps the TLB entries of both spaces. A space inherits its PCID from the space
- * that was in its place in the table before. So when a processor enters a space for the first time,
- * it flushes that PCID. No other flush is needed: while a space exists, mappings are only added.
+ * PCIDs: a switch keeps the TLB entries of both spaces. A space has the PCID of its place in the
+ * table of spaces, and an earlier space may have had that place. So when a processor enters a space
+ * for the first time, it flushes that PCID. No other flush is needed, because the kernel only adds
+ * mappings to a space.
  */
 void space_cpu_init(void) {
     if (!(cpuid(1).ecx >> 17 & 1) || !boot_param("pcid", 1))
         return;
     keep = CR3_KEEP;
-    write_cr4(read_cr4() | CR4_PCIDE); /* CR3 is kernel_pml4, whose PCID is 0 */
+    write_cr4(read_cr4() | CR4_PCIDE); /* legal, because CR3 is kernel_pml4 with PCID 0 */
 }
 
 void space_enter(struct cpu *c, struct space *s) {
@@ -125,7 +126,7 @@ bool space_add_stack(struct space *s, u32 slot, u64 *stack_top) {
     return true;
 }
 
-/* Frees what a table at this level owns, then the table. Level 1 holds pages. */
+/* Frees the tables and pages that a table at this level owns, then the table. Level 1 has pages. */
 static void free_table(u64 *table, int level) {
     for (u32 i = 0; i < 512; i++) {
         if (!(table[i] & PTE_OWNED))

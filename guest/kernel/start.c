@@ -29,7 +29,7 @@ void secondary_main(u32 i) {
 static void start_cpus(void) {
     u64 wanted = boot_param("smp", 1);
     if (wanted > LACUNA_MAX_CPUS)
-        panic("smp=%lu: this kernel has room for %u processors", wanted, LACUNA_MAX_CPUS);
+        panic("smp=%lu: this kernel supports 1 to %u processors", wanted, LACUNA_MAX_CPUS);
     ncpus = wanted < 1 ? 1 : (u32)wanted;
     info->ncpus = ncpus;
     apf_init();
@@ -39,7 +39,7 @@ static void start_cpus(void) {
         cpus = page_alloc();
     for (u32 i = 1; i < ncpus * (CPU_SIZE / PAGE); i++) {
         if (page_alloc() != (u8 *)cpus + i * PAGE)
-            panic("no memory for %u processors", ncpus);
+            panic("no memory for %u processors: give more memory, or a smaller smp=", ncpus);
     }
     /* Before any other processor runs, because threads may be assigned to it before it runs. */
     for (u32 i = 0; i < ncpus; i++)
@@ -58,7 +58,7 @@ static void start_cpus(void) {
 
 _Noreturn void kernel_main(const struct hvm_start_info *start) {
     if (start->magic != HVM_START_MAGIC)
-        panic("not booted by PVH: start_info magic is %x", start->magic);
+        panic("start_info magic is %x: boot this image by PVH", start->magic);
     mm_init(start);
     outl(LACUNA_PORT_STATUS, (u32)((u64)status / PAGE));
     trap_init();
@@ -67,9 +67,9 @@ _Noreturn void kernel_main(const struct hvm_start_info *start) {
     u64 entry;
     struct space *space = space_create(&entry);
     if (!space)
-        panic("no memory for the program");
+        panic("no memory for the program: give more memory");
     status->state = LACUNA_STATE_RUNNING;
     if (thread_create(NULL, space, (const u64[3]){entry, 0, 0}, 0) < 0)
-        panic("no memory for the first thread");
+        panic("no memory for the first thread: give more memory");
     sched_resume(cpu_at(0));
 }

@@ -91,7 +91,7 @@ static void sys_confine(struct thread *t, u64 ns) {
         t->kill_at = at;
 }
 
-/* Once the thread has moved it may already run on CPU 0: its frame must not be touched here. */
+/* Once the thread has moved, it may run on CPU 0 at once, so its frame must not be used here. */
 static void sys_cpu_offline(struct cpu *c, struct thread *t) {
     if (t->kill_at || c == cpu_at(0)) {
         t->frame.rax = FAIL;

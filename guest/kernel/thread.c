@@ -42,7 +42,8 @@ static struct cpu *choose_cpu(u64 hint) {
     return cpu_at(__atomic_fetch_add(&next_cpu, 1, __ATOMIC_RELAXED) % ncpus);
 }
 
-/* Makes a thread in `space`, whose count already includes it; args: entry, rdi, rsi. */
+/* Makes a thread in `space`. The space's count of threads includes it already. args: entry, rdi,
+ * rsi. */
 int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu) {
     u64 stack_top;
     struct thread *t = claim(parent);
@@ -70,7 +71,7 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
     return slot;
 }
 
-/* Children outlive their parent. No thread asks for their exit status then. */
+/* Children may outlive their parent. No thread waits for their exit status then. */
 static void orphan_children(struct thread *t) {
     for (u32 i = 0; i < LACUNA_MAX_THREADS && t->children; i++) {
         if (threads[i].state != FREE && threads[i].parent == t) {

@@ -1,6 +1,6 @@
 /*
- * The part of lacuna.h that cpubench uses, implemented on a C library, so that the same object code
- * runs on the host itself. Parameters are arguments: `cpubench-native test=alu iters=1000`.
+ * The part of lacuna.h that cpubench uses, on a C library. So the same object code runs on the host
+ * itself. Its arguments are the parameters: `cpubench-native test=alu iters=1000`.
  */
 #define _GNU_SOURCE
 #include "lacuna.h"

@@ -5,7 +5,7 @@
 pub struct Param {
     /// Its name.
     pub name: &'static str,
-    /// The value that holds if it is not given.
+    /// The value if it is not given.
     pub default: &'static str,
     /// What it does, with its unit.
     pub about: &'static str,
@@ -132,7 +132,7 @@ static IMAGES: &[Image] = &[
             param(
                 "clear",
                 "0",
-                "1: zero all pages first, for a VMM whose firmware writes to them"
+                "1: zero all pages first, because the VMM's firmware writes to them"
             ),
         ]
     ),
@@ -398,14 +398,14 @@ pub fn image(name: &str) -> Option<&'static Image> {
     images().iter().find(|i| i.name == name)
 }
 
-/// Why no images are built in, if none are: the compiler of the host that built the crate makes no
-/// x86-64 programs. Guests of a file run all the same.
+/// The reason why no images are built in; `None` if there are images. The reason is that the
+/// compiler that built the crate makes no x86-64 programs. Guests of a file run all the same.
 pub fn unavailable() -> Option<&'static str> {
     let reason = include_str!(concat!(env!("OUT_DIR"), "/unavailable"));
     (!reason.is_empty()).then_some(reason)
 }
 
-/// Whether an image of that name would be built in where the compiler makes x86-64 programs.
+/// Whether the catalog has an image of that name, built in or not.
 pub fn is_known(name: &str) -> bool {
     IMAGES.iter().any(|i| i.name == name)
 }

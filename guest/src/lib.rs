@@ -1,8 +1,8 @@
-//! The guest: a small kernel and its workloads, as images any PVH-capable VMM can boot.
+//! The guest: a small kernel and its workloads, as images that any VMM with PVH can boot.
 //!
-//! The build script compiles the C sources beside this crate with the host's compiler; [`images`]
-//! has the results, [`unavailable`] the reason if there are none. Every image is an ELF64 file with
-//! two entry points:
+//! The build script compiles the C sources of this crate with the host's compiler. [`images`] has
+//! the results; if there are none, [`unavailable`] has the reason. Every image is an ELF64 file
+//! with two entry points:
 //! ```text
 //! PVH note   32-bit, paging off, EBX = hvm_start_info      QEMU, Cloud Hypervisor, ...
 //! e_entry    64-bit long mode, CPL0, IF = 0, identity map, RBX = hvm_start_info    Lacuna
@@ -20,11 +20,11 @@ pub mod status;
 
 pub use catalog::{Image, KERNEL_PARAMS, Param, image, images, is_known, unavailable};
 
-/// Port of the console (COM1): bytes written are output.
+/// Port of the console (COM1). Each byte written to it is output.
 pub const PORT_CONSOLE: u16 = 0x3f8;
-/// Port whose 32-bit write ends the machine with that exit code. QEMU: `isa-debug-exit`.
+/// Port for the exit code: a 32-bit write ends the machine. QEMU's `isa-debug-exit`.
 pub const PORT_EXIT: u16 = 0xf4;
-/// Port whose 32-bit write announces the page frame number of the status page.
+/// Port for the status page: a 32-bit write announces its page frame number.
 pub const PORT_STATUS: u16 = 0x5c0;
 /// The most vCPUs that the kernel has room for; with a larger `smp=` it panics.
 pub const MAX_CPUS: u32 = 64;
@@ -32,7 +32,7 @@ pub const MAX_CPUS: u32 = 64;
 pub const MAX_MEMORY: u64 = 511 << 30;
 /// Exit code when the guest kernel panicked; the console has the reason.
 pub const EXIT_PANIC: u32 = 125;
-/// Exit code base if an exception killed a thread: the vector is added.
+/// Exit code if an exception killed the first process: this number plus the vector.
 pub const EXIT_FAULT: u32 = 128;
 
 /// The `cpubench` workload as an executable for the host, to run it without any hypervisor.

@@ -72,9 +72,8 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The bit of the word at [`PAUSED_AT`] that pauses threads of this kind. They stop not at
-    /// once, but before they count much further. A workload pauses only if it reads the word; `bm`
-    /// does.
+    /// The bit of the word at [`PAUSED_AT`] that pauses threads of this kind. A thread may count a
+    /// little further before it stops. A workload pauses only if it reads the word, as `bm` does.
     pub const fn paused_bit(self) -> u32 {
         match self {
             Kind::Worker => 1 << 1,
@@ -98,11 +97,11 @@ pub struct Apf {
     pub dummies: u32,
     /// Of `not_present`: those that hit the idle loop, which has no thread to run and halts.
     pub idle: u32,
-    /// Events that the guest had no use for; a host that keeps the rules causes none.
+    /// Events that have no meaning for the guest. A correct host sends none.
     pub lost: u32,
 }
 
-/// How far the guest has come.
+/// The state of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
     /// The kernel is setting up.
@@ -126,12 +125,11 @@ pub struct Thread {
     pub cpu: u32,
     /// Its name; empty until it gives itself one.
     pub name: String,
-    /// How long its work took lately, if the thread records that. Of the workloads `churn` does.
+    /// The times of its latest pieces of work, if the thread records them, as `churn` does.
     pub latency: Option<Latency>,
 }
 
-/// How long each piece of a thread's work took in its last window, in nanoseconds, at most 2^32 -
-/// 1.
+/// The times of the pieces of a thread's work in its last window, in nanoseconds, at most 2^32 - 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Latency {
     /// The median.

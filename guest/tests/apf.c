@@ -32,7 +32,7 @@ static struct thread threads[128];
 static bool asleep_for_page[128];
 static u32 eois;
 bool x2apic = true;
-static char woken[256]; /* numbers of the threads woken since the last look */
+static char woken[256]; /* numbers of the threads woken since the last check */
 static int line_of_check; /* the test's line, for checks in a helper */
 
 #define CHECK(what)                                                                                \
@@ -231,7 +231,7 @@ static void invented_tokens_are_dropped(void) {
 static void disabling_forgets_everything(void) {
     SLEEPS(&cpu, 1, 0x9000);
     INTERRUPT_WAKES(&cpu, 0xa000, "");
-    cpu.apf.area.token = 0x9000; /* already on its way when the host is told */
+    cpu.apf.area.token = 0x9000; /* the host sent it before it saw the disable */
     woken[0] = 0;
     apf_disable(&cpu);
     CHECK(!en && !__builtin_strcmp(woken, "1 ") && !cpu.apf.area.token);

@@ -10,7 +10,7 @@
 
 static struct objects heap;
 static _Alignas(OBJECTS_PAGE) char memory[BYTES], before[BYTES];
-static bool live[BYTES]; /* the bytes of the heap's memory that have a meaning */
+static bool live[BYTES]; /* the bytes of the heap's memory that are in use */
 
 static void work(uint64_t *random) {
     for (int i = 0; i < 20000; i++) {
@@ -50,7 +50,8 @@ static void find_live(void) {
     }
 }
 
-/* Prints the check's verdict for each page: if it were zero, or as it was before the work. */
+/* For each page: damages it (makes it zero, or as it was before the work), and prints the check's
+ * verdict. */
 static void damage(const char *how, size_t from, size_t bytes) {
     static char saved[OBJECTS_PAGE];
     for (uint64_t page = 0; page < PAGES; page++) {

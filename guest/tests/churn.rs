@@ -1,4 +1,4 @@
-//! `churn`'s check finds the damage it claims to find, and its percentiles match its numbers.
+//! The check of `churn` finds every kind of damage that it should, and its percentiles are right.
 
 use std::path::Path;
 use std::process::Command;

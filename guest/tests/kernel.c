@@ -1,4 +1,4 @@
-/* Does the kernel keep what it promises? build-guest.sh builds this, tests/qemu runs it. */
+/* Tests of the kernel's services. build-guest.sh builds this program, tests/qemu runs it. */
 #include "lacuna.h"
 
 #define CHECK(what)                                                                                \
@@ -111,8 +111,8 @@ static int wakes(uint64_t unused) {
 }
 
 /*
- * With a 10 s slice (the test's parameter), sleepers finish early only by preemption. And all that
- * the same tick woke must run before the hog, which keeps the rest of its slice.
+ * With a slice of 10 s (the test's parameter), sleepers finish early only by preemption. All
+ * threads that one tick woke must run before the hog, which keeps the rest of its slice.
  */
 static void a_wakeup_preempts(void) {
     shared()->done = shared()->seen = 0;

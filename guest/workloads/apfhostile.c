@@ -69,7 +69,7 @@ static void anything(uint64_t own, uint64_t *x) {
     lacuna_sleep_ns(lacuna_below(lacuna_random(x), 300000));
 }
 
-/* The former area holds data now: the host must not write there any more. */
+/* The former area holds data now, so the host must not write to it. */
 static void take_back(uint64_t cpu, uint64_t gpa) {
     put(MSR_EN, gpa | bits);
     lacuna_sleep_ns(2000000);
@@ -139,7 +139,9 @@ int main(void) {
     bits = lacuna_param("bits", 9);
     share = (lacuna_arena_bytes() / CHECKED_PAGE - cpus) / cpus * CHECKED_PAGE;
     if (which > 8 || 2 * cpus >= LACUNA_MAX_THREADS) {
-        lacuna_printf("apfhostile: case=%lu cannot be\n", which);
+        lacuna_printf("apfhostile: cannot run with case=%lu smp=%lu: give case=0 to 8, smp=1 to "
+                      "%u\n",
+                      which, cpus, (LACUNA_MAX_THREADS - 1) / 2);
         return 2;
     }
     lacuna_status(LACUNA_KIND_OTHER, "main", 0);
@@ -148,7 +150,8 @@ int main(void) {
     for (uint64_t i = 0; i < cpus; i++)
         failed |= (slots[i] = lacuna_thread(toucher, i, i)) < 0;
     if (failed) {
-        lacuna_printf("apfhostile: no memory for %lu threads\n", 2 * cpus);
+        lacuna_printf("apfhostile: no room for %lu threads: give less smp, or more memory\n",
+                      2 * cpus);
         return 2;
     }
     uint64_t limit_ms = lacuna_param("limit_ms", 10000);

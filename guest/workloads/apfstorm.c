@@ -57,7 +57,9 @@ int main(void) {
     switches = lacuna_param("switches", 100);
     share = threads ? bytes / threads & ~(CHECKED_PAGE - 1) : 0;
     if (share < 16 * CHECKED_PAGE || threads + lacuna_cpus() >= LACUNA_MAX_THREADS) {
-        lacuna_printf("apfstorm: threads=%lu cannot be\n", threads);
+        lacuna_printf("apfstorm: cannot run with threads=%lu bytes=%lu: give at least 64K for each "
+                      "thread, and fewer than %u threads and vCPUs\n",
+                      threads, bytes, LACUNA_MAX_THREADS);
         return 2;
     }
     lacuna_status(LACUNA_KIND_OTHER, "main", 0);
@@ -69,7 +71,7 @@ int main(void) {
     for (uint64_t i = 0; i < lacuna_cpus(); i++)
         failed |= lacuna_thread(switcher, i, i) < 0;
     if (failed) {
-        lacuna_printf("apfstorm: no memory for %lu threads\n", threads);
+        lacuna_printf("apfstorm: no memory for %lu threads: give more memory or fewer\n", threads);
         return 2;
     }
     int worst = lacuna_wait();

@@ -60,7 +60,9 @@ int main(void) {
     int slots[LACUNA_MAX_THREADS];
     if (faulters + workers >= LACUNA_MAX_THREADS || faulters + workers == 0 ||
         (goal && !faulters)) {
-        lacuna_printf("bm: faulters=%lu workers=%lu cannot be\n", faulters, workers);
+        lacuna_printf("bm: cannot run with faulters=%lu workers=%lu: give 1 to %u processes, and "
+                      "a faulter if accesses= is given\n",
+                      faulters, workers, LACUNA_MAX_THREADS - 1);
         return 2;
     }
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "bm", 0);
@@ -74,7 +76,7 @@ int main(void) {
         uint64_t index = f ? i : i - faulters;
         slots[i] = begin(f ? faulter : worker, index, index % lacuna_cpus());
         if (slots[i] < 0) {
-            lacuna_printf("bm: no memory for process %lu\n", i);
+        lacuna_printf("bm: no memory for process %lu: give more memory or fewer\n", i);
             return 2;
         }
     }

@@ -1,6 +1,6 @@
 /*
- * Random accesses to pages whose contents are known. They find a lost, stale or torn page, and a
- * word that something else wrote. No access makes a system call.
+ * Random accesses to pages with known contents. They find a lost, stale or torn page, and a word
+ * that another program or the host wrote. No access makes a system call.
  */
 #ifndef CHECKED_H
 #define CHECKED_H

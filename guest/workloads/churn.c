@@ -1,10 +1,12 @@
 /*
  * A transactional object heap (objects.h): a process for each processor, each with its own heap. A
  * transaction looks up four objects, reads them, updates some, and sometimes frees one and makes it
- * anew. Of 10000 transactions `cold` happen in the large rest of the heap, the others in its hot
- * part: that sets how many pages are newly dirtied each second. The host may set it by the dial on
- * the status page, to 1 + transactions of 65536. `hot=0` leaves only the rest. At the dial's
- * highest value a transaction instead writes to every page of the process.
+ * anew.
+ *
+ * Of 10000 transactions, `cold` use the large cold part of the heap, the others its hot part. That
+ * share determines how many pages are newly dirtied each second. The host may set it by the dial on
+ * the status page: 1 + the cold transactions of 65536. With `hot=0` all of the heap is cold. At the
+ * dial's highest value, a transaction writes to every page of the process instead.
  *
  * Counters are transactions. Each status entry has the latency percentiles of the last window. A
  * latency is the time since the previous transaction, so it includes all time that the host takes.
@@ -19,7 +21,7 @@
 #define READS 8 /* words read of an object: all of a small one */
 #define KIND LACUNA_KIND_WORKER
 
-/* Results that a process leaves for the first one. These pages follow that of crowd(). */
+/* The results of a process, which the first process reads. These pages follow that of crowd(). */
 struct record {
     struct latency latency;
     uint64_t updates, cold_updates, replaced;
@@ -198,9 +200,11 @@ int main(void) {
     uint64_t n = processes();
     if (!n || n >= LACUNA_MAX_THREADS || crowd_bytes() < (n + 1) * BLOCK ||
         (hot_pages() + 64) * PAGE > share_bytes() || (hot_pages() && hot_pages() < 64)) {
-        lacuna_printf("churn: processes=%lu bytes=%lu hot=%lu cannot be: 2 MiB each, and 2; of a "
-                      "share at least 64 pages cold, and 64 or none hot\n",
-                      n, crowd_bytes(), lacuna_param("hot", crowd_bytes() / 8));
+        lacuna_printf("churn: cannot run with processes=%lu bytes=%lu hot=%lu: give 1 to %u "
+                      "processes, 2M for each and 2M more; of each share at least 64 pages cold, "
+                      "and 0 or at least 64 hot\n",
+                      n, crowd_bytes(), lacuna_param("hot", crowd_bytes() / 8),
+                      LACUNA_MAX_THREADS - 1);
         return 2;
     }
     struct crowd_run run = {

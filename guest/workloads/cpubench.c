@@ -1,7 +1,7 @@
 /*
- * Instructions a second, in loops whose counts are known. The host may time the interval between
- * the BEGIN and END lines itself; ns is the guest's own clock. Caches and pages are warmed before
- * BEGIN, except where a test measures them. Also built for the host itself: native/shim.c.
+ * Instructions a second, in loops with known instruction counts. The host may time the interval
+ * between the BEGIN and END lines itself; ns is the guest's own clock. Caches and pages are warmed
+ * before BEGIN, unless a test measures them. native/shim.c builds the program for the host itself.
  */
 #include "cpubench.h"
 #include "lacuna.h"
@@ -34,7 +34,8 @@ static int run(const struct test *t, struct lacuna_status_entry *me) {
     if (!iterations)
         return 0;
     if (t->bytes > lacuna_arena_bytes()) {
-        lacuna_printf("cpubench: %s wants %lu MiB of arena\n", t->name, t->bytes >> 20);
+        lacuna_printf("cpubench: %s needs %lu MiB of arena: give more memory\n", t->name,
+                      t->bytes >> 20);
         return 2;
     }
     for (uint64_t at = 0; at < t->bytes; at += 4096)
@@ -62,7 +63,7 @@ int main(void) {
         status = s > status ? s : status;
     }
     if (!ran) {
-        lacuna_printf("cpubench: no such test: alu, mem256k, mem64m, branchy or all\n");
+        lacuna_printf("cpubench: no such test: give alu, mem256k, mem64m, branchy or all\n");
         return 2;
     }
     return status;

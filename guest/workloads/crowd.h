@@ -19,9 +19,10 @@ struct crowd {
 static inline struct crowd *crowd(void) { return (struct crowd *)lacuna_arena(); }
 
 /*
- * Pauses while the host wants this kind of thread to. So the host can compare, within one run, a
- * crowd with one kind and without it. The page is read rarely: on a host that emulates kernel code,
- * a look each millisecond costs the other threads 30 %, and one every 20 ms still 2 %.
+ * Pauses while the host wants this kind of thread to pause. So the host can compare, within one
+ * run, a crowd with this kind and without it. A paused thread reads the page rarely. On a host that
+ * emulates kernel code, a read each millisecond costs the other threads 30 %, and one every 20 ms
+ * still 2 %.
  */
 static inline void crowd_while_paused(uint32_t kind) {
     while (lacuna_paused(kind) && !crowd()->stop)
@@ -95,7 +96,8 @@ static inline bool crowd_run(struct crowd_run *run) {
     for (uint64_t i = 0; i < run->members; i++) {
         slots[i] = run->start(run->member, i, i % lacuna_cpus());
         if (slots[i] < 0) {
-            lacuna_printf("%s: no memory for member %lu\n", run->name, i);
+            lacuna_printf("%s: no memory for member %lu: give more memory or fewer\n", run->name,
+                          i);
             return false;
         }
     }

@@ -70,7 +70,9 @@ static int member(uint64_t index) {
 int main(void) {
     uint64_t threads = lacuna_param("threads", lacuna_threads_each(1));
     if (!threads || threads >= LACUNA_MAX_THREADS || crowd_bytes() < 8 * PAGE) {
-        lacuna_printf("gaps: threads=%lu bytes=%lu cannot be\n", threads, crowd_bytes());
+        lacuna_printf("gaps: cannot run with threads=%lu bytes=%lu: give 1 to %u threads, and at "
+                      "least 32K\n",
+                      threads, crowd_bytes(), LACUNA_MAX_THREADS - 1);
         return 2;
     }
     for (uint64_t i = 0, all = pages(); i < all; i++)

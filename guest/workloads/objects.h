@@ -126,8 +126,7 @@ static inline void objects_update(struct objects *h, uint64_t *o, uint64_t index
 
 /*
  * Frees an object and makes it anew elsewhere, with another size if there is room. -1: the new
- * place is not free, though the free list has it.
- * is not free, though it should be.
+ * place is in the free list, but it is not free.
  */
 static inline int objects_replace(struct objects *h, uint64_t number, uint64_t random) {
     uint64_t old = h->place[number];

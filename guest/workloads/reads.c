@@ -29,14 +29,16 @@ static int reader(uint64_t index) {
         me->counter += AT_ONCE;
     }
     if (wrong)
-        lacuna_printf("reads: wrong, by these bits: %lx\n", wrong);
+        lacuna_printf("reads: a word is wrong in these bits: %lx\n", wrong);
     return crowd_end(wrong);
 }
 
 int main(void) {
     uint64_t threads = lacuna_param("threads", lacuna_threads_each(1));
     if (!threads || threads >= LACUNA_MAX_THREADS || crowd_bytes() < 8 * PAGE) {
-        lacuna_printf("reads: threads=%lu bytes=%lu cannot be\n", threads, crowd_bytes());
+        lacuna_printf("reads: cannot run with threads=%lu bytes=%lu: give 1 to %u threads, and at "
+                      "least 32K\n",
+                      threads, crowd_bytes(), LACUNA_MAX_THREADS - 1);
         return 2;
     }
     volatile uint64_t *first = first_word();

@@ -1,4 +1,4 @@
-/* First touch: what the first write to a page costs, in sequence or in random order. */
+/* First touch: the cost of the first write to a page, in sequence or in random order. */
 #include "permute.h"
 
 #define PAGE 4096ull
@@ -29,14 +29,16 @@ int main(void) {
         bytes = lacuna_arena_bytes();
     share = threads ? bytes / PAGE / threads : 0;
     if (!share || threads >= LACUNA_MAX_THREADS) {
-        lacuna_printf("touch: threads=%lu cannot be\n", threads);
+        lacuna_printf("touch: cannot run with threads=%lu bytes=%lu: give 1 to %u threads, and a "
+                      "page for each\n",
+                      threads, bytes, LACUNA_MAX_THREADS - 1);
         return 2;
     }
     lacuna_status(LACUNA_KIND_OTHER, "main", 0);
     uint64_t start = lacuna_tsc();
     for (uint64_t i = 0; i < threads; i++) {
         if (lacuna_thread(toucher, i, i % lacuna_cpus()) < 0) {
-            lacuna_printf("touch: no memory for thread %lu\n", i);
+            lacuna_printf("touch: no memory for thread %lu: give more memory or fewer\n", i);
             return 2;
         }
     }

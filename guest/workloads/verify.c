@@ -95,14 +95,16 @@ int main(void) {
     incompressible = lacuna_param_is("pattern", "random");
     share = threads ? pages / threads : 0;
     if (!share || threads >= LACUNA_MAX_THREADS) {
-        lacuna_printf("verify: pages=%lu threads=%lu cannot be\n", pages, threads);
+        lacuna_printf("verify: cannot run with threads=%lu pages=%lu: give 1 to %u threads, and a "
+                      "page for each\n",
+                      threads, pages, LACUNA_MAX_THREADS - 1);
         return 2;
     }
     lacuna_status(LACUNA_KIND_OTHER, "main", 0);
     uint64_t start = lacuna_now_ns();
     for (uint64_t i = 0; i < threads; i++) {
         if (lacuna_thread(verifier, i, i % lacuna_cpus()) < 0) {
-            lacuna_printf("verify: no memory for thread %lu\n", i);
+            lacuna_printf("verify: no memory for thread %lu: give more memory or fewer\n", i);
             return 2;
         }
     }

@@ -1,12 +1,12 @@
 /*
- * Skewed access under memory pressure: processes, each in its part of the arena, that read and
- * write pages by Zipf's law (zipf.h). Ranks lie in address order, so that hot pages are neighbours,
- * as with allocators that place by age; with scatter=1 they lie anywhere. Parts are whole 2 MiB
- * blocks after the first block, which all processes share.
+ * Skewed access under memory pressure. Processes read and write pages by Zipf's law (zipf.h), each
+ * in its own part of the arena. Ranks are in address order, so hot pages are neighbours, as with
+ * allocators that place by age; with scatter=1 they are anywhere. Parts are whole 2 MiB blocks
+ * after the first block, which all processes share.
  *
- * Each page carries a version, and a word computed from the version and the page's number. A reader
- * can tell from them that a page is lost, torn or another page. It cannot tell an old version from
- * a new one: `verify` does that. A process that finds a wrong page ends all of them.
+ * Each page has a version, and a word computed from the version and the page's number. By these a
+ * reader finds a page that is lost, torn, or in another page's place. It cannot tell an old version
+ * from a new one; `verify` can. A process that finds a wrong page ends all of them.
  */
 #include "crowd.h"
 #include "pattern.h"
@@ -85,8 +85,8 @@ static uint64_t use_one(struct use *u, const struct zipf *law, uint64_t end) {
     return page < end ? access(&u->part, page, write) : 0;
 }
 
-/* Adds pages while the existing ones are in use. If all pages were made first, the ones to
- * become hot would look least recently used when memory gets scarce. Returns the number of wrong
+/* Adds pages while the existing ones are in use. If all pages were made first, the pages that are
+ * hot later would look least recently used when memory gets scarce. Returns the number of wrong
  * pages. */
 static uint64_t grow(struct use *u, const struct zipf *law) {
     uint64_t wrong = 0;
@@ -124,8 +124,9 @@ static int process(uint64_t index) {
 int main(void) {
     uint64_t processes = lacuna_param("processes", lacuna_threads_each(1));
     if (!processes || processes >= LACUNA_MAX_THREADS || crowd_bytes() < (processes + 1) * BLOCK) {
-        lacuna_printf("zipf: processes=%lu bytes=%lu cannot be: 2 MiB each, and 2\n", processes,
-                      crowd_bytes());
+        lacuna_printf("zipf: cannot run with processes=%lu bytes=%lu: give 1 to %u processes, 2M "
+                      "for each and 2M more\n",
+                      processes, crowd_bytes(), LACUNA_MAX_THREADS - 1);
         return 2;
     }
     struct crowd_run run = {

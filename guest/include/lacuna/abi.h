@@ -12,9 +12,9 @@
 #include <stdint.h>
 #endif
 
-/* ---- user address map: one PML4 slot (512 GiB) each for private things and for the arena ---- */
+/* ---- user address map: one PML4 entry (512 GiB) for private memory, one for the arena ---- */
 #define LACUNA_IMAGE_BASE 0x8000000000 /* PML4[1]: the program; text shared, data private */
-#define LACUNA_STACK_BASE 0x8080000000 /* one window a thread slot, stack at its upper end */
+#define LACUNA_STACK_BASE 0x8080000000 /* a window for each thread, the stack at its upper end */
 #define LACUNA_STACK_WINDOW 0x20000
 #define LACUNA_STACK_BYTES 0x10000
 #define LACUNA_STATUS_VA 0x80c0000000 /* status page, user-writable */
@@ -25,7 +25,7 @@
 
 /* ---- ports (all the devices there are, beside the local APIC) ---- */
 #define LACUNA_PORT_COM1 0x3f8
-#define LACUNA_PORT_EXIT 0xf4     /* long out: exit code; QEMU's isa-debug-exit sits there too */
+#define LACUNA_PORT_EXIT 0xf4     /* long out: exit code; the port of QEMU's isa-debug-exit */
 #define LACUNA_PORT_STATUS 0x5c0  /* long out: page frame number of the status page */
 
 /* ---- status page: progress that the host reads while the guest runs ---- */
@@ -33,7 +33,7 @@
 #define LACUNA_STATUS_VERSION 2
 #define LACUNA_MAX_THREADS 60
 
-/* ---- what the kernel has room for ---- */
+/* ---- the kernel's limits ---- */
 #define LACUNA_MAX_CPUS 64
 /* The end of memory. The kernel has one PDPT for it, and the arena ends where aliases begin. */
 #define LACUNA_MEMORY_END_GIB 512
@@ -63,7 +63,7 @@
 #define LACUNA_SYS_SPAWN 6   /* the same in a new address space, data as the image has them */
 #define LACUNA_SYS_WAIT 7    /* () -> worst status of all children since the last wait */
 #define LACUNA_SYS_SELF 8    /* () -> own slot, the index of the status entry */
-#define LACUNA_SYS_GPA 9     /* (nanoseconds): killed after that; no privileged calls; inherited */
+#define LACUNA_SYS_GPA 9     /* (address) -> its guest-physical address, or -1 */
 #define LACUNA_SYS_ALIAS 10  /* (address >= ALIAS_BASE, arena address): map the page again */
 #define LACUNA_SYS_CONFINE 11 /* (nanoseconds): killed after that; no privileged calls; inherited */
 #define LACUNA_SYS_RDMSR 12  /* (index, u64 *value) -> 0, or -1 on #GP */
@@ -99,9 +99,9 @@ struct lacuna_status {
     uint32_t apf_not_present; /* page-not-present events */
     uint32_t apf_ready;       /* page-ready events for one token */
     uint32_t apf_wake_all;    /* page-ready events for all waiting threads */
-    uint32_t apf_dummy;       /* of apf_ready: no thread waited yet */
-    uint32_t apf_idle;        /* of apf_not_present: hit the idle loop, which halts */
-    uint32_t apf_lost;        /* events that the kernel had no use for: a bug of the host */
+    uint32_t apf_dummy;       /* of apf_ready: those for which no thread waited yet */
+    uint32_t apf_idle;        /* of apf_not_present: those that came in the idle loop */
+    uint32_t apf_lost;        /* events without a meaning for the kernel: a bug of the host */
     volatile uint32_t paused; /* written by the host: bit 1 << KIND holds threads of that kind */
     volatile uint32_t dial;   /* written by the host; the workload gives it a meaning; 0: not set */
     uint32_t pad[2];
@@ -112,7 +112,7 @@ _Static_assert(sizeof(struct lacuna_status_entry) == 64, "status entry is a cach
 _Static_assert(offsetof(struct lacuna_status, entry) == 64, "entries follow the header");
 _Static_assert(sizeof(struct lacuna_status) <= 4096, "status fits its page");
 
-/* What a program needs to know about its machine, without a system call. */
+/* Facts about the machine that a program can read without a system call. */
 struct lacuna_info {
     uint64_t arena_bytes;
     uint64_t tsc_khz;

@@ -1,4 +1,4 @@
-//! Async page faults, without a host that offers them and with the real KVM under QEMU.
+//! Async page faults under QEMU: without KVM, which offers none, and with KVM.
 //!
 //! QEMU offers them if told to. Pages are then missing only if the host happens to swap, so this
 //! checks the registers and the wake-all that follows each enabling, not faults.
@@ -38,7 +38,7 @@ fn breaking_the_rules_without_async_faults_does_nothing() {
         assert_eq!(number(&outcome, "wrong"), 0, "{}", outcome.console);
     }
     let outcome = boot("apfhostile", "apfhostile", 1, "case=9");
-    assert_ended(&outcome, 2, "case=9 cannot be");
+    assert_ended(&outcome, 2, "cannot run with case=9");
 }
 
 /// QEMU with KVM and its async page faults. Three options are for nested `kvm_pvm` hosts:
@@ -82,7 +82,7 @@ fn kvm_answers_each_enabling_with_a_wake_all() {
     assert_ended(&off, 0, "wrong=0");
     assert_eq!((number(&off, "enables"), number(&off, "wake_all")), (0, 0));
 
-    // Bit 0 of the register alone is accepted, and has no effect any more.
+    // KVM accepts bit 0 of the register alone, and delivers nothing then.
     let original = boot_on_kvm("apfstorm", 1, &format!("{params} apf=pf"));
     assert_ended(&original, 0, "wrong=0");
     assert!(number(&original, "enables") > 0, "{}", original.console);

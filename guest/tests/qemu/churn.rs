@@ -60,6 +60,6 @@ fn a_heap_needs_a_cold_part_and_no_hot_part() {
         "processes=0",
     ] {
         let outcome = boot("churn-refused", "churn", 1, params);
-        assert_ended(&outcome, 2, "cannot be");
+        assert_ended(&outcome, 2, "cannot run with");
     }
 }

@@ -233,7 +233,7 @@ fn the_other_workloads_pass() {
     assert_ended(
         &boot("params", "touch", 1, "threads=0"),
         2,
-        "threads=0 cannot be",
+        "cannot run with threads=0",
     );
     let triple = boot("triple", "triple", 1, "");
     assert_eq!(

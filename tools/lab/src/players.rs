@@ -531,6 +531,6 @@ mod tests {
             ..CHURN
         };
         let error = with_players(&[builder], cast, |_| Ok(())).unwrap_err();
-        assert!(error.to_string().contains("cannot be"), "{error}");
+        assert!(error.to_string().contains("cannot run with"), "{error}");
     }
 }

@@ -49,13 +49,13 @@ void apic_init(void) {
         wrmsr(MSR_APIC_BASE, base | 0xc00);
     write(TPR, 0);
     write(SVR, 0x100 | VEC_SPURIOUS);
-    write(LVT_LINT0, LVT_MASKED); /* shuts out the old interrupt controller, if there is one */
+    write(LVT_LINT0, LVT_MASKED); /* masks the old interrupt controller, if there is one */
     write(LVT_LINT1, LVT_MASKED);
     write(TIMER_DIVIDE, 0xb); /* by 1 */
     write(LVT_TIMER, VEC_TIMER | (tsc_deadline ? LVT_TSC_DEADLINE : 0));
 }
 
-/* Programs one shot at a TSC value. A shot too early is harmless: the scheduler reads the clock. */
+/* Programs the timer for a TSC value. It may fire too early: the scheduler then reads the clock. */
 void apic_timer(u64 at) {
     if (tsc_deadline) {
         wrmsr(MSR_TSC_DEADLINE, at == NEVER ? 0 : at);

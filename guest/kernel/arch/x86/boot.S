@@ -6,9 +6,8 @@
  *                            ap=direct all vCPUs start here, and wait for the one with APIC id 0
  *   SIPI:                    a copy of `trampoline` in low memory, real mode
  *
- * The kernel runs in an identity map: virtual = physical below the user's half. The usual high-half
- * layout is given up. In return addresses are readable, nothing is relocated, and the trampoline is
- * trivial.
+ * The kernel runs in an identity map: virtual = physical below the user's part. With the usual
+ * high-half layout it would need relocation, and a larger trampoline.
  */
 #include "layout.h"
 

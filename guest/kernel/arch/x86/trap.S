@@ -3,8 +3,8 @@
  *
  * The kernel is event-driven: no thread has a kernel stack. RSP0 points at the end of the running
  * thread's own register frame, so that a trap from user mode saves the registers in the thread. The
- * handler then runs on the processor's only stack and ends in resume(any thread). So a thread
- * switch is only resuming another thread, and a thread that sleeps in a page fault is one that is
+ * handler then runs on the processor's only stack, and ends with resume(any thread). So a thread
+ * switch needs nothing but a resume of another thread. A thread that sleeps in a page fault is only
  * not resumed.
  *
  * The kernel runs with interrupts off. Only the idle loop enables them, and it has nothing to save.
@@ -60,7 +60,7 @@
 
     .text
     .globl syscall_entry
-syscall_entry: /* the only way in that needs gs to find its stack */
+syscall_entry: /* the only entry that needs gs to find its stack */
     swapgs
     movq %rsp, %gs:CPU_SCRATCH
     movq %gs:CPU_RSP0, %rsp
@@ -173,7 +173,7 @@ load_segments: /* reload cs and ss from the new GDT; fs and gs bases are set by 
     pushq %rax
     lretq
 
-/* Stubs of one size, so that stub n sits at trap_stubs + 16 n. */
+/* All stubs have one size: stub n is at trap_stubs + 16 n. */
     .balign 16
     .globl trap_stubs
 trap_stubs:

@@ -1,4 +1,4 @@
-/* Exceptions and interrupts: the tables, and where each event goes. */
+/* Exceptions and interrupts: the tables, and the handler of each event. */
 #include "kernel.h"
 
 struct gate {
@@ -69,12 +69,11 @@ static void interrupt(struct cpu *c, u64 vector) {
     case VEC_SPURIOUS: /* has no EOI */
         break;
     default:
-        panic("interrupt on vector %lu, which nobody uses", vector);
+        panic("interrupt on vector %lu: the kernel uses no such vector", vector);
     }
 }
 
-/* Ends the thread after an exception that nothing handles. In a confined thread that is
- * expected. */
+/* Ends the thread after an exception that has no handler. In a confined thread that is expected. */
 static void kill(struct thread *t) {
     u64 v = t->frame.vector;
     if (!t->kill_at) {
@@ -99,10 +98,10 @@ static bool is_ud2_call(struct frame *f) {
 }
 
 /*
- * Is a #PF at CPL 3 or in idle an event of the host? If the reason word is missing (a program has
- * moved the area, see workload apfhostile), the error code decides. The host leaves it 0; the
- * processor sets the user bit at CPL 3, and idle causes no page faults. Such an event kills no
- * thread: the access is tried again.
+ * Whether a #PF at CPL 3 or in idle is an event of the host. The reason word says so. If it is
+ * empty because a program has moved the area (workload apfhostile), the error code decides: the
+ * host leaves it 0, the processor sets the user bit at CPL 3, and idle causes no page faults. Such
+ * an event kills no thread: the access is tried again.
  */
 static bool is_async(struct cpu *c, const struct frame *f) {
     if (apf_page_fault(c))
@@ -124,9 +123,9 @@ _Noreturn void trap_user(struct thread *t, struct cpu *c, u32 vector) {
 }
 
 /*
- * The fast paths: a thread's page is not present and another thread can run, or the page is ready
- * and its thread preempts the running one. They are short because some hosts emulate the kernel, at
- * a microsecond an instruction.
+ * The fast paths: a thread's page is not present, and another thread can run; or a page is ready,
+ * and its thread preempts the running one. They are short because some hosts emulate the kernel,
+ * and need a microsecond for each instruction.
  */
 void trap_page_fault(struct thread *t, struct cpu *c) {
     if (sched_may_block(c) && apf_sleep(c, t))
@@ -154,9 +153,9 @@ _Noreturn void trap_fatal(struct frame *f) {
 }
 
 /*
- * An exception in the kernel is a bug, with two exceptions: an MSR access that raised #GP, and
- * async page faults of idle, the only code that runs with interrupts on. Idle has no state to go
- * back to: it starts over, and halts if there is still no thread to run.
+ * An exception in the kernel is a bug, except for two: an MSR access that raised #GP, and an async
+ * page fault of idle, the only code that runs with interrupts on. Idle has no state to return to,
+ * so it starts from its beginning, and halts if there is still no thread to run.
  */
 void trap_kernel(struct frame *f, struct cpu *c) {
     if (f->vector == 13 && (f->rip == (u64)msr_read_insn || f->rip == (u64)msr_write_insn))

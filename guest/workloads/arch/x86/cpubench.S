@@ -1,5 +1,5 @@
 /*
- * Loops whose instruction counts are known exactly, so cpubench.c multiplies and needs no counter.
+ * Loops with exactly known instruction counts, so that cpubench.c multiplies and needs no counter.
  * The same object runs in the guest and natively.
  */
 #include "cpubench.h"

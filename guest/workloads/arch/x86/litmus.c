@@ -172,7 +172,7 @@ int main(void) {
     misaligned_test(lacuna_arena() + 65 * PAGE);
     memset(lacuna_arena() + 32 * PAGE, 0, 2 * PAGE);
     if (lacuna_thread(player, 0, 0) < 0 || lacuna_thread(player, 1, 1) < 0) {
-        lacuna_printf("litmus: no memory for two threads\n");
+        lacuna_printf("litmus: no memory for two threads: give more memory\n");
         return 2;
     }
     int worst = lacuna_wait();

@@ -71,7 +71,7 @@ int main(void) {
     uint64_t iterations = lacuna_param("iters", 1000);
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_FAULTER, "maxpage", 2 * iterations);
     if (cross(CODE, 0) || cross(FROM, 16) || cross(TO, 32)) {
-        lacuna_printf("maxpage: no memory for page tables\n");
+        lacuna_printf("maxpage: no memory for page tables: give more memory\n");
         return 2;
     }
     for (uint64_t i = 0; i < 2; i++) {
