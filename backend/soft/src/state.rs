@@ -1,18 +1,18 @@
-//! A vCPU's whole state, saved and restored: between the processor's own values and the neutral
-//! ones of `lacuna_machine`.
+//! A vCPU's whole state, saved and restored: the processor's own form (`lacuna_x86::State`) from
+//! and to the neutral one of `lacuna_machine`, and the async-fault MSRs.
 
 use crate::Vcpu;
 use lacuna_apf::x86::Msr;
+use lacuna_cpu::Processor as _;
 use lacuna_machine::x86::{
     Apic, AsyncFaults, Debug, Events, Exception, Regs, RunState, Segment, State, System, Table,
     Tsc, segment,
 };
 use lacuna_machine::{SaveRestore, StateError, VcpuState};
-use lacuna_x86::{ApicRegisters, Refused, check_regs, check_system};
+use lacuna_sync::Nanos;
+use lacuna_x86::{ApicRegisters, Refused, TscRate};
 use std::collections::BTreeMap;
-
-/// The TSC counts the clock's nanoseconds.
-const TSC_KHZ: u32 = 1_000_000;
+use std::num::NonZeroU32;
 
 /// Access rights of flat segments: type, S, P, G.
 const CODE: u32 = 11 | 1 << 4 | Segment::PRESENT | Segment::LONG | 1 << 15;
@@ -36,168 +36,47 @@ const MSRS: [(u32, Place); 8] = [
 
 type Place = fn(&mut lacuna_x86::System) -> &mut u64;
 
-impl From<Refused> for Wrapped {
-    fn from(refused: Refused) -> Self {
-        Self(match refused {
-            Refused::Invalid(field, value) => StateError::Invalid { field, value },
-            Refused::Unsupported(field, value) => StateError::Unsupported { field, value },
-        })
+fn refused(refused: Refused) -> StateError {
+    match refused {
+        Refused::Invalid(field, value) => StateError::Invalid { field, value },
+        Refused::Unsupported(field, value) => StateError::Unsupported { field, value },
     }
 }
 
-/// For `?`: neither type of the conversion is this crate's.
-struct Wrapped(StateError);
-
-impl From<StateError> for Wrapped {
-    fn from(error: StateError) -> Self {
-        Self(error)
-    }
+fn unsupported<T>(field: &'static str, value: u64) -> Result<T, StateError> {
+    Err(StateError::Unsupported { field, value })
 }
 
 impl SaveRestore for Vcpu {
     fn save(&mut self) -> Result<VcpuState, StateError> {
-        let (cpu, apf) = (&mut self.entry.cpu, &self.apf);
-        if !cpu.is_between_instructions() {
+        let Some(state) = self.entry.cpu.save() else {
             let vcpu = self.index;
             return Err(StateError::MidInstruction { vcpu });
-        }
-        let registers = cpu.apic_registers();
-        let mut sys = cpu.system().clone();
-        let regs = cpu.regs();
-        let msr = |msr| apf.read_msr(msr).unwrap_or(0);
-        let state = State {
-            regs: Regs {
-                gpr: regs.gpr,
-                rip: regs.rip,
-                rflags: regs.rflags,
-            },
-            system: system(&sys),
-            debug: Debug {
-                dr: sys.dr,
-                dr6: sys.dr6,
-                dr7: sys.dr7,
-            },
-            tsc: Tsc {
-                value: sys.tsc(cpu.now()),
-                khz: TSC_KHZ,
-            },
-            apic: Apic {
-                base: registers.base,
-                regs: registers.page,
-                tsc_deadline: registers.tsc_deadline,
-            },
-            events: Events {
-                exception: cpu.pending_exception().map(|e| Exception {
-                    vector: e.vector,
-                    error: e.error,
-                    cr2: e.cr2,
-                }),
-                interrupt_shadow: sys.interrupt_shadow,
-                ..Events::default()
-            },
-            apf: AsyncFaults {
-                enable: msr(Msr::Enable),
-                vector: msr(Msr::Vector),
-            },
-            xsave: None,
-            xcr0: 1,
-            run: match sys.halted {
-                true => RunState::Halted,
-                false => RunState::Runnable,
-            },
-            msrs: msrs(&mut sys),
         };
-        Ok(VcpuState::X86(Box::new(state)))
+        let msr = |msr| self.apf.read_msr(msr).unwrap_or(0);
+        let apf = AsyncFaults {
+            enable: msr(Msr::Enable),
+            vector: msr(Msr::Vector),
+        };
+        Ok(VcpuState::X86(Box::new(neutral(state, apf))))
     }
 
     fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
         let VcpuState::X86(state) = state else {
             return Err(StateError::Architecture);
         };
-        let (regs, sys) = self.check(state).map_err(|Wrapped(error)| error)?;
-        self.put(state, &regs, sys);
+        let processor = processor(state)?;
+        self.entry.cpu.check(&processor).map_err(refused)?;
+        // Nothing is in flight, and no failure waits to be told.
+        self.apf.reset();
+        (self.entry.failed, self.entry.bus.blocked) = (None, None);
+        self.stalled_since = None;
+        self.entry.cpu.restore(&processor);
         self.restore_apf(&state.apf)
     }
 }
 
 impl Vcpu {
-    /// What the processor gets; everything is checked, and nothing has changed.
-    fn check(&self, state: &State) -> Result<(lacuna_x86::Regs, lacuna_x86::System), Wrapped> {
-        let regs = lacuna_x86::Regs {
-            gpr: state.regs.gpr,
-            rip: state.regs.rip,
-            rflags: state.regs.rflags,
-        };
-        check_regs(&regs)?;
-        let sys = processor_system(state)?;
-        check_system(&sys)?;
-        self.entry.cpu.check_apic(&apic_registers(&state.apic))?;
-        let unsupported = |field, value: u64| StateError::Unsupported { field, value };
-        if state.tsc.khz != TSC_KHZ {
-            Err(unsupported("tsc.khz", state.tsc.khz.into()))?;
-        }
-        if let Some(area) = &state.xsave {
-            Err(unsupported("xsave", area.len() as u64))?;
-        }
-        if state.xcr0 > 1 {
-            Err(unsupported("xcr0", state.xcr0))?;
-        }
-        if state.run == RunState::WaitingForStartup {
-            Err(unsupported("run", 0))?;
-        }
-        self.check_events(state)?;
-        Ok((regs, sys))
-    }
-
-    fn check_events(&self, state: &State) -> Result<(), StateError> {
-        let events = &state.events;
-        let unsupported = |field, value| Err(StateError::Unsupported { field, value });
-        if events.nmi_pending || events.nmi_masked {
-            return unsupported("events.nmi", 1);
-        }
-        if let Some(exception) = events.exception {
-            let vector = u64::from(exception.vector);
-            if vector > 31 || vector == 2 || exception.cr2.is_some() != (vector == 14) {
-                let field = "events.exception";
-                return Err(StateError::Invalid {
-                    field,
-                    value: vector,
-                });
-            }
-        }
-        if let Some(vector) = events.interrupt {
-            let (word, bit) = (usize::from(vector / 32), vector % 32);
-            let in_service = state.apic.regs[0x10 + word] >> bit & 1 == 1;
-            if vector < 16 || !in_service {
-                return unsupported("events.interrupt", vector.into());
-            }
-        }
-        Ok(())
-    }
-
-    fn put(&mut self, state: &State, regs: &lacuna_x86::Regs, mut sys: lacuna_x86::System) {
-        // Nothing is in flight, and no failure waits to be told.
-        self.apf.reset();
-        (self.entry.failed, self.entry.bus.blocked) = (None, None);
-        self.stalled_since = None;
-        let cpu = &mut self.entry.cpu;
-        cpu.reset();
-        sys.tsc_offset = state.tsc.value.wrapping_sub(cpu.now().0);
-        cpu.set_system(sys);
-        cpu.set_regs(regs);
-        cpu.set_apic_registers(&apic_registers(&state.apic));
-        if let Some(vector) = state.events.interrupt {
-            // The APIC delivers it again.
-            let _ = cpu.request_again(vector);
-        }
-        let exception = state.events.exception.map(|e| lacuna_x86::Exception {
-            vector: e.vector,
-            error: e.error,
-            cr2: e.cr2,
-        });
-        cpu.set_pending_exception(exception);
-    }
-
     /// The vector first: the wake-all that EN causes comes with it.
     fn restore_apf(&mut self, apf: &AsyncFaults) -> Result<(), StateError> {
         let fields = [
@@ -211,19 +90,115 @@ impl Vcpu {
             let now = self.vm.clock.now();
             let written = self.apf.write_msr(msr, value, now, &mut self.entry);
             if written.is_err() {
-                return Err(StateError::Unsupported { field, value });
+                return unsupported(field, value);
             }
         }
         Ok(())
     }
 }
 
-fn apic_registers(apic: &Apic) -> ApicRegisters {
-    ApicRegisters {
-        base: apic.base,
-        page: apic.regs,
-        tsc_deadline: apic.tsc_deadline,
+/// The neutral form of the processor's state.
+fn neutral(state: lacuna_x86::State, apf: AsyncFaults) -> State {
+    let lacuna_x86::State {
+        regs,
+        system: mut sys,
+        apic,
+        exception,
+    } = state;
+    State {
+        regs: Regs {
+            gpr: regs.gpr,
+            rip: regs.rip,
+            rflags: regs.rflags,
+        },
+        system: system(&sys),
+        debug: Debug {
+            dr: sys.dr,
+            dr6: sys.dr6,
+            dr7: sys.dr7,
+        },
+        tsc: Tsc {
+            value: sys.tsc.at(Nanos(0)),
+            khz: sys.tsc.rate().khz(),
+        },
+        apic: Apic {
+            base: apic.base,
+            regs: apic.page,
+            tsc_deadline: apic.tsc_deadline,
+        },
+        events: Events {
+            exception: exception.map(|e| Exception {
+                vector: e.vector,
+                error: e.error,
+                cr2: e.cr2,
+            }),
+            interrupt_shadow: sys.interrupt_shadow,
+            ..Events::default()
+        },
+        apf,
+        xsave: None,
+        xcr0: 1,
+        run: match sys.halted {
+            true => RunState::Halted,
+            false => RunState::Runnable,
+        },
+        msrs: msrs(&mut sys),
     }
+}
+
+/// The processor's form of a neutral state, for [`Cpu::check`](lacuna_x86::Cpu::check).
+///
+/// # Errors
+/// A part of the state that the processor's form does not have.
+fn processor(state: &State) -> Result<lacuna_x86::State, StateError> {
+    if let Some(area) = &state.xsave {
+        return unsupported("xsave", area.len() as u64);
+    }
+    if state.xcr0 > 1 {
+        return unsupported("xcr0", state.xcr0);
+    }
+    if state.run == RunState::WaitingForStartup {
+        return unsupported("run", 0);
+    }
+    let events = &state.events;
+    if events.nmi_pending || events.nmi_masked {
+        return unsupported("events.nmi", 1);
+    }
+    Ok(lacuna_x86::State {
+        regs: lacuna_x86::Regs {
+            gpr: state.regs.gpr,
+            rip: state.regs.rip,
+            rflags: state.regs.rflags,
+        },
+        system: processor_system(state)?,
+        apic: apic_registers(state)?,
+        exception: events.exception.map(|e| lacuna_x86::Exception {
+            vector: e.vector,
+            error: e.error,
+            cr2: e.cr2,
+        }),
+    })
+}
+
+/// An interrupt that is in service, and whose handler was not entered, is requested again: the APIC
+/// delivers it.
+fn apic_registers(state: &State) -> Result<ApicRegisters, StateError> {
+    const ISR: usize = 0x10;
+    const IRR: usize = 0x20;
+    let mut page = state.apic.regs;
+    if let Some(vector) = state.events.interrupt {
+        let (word, bit) = (usize::from(vector / 32), 1 << (vector % 32));
+        if vector < 16 || page[ISR + word] & bit == 0 {
+            return unsupported("events.interrupt", vector.into());
+        }
+        page[ISR + word] &= !bit;
+        page[IRR + word] |= bit;
+    }
+    Ok(ApicRegisters {
+        base: state.apic.base,
+        page,
+        tsc_deadline: state.apic.tsc_deadline,
+    })
 }
 
 /// Those that differ from a fresh processor's.
@@ -293,9 +268,7 @@ fn processor_system(state: &State) -> Result<lacuna_x86::System, StateError> {
     let (code, stack) = (&from.segments[segment::CS], &from.segments[segment::SS]);
     let needed = Segment::PRESENT | Segment::LONG;
     if code.access & needed != needed {
-        let field = "system.segments.cs.access";
-        let value = code.access.into();
-        return Err(StateError::Unsupported { field, value });
+        return unsupported("system.segments.cs.access", code.access.into());
     }
     let cpl = stack.dpl();
     if cpl != (code.selector & 3) as u8 {
@@ -337,6 +310,10 @@ fn processor_system(state: &State) -> Result<lacuna_x86::System, StateError> {
     } else {
         sys.ldtr.selector = from.ldtr.selector;
     }
+    let Some(khz) = NonZeroU32::new(state.tsc.khz) else {
+        return unsupported("tsc.khz", 0);
+    };
+    sys.tsc = lacuna_x86::Tsc::new(TscRate::new(khz), state.tsc.value);
     (sys.dr, sys.dr6, sys.dr7) = (state.debug.dr, state.debug.dr6, state.debug.dr7);
     sys.interrupt_shadow = state.events.interrupt_shadow;
     sys.halted = state.run == RunState::Halted;

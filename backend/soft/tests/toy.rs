@@ -203,7 +203,7 @@ impl Processor for Toy {
         self.answer = None;
     }
 
-    fn save(&self) -> Option<State> {
+    fn save(&mut self) -> Option<State> {
         self.answer.is_none().then(|| self.state.clone())
     }
 

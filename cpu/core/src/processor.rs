@@ -153,7 +153,7 @@ pub trait Processor: Send + Sized {
     /// The whole architectural state; `None` in the middle of an instruction that a device or the
     /// machine has to answer. Times are relative to now, so that a state may be restored under
     /// another clock.
-    fn save(&self) -> Option<Self::State>;
+    fn save(&mut self) -> Option<Self::State>;
 
     /// Puts the processor into `state`; forgets every translation.
     fn restore(&mut self, state: &Self::State);

@@ -22,7 +22,6 @@ mod saved;
 mod timer;
 
 pub use bus::ApicBus;
-pub use lapic::ApicState;
 pub(crate) use lapic::Lapic;
 pub use saved::ApicRegisters;
 

@@ -214,7 +214,7 @@ pub(crate) fn rdtsc(sys: &System, now: Nanos) -> Result<u64, Trap> {
     if sys.cr4 & CR4_TSD != 0 && sys.cpl != 0 {
         return Err(Exception::GP0.into());
     }
-    Ok(sys.tsc(now))
+    Ok(sys.tsc.at(now))
 }
 
 /// SWAPGS.

@@ -48,11 +48,13 @@ mod state;
 mod string;
 mod system;
 mod translations;
+mod tsc;
 mod walk;
 
-pub use apic::{ApicBus, ApicRegisters, ApicState};
+pub use apic::{ApicBus, ApicRegisters};
 pub use cpu::{Cpu, Regs};
 pub use exit::{Exit, Shutdown};
-pub use saved::{Refused, check_regs, check_system};
+pub use saved::Refused;
 pub use seam::{Ept, Own, State};
 pub use state::{Exception, System, Table, Trap};
+pub use tsc::{Tsc, TscRate};

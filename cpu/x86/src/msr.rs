@@ -2,7 +2,7 @@
 //!
 //! | MSR | |
 //! |---|---|
-//! | 0x10 TSC, 0x6e0 TSC_DEADLINE, 0xc0000103 TSC_AUX | 1 GHz; a TSC write moves the deadline |
+//! | 0x10 TSC, 0x6e0 TSC_DEADLINE, 0xc0000103 TSC_AUX | a TSC write moves the deadline |
 //! | 0x1b APIC_BASE, 0x800-0x8ff | the local APIC |
 //! | 0xfe MTRRCAP | 0: no MTRRs; read-only |
 //! | 0x1a0 MISC_ENABLE, 0x277 PAT | kept; XD disable hides NX; memory is write-back |
@@ -57,7 +57,7 @@ const MISC_READ_ONLY: u64 = 1 << 7 | 1 << 11 | 1 << 12;
 pub(crate) fn rdmsr(sys: &System, apic: &mut Lapic, now: Nanos, index: u32) -> Result<u64, Trap> {
     privileged(sys)?;
     Ok(match index {
-        TSC => sys.tsc(now),
+        TSC => sys.tsc.at(now),
         APIC_BASE => apic.base(),
         MTRRCAP => 0,
         MISC_ENABLE => sys.misc_enable,
@@ -93,9 +93,9 @@ pub(crate) fn wrmsr(
     privileged(sys)?;
     match index {
         TSC => {
-            sys.tsc_offset = value.wrapping_sub(now.0);
+            sys.tsc.set(value, now);
             let deadline = apic.tsc_deadline(now);
-            apic.set_tsc_deadline(deadline, sys.tsc_offset, now);
+            apic.set_tsc_deadline(deadline, sys.tsc, now);
         }
         APIC_BASE => apic.set_base(value)?,
         MISC_ENABLE if value & !(MISC_WRITABLE | MISC_READ_ONLY) == 0 => {
@@ -108,7 +108,7 @@ pub(crate) fn wrmsr(
         {
             sys.pat = value
         }
-        TSC_DEADLINE => apic.set_tsc_deadline(value, sys.tsc_offset, now),
+        TSC_DEADLINE => apic.set_tsc_deadline(value, sys.tsc, now),
         X2APIC_FIRST..=X2APIC_LAST => apic.wrmsr(index, value, now)?,
         EFER => return write_efer(sys, value),
         STAR => sys.star = value,

@@ -3,8 +3,8 @@
 //! A state may be damaged or hostile. Each value is checked before anything changes. An error names
 //! the field.
 
-use crate::apic::ApicRegisters;
 use crate::cpu::{Cpu, Regs};
+use crate::seam::State;
 use crate::state::{Exception, System, bits, is_canonical};
 use lacuna_sync::Nanos;
 
@@ -63,14 +63,14 @@ fn canonical(field: &'static str, value: u64) -> Result<(), Refused> {
 }
 
 /// Whether a processor can have these general registers.
-pub fn check_regs(regs: &Regs) -> Result<(), Refused> {
+fn check_regs(regs: &Regs) -> Result<(), Refused> {
     canonical("regs.rip", regs.rip)?;
     masked("regs.rflags", regs.rflags, RFLAGS_VALID)?;
     has("regs.rflags", regs.rflags, 1 << 1)
 }
 
 /// Whether this processor can have these system registers: it is always in long mode.
-pub fn check_system(sys: &System) -> Result<(), Refused> {
+fn check_system(sys: &System) -> Result<(), Refused> {
     masked("system.cr0", sys.cr0, CR0_VALID)?;
     has("system.cr0", sys.cr0, bits::CR0_PE | bits::CR0_PG)?;
     if sys.cr0 & (bits::CR0_NW | bits::CR0_CD) == bits::CR0_NW {
@@ -109,51 +109,58 @@ pub fn check_system(sys: &System) -> Result<(), Refused> {
     }
 }
 
+fn check_exception(exception: &Exception) -> Result<(), Refused> {
+    let Exception { vector, cr2, .. } = *exception;
+    match vector > 31 || vector == 2 || cr2.is_some() != (vector == 14) {
+        true => Err(Refused::Invalid("events.exception", vector.into())),
+        false => Ok(()),
+    }
+}
+
 impl Cpu {
-    /// Whether no instruction waits for an answer of a device or an MSR, or holds one. Only then
-    /// is the state complete.
-    pub fn is_between_instructions(&self) -> bool {
-        self.core.replay.is_idle()
-    }
-
-    /// The exception that the next run begins with.
-    pub fn pending_exception(&self) -> Option<Exception> {
-        self.pending.exception()
-    }
-
-    /// Sets the exception with which the next run begins; `None` for no exception.
-    pub fn set_pending_exception(&mut self, exception: Option<Exception>) {
-        self.pending = exception.into();
-    }
-
-    /// The local APIC's registers.
-    pub fn apic_registers(&mut self) -> ApicRegisters {
-        self.core.apic.registers(self.core.clock.now())
-    }
-
-    /// Whether the local APIC can have these registers.
+    /// Whether this processor can be in `state`.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn check_apic(&self, registers: &ApicRegisters) -> Result<(), Refused> {
-        registers.check(self.core.apic.index())
+    /// [`Refused`], with the first field that it cannot have.
+    pub fn check(&self, state: &State) -> Result<(), Refused> {
+        check_regs(&state.regs)?;
+        check_system(&state.system)?;
+        let rate = state.system.tsc.rate();
+        if rate != self.core.sys.tsc.rate() {
+            return Err(Refused::Unsupported("tsc.khz", rate.khz().into()));
+        }
+        state.apic.check(self.core.apic.index())?;
+        state.exception.as_ref().map_or(Ok(()), check_exception)
     }
 
-    /// Sets the local APIC's registers. [`Cpu::check_apic`] has accepted them, and the TSC has been
-    /// set.
-    pub fn set_apic_registers(&mut self, registers: &ApicRegisters) {
-        let (offset, now) = (self.core.sys.tsc_offset, self.core.clock.now());
-        self.core.apic.set_registers(registers, offset, now);
+    /// The whole state of the processor; `None` in the middle of an instruction that waits for an
+    /// answer of a device or an MSR, or holds one. A timer that is due requests its interrupt.
+    pub(crate) fn state(&mut self) -> Option<State> {
+        if !self.core.replay.is_idle() {
+            return None;
+        }
+        let now = self.core.clock.now();
+        let mut system = self.core.sys.clone();
+        system.tsc.set(system.tsc.at(now), Nanos(0));
+        Some(State {
+            regs: self.regs(),
+            system,
+            apic: self.core.apic.registers(now),
+            exception: self.pending.exception(),
+        })
     }
 
-    /// Requests an interrupt again that the APIC has in service, because its handler was not
-    /// entered. Returns whether it was in service.
-    pub fn request_again(&mut self, vector: u8) -> bool {
-        self.core.apic.unaccept(vector)
-    }
-
-    /// The time of the processor's clock.
-    pub fn now(&self) -> Nanos {
-        self.core.clock.now()
+    /// Puts the processor into `state`. A half-done instruction is forgotten.
+    pub(crate) fn set_state(&mut self, state: &State) {
+        let now = self.core.clock.now();
+        let mut system = state.system.clone();
+        system.tsc.set(system.tsc.at(Nanos(0)), now);
+        self.core.replay.clear();
+        self.set_system(system);
+        self.set_regs(&state.regs);
+        self.core
+            .apic
+            .set_registers(&state.apic, self.core.sys.tsc, now);
+        self.pending = state.exception.into();
     }
 }

@@ -1,7 +1,7 @@
 //! The x86 processor as a hypervisor sees any processor: [`lacuna_cpu::Processor`].
 
 use crate::ApicBus;
-use crate::apic::ApicState;
+use crate::apic::ApicRegisters;
 use crate::cpu::{Cpu, Regs};
 use crate::exit::{Exit, Shutdown};
 use crate::state::{Exception, System};
@@ -75,7 +75,7 @@ pub struct State {
     /// 0 then.
     pub system: System,
     /// The local APIC.
-    pub apic: ApicState,
+    pub apic: ApicRegisters,
     /// The exception that the next run begins with.
     pub exception: Option<Exception>,
 }
@@ -173,7 +173,7 @@ impl Processor for Cpu {
         Self::reset(self);
     }
 
-    fn save(&self) -> Option<State> {
+    fn save(&mut self) -> Option<State> {
         self.state()
     }
 

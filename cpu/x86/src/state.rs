@@ -1,7 +1,7 @@
 //! Architectural state, and the two ways an instruction can fail to complete.
 
+use crate::tsc::{Tsc, TscRate};
 use lacuna_cpu::Stop;
-use lacuna_sync::Nanos;
 
 /// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -212,8 +212,8 @@ pub struct System {
     pub dr6: u64,
     /// DR7.
     pub dr7: u64,
-    /// The TSC is the clock plus this offset.
-    pub tsc_offset: u64,
+    /// The time-stamp counter.
+    pub tsc: Tsc,
     /// STI or MOV SS shadow: no interrupt before the next instruction has completed.
     pub interrupt_shadow: bool,
     /// Halted by HLT until an interrupt.
@@ -224,7 +224,8 @@ pub struct System {
 
 impl System {
     /// The state in which a vCPU starts: long mode, CPL 0, paging on with the tables at `cr3`, flat
-    /// null segments, empty descriptor tables. Every other register is as after a hardware reset.
+    /// null segments, empty descriptor tables, a TSC of 1 GHz. Every other register is as after a
+    /// hardware reset.
     pub fn long_mode(cr3: u64) -> Self {
         use bits::{CR0_ET, CR0_NE, CR0_PE, CR0_PG, CR4_PAE, EFER_LMA, EFER_LME};
         Self {
@@ -253,7 +254,7 @@ impl System {
             dr: [0; 4],
             dr6: 0xffff_0ff0,
             dr7: 0x400,
-            tsc_offset: 0,
+            tsc: Tsc::new(TscRate::GIGAHERTZ, 0),
             interrupt_shadow: false,
             halted: false,
             exclusive: false,
@@ -272,10 +273,5 @@ impl System {
     /// Whether EFER.NXE may be set and CPUID announces NX (SDM vol 4, `IA32_MISC_ENABLE` bit 34).
     pub(crate) const fn has_nx(&self) -> bool {
         self.misc_enable & bits::MISC_XD_DISABLE == 0
-    }
-
-    /// What RDTSC reads at `now`: a 1 GHz counter.
-    pub const fn tsc(&self, now: Nanos) -> u64 {
-        now.0.wrapping_add(self.tsc_offset)
     }
 }

@@ -5,7 +5,7 @@ mod support;
 
 use iced_x86::code_asm::*;
 use lacuna_cpu::Stop;
-use lacuna_x86::{Exit, Regs, System};
+use lacuna_x86::{Exit, Regs, System, Tsc, TscRate};
 use support::kernel::{HANDLERS, IDT, USER, enter_user, handle, kernel, start_apic, start_timer};
 use support::{CODE, DATA, Machine, STACK, assemble};
 
@@ -243,7 +243,8 @@ fn reset_leaves_nothing() {
     m.cpu.raise_interrupt(0x61);
     let mut dirty = system.clone();
     (dirty.cr2, dirty.cpl, dirty.halted, dirty.interrupt_shadow) = (5, 3, true, true);
-    (dirty.dr6, dirty.tsc_offset, dirty.kernel_gs_base) = (1, 99, 7);
+    (dirty.dr6, dirty.kernel_gs_base) = (1, 7);
+    dirty.tsc = Tsc::new(TscRate::GIGAHERTZ, 99);
     m.cpu.set_system(dirty);
     m.cpu.complete_msr(Some(1));
     m.cpu.inject_page_fault(0x1000);

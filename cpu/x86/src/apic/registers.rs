@@ -5,6 +5,7 @@ use super::bus::{Delivery, Destination};
 use super::lapic::{ESR_SENT_ILLEGAL, LVT_MASKED, Lapic, Lvt, Mode, SVR_ENABLE};
 use super::timer;
 use crate::state::{Exception, Trap};
+use crate::tsc::Tsc;
 use lacuna_sync::Nanos;
 
 /// Register numbers (SDM vol 3 table 11-6).
@@ -238,9 +239,9 @@ impl Lapic {
     }
 
     /// Writes `IA32_TSC_DEADLINE`. Also used to set it again after the TSC has moved.
-    pub(crate) fn set_tsc_deadline(&mut self, deadline: u64, tsc_offset: u64, now: Nanos) {
+    pub(crate) fn set_tsc_deadline(&mut self, deadline: u64, tsc: Tsc, now: Nanos) {
         self.tick(now);
-        self.timer.set_deadline(deadline, tsc_offset, now);
+        self.timer.set_deadline(deadline, tsc, now);
         // A deadline in the past fires now, not at the next check of the timer.
         self.tick(now);
     }

@@ -1,10 +1,10 @@
 //! A local APIC's registers as a value, for saving and restoring it.
 
-use super::bus::ApicBus;
-use super::lapic::{LVT_MASKED, Lapic, Lvt, Mode};
+use super::lapic::{Lapic, Lvt, Mode};
 use super::registers::{DIVIDE_VALID, ICR_VALID, LVT_STATUS, LVT_VALID, SVR_VALID, reg};
 use super::timer;
 use crate::saved::Refused;
+use crate::tsc::Tsc;
 use lacuna_sync::Nanos;
 
 /// The registers of a local APIC.
@@ -96,8 +96,9 @@ impl Lapic {
         }
     }
 
-    /// Takes over registers that [`ApicRegisters::check`] has passed.
-    pub(crate) fn set_registers(&mut self, saved: &ApicRegisters, tsc_offset: u64, now: Nanos) {
+    /// Takes over registers that [`ApicRegisters::check`] has passed. Interrupts requested here
+    /// until now are forgotten.
+    pub(crate) fn set_registers(&mut self, saved: &ApicRegisters, tsc: Tsc, now: Nanos) {
         let Some(mode) = saved.mode(self.index()) else {
             return;
         };
@@ -106,7 +107,8 @@ impl Lapic {
         self.isr = saved.vectors(reg::ISR);
         self.tpr = saved.get(reg::TPR) as u8;
         self.svr = saved.get(reg::SVR);
-        self.esr = saved.get(reg::ESR);
+        // A guest writes ESR before it reads it, and finds there what was seen until then.
+        (self.esr, self.errors) = (saved.get(reg::ESR), saved.get(reg::ESR));
         self.ldr = match mode {
             Mode::X2Apic => Self::x2_ldr(self.index()),
             Mode::Disabled | Mode::XApic => saved.get(reg::LDR),
@@ -122,34 +124,9 @@ impl Lapic {
             let (initial, divide) = (saved.get(reg::INITIAL), saved.get(reg::DIVIDE));
             self.timer
                 .restore(mode, initial, divide, saved.get(reg::CURRENT), now);
-            self.timer.set_deadline(saved.tsc_deadline, tsc_offset, now);
+            self.timer.set_deadline(saved.tsc_deadline, tsc, now);
         }
-        debug_assert!(
-            self.lvt
-                .iter()
-                .all(|entry| entry & !0x7_ffff == 0 || entry & LVT_MASKED != 0)
-        );
+        self.bus.set_irr(self.index(), saved.vectors(reg::IRR));
         self.publish();
-        self.request_again(&saved.vectors(reg::IRR));
-    }
-
-    fn request_again(&self, irr: &[u64; 4]) {
-        let bus: &ApicBus = &self.bus;
-        for vector in 16..=255u8 {
-            if irr[usize::from(vector / 64)] >> (vector % 64) & 1 == 1 {
-                bus.raise(self.index(), vector);
-            }
-        }
-    }
-
-    /// Requests an interrupt again that is in service. Its handler has not been entered.
-    pub(crate) fn unaccept(&mut self, vector: u8) -> bool {
-        let (word, bit) = super::bus::split(vector);
-        let served = self.isr[word] & bit != 0;
-        if served {
-            self.isr[word] &= !bit;
-            self.bus.raise(self.index(), vector);
-        }
-        served
     }
 }

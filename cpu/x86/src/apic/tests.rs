@@ -2,11 +2,13 @@
 
 use super::*;
 use crate::state::{Exception, Trap};
+use crate::tsc::{Tsc, TscRate};
 use bus::Destination;
 use lacuna_cpu::Wake;
 use lacuna_sync::Nanos;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -178,7 +180,7 @@ proptest! {
             apic.mmio_write(value as usize % 4096, value as u32, now);
             apic.mmio_read(value as usize % 4096, now);
             let _ = apic.rdmsr(0x800 + register, now);
-            apic.set_tsc_deadline(value, value.rotate_left(7), now);
+            apic.set_tsc_deadline(value, ghz(value.rotate_left(7)), now);
             apic.tick(now);
             if let Some(vector) = apic.pending() {
                 prop_assert!(vector >= 16);
@@ -258,17 +260,40 @@ fn a_masked_timer_raises_no_interrupt() {
     assert_eq!(apic.pending(), None, "it was due while masked");
 }
 
+/// A TSC that counts nanoseconds.
+fn ghz(offset: u64) -> Tsc {
+    Tsc::new(TscRate::GIGAHERTZ, offset)
+}
+
+#[test]
+fn a_deadline_follows_the_rate_of_the_tsc() {
+    let mut apic = one();
+    set(&mut apic, LVT_TIMER, 2 << 17 | 0x40);
+    let rate = TscRate::new(NonZeroU32::new(2_500_000).unwrap());
+    apic.set_tsc_deadline(5_000_001, Tsc::new(rate, 0), T0);
+    let due = Nanos(2_000_001);
+    assert_eq!(
+        apic.next_deadline(),
+        Some(due),
+        "the first nanosecond of it"
+    );
+    apic.tick(Nanos(2_000_000));
+    assert_eq!(apic.pending(), None);
+    apic.tick(due);
+    assert_eq!(apic.pending(), Some(0x40));
+}
+
 #[test]
 fn tsc_deadline() {
     let mut apic = one();
-    apic.set_tsc_deadline(5_000_000, 0, T0);
+    apic.set_tsc_deadline(5_000_000, ghz(0), T0);
     assert_eq!(
         (apic.next_deadline(), apic.tsc_deadline(T0)),
         (None, 0),
         "not its mode"
     );
     set(&mut apic, LVT_TIMER, 2 << 17 | 0x40);
-    apic.set_tsc_deadline(5_000_000, 1_000_000, T0);
+    apic.set_tsc_deadline(5_000_000, ghz(1_000_000), T0);
     assert_eq!(apic.next_deadline(), Some(Nanos(4_000_000)));
     assert_eq!(apic.tsc_deadline(T0), 5_000_000);
     set(&mut apic, INITIAL, 7);
@@ -278,14 +303,14 @@ fn tsc_deadline() {
     apic.accept(0x40);
     set(&mut apic, EOI, 0);
     // A deadline in the past fires at once, zero disarms.
-    apic.set_tsc_deadline(1, 0, T0);
+    apic.set_tsc_deadline(1, ghz(0), T0);
     assert_eq!((apic.pending(), apic.next_deadline()), (Some(0x40), None));
     apic.accept(0x40);
     set(&mut apic, EOI, 0);
-    apic.set_tsc_deadline(2_000_000_000, 0, T0);
-    apic.set_tsc_deadline(0, 0, T0);
+    apic.set_tsc_deadline(2_000_000_000, ghz(0), T0);
+    apic.set_tsc_deadline(0, ghz(0), T0);
     assert_eq!((apic.pending(), apic.next_deadline()), (None, None));
-    apic.set_tsc_deadline(u64::MAX, 0, T0);
+    apic.set_tsc_deadline(u64::MAX, ghz(0), T0);
     set(&mut apic, LVT_TIMER, 0x40);
     assert_eq!(apic.next_deadline(), None, "another mode disarms");
 }

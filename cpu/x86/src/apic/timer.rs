@@ -3,6 +3,7 @@
 //! The timer counts down at 1 GHz divided by its divisor. No code does the counting: an armed timer
 //! is a point in time, and a read of the count computes it from the clock.
 
+use crate::tsc::Tsc;
 use lacuna_sync::Nanos;
 
 /// LVT bits 18:17.
@@ -29,7 +30,7 @@ impl Mode {
 /// thread in timer exits for ever (KVM has `min_timer_period_us` for the same reason).
 pub(super) const MIN_PERIOD_NS: u64 = 20_000;
 
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub(super) struct Timer {
     mode: Mode,
     /// Initial count register.
@@ -50,22 +51,6 @@ impl Timer {
             divide: 0,
             due: None,
             deadline: 0,
-        }
-    }
-
-    /// The same timer, with the time that is left at `now` instead of a point in time.
-    pub(super) fn relative_to(&self, now: Nanos) -> Self {
-        Self {
-            due: self.due.map(|due| Nanos(due.since(now))),
-            ..self.clone()
-        }
-    }
-
-    /// The reverse of [`Timer::relative_to`]: the timer goes on at `now`.
-    pub(super) fn resumed_at(&self, now: Nanos) -> Self {
-        Self {
-            due: self.due.map(|left| now.after(left.0)),
-            ..self.clone()
         }
     }
 
@@ -143,13 +128,12 @@ impl Timer {
     }
 
     /// Arms the timer for TSC value `deadline`, zero disarms. Ignored outside deadline mode.
-    pub(super) fn set_deadline(&mut self, deadline: u64, tsc_offset: u64, now: Nanos) {
+    pub(super) fn set_deadline(&mut self, deadline: u64, tsc: Tsc, now: Nanos) {
         if self.mode != Mode::Deadline {
             return;
         }
         self.deadline = deadline;
-        let tsc = now.0.wrapping_add(tsc_offset);
-        self.due = (deadline != 0).then(|| now.after(deadline.saturating_sub(tsc)));
+        self.due = (deadline != 0).then(|| tsc.when(deadline, now));
     }
 
     /// Restores the timer, with `current` left of the count.

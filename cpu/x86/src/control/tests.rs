@@ -166,7 +166,7 @@ fn debug_registers() {
 #[test]
 fn rdtsc_obeys_tsd() {
     let mut sys = System::long_mode(0);
-    sys.tsc_offset = 5;
+    sys.tsc = crate::tsc::Tsc::new(crate::TscRate::GIGAHERTZ, 5);
     sys.cr4 |= CR4_TSD;
     assert_eq!(rdtsc(&sys, Nanos(10)), Ok(15));
     sys.cpl = 3;

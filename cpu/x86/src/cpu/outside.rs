@@ -3,9 +3,9 @@
 use super::events::Pending;
 use super::{Cpu, Regs};
 use crate::processor::Core;
-use crate::seam::State;
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
+use crate::tsc::{Tsc, TscRate};
 use lacuna_addr::Gfn;
 use lacuna_sync::Nanos;
 use std::sync::Arc;
@@ -35,9 +35,12 @@ impl Cpu {
         &self.core.sys
     }
 
-    /// Replaces the system registers; forgets every translation.
+    /// Replaces the system registers; forgets every translation. The TSC keeps its rate, and takes
+    /// over the offset.
     pub fn set_system(&mut self, system: System) {
+        let rate = self.core.sys.tsc.rate();
         self.core.sys = system;
+        self.set_tsc_rate(rate);
         self.core.sync_privilege();
         self.flush_tlb();
     }
@@ -93,6 +96,13 @@ impl Cpu {
     /// are none; a reset keeps them.
     pub fn set_kvm_features(&mut self, bits: u32) {
         self.core.kvm_features = bits;
+    }
+
+    /// Sets the rate of the TSC, which is 1 GHz at first. A reset keeps the rate, because the guest
+    /// has been told of it.
+    pub fn set_tsc_rate(&mut self, rate: TscRate) {
+        let tsc = &mut self.core.sys.tsc;
+        *tsc = Tsc::new(rate, tsc.at(Nanos(0)));
     }
 
     /// Whether the processor would take an interrupt now, so that a fault may be injected too:
@@ -155,51 +165,13 @@ impl Cpu {
     /// Puts the processor back into the state that [`Cpu::new`] makes: registers, the APIC with its
     /// timer and its requested interrupts, translations, half-done instructions, pending events.
     /// The caller sets the initial state afterwards. [`Cpu::retired`] goes on counting, and the KVM
-    /// features stay. Decoded code stays too, because it still matches memory.
+    /// features and the TSC's rate stay. Decoded code stays too, because it still matches memory.
     pub fn reset(&mut self) {
-        let features = self.core.kvm_features;
+        let (features, rate) = (self.core.kvm_features, self.core.sys.tsc.rate());
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
         self.core.kvm_features = features;
+        self.set_tsc_rate(rate);
         self.code.new_epoch();
         self.pending = Pending::Nothing;
-    }
-
-    /// The whole state of the processor; `None` in the middle of an instruction that waits for an
-    /// answer of a device or an MSR, or holds one.
-    pub fn state(&self) -> Option<State> {
-        if !self.core.replay.is_idle() {
-            return None;
-        }
-        let now = self.core.clock.now();
-        let mut system = self.core.sys.clone();
-        system.tsc_offset = system.tsc(now);
-        Some(State {
-            regs: self.regs(),
-            system,
-            apic: self.core.apic.save(now),
-            exception: match self.pending {
-                Pending::Exception(exception) => Some(exception),
-                // An event that comes again by itself need not be kept.
-                Pending::Nothing | Pending::Again => None,
-            },
-        })
-    }
-
-    /// Puts the processor into `state`. A half-done instruction is forgotten.
-    pub fn set_state(&mut self, state: &State) {
-        let State {
-            regs,
-            system,
-            apic,
-            exception,
-        } = state;
-        let now = self.core.clock.now();
-        let mut system = system.clone();
-        system.tsc_offset = system.tsc_offset.wrapping_sub(now.0);
-        self.core.replay.clear();
-        self.core.apic.restore(apic, now);
-        self.set_system(system);
-        self.set_regs(regs);
-        self.pending = exception.map_or(Pending::Nothing, Pending::Exception);
     }
 }

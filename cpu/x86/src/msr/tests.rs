@@ -52,7 +52,7 @@ fn what_is_written_is_read() {
         assert_eq!(rdmsr(&sys, &mut apic, NOW, index), Ok(value), "{index:#x}");
     }
     assert_eq!(rdmsr(&sys, &mut apic, NOW, MTRRCAP), Ok(0));
-    assert_eq!(sys.tsc(NOW.after(3)), 80);
+    assert_eq!(sys.tsc.at(NOW.after(3)), 80);
 }
 
 #[test]
