@@ -281,8 +281,8 @@ fn collected(printed: &str) -> Option<f64> {
 
 /// Units of work and virtual time in what `lacuna run --json` reported.
 fn work(told: &str, unit: Unit) -> Result<(f64, f64), String> {
-    let told: Value =
-        serde_json::from_str(told).map_err(|error| format!("its report is not JSON: {error}"))?;
+    let told: Value = serde_json::from_str(told)
+        .map_err(|error| format!("the report of lacuna is not JSON: {error}"))?;
     let last = &told["last"];
     let units = match unit {
         Unit::SwapIn => last["swap_in"].as_f64(),
@@ -292,8 +292,8 @@ fn work(told: &str, unit: Unit) -> Result<(f64, f64), String> {
         }),
     };
     let seconds = last["elapsed_seconds"].as_f64();
-    let seconds = seconds.ok_or("its report has no elapsed_seconds")?;
-    let units = units.ok_or_else(|| format!("its report counts no {unit:?}"))?;
+    let seconds = seconds.ok_or("the report of lacuna has no elapsed_seconds")?;
+    let units = units.ok_or_else(|| format!("the report of lacuna counts no {unit:?}"))?;
     Ok((units, seconds * 1e9))
 }
 

@@ -69,10 +69,10 @@ pub fn run(lacuna: &Path, part: &str, length: Length) -> Result<Outcome, Failure
 
 /// The results in a report of the lab.
 fn figures(json: &str) -> Result<Vec<Figure>, String> {
-    let report: Value =
-        serde_json::from_str(json).map_err(|error| format!("its report is not JSON: {error}"))?;
+    let report: Value = serde_json::from_str(json)
+        .map_err(|error| format!("the report of lacuna is not JSON: {error}"))?;
     let results = report["results"].as_array();
-    let results = results.ok_or("its report has no list of results")?;
+    let results = results.ok_or("the report of lacuna has no list of results")?;
     results.iter().map(figure).collect()
 }
 
