@@ -1,19 +1,19 @@
-//! The kvm backend, in a minimal form: x86-64 guests on `/dev/kvm`, their memory from userfaultfd.
+//! The kvm backend: x86-64 guests on `/dev/kvm`, with memory by userfaultfd.
 //!
 //! KVM runs the vCPUs and is the host side of asynchronous page faults; Linux is the memory
-//! manager. Lacuna provides the other end of a page fault: a [page source](SourceConfig) with a
-//! chosen latency and a budget of resident pages. So the guest image that runs on the soft backend
-//! meets KVM's real ABI here.
+//! manager. Lacuna answers the page faults: its [page source](SourceConfig) has a chosen latency
+//! and a budget of resident pages. So an image that runs on the soft backend can be run with KVM's
+//! own ABI here.
 //!
 //! | file | job |
 //! |---|---|
 //! | `available` | whether this machine can run the backend, and if not, why |
 //! | `memory` | the guest's memory in this process |
-//! | `pages` | the state of each page, and which one is evicted: decisions |
-//! | `source` | the page source: a thread on userfaultfd that carries them out |
+//! | `pages` | the state of each page, and the choice of the page to evict |
+//! | `source` | the page source: a thread on userfaultfd that provides and evicts pages |
 //! | `setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
-//! | `kick` | getting vCPUs out of it |
+//! | `kick` | makes vCPUs leave `KVM_RUN` |
 //! | `boot` | from a VM to its vCPUs |
 //! | `state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and what KVM is told |
@@ -25,10 +25,10 @@
 //! | `builder` | from a description of a run to its end |
 //!
 //! # Unsafe
-//! An unsafe room: KVM and userfaultfd act on this process's memory by address. Pointers are in
-//! `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's shared page), `ring` (its
-//! dirty ring), `vm`, `dirty` and `source` (registration of ranges). Each file's header has its
-//! reason.
+//! This crate may hold `unsafe` because KVM and userfaultfd act on this process's memory by
+//! address. Pointers are in `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's
+//! shared page), `ring` (its dirty ring), `vm`, `dirty` and `source` (registration of ranges). The
+//! header of each of these files has its reason.
 
 mod available;
 mod boot;

@@ -1,4 +1,5 @@
-//! Memory slots that come, move and go, and kicks, without and beside a running guest.
+//! Memory slots that are added, moved and removed, and kicks; each without a running guest and
+//! beside one.
 
 mod common;
 
@@ -76,7 +77,7 @@ fn a_flag_that_the_backend_lacks_is_refused_and_nothing_changes() {
     assert_eq!(vm.memory_slots(), before);
 }
 
-/// The VMM's writes are in the harvest, though KVM makes the slot anew between them.
+/// The harvest has both writes of the VMM, although KVM makes a new slot between them.
 #[test]
 fn a_log_survives_a_move_and_new_flags() {
     if !can_run() {
@@ -96,7 +97,7 @@ fn a_log_survives_a_move_and_new_flags() {
     assert_eq!(pages, [(LATER, 3), (LATER, 5)]);
 }
 
-/// Flags change while the guest runs, each time with all vCPUs held out.
+/// Flags change while the guest runs. During each change all vCPUs are out of the guest.
 #[test]
 fn flags_change_beside_a_running_guest() {
     if !can_run() {

@@ -17,7 +17,7 @@ use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The place of pages without a frame.
+/// The place of pages that are swapped out.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Swap {
     /// An unlinked file in this folder.
@@ -31,22 +31,22 @@ pub enum Swap {
 pub struct VmBuilder {
     /// The memory that the guest sees.
     pub memory: PageCount,
-    /// The frames that it gets.
+    /// The frames of the host that the guest gets.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
-    /// Where its pages are made 512 at a time.
+    /// Where the host gives memory by 2 MiB pages.
     pub huge: HugePages,
-    /// The place of its other pages.
+    /// The place of pages that are swapped out.
     pub swap: Swap,
-    /// Added to every swap transfer.
+    /// The delay that is added to every swap transfer.
     pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
     /// threads and real time.
     pub seed: Option<u64>,
-    /// For the guest kernel; `smp=` and `ap=` are added.
+    /// The command line of the guest kernel, to which the run adds `smp=` and `ap=`.
     pub command_line: String,
 }
 
@@ -74,9 +74,9 @@ pub struct RunSummary {
 const VIRTUAL_IO_NS: u64 = 50_000;
 
 impl VmBuilder {
-    /// A guest of one vCPU with `memory` pages, in `resident` pages of the host. The others are
-    /// compressed in memory. Asynchronous page faults are offered, huge pages are not made. Every
-    /// field may be changed before the VM is built.
+    /// A guest of one vCPU with `memory` pages, of which at most `resident` are in frames of the
+    /// host. The other pages are compressed in memory. Asynchronous page faults are offered; there
+    /// are no huge pages. Every field may be changed before the VM is built.
     pub fn new(memory: PageCount, resident: PageCount) -> Self {
         Self {
             memory,
@@ -174,7 +174,7 @@ impl VmBuilder {
         Ok((end, trace))
     }
 
-    /// Its VM, with a memory manager of its own.
+    /// Makes the VM, with a memory manager of its own.
     pub(crate) fn vm(&self) -> Result<(Arc<Vm>, Time), SoftError> {
         self.check()?;
         let time = match self.seed {
@@ -190,8 +190,8 @@ impl VmBuilder {
     }
 
     /// Refuses sizes that no host can run, before memory and files are allocated for them. The
-    /// budget is compared with the need of all vCPUs, because each asks for its part only when it
-    /// is made.
+    /// budget must suffice for all vCPUs. Each vCPU reserves its part only when it is made, so the
+    /// host would find out too late.
     fn check(&self) -> Result<(), SoftError> {
         Layout::new(self.memory)?;
         let minimum = Host::minimum_budget(self.vcpus);

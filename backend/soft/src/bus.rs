@@ -66,8 +66,8 @@ impl SoftBus {
     #[inline]
     pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         let vm = &self.vm;
-        // Before the walk. A thread that unmaps the leaf after the walk then sees that this vCPU's
-        // TLB may hold it, and requests a flush from this vCPU.
+        // This note comes before the walk. So a thread that unmaps the leaf after the walk sees
+        // that this vCPU's TLB may hold it, and requests a flush from this vCPU.
         vm.qsbr().vcpu(self.index).note(gfn.block());
         if let Walk::Hit(hit) = vm.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
@@ -80,8 +80,8 @@ impl SoftBus {
         self.fault(gfn, access)
     }
 
-    /// Not inlined: `page_now` would then set up this function's stack frame for each walk that
-    /// hits, too.
+    /// Not inlined: otherwise `page_now` would set up this function's stack frame for every walk,
+    /// also for those that find the page.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.vm.mmu.fault(&mut self.vcpu_mmu, gfn, access) {

@@ -29,8 +29,9 @@ use std::thread::yield_now;
 /// a compromise between threads that compute and threads that fault: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
 
-/// How long a halted vCPU polls for its pages itself. Otherwise two threads would have to be woken,
-/// which takes some 80 us on a quiet machine. KVM polls as long in a halt (`halt_poll_ns`).
+/// How long the thread of a halted vCPU polls for pages before it sleeps. After a sleep, two
+/// threads have to be woken for a page, which takes some 80 us on a quiet machine. KVM's
+/// `halt_poll_ns` is as long.
 const HALT_POLL_NS: u64 = 200_000;
 
 /// The result of one step.
@@ -66,7 +67,7 @@ pub struct VcpuOf<P: Platform> {
     pub(crate) index: usize,
     pub(crate) entry: Entry<P>,
     pub(crate) apf: Queue<P::Apf>,
-    /// Its initial state; none in a VM whose vCPUs are to be restored.
+    /// Its initial state; `None` if it gets its state by a restore.
     boot: Option<P::Boot>,
     /// Instructions retired when its pins were last released.
     held_at: u64,
@@ -99,7 +100,7 @@ impl<P: Platform> VcpuOf<P> {
         Ok(vcpu)
     }
 
-    /// Puts it back to the state of [`Vm::boot`]: what INIT and a VMM's reset do to one vCPU.
+    /// Puts the vCPU back into the state after [`Vm::boot`], as INIT or a reset by the VMM does.
     pub fn reset(&mut self) {
         self.apf.reset();
         self.entry.cpu.reset();
@@ -135,9 +136,9 @@ impl<P: Platform> VcpuOf<P> {
             self.entry.bus.vcpu_mmu().retired();
         }
         self.entry.handle_requests();
-        // Before anything is written: beyond its soft limit a ring has room for few pages. And
-        // before any wait: a page that has arrived could not be reported, and would not arrive
-        // again.
+        // This check comes before any write of this step, because beyond its soft limit a ring has
+        // room for few pages. It comes before any wait, because a full ring keeps a page that has
+        // arrived from being reported, and that page does not arrive again.
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
         }
@@ -185,8 +186,8 @@ impl<P: Platform> VcpuOf<P> {
         told
     }
 
-    /// The step of a vCPU that waits for a page of which its guest could not be told, until an
-    /// interrupt can be taken.
+    /// The step of a vCPU in an artificial halt: its guest could not be told of a missing page. An
+    /// interrupt that can be taken ends the halt.
     fn artificial_halt(&mut self) -> Option<Step> {
         if !self.apf.halted() {
             return None;
@@ -200,8 +201,8 @@ impl<P: Platform> VcpuOf<P> {
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
     }
 
-    /// HLT. A page may have arrived that could not be reported before, because interrupts were off
-    /// or the last event was unread.
+    /// Handles HLT. Tells the guest first of pages that have arrived: the guest could not be told
+    /// before if interrupts were off or the last event was unread.
     fn halt(&mut self) -> Step {
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
@@ -233,8 +234,9 @@ impl<P: Platform> VcpuOf<P> {
                 ticket.on_done(move || completion.complete());
             }
         }
-        // Not before the guest was told: ready might overtake not-present. But in any case: a
-        // ticket that no thread starts keeps its frame for ever.
+        // The read starts only after the guest was told; otherwise ready might overtake
+        // not-present. It starts in every case, because a ticket that no thread starts keeps its
+        // frame for ever.
         self.vm.host.start(&ticket);
         None
     }
@@ -254,8 +256,8 @@ impl<P: Platform> VcpuOf<P> {
             vm.host.poll(vm.clock.now());
             match (self.step(FUEL), vm.host.next_due()) {
                 (Step::Ran, _) => {}
-                // These are most likely its own pages: no other thread need be woken to wake this
-                // one.
+                // The page that is due next is most likely one of this vCPU's. So this thread
+                // sleeps until then, and no other thread has to wake it.
                 (Step::Wait(Wait::Halt(until)), Some(due)) => {
                     let until = until.map_or(due, |until| until.min(due));
                     vm.kicks.parker(self.index).park(&*vm.clock, Some(until));
@@ -271,8 +273,8 @@ impl<P: Platform> VcpuOf<P> {
         self.meter().kicked.load(Ordering::Relaxed)
     }
 
-    /// Follows a kick. An instruction that a device has answered is completed before, unless that
-    /// takes waiting: the state that the VMM finds is whole.
+    /// Leaves because of a kick. If an instruction holds a device's answer, it is completed first,
+    /// so that the VMM can save the vCPU. It is not completed if that takes waiting.
     fn leave(&mut self) -> Step {
         while self.entry.cpu.save().is_none() {
             match self.step(1) {
@@ -289,8 +291,8 @@ impl<P: Platform> VcpuOf<P> {
         Step::Exit(Exit::Interrupted)
     }
 
-    /// Polls for pages instead of sleeping, if they have arrived soon so far. Returns whether to
-    /// poll on.
+    /// Polls for pages instead of sleeping, if pages have arrived soon on average. Returns whether
+    /// something has happened, so that the vCPU runs again.
     fn halt_poll(&self, until: Option<Nanos>) -> bool {
         let expected = self.apf.stats().swap_in.mean_ns();
         if !self.apf.awaits_pages() || expected > HALT_POLL_NS {
@@ -303,7 +305,7 @@ impl<P: Platform> VcpuOf<P> {
             if self.vm.host.poll(now) > 0 || self.is_poked() {
                 return true;
             }
-            // A thread that wants the core has more to do than this one.
+            // Another thread that needs the core has work to do, and this one has none.
             yield_now();
             now = self.vm.clock.now();
         }

@@ -21,7 +21,8 @@ use std::sync::Arc;
 const TARGET: u64 = 0x23_0000;
 const PATCH: u64 = TARGET + 8;
 const VALUE: u64 = TARGET + 16;
-/// Far beyond the memory of the new VM. The boot's identity map includes it.
+/// The address of a slot that is added later, far beyond the first memory of the VM. The identity
+/// map of the boot includes it.
 const LATER: u64 = 1 << 30;
 /// The offset of the immediate operand in [`function`].
 const OPERAND: u64 = 1;
@@ -217,8 +218,8 @@ fn under_tables(a: &mut CodeAssembler, at: u64) -> Result<(), IcedError> {
     a.out(0x80, al)
 }
 
-/// A and D cannot be set there. An entry that has them needs no write. An entry that lacks them is
-/// used without them, as in KVM's walker.
+/// A walk cannot set A and D in page tables that are read-only. An entry that has the bits needs no
+/// write. An entry that lacks them is used as it is, as KVM's walker does.
 #[test]
 fn page_tables_may_be_in_a_read_only_slot() {
     for (huge, used) in POLICIES
@@ -304,7 +305,7 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
     }
 }
 
-/// Its pages would be evicted without notice to this VM's tables and TLBs.
+/// Reclaim would evict pages of that memory, and would not tell this VM's tables and TLBs.
 #[test]
 fn memory_of_another_vm_is_refused_as_backing() {
     let bench = Bench::new(1, HugePages::Never, &[assemble(CODE, caller)]);
@@ -338,8 +339,8 @@ fn a_vm_boots_once() {
     let bench = Bench::new(2, HugePages::Never, &pieces);
     let again = || bench.vm.boot(&program::image(&pieces), "").err();
     assert!(matches!(again(), Some(SoftError::Booted)));
-    // After its vCPUs are dropped it is refused too: their pending interrupts and logged pages
-    // remain.
+    // A second boot is refused even after the vCPUs are dropped, because their pending interrupts
+    // and logged pages remain in the VM.
     drop(bench.vcpus);
     assert!(matches!(again(), Some(SoftError::Booted)));
 }
