@@ -85,11 +85,12 @@ impl VmBuilder {
             .to_owned()
     }
 
-    /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
+    /// As [`Builder::run_with_console`](lacuna_machine::Builder::run_with_console); the result has
+    /// this backend's own counters.
     ///
     /// # Errors
     /// The reason why the run cannot start. A run that has started has an [`Ending`].
-    pub fn run(
+    pub fn run_to_summary(
         &self,
         image: &Image<'_>,
         console: impl Console + 'static,
@@ -104,7 +105,7 @@ impl VmBuilder {
         })
     }
 
-    /// As [`VmBuilder::run`], with devices of the caller's.
+    /// As [`VmBuilder::run_to_summary`], with devices of the caller's.
     pub(crate) fn run_with(
         &self,
         image: &Image<'_>,

@@ -34,7 +34,7 @@ const LARGE: usize = RingSize::BYTES_MAX;
 fn has(delivery: Delivery) -> bool {
     let mut builder = builder(16, 16, 1, "");
     builder.delivery = delivery;
-    match builder.run(&image("hello"), |_: &str| (), |_| ()) {
+    match builder.run_to_summary(&image("hello"), |_: &str| (), |_| ()) {
         Ok(_) => true,
         Err(why @ (KvmError::NoRing | KvmError::Ring { .. } | KvmError::Userfaultfd { .. })) => {
             lacuna_skip::skip(why);

@@ -30,7 +30,7 @@ fn bad_input_is_refused_with_a_reason() {
         return;
     }
     let fails = |builder: VmBuilder| {
-        let run = builder.run(&image("hello"), |_: &str| (), |_| ());
+        let run = builder.run_to_summary(&image("hello"), |_: &str| (), |_| ());
         run.map(drop).unwrap_err()
     };
     let few = fails(builder(16, 16, 0, ""));

@@ -126,11 +126,12 @@ impl VmBuilder {
             .to_owned()
     }
 
-    /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
+    /// As [`Builder::run_with_console`](lacuna_machine::Builder::run_with_console); the result has
+    /// this backend's own counters.
     ///
     /// # Errors
     /// The reason why the run cannot start. A run that has started has an [`Ending`].
-    pub fn run(
+    pub fn run_to_summary(
         &self,
         image: &Image<'_>,
         console: impl Console + 'static,
@@ -141,7 +142,7 @@ impl VmBuilder {
         Ok(RunSummary::of(end, trace))
     }
 
-    /// As [`VmBuilder::run`], with the caller's devices.
+    /// As [`VmBuilder::run_to_summary`], with the caller's devices.
     pub(crate) fn run_with(
         &self,
         image: &Image<'_>,

@@ -302,7 +302,7 @@ fn memory_that_does_not_compress_fills_the_compressed_device() {
 #[test]
 fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
     let refused = |builder: VmBuilder| {
-        let done = builder.run(&image("hello"), |_: &str| (), |_| ());
+        let done = builder.run_to_summary(&image("hello"), |_: &str| (), |_| ());
         done.map(|outcome| outcome.ending).unwrap_err().to_string()
     };
     let mut small = builder(32, 1, 4, "");

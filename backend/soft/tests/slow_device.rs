@@ -24,7 +24,7 @@ fn the_end_of_a_run_does_not_wait_for_pages() {
         };
         let lines = Lines::default();
         let mut looks = 0;
-        let outcome = builder.run(&image("verify"), lines.sink(), |now| {
+        let outcome = builder.run_to_summary(&image("verify"), lines.sink(), |now| {
             looks += 1;
             if now.vm.host().stats().swapped_in > 1000 {
                 dial.set(Duration::from_secs(3600));
@@ -113,7 +113,7 @@ fn beside(volume: &Volume, when: fn(&HostStats) -> bool, upset: impl FnOnce() + 
         });
         let lines = Lines::default();
         let mut tell = Some(tell);
-        let outcome = on(volume).run(&image("verify"), lines.sink(), |now| {
+        let outcome = on(volume).run_to_summary(&image("verify"), lines.sink(), |now| {
             if when(&now.vm.host().stats())
                 && let Some(tell) = tell.take()
             {
