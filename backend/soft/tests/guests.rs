@@ -310,7 +310,7 @@ fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
     let text = refused(small);
     assert!(text.contains("16") && text.contains("at least"), "{text}");
     let text = refused(builder(1, 64, 1, ""));
-    assert!(text.contains("give it at least --memory"), "{text}");
+    assert!(text.contains("the guest needs at least"), "{text}");
     let mut nowhere = builder(32, 8, 1, "");
     nowhere.swap = lacuna_soft::Swap::File("/nonexistent/folder".into());
     let text = refused(nowhere);

@@ -1,9 +1,4 @@
 //! A guest kernel image: an ELF64 file. Its `e_machine` names the processor.
-//!
-//! An image for x86-64 must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI).
-//! Other VMMs start the image by the note, and the note tells a kernel from any other program.
-//! Lacuna itself enters at the ELF entry point, in long mode with an identity map, as Linux's
-//! 64-bit boot protocol does.
 
 use crate::Arch;
 use elf::{ElfBytes, abi, endian::AnyEndian, file::Class, note::Note};
@@ -16,9 +11,7 @@ const PVH_NOTE: u64 = 18;
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum ImageError {
     /// Bad magic, or the headers are cut off.
-    #[error(
-        "not an ELF file ({0}); give a guest kernel; `lacuna run --help` names the built-in ones"
-    )]
+    #[error("not an ELF file ({0}); a guest is an ELF64 kernel with the PVH note")]
     NotElf(String),
     /// The file is for a 32-bit processor, or for one that Lacuna does not have.
     #[error("ELF file for {0}; this backend runs 64-bit x86-64 kernels")]
@@ -69,7 +62,13 @@ pub struct Segment<'a> {
     pub size: u64,
 }
 
-/// A parsed image; nothing has been loaded.
+/// A parsed guest kernel; nothing has been loaded.
+///
+/// [`Image::parse`] takes an ELF64 file whose segments are at their physical addresses, at or above
+/// 64 KiB. An image for x86-64 must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot
+/// ABI): the note tells a kernel from any other program, and other VMMs start the image by it.
+/// Lacuna itself enters at the ELF entry point, in 64-bit mode; [`Boot`](crate::Boot) describes the
+/// state. A VMM whose guest is not a file fills in the fields.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Image<'a> {
     /// The processor that it is for.

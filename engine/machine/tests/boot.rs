@@ -172,7 +172,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     assert_eq!(
         outside.to_string(),
         "segment 0 at 0x100000 (0x800000 bytes) lies outside the guest's memory; \
-         give it at least --memory 9M"
+         the guest needs at least 9M of memory"
     );
     assert!(matches!(
         load((0x8000, 4, b"code"), ""),

@@ -115,7 +115,7 @@ const TABLE: &[Row] = &[
         Nothing,
         "$LACUNA run hello --memory 1M",
         2,
-        &["give it at least --memory 2M"],
+        &["the guest needs at least 2M of memory"],
     ),
     (
         Nothing,

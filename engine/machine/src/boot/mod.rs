@@ -15,7 +15,7 @@ pub enum BootError {
     /// A segment lies where there is no memory.
     #[error(
         "segment {index} at {gpa} ({size:#x} bytes) lies outside the guest's memory; \
-         give it at least --memory {needed}M"
+         the guest needs at least {needed}M of memory"
     )]
     SegmentOutside {
         /// Segment index.
@@ -72,6 +72,10 @@ impl BootError {
 }
 
 /// Where the guest's memory lies.
+///
+/// An x86-64 guest has memory from 0 to 3 GiB. What does not fit there continues at 4 GiB. From
+/// 0xc000_0000 to 0xffff_ffff there is no memory, so a VMM can put devices there; the local APIC
+/// has 0xfee0_0000.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Layout {
     ranges: Vec<GfnRange>,

@@ -33,8 +33,9 @@ const PLACEMENT: Placement = Placement {
     command_line: COMMAND_LINE,
 };
 
-/// The state in which every vCPU starts: 64-bit long mode, CPL0, interrupts off, the identity map,
-/// flat segments; RBX = RSI = [`Boot::start_info`].
+/// The state in which every vCPU starts: 64-bit long mode, CPL0, interrupts off, the first 4 GiB
+/// identity-mapped, flat segments; RBX = RSI = [`Boot::start_info`]. There is no stack. All vCPUs
+/// start at once; a guest tells them apart by their APIC ids, from 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Boot {
     /// RIP.
