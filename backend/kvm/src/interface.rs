@@ -9,12 +9,21 @@ use lacuna_machine::{
     PlatformDevices, RunEnd, TwoStepLog, VcpuStats, VmConfig, VmStats,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId};
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl BackendError for KvmError {
     fn kind(&self) -> ErrorKind {
         Self::kind(self)
+    }
+}
+
+impl fmt::Debug for Vm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vm")
+            .field("config", &lacuna_machine::Vm::config(self))
+            .finish_non_exhaustive()
     }
 }
 

@@ -44,7 +44,7 @@ pub struct VmBuilder {
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
-    /// threads and real time.
+    /// threads and real time. A VMM's own run loop over a VM from `build` ignores it.
     pub seed: Option<u64>,
     /// The command line of the guest kernel, to which the run adds `smp=` and `ap=`.
     pub command_line: String,

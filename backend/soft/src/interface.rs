@@ -6,12 +6,21 @@ use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image, Observed,
     PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
 };
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl BackendError for SoftError {
     fn kind(&self) -> ErrorKind {
         Self::kind(self)
+    }
+}
+
+impl fmt::Debug for Vm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Vm")
+            .field("config", &lacuna_machine::Vm::config(self))
+            .finish_non_exhaustive()
     }
 }
 

@@ -1,17 +1,9 @@
-//! The devices that a guest sees.
-//!
-//! | port | width | meaning |
-//! |---|---|---|
-//! | 0x3f8..=0x3ff | byte | 16550A serial line, output only |
-//! | 0xf4 | any | end of the run; the value is the exit code (QEMU's `isa-debug-exit`) |
-//! | 0x5c0 | long | frame number of the guest's status page (`lacuna-guest::status`) |
-//!
-//! An embedder adds [`Device`]s of its own, at ports and at guest-physical addresses. Every other
-//! port and address reads as ones and ignores writes, as an empty bus does.
+//! The devices that a guest sees: those of every guest, and those that an embedder adds.
 
 use crate::{Kick, VcpuError, Width};
 use lacuna_addr::{Gfn, Gpa};
 use std::convert::Infallible;
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -41,8 +33,8 @@ impl<F: FnMut(&str) + Send> Console for F {
     }
 }
 
-/// How a run ended.
-#[derive(Clone, Debug)]
+/// How a run ended. Its `Display` is one line for the user of the VMM.
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ending {
     /// The guest wrote its exit code.
     Exited(u32),
@@ -52,6 +44,17 @@ pub enum Ending {
     Failed(VcpuError),
     /// The VMM stopped the run.
     Stopped,
+}
+
+impl fmt::Display for Ending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exited(code) => write!(f, "the guest exited with code {code}"),
+            Self::Shutdown(text) => f.write_str(text),
+            Self::Failed(error) => error.fmt(f),
+            Self::Stopped => f.write_str("the VMM stopped the run"),
+        }
+    }
 }
 
 /// A device of an embedder's own. Several vCPUs may access it at once.
@@ -168,13 +171,31 @@ impl std::io::Write for Lines {
 
 const NO_STATUS: u64 = u64::MAX;
 
-/// The guest's devices, shared by its vCPU threads.
+/// The guest's devices, shared by its vCPU threads. Every guest has these:
+///
+/// | port | width | meaning |
+/// |---|---|---|
+/// | 0x3f8..=0x3ff | byte | 16550A serial line, output only |
+/// | 0xf4 | any | end of the run; the value is the exit code (QEMU's `isa-debug-exit`) |
+/// | 0x5c0 | long | frame number of the guest's status page, if the guest has one |
+///
+/// A VMM adds [`Device`]s of its own, at ports and at guest-physical addresses, before the guest
+/// starts. Every other port and address reads as ones and ignores writes, as an empty bus does.
+/// A device cannot interrupt the guest yet.
 pub struct PlatformDevices {
     serial: Mutex<Serial<NoInterrupt, vm_superio::serial::NoEvents, Lines>>,
     status: AtomicU64,
     ending: Mutex<Option<Ending>>,
     ports: Space,
     mmio: Space,
+}
+
+impl fmt::Debug for PlatformDevices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PlatformDevices")
+            .field("ending", &self.ending())
+            .finish_non_exhaustive()
+    }
 }
 
 impl PlatformDevices {
@@ -215,7 +236,8 @@ impl PlatformDevices {
     }
 
     /// Adds `device` at `bytes` guest-physical addresses from `start` on. Where there is a memory
-    /// slot as well, the guest accesses memory and not the device.
+    /// slot as well, the guest accesses memory and not the device; the local APIC at 0xfee0_0000
+    /// takes precedence too. [`Layout`](crate::Layout) says where there is never memory at boot.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.

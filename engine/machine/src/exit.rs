@@ -99,7 +99,7 @@ pub enum Exit {
 }
 
 /// A vCPU cannot go on; the run ends.
-#[derive(Debug, thiserror::Error, Clone)]
+#[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum VcpuError {
     /// The content of a page is gone.
     #[error(

@@ -44,8 +44,8 @@ pub use image::{Image, ImageError, Segment};
 pub use kick::Kick;
 pub use kind::ErrorKind;
 pub use lacuna_slots::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
-    SlotError, SlotFlags, SlotId,
+    Backup, ClearError, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially,
+    Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
 };
 pub use memory::{GuestMemory, MemoryError};
 pub use run::{Next, dispatch, run, run_watched, status_page};

@@ -11,6 +11,7 @@ use crate::{
 use lacuna_addr::PageCount;
 use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
+use std::fmt;
 use std::sync::Arc;
 
 /// Which backend a VM belongs to.
@@ -94,7 +95,9 @@ pub struct VcpuStats {
 }
 
 /// One virtual machine.
-pub trait Vm: GuestMemory + MemorySlots + DirtyTracking + Kick + Send + Sync + Sized {
+pub trait Vm:
+    GuestMemory + MemorySlots + DirtyTracking + Kick + fmt::Debug + Send + Sync + Sized
+{
     /// The type of its processors.
     type Vcpu: SaveRestore;
     /// The type of its errors.
@@ -151,7 +154,7 @@ pub trait ApfSwitch {
     fn set_apf(&self, apf: Apf);
 }
 
-/// What [`Builder::run`] shows its watcher several times a second.
+/// What [`Builder::run`] shows its watcher.
 pub struct Observed<'a, V> {
     /// The VM.
     pub vm: &'a V,
@@ -175,6 +178,16 @@ pub struct RunEnd<V> {
     pub trace_hash: Option<u64>,
 }
 
+impl<V> fmt::Debug for RunEnd<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RunEnd")
+            .field("ending", &self.ending)
+            .field("end", &self.end)
+            .field("trace_hash", &self.trace_hash)
+            .finish_non_exhaustive()
+    }
+}
+
 /// Describes a VM and a run of it. [`Builder::build`] makes the VM alone; [`Builder::run`] makes a
 /// VM and runs an image in it.
 pub trait Builder {
@@ -187,10 +200,12 @@ pub trait Builder {
     /// The reason why the VM cannot be made.
     fn build(&self) -> Result<Arc<Self::Vm>, <Self::Vm as Vm>::Error>;
 
-    /// The whole command line of the guest's kernel.
+    /// The whole command line of the guest's kernel, for [`Vm::boot`]: the words of the builder's
+    /// own, and those by which the kernel learns of the VM.
     fn full_command_line(&self) -> String;
 
-    /// Runs `image` to its end. `watch` is called several times a second on the calling thread.
+    /// Runs `image` to its end. `watch` is called on the calling thread, about ten times a second
+    /// unless the run is seeded. It may end the run: `seen.devices.end(Ending::Stopped, seen.vm)`.
     ///
     /// # Errors
     /// The reason why the run cannot start. A run that started has an [`Ending`] instead.

@@ -65,7 +65,9 @@ pub fn run(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
     let builder = builder.clone();
     let outcome = within(120, move || {
         let console = move |line: &str| sink.lock().unwrap().push(line.to_owned());
-        builder.run_to_summary(&image(name), console, |_| ()).unwrap()
+        builder
+            .run_to_summary(&image(name), console, |_| ())
+            .unwrap()
     });
     let text = lines.lock().unwrap().join("\n");
     (outcome, text)

@@ -56,7 +56,9 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
 
 pub fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let lines = Lines::default();
-    let outcome = builder.run_to_summary(&image(name), lines.sink(), |_| ()).unwrap();
+    let outcome = builder
+        .run_to_summary(&image(name), lines.sink(), |_| ())
+        .unwrap();
     (outcome, lines.text())
 }
 
