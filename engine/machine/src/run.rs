@@ -59,7 +59,8 @@ pub fn dispatch(
     }
 }
 
-/// Ends the run if a vCPU's thread panics, so that the other vCPUs do not run for ever.
+/// Ends the run if a thread of it panics. Otherwise the other threads would run for ever, and the
+/// caller would never see the panic.
 struct EndOnPanic<'a, K: Kick> {
     devices: &'a PlatformDevices,
     kick: &'a K,
@@ -116,7 +117,8 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) 
 }
 
 /// Runs every vCPU of `vm` as [`run`] does, on threads of their own, while the calling thread calls
-/// `watch` several times a second until the guest ends.
+/// `watch` about ten times a second until the guest ends. [`PlatformDevices::ending`] then has the
+/// reason.
 ///
 /// # Errors
 /// The runner's thread cannot be started.
@@ -134,6 +136,10 @@ pub fn run_watched<V: Vm>(
             drop(run(vcpus, devices, &**vm));
             watcher.unpark();
         })?;
+        let _guard = EndOnPanic {
+            devices,
+            kick: &**vm,
+        };
         while !runner.is_finished() && devices.ending().is_none() {
             watch(&Observed {
                 vm: &**vm,

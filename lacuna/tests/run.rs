@@ -1,0 +1,91 @@
+//! Runs as a VMM makes them, on both backends.
+
+use lacuna::{
+    Arch, BackendError, Builder, Ending, ErrorKind, Gpa, Image, PageCount, Segment, Vm, kvm, soft,
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc;
+use std::time::Duration;
+
+/// Longer than any run here takes on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+const SIZE: PageCount = PageCount::from_bytes(16 << 20);
+
+/// A guest of `code`.
+fn image(code: &[u8]) -> Image<'_> {
+    let start = Gpa::truncate(1 << 20);
+    Image {
+        arch: Arch::X86_64,
+        segments: vec![Segment {
+            gpa: start,
+            bytes: code,
+            size: code.len() as u64,
+        }],
+        entry: start,
+    }
+}
+
+/// A guest that never ends: a jump to itself.
+const ENDLESS: &[u8] = &[0xeb, 0xfe];
+
+fn a_panic_of_the_watcher_arrives<B: Builder + Send + 'static>(builder: B) {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let run = || {
+            builder
+                .run_with_console(&image(ENDLESS), |_: &str| (), &mut |_| {
+                    panic!("the watcher panics")
+                })
+                .map(drop)
+                .map_err(|error| error.to_string())
+        };
+        let _ = sender.send(catch_unwind(AssertUnwindSafe(run)).is_err());
+    });
+    assert_eq!(receiver.recv_timeout(PATIENCE), Ok(true));
+}
+
+#[test]
+fn a_panic_of_the_watcher_ends_the_run() {
+    a_panic_of_the_watcher_arrives(soft::VmBuilder::new(SIZE, SIZE));
+    if kvm::available().is_ok() {
+        a_panic_of_the_watcher_arrives(kvm::VmBuilder::new(SIZE, SIZE));
+    }
+}
+
+/// `out 0xf4, eax` with 7 in EAX.
+const EXITS_WITH_SEVEN: &[u8] = &[0xb8, 7, 0, 0, 0, 0xe7, 0xf4, 0xf4];
+
+fn ends_with_seven<B: Builder>(builder: &B) {
+    let end = builder.run_with_console(&image(EXITS_WITH_SEVEN), |_: &str| (), &mut |_| {});
+    let end = end.expect("it starts");
+    assert_eq!(end.ending, Ending::Exited(7), "{end:?} of {:?}", end.vm);
+    assert_eq!(end.ending.to_string(), "the guest exited with code 7");
+}
+
+#[test]
+fn the_guest_ends_the_run_with_its_code() {
+    ends_with_seven(&soft::VmBuilder::new(SIZE, SIZE));
+    if kvm::available().is_ok() {
+        ends_with_seven(&kvm::VmBuilder::new(SIZE, SIZE));
+    }
+}
+
+fn refuses<B: Builder>(builder: &B) {
+    let error = builder.build().expect_err("there is no such VM");
+    assert_eq!(
+        error.kind(),
+        ErrorKind::Request,
+        "{:?} {error}",
+        <B::Vm as Vm>::BACKEND
+    );
+}
+
+#[test]
+fn a_guest_without_memory_is_refused_as_a_bad_request() {
+    let none = PageCount::new(0);
+    refuses(&soft::VmBuilder::new(none, SIZE));
+    if kvm::available().is_ok() {
+        refuses(&kvm::VmBuilder::new(none, SIZE));
+    }
+}
