@@ -23,7 +23,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     builder.vcpus = 2;
     builder.command_line = arguments.collect::<Vec<_>>().join(" ");
 
-    // A console is any function of a line. The watcher runs on this thread, several times a second.
+    // A console is any function of a line. The watcher runs on this thread, about ten times
+    // a second.
     let console = |line: &str| println!("guest: {line}");
     let end = builder.run_with_console(&image, console, &mut |now| {
         let stats = now.vm.stats();
@@ -42,7 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     match end.ending {
         Ending::Exited(0) => Ok(()),
-        other => Err(format!("the guest ended with {other:?}").into()),
+        other => Err(other.to_string().into()),
     }
 }
 

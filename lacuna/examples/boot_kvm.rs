@@ -35,6 +35,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let end = builder.run_with_console(&image, console, &mut |_| {})?;
     match end.ending {
         Ending::Exited(0) => Ok(()),
-        other => Err(format!("the guest ended with {other:?}").into()),
+        other => Err(other.to_string().into()),
     }
 }

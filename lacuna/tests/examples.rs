@@ -3,8 +3,15 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What an example prints.
+/// What an example prints. It must succeed.
 fn output_of(example: &str, arguments: &[&str]) -> String {
+    let (succeeded, text) = run(example, arguments);
+    assert!(succeeded, "{example}: {text}");
+    text
+}
+
+/// Whether an example succeeds, and what it prints.
+fn run(example: &str, arguments: &[&str]) -> (bool, String) {
     let test = std::env::current_exe().expect("a test knows its own path");
     let profile = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST");
     let program: PathBuf = profile.join("examples").join(example);
@@ -15,14 +22,9 @@ fn output_of(example: &str, arguments: &[&str]) -> String {
             program.display()
         )
     });
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.success(),
-        "{example}: {}\n{text}{errors}",
-        output.status
-    );
-    text
+    let text = [output.stderr, output.stdout].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    (output.status.success(), text)
 }
 
 #[test]
@@ -57,6 +59,38 @@ fn dirty_pages_prints_what_the_guest_writes() {
         .filter_map(|line| line.strip_suffix(" pages written"));
     let most = counts.filter_map(|count| count.parse::<u64>().ok()).max();
     assert!(most > Some(0), "{text}");
+}
+
+#[test]
+fn vmm_does_the_same_on_both_backends() {
+    for backend in ["soft", "kvm"] {
+        let (succeeded, text) = run("vmm", &[backend, "2"]);
+        if text.contains("skipped: ") {
+            continue;
+        }
+        assert!(succeeded, "{backend}: {text}");
+        let counts = text
+            .lines()
+            .filter_map(|line| line.split_once(" pages written"));
+        let counts: Vec<u64> = counts.filter_map(|(count, _)| count.parse().ok()).collect();
+        assert_eq!(counts.len(), 2, "{backend}: {text}");
+        assert!(counts.iter().any(|&count| count > 0), "{backend}: {text}");
+    }
+}
+
+#[test]
+fn vmm_says_what_is_wrong_with_its_arguments() {
+    for (arguments, message) in [
+        (&[][..], "usage: "),
+        (&["hvf"][..], "no backend `hvf`"),
+        (&["soft", "many"][..], "`many` is not a number"),
+    ] {
+        let (succeeded, text) = run("vmm", arguments);
+        assert!(
+            !succeeded && text.contains(message),
+            "{arguments:?}: {text}"
+        );
+    }
 }
 
 #[cfg(feature = "vm-memory")]

@@ -1,0 +1,53 @@
+//! The backend that runs anywhere: software processors, reclaim, swap and huge pages.
+//!
+//! The processors execute integer instructions only: a guest is compiled with
+//! `-mgeneral-regs-only`, and Linux does not boot.
+//!
+//! # A run loop of your own
+//! [`Builder::run`](crate::Builder::run) also starts a thread that reclaims memory in the
+//! background. A VMM that calls [`run_watched`](crate::run_watched), [`run`](crate::run) or
+//! [`Vcpu::run`](crate::Vcpu::run) itself starts that thread when the guest has more memory than
+//! may be resident. Without it, each vCPU reclaims the pages that it needs.
+//!
+//! ```
+//! use lacuna::{Builder, PageCount, soft};
+//!
+//! let (memory, resident) = (PageCount::from_bytes(64 << 20), PageCount::from_bytes(16 << 20));
+//! let vm = soft::VmBuilder::new(memory, resident).build()?;
+//! let background = vm.host().spawn_background()?;
+//! // Boot `vm` and run its vCPUs here.
+//! drop(background);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//! Such a loop also ignores [`VmBuilder::seed`]: only `Builder::run` runs all vCPUs on one thread.
+//!
+//! # Speed
+//! Three settings of the program that depends on this crate matter for this backend. Cargo reads
+//! none of them from a dependency.
+//!
+//! * Optimise. Without it, a guest runs at a sixth to an eighth of its speed, so a program that is
+//!   also run or tested in the `dev` profile needs this in its `Cargo.toml`:
+//!   ```toml
+//!   [profile.dev.package."*"]
+//!   opt-level = 2
+//!   ```
+//! * Duplicate the dispatch. The software processor is one `match` over decoded operations. With
+//!   the compiler's defaults, all operations share one indirect jump, which the host's processor
+//!   may mispredict. Put these options into the program's `.cargo/config.toml`, and do not set the
+//!   environment variable `RUSTFLAGS`, which replaces them:
+//!   ```toml
+//!   [build]
+//!   rustflags = [
+//!       "-Cllvm-args=-tail-dup-pred-size=10000 -tail-dup-succ-size=10000 -enable-tail-merge=0",
+//!   ]
+//!   ```
+//! * Optimise across crates: a guest's memory access calls functions of several.
+//!   ```toml
+//!   [profile.release]
+//!   lto = "thin"
+//!   ```
+
+pub use lacuna_soft::{
+    ApfStats, Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuError,
+    RunSummary, SoftError, Stalls, Swap, Trace, Vcpu, Vm, VmBuilder,
+};
