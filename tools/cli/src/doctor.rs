@@ -1,8 +1,8 @@
 //! `lacuna doctor`: what this host can do, what is missing, and how to get it.
 //!
-//! Each check tries the thing itself where it can (it opens, it sets up, it writes), because
-//! settings lie in containers. Nothing is changed, and no privilege is needed. Only `memory` and
-//! `swap` matter to the soft backend; the others are what it can use, or what comes later.
+//! Each check tries the thing itself where it can: it opens, sets up or writes. Settings alone do
+//! not say what a container allows. A check changes nothing and needs no privilege. The soft
+//! backend needs only `memory` and `swap`; it can use the others, or the kvm backend needs them.
 
 mod checks;
 
@@ -17,9 +17,9 @@ use serde::Serialize;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// As good as it gets.
+    /// All that Lacuna can use is there.
     Ok,
-    /// There, with less than it could give.
+    /// There, but with less than Lacuna can use.
     Limited,
     /// Not there.
     Missing,
@@ -34,7 +34,7 @@ pub struct Check {
     pub state: State,
     /// What was found.
     pub found: String,
-    /// What to do about it, where something can be done.
+    /// What to do about it, if it is not [`State::Ok`].
     pub advice: Option<String>,
 }
 

@@ -7,11 +7,16 @@ use lacuna_soft::ErrorKind;
 
 use crate::signals::Signal;
 
-/// What `--help` says of exit codes; docs/commands.md has the same sentence.
-pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong arguments or image; \
-                              3 this host could not do it (memory, disk, a page that swap lost), \
-                              or the result could not be written; 130 interrupted by Ctrl-C \
-                              (SIGINT); 143 by SIGTERM.";
+/// What `--help` says of exit codes; docs/commands.md has the same words.
+pub const EXIT_CODES: &str = "\
+Exit codes:
+  0 done;
+  1 the guest failed;
+  2 wrong arguments or image;
+  3 this host could not do it (memory, disk, a page that swap lost),
+    or the result could not be written;
+  130 interrupted by Ctrl-C (SIGINT);
+  143 by SIGTERM.";
 
 /// How a command ended.
 ///
@@ -23,9 +28,9 @@ pub const EXIT_CODES: &str = "Exit codes: 0 done; 1 the guest failed; 2 wrong ar
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
 /// | 130, 143 | interrupted by SIGINT, SIGTERM | Ctrl-C |
 ///
-/// A page that the swap device lost is the host's failure, not the guest's: the guest was stopped
-/// before it could read it, and the same run may succeed with another swap folder. So a script
-/// looks at the guest's output after 1, and at its machine after 3.
+/// A page that the swap device lost is the host's failure, not the guest's. The guest was stopped
+/// before it could read the page, and the same run may succeed with another swap folder. So after 1
+/// a script looks at the guest's output, and after 3 at its machine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
     /// Done.
@@ -36,7 +41,7 @@ pub enum Exit {
     Usage,
     /// The host could not do it.
     Host,
-    /// A signal asked for the end; what was measured until then has been told.
+    /// A signal asked for the end; what was measured until then has been printed.
     Interrupted(Signal),
 }
 

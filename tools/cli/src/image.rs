@@ -9,8 +9,8 @@ use lacuna_soft::ErrorKind;
 use crate::args::RunArgs;
 use crate::size::Size;
 
-/// The largest file that is taken for an image. The whole file is read, and a kernel with all its
-/// debugging information has less.
+/// The largest file that is accepted as an image, because the whole file is read. A kernel with all
+/// its debugging information is smaller.
 const FILE_MAX: Size = Size(1 << 30);
 
 /// Why there is no image.
@@ -27,7 +27,7 @@ pub enum LoadError {
         /// The system's words.
         source: io::Error,
     },
-    /// One of the built-in guests, and none is built in.
+    /// The name of a built-in guest, in a build without guests.
     #[error(
         "{name}: no guest images are built in: {reason}; or give the path of a guest kernel, as in \
          `lacuna run path/to/guest.elf`"
@@ -38,13 +38,13 @@ pub enum LoadError {
         /// Why the build made none.
         reason: &'static str,
     },
-    /// A pipe or a device: it may have no end.
-    #[error("{0}: an image must be a regular file; copy what is there into one")]
+    /// A pipe or a device, which may have no end.
+    #[error("{0}: an image must be a regular file; copy it into one")]
     NotAFile(String),
-    /// More than a kernel has.
+    /// Larger than any kernel.
     #[error(
-        "{0}: larger than {FILE_MAX}, which no guest kernel is; if it is one, strip its debugging \
-         information (strip --strip-debug)"
+        "{0}: larger than {FILE_MAX}, and no guest kernel is so large; if it is one, strip its \
+         debugging information (strip --strip-debug)"
     )]
     TooLarge(String),
     /// The file cannot be read to its end.
@@ -67,7 +67,7 @@ impl LoadError {
     }
 }
 
-/// More than the kernel of the built-in guests has tables for.
+/// More memory than the kernel of the built-in guests has tables for.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "--memory {memory}: the built-in guests take at most {limit}; give --memory {limit} or less, \
@@ -78,7 +78,7 @@ pub struct TooMuchMemory {
     limit: Size,
 }
 
-/// Refuses what a built-in guest would refuse itself, by a panic, once it runs.
+/// Refuses more memory than a built-in guest can use: it would panic once it runs.
 ///
 /// # Errors
 /// When the guest has no tables for so much memory.
@@ -111,7 +111,8 @@ pub fn load(name: &str) -> Result<Cow<'static, [u8]>, LoadError> {
     }
 }
 
-/// The name of a built-in guest means no path: the reason is that none is built in.
+/// If the name is that of a guest which this build lacks, the error says so instead of "no such
+/// file".
 fn not_built_in(name: &str, error: LoadError) -> LoadError {
     match (error, lacuna_guest::unavailable()) {
         (LoadError::Unknown { .. }, Some(reason)) if lacuna_guest::is_known(name) => {
@@ -133,7 +134,7 @@ fn read(name: &str) -> Result<Vec<u8>, LoadError> {
         name: name.to_owned(),
         source,
     };
-    // Asked before it is opened: to open a pipe is to wait for its writer.
+    // Checked before it is opened, because opening a pipe waits for its writer.
     let is_file = fs::metadata(name).map_err(unknown)?.is_file();
     if !is_file {
         return Err(LoadError::NotAFile(name.to_owned()));

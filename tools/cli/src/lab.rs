@@ -10,7 +10,7 @@ use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
 use lacuna_lab::{apf, base, interrupt, pml, thp};
 
-/// Measures what `args` choose and tells the results.
+/// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
     let signals = match Signals::catch(&interrupt::flag()) {
         Ok(signals) => signals,
@@ -33,7 +33,7 @@ pub fn lab(args: &LabArgs) -> Exit {
     }
 }
 
-/// How it ended, the text, and the JSON.
+/// The exit code, the text, and the JSON.
 type Told = (Exit, String, String);
 
 fn first_look(args: &LabArgs, command: String, signals: &Signals) -> Told {
@@ -71,7 +71,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
     (exit, table(&report), report.to_json())
 }
 
-/// The exit code, and why not everything was measured. What was measured before an error is told
+/// The exit code, and why not everything was measured. What was measured before an error is printed
 /// all the same.
 fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<String>) {
     let (exit, why) = match (done, signals.caught()) {

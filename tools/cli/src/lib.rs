@@ -1,16 +1,15 @@
-//! The command `lacuna`: what a person types, and what they see.
+//! The command `lacuna`: its command line, and how it shows results.
 //!
-//! Thin on purpose. The work is done by the crates below; here are only the command line and the
-//! views of a result:
+//! It is thin on purpose, because the crates below do the work:
 //!
 //! ```text
-//! args ─▶ a command ─▶ snapshot ─▶ live        stderr, while it runs
-//!                         ├──────▶ summary     stdout, at the end
-//!                         └──────▶ JSON        --json
+//! args ─▶ a command ─▶ sample ─┬▶ live       stderr, while it runs
+//!                              ├▶ summary    stdout, at the end
+//!                              └▶ JSON       --json
 //! ```
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
-//! * [`snapshot`], [`live`]: a run at one moment, and what it looks like.
+//! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
 //! * [`run`], [`image`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
@@ -27,6 +26,6 @@ pub mod live;
 pub mod observe;
 pub mod output;
 pub mod run;
+pub mod sample;
 pub mod signals;
 pub mod size;
-pub mod snapshot;

@@ -8,19 +8,15 @@
 
 use std::fmt::Write;
 use std::io::IsTerminal;
-use std::time::Duration;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use lacuna_lab::report::{short, time};
 
+use crate::sample::{Apf, Huge, RunSample, Stalls, Thread};
 use crate::size::Size;
-use crate::snapshot::{Apf, Huge, Snapshot, Stalls, Thread};
 
-/// How often a live view is worth redrawing.
-pub const REDRAW: Duration = Duration::from_millis(200);
-
-/// A live view on stderr. Feed it a [`Snapshot`] every [`REDRAW`].
+/// A live view on stderr, for a [`RunSample`] several times a second.
 pub struct Live {
     screen: MultiProgress,
     threads: Vec<ProgressBar>,
@@ -28,7 +24,7 @@ pub struct Live {
 }
 
 impl Live {
-    /// A view where stderr is a terminal; `None` where it would only fill a log.
+    /// A view if stderr is a terminal; `None` otherwise, because it would only fill a log.
     pub fn on_stderr() -> Option<Self> {
         let target = ProgressDrawTarget::stderr_with_hz(5);
         std::io::stderr().is_terminal().then(|| Self::on(target))
@@ -46,12 +42,12 @@ impl Live {
 
     /// Prints a line of the guest's above the view.
     pub fn println(&self, line: &str) {
-        // It fails when the terminal does; there is no other place to say so.
+        // It fails only when the terminal does, and there is no other place to report that.
         let _ = self.screen.println(line);
     }
 
     /// Shows `now`.
-    pub fn update(&mut self, now: &Snapshot) {
+    pub fn update(&mut self, now: &RunSample) {
         while self.threads.len() < now.threads.len() {
             let bar = ProgressBar::new(0);
             self.threads
@@ -70,7 +66,7 @@ impl Live {
         self.totals.tick();
     }
 
-    /// Takes the view away, so that the summary stands alone.
+    /// Removes the view, so that the summary stands alone.
     pub fn finish(self) {
         for bar in &self.threads {
             bar.finish_and_clear();
@@ -98,7 +94,7 @@ fn style(template: &str) -> ProgressStyle {
     style.progress_chars("█░")
 }
 
-fn totals(now: &Snapshot) -> String {
+fn totals(now: &RunSample) -> String {
     let faults: String = now
         .faults
         .iter()
@@ -118,7 +114,7 @@ fn totals(now: &Snapshot) -> String {
 }
 
 /// The summary of a run, for stdout.
-pub fn summary(last: &Snapshot) -> String {
+pub fn summary(last: &RunSample) -> String {
     let mut text = String::new();
     let name = last
         .threads
@@ -148,7 +144,7 @@ pub fn summary(last: &Snapshot) -> String {
     }
     let _ = writeln!(
         text,
-        "\nmemory    guest {}, budget {}, highest {}",
+        "\nmemory    guest {}, budget {}, peak {}",
         Size(last.memory_bytes),
         Size(last.budget_bytes),
         Size(last.peak_bytes),
@@ -186,8 +182,8 @@ fn huge_line(huge: &Huge) -> String {
         collapses,
     } = huge;
     format!(
-        "huge      {pages} pages of 2M: {faults} by a fault, {collapses} collapsed, {splits} \
-         split; {fallbacks} were not to be had\n"
+        "huge      {pages} pages of 2M: {faults} by a fault, {collapses} by a collapse; {splits} \
+         split; {fallbacks} faults found no 2M free\n"
     )
 }
 
@@ -226,10 +222,11 @@ fn stall_line(stalls: &Stalls) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::snapshot::{Faults, GuestApf};
+    use crate::sample::{Faults, GuestApf};
     use indicatif::InMemoryTerm;
+    use std::time::Duration;
 
-    fn snapshot() -> Snapshot {
+    fn sample() -> RunSample {
         let thread = |name: &str, kind: &str, counter, goal, rate| Thread {
             name: name.into(),
             kind: kind.into(),
@@ -241,7 +238,7 @@ mod tests {
             kind: kind.into(),
             count,
         };
-        Snapshot {
+        RunSample {
             elapsed: Duration::from_secs(4),
             threads: vec![
                 thread("fault-0", "fault", 50_000, 100_000, 12_500.0),
@@ -293,8 +290,8 @@ thread   kind             steps     steps/s
 fault-0  fault            50000       12.5k
 work-0   work           8000000        2.0M
 
-memory    guest 2G, budget 512M, highest 520M
-huge      150 pages of 2M: 192 by a fault, 8 collapsed, 50 split; 64 were not to be had
+memory    guest 2G, budget 512M, peak 520M
+huge      150 pages of 2M: 192 by a fault, 8 by a collapse; 50 split; 64 faults found no 2M free
 swap      81000 pages in, 640 out
 faults    131072 zero, 81000 major
 vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
@@ -302,12 +299,12 @@ apf       640 taken, 3 halted, 1 repeated; swap-in min 52.0 us, mean 1.1 ms, max
 apf guest 640 not present, 639 ready (2 before the wait), 1 wake-all, 0 lost
 time      4.0 s
 ";
-        assert_eq!(summary(&snapshot()), expected);
+        assert_eq!(summary(&sample()), expected);
     }
 
     #[test]
     fn a_run_that_did_nothing_has_a_summary_too() {
-        assert!(summary(&Snapshot::default()).ends_with("time      0.0 s\n"));
+        assert!(summary(&RunSample::default()).ends_with("time      0.0 s\n"));
     }
 
     #[test]
@@ -315,7 +312,7 @@ time      4.0 s
         let terminal = InMemoryTerm::new(10, 120);
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
         let mut live = Live::on(target);
-        live.update(&snapshot());
+        live.update(&sample());
         let screen = terminal.contents();
         let lines: Vec<&str> = screen.lines().collect();
         assert_eq!(lines.len(), 3, "{screen}");

@@ -5,10 +5,10 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::Parser;
-use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, Output};
+use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs};
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::lab;
-use lacuna_cli::output::{WriteError, check, complain, print, print_json};
+use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::run::run;
 use lacuna_cli::{doctor, signals};
 
@@ -25,14 +25,6 @@ fn main() -> ExitCode {
 }
 
 fn command(command: Option<Command>) -> Exit {
-    let output = match &command {
-        Some(Command::Run(args)) => &args.output,
-        Some(Command::Lab(args)) => &args.output,
-        Some(Command::Doctor(_)) | None => &Output::default(),
-    };
-    if let Err(error) = check(output) {
-        return refuse(&error);
-    }
     match command {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
@@ -41,7 +33,7 @@ fn command(command: Option<Command>) -> Exit {
     }
 }
 
-/// Prints what `clap` answers instead of a command: help on stdout, or what is wrong on stderr.
+/// Prints the answer of `clap` where it is not a command: help on stdout, or an error on stderr.
 fn tell(answer: &clap::Error) -> Exit {
     let printed = answer.print();
     if answer.use_stderr() {
@@ -66,11 +58,9 @@ fn doctor(args: &DoctorArgs) -> Exit {
     };
     match printed {
         Ok(()) => Exit::Done,
-        Err(error) => refuse(&error),
+        Err(error) => {
+            complain(&error.to_string());
+            Exit::Host
+        }
     }
-}
-
-fn refuse(error: &WriteError) -> Exit {
-    complain(&error.to_string());
-    Exit::Host
 }

@@ -1,25 +1,25 @@
-//! From a running VM to a [`Snapshot`].
+//! From a running VM to a [`RunSample`].
 
-use crate::snapshot::{Apf, Faults, GuestApf, Huge, Snapshot, Stalls, Thread};
+use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::{Observed, RunEnd};
 use lacuna_soft::{ApfStats, HostStats};
 use std::time::Duration;
 
-/// Looks at a run now and then.
+/// Takes samples of a run.
 pub struct Observer {
-    last: Snapshot,
+    last: RunSample,
 }
 
 impl Observer {
-    /// Before a run that `last` describes, with its parts that this run has.
-    pub fn new(last: Snapshot) -> Self {
+    /// Before the run. `last` has the optional parts that this run will have.
+    pub fn new(last: RunSample) -> Self {
         Self { last }
     }
 
-    /// The run now.
-    pub fn look<V: Watched>(&mut self, now: &Observed<'_, V>) -> &Snapshot {
+    /// Takes a sample now.
+    pub fn look<V: Watched>(&mut self, now: &Observed<'_, V>) -> &RunSample {
         let elapsed = Duration::from_nanos(now.now.0);
         if let Some(status) = read_status(now) {
             self.read(&status, elapsed);
@@ -29,8 +29,8 @@ impl Observer {
         &self.last
     }
 
-    /// The run at its end.
-    pub fn last<V: Watched>(&self, end: &RunEnd<V>) -> Snapshot {
+    /// Takes a sample at the end of the run.
+    pub fn last<V: Watched>(&self, end: &RunEnd<V>) -> RunSample {
         let mut last = Self {
             last: self.last.clone(),
         };
@@ -61,18 +61,18 @@ impl Observer {
 /// A VM whose counters `lacuna run` shows.
 pub trait Watched: lacuna_machine::Vm {
     /// Puts its counters into `last`.
-    fn count(&self, last: &mut Snapshot);
+    fn count(&self, last: &mut RunSample);
 }
 
 impl Watched for lacuna_soft::Vm {
-    fn count(&self, last: &mut Snapshot) {
+    fn count(&self, last: &mut RunSample) {
         count_host(last, &self.host().stats(), &self.stalls());
         count_apf(last, &self.apf_stats());
     }
 }
 
 impl Watched for lacuna_kvm::Vm {
-    fn count(&self, last: &mut Snapshot) {
+    fn count(&self, last: &mut RunSample) {
         let stats = lacuna_machine::Vm::stats(self);
         last.resident_bytes = stats.resident.bytes();
         last.peak_bytes = last.peak_bytes.max(peak_resident());
@@ -92,7 +92,7 @@ fn fault(kind: &str, count: u64) -> Faults {
     }
 }
 
-fn count_apf(last: &mut Snapshot, vcpus: &[ApfStats]) {
+fn count_apf(last: &mut RunSample, vcpus: &[ApfStats]) {
     let Some(apf) = &mut last.apf else {
         return;
     };
@@ -109,7 +109,7 @@ fn count_apf(last: &mut Snapshot, vcpus: &[ApfStats]) {
     };
 }
 
-fn count_host(last: &mut Snapshot, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
+fn count_host(last: &mut RunSample, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
     last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
     let page_cache = PageCount::new(host.page_cache).bytes();
     last.peak_bytes = last.peak_bytes.max(peak_resident() + page_cache);
@@ -148,8 +148,7 @@ fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
     }
 }
 
-/// The status page, where it costs nothing to look: a page that is swapped out is not fetched for
-/// it.
+/// The status page, if it is resident: a look at a run causes no swap-in.
 fn read_status<V: Watched>(now: &Observed<'_, V>) -> Option<Status> {
     let mut page = vec![0; PAGE_BYTES];
     let gpa = now.devices.status_page()?.gpa();
@@ -159,7 +158,7 @@ fn read_status<V: Watched>(now: &Observed<'_, V>) -> Option<Status> {
         .flatten()
 }
 
-fn threads(status: &Status, last: &Snapshot, elapsed: Duration) -> Vec<Thread> {
+fn threads(status: &Status, last: &RunSample, elapsed: Duration) -> Vec<Thread> {
     let seconds = elapsed.saturating_sub(last.elapsed).as_secs_f64();
     let thread = |(index, now): (usize, &lacuna_guest::status::Thread)| {
         let before = last.threads.get(index).map_or(0, |thread| thread.counter);
@@ -183,8 +182,7 @@ const fn kind(kind: Kind) -> &'static str {
     }
 }
 
-/// This process's highest resident memory in bytes (`VmHWM`, proc(5)): frames, tables, program,
-/// all.
+/// This process's highest resident memory in bytes (`VmHWM`, proc(5)): frames, tables and program.
 fn peak_resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -1,5 +1,11 @@
 //! What the command prints, and where. A result goes to stdout as text, and to the target of
 //! `--json` as JSON. The guest's lines and error messages go to stderr.
+//!
+//! The caller decides what becomes of stdout. A reader that has gone (`lacuna doctor | head -1`) is
+//! no error, and neither is `/dev/null`. A stdout that the caller has closed (`>&-`) is `/dev/null`
+//! too: Rust's runtime opens it there before `main`, in the same way as some callers open it to
+//! discard output, and the two cannot be told apart. A write that fails, as on a full disk, is an
+//! error.
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
@@ -45,31 +51,15 @@ pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
     }
 }
 
-/// Fails where `--json -` is asked for and stdout was closed (`>&-`), so that a command can refuse
-/// before it runs.
+/// Prints JSON to stdout.
 ///
 /// # Errors
-/// The JSON would be lost.
-pub fn check(output: &Output) -> Result<(), WriteError> {
-    match output.json {
-        Some(JsonTarget::Stdout) if stdout_was_closed() => Err(closed()),
-        _ => Ok(()),
-    }
-}
-
-/// Prints JSON to stdout. Unlike text, it must arrive: a script that closes stdout gets an error.
-///
-/// # Errors
-/// As [`print()`]; and stdout was closed.
+/// As [`print()`].
 pub fn print_json(json: &str) -> Result<(), WriteError> {
-    if stdout_was_closed() {
-        return Err(closed());
-    }
     write(json).map_err(|source| WriteError::json("stdout".into(), source))
 }
 
-/// Prints text to stdout. A closed pipe (`lacuna doctor | head -1`) is no error: its reader has
-/// read what it wanted.
+/// Prints text to stdout.
 ///
 /// # Errors
 /// The write fails for another reason, such as a full disk.
@@ -89,22 +79,6 @@ fn write(text: &str) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
         _ => Ok(()),
     }
-}
-
-fn closed() -> WriteError {
-    WriteError::json("stdout".into(), rustix::io::Errno::BADF.into())
-}
-
-/// Whether this process was started without a stdout. Rust's runtime then opens `/dev/null` in its
-/// place, for reading and writing, before `main`; so every write succeeds and is lost. A shell's
-/// `> /dev/null` opens it for writing only and is what its user wants.
-fn stdout_was_closed() -> bool {
-    use rustix::fs::{OFlags, fcntl_getfl, fstat};
-    let stdout = io::stdout();
-    let null = rustix::fs::stat("/dev/null").map(|null| null.st_rdev);
-    let same = fstat(&stdout).is_ok_and(|file| null == Ok(file.st_rdev));
-    let mode = fcntl_getfl(&stdout).map(|flags| flags & OFlags::RWMODE);
-    same && mode == Ok(OFlags::RDWR)
 }
 
 /// Prints an error message to stderr. If that fails, only the exit code reports the error.

@@ -6,8 +6,8 @@ use crate::image::{check_limits, load};
 use crate::live::{Live, summary};
 use crate::observe::{Observer, Watched};
 use crate::output::{complain, print_guest_line, tell, visible};
+use crate::sample::{RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
-use crate::snapshot::{RunOptions, RunReport, Snapshot};
 use lacuna_addr::PageCount;
 use lacuna_machine::{
     Apf, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, RunEnd, Vm as _,
@@ -19,7 +19,7 @@ use std::sync::{Arc, mpsc};
 /// Lines of the guest that may wait to be shown.
 const LINES: usize = 10_000;
 
-/// Runs a guest as `args` say; prints and returns how it went.
+/// Runs a guest as `args` say; prints the result and returns the exit code.
 pub fn run(args: &RunArgs) -> Exit {
     let signals = match Signals::catch(&Arc::default()) {
         Ok(signals) => signals,
@@ -65,7 +65,7 @@ fn choose(args: &RunArgs) -> Result<Backend, (Exit, String)> {
     }
 }
 
-/// The one way in which a guest runs, whatever the backend.
+/// Runs a guest on any backend.
 fn run_on<B: Builder>(builder: &B, args: &RunArgs, image: &Image<'_>, signals: &Signals) -> Exit
 where
     B::Vm: Watched,
@@ -90,20 +90,20 @@ where
     }
 }
 
-/// A run before it has begun: what of a [`Snapshot`] this backend and these options have.
-fn at_first<B: Builder>(args: &RunArgs) -> Snapshot {
+/// The sample before a run has begun, with the parts that this backend and these options have.
+fn at_first<B: Builder>(args: &RunArgs) -> RunSample {
     let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
     let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
-    Snapshot {
+    RunSample {
         memory_bytes: args.memory.0,
         budget_bytes: args.resident.0,
         huge: (soft && huge).then(Default::default),
         apf: (soft && args.apf == args::Apf::On).then(Default::default),
-        ..Snapshot::default()
+        ..RunSample::default()
     }
 }
 
-/// What is seen of a run while it runs: the guest's lines, and the live view on a terminal.
+/// What is shown while a guest runs: its lines, and the live view on a terminal.
 struct Screen {
     live: Option<Live>,
     lines: mpsc::SyncSender<String>,
@@ -113,7 +113,8 @@ struct Screen {
 
 impl Screen {
     fn new(args: &RunArgs) -> Self {
-        // Bounded: a guest may print faster than a terminal scrolls. What does not fit is counted.
+        // Bounded, because a guest may print faster than a terminal scrolls. Lines that do not fit
+        // are counted.
         let (lines, printed) = mpsc::sync_channel(LINES);
         Self {
             live: (!args.output.quiet).then(Live::on_stderr).flatten(),
@@ -133,7 +134,7 @@ impl Screen {
         }
     }
 
-    fn show(&mut self, now: &Snapshot) {
+    fn show(&mut self, now: &RunSample) {
         self.show_lines();
         if let Some(live) = &mut self.live {
             live.update(now);
@@ -166,7 +167,7 @@ impl Screen {
 fn finish<B: Builder>(
     args: &RunArgs,
     builder: &B,
-    last: Snapshot,
+    last: RunSample,
     end: &RunEnd<B::Vm>,
     (exit, text): (Exit, String),
 ) -> Exit {
@@ -186,7 +187,7 @@ fn finish<B: Builder>(
     }
 }
 
-/// What an ending means, in a code and in words. `signal` is the one that came during the run.
+/// The exit code and the words for an ending. `signal` is the one that came during the run.
 pub fn verdict(ending: &Ending, signal: Option<Signal>) -> (Exit, String) {
     match (ending, signal) {
         (Ending::Exited(0), _) => (Exit::Done, "done".into()),
@@ -237,7 +238,7 @@ fn soft(args: &RunArgs) -> lacuna_soft::VmBuilder {
     }
 }
 
-/// Evicted pages are kept in memory, as `--swap mem` says.
+/// The builder for the kvm backend. Evicted pages are kept in memory, as `--swap mem` says.
 fn kvm(args: &RunArgs) -> lacuna_kvm::VmBuilder {
     let latency = args.swap.as_ref().map(|swap| swap.latency);
     lacuna_kvm::VmBuilder {

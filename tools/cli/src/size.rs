@@ -8,21 +8,24 @@ use std::time::Duration;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Size(pub u64);
 
-/// A number that could not be read, with what would have been right.
+/// Why a number could not be read, with an example of a right one.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SizeError {
     /// No number, or not a whole one.
     #[error("{0:?} does not begin with a whole number; write for example {1}")]
     NoNumber(String, &'static str),
-    /// A unit that is none.
+    /// Not a unit.
     #[error("{0:?} is no unit here; use one of {1}")]
     Unit(String, &'static str),
+    /// A number without the unit that it needs.
+    #[error("{0:?} has no unit; add one of {1}")]
+    NoUnit(String, &'static str),
     /// Larger than 64 bits hold.
     #[error("{0:?} is too large")]
     TooLarge(String),
 }
 
-/// Binary, whatever the spelling: memory comes in pages.
+/// Binary in either spelling, because memory is a multiple of pages.
 const SIZE_UNITS: &[(&str, u64)] = &[
     ("", 1),
     ("B", 1),
@@ -54,7 +57,7 @@ impl FromStr for Size {
     }
 }
 
-/// The largest unit that leaves at most one decimal, and is still readable: `1.5G`, `768M`.
+/// In the largest unit that is not larger than the value, with at most one decimal: `1.5G`, `768M`.
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
@@ -70,7 +73,7 @@ impl fmt::Display for Size {
 /// Reads a duration with its unit: `250us`, `10s`, `2min`.
 ///
 /// # Errors
-/// What is wrong with it, as the user is told.
+/// [`SizeError`].
 pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
     parse(text, DURATION_UNITS, "250us", "ns us ms s min").map(Duration::from_nanos)
 }
@@ -91,7 +94,10 @@ fn parse(
     let known = units
         .iter()
         .find(|(name, _)| name.eq_ignore_ascii_case(unit));
-    let (_, factor) = known.ok_or_else(|| SizeError::Unit(unit.to_owned(), names))?;
+    let (_, factor) = known.ok_or_else(|| match unit {
+        "" => SizeError::NoUnit(text.to_owned(), names),
+        _ => SizeError::Unit(unit.to_owned(), names),
+    })?;
     let number: Option<u64> = number.parse().ok();
     let value = number.and_then(|number| number.checked_mul(*factor));
     value.ok_or_else(|| SizeError::TooLarge(text.to_owned()))
@@ -158,7 +164,7 @@ mod tests {
         assert_eq!(parse_duration("10s"), Ok(Duration::from_secs(10)));
         assert_eq!(parse_duration("0ms"), Ok(Duration::ZERO));
         let error = parse_duration("10").unwrap_err().to_string();
-        assert_eq!(error, "\"\" is no unit here; use one of ns us ms s min");
+        assert_eq!(error, "\"10\" has no unit; add one of ns us ms s min");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const LACUNA: &str = env!("CARGO_BIN_EXE_lacuna");
 
-/// What a row needs from the machine.
+/// What a row needs of the machine.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     Nothing,
@@ -246,22 +246,19 @@ const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --memory 16M --resident 16M --json - >&-",
-        3,
-        &["cannot write the JSON to stdout: Bad file descriptor"],
+        "$LACUNA run hello --memory 16M --resident 16M --quiet --json - >&-",
+        0,
+        &[],
     ),
+    (Nothing, "$LACUNA doctor --json >&-", 0, &[]),
+    // Read-write, as Python's subprocess.DEVNULL is.
     (
         Nothing,
-        "$LACUNA lab --json - >&-",
-        3,
-        &["cannot write the JSON to stdout: Bad file descriptor"],
+        "$LACUNA run hello --memory 16M --resident 16M --quiet --json - 1<>/dev/null",
+        0,
+        &[],
     ),
-    (
-        Nothing,
-        "$LACUNA doctor --json >&-",
-        3,
-        &["cannot write the JSON to stdout: Bad file descriptor"],
-    ),
+    (Nothing, "$LACUNA doctor --json 1<>/dev/null", 0, &[]),
     (
         Nothing,
         "$LACUNA run hello --memory 16M --resident 16M --quiet --json - > /dev/null",
@@ -353,7 +350,7 @@ fn lacking(needs: Needs) -> Option<&'static str> {
             (!works("setpriv", &runs)).then_some("no other user may run it (setpriv, prlimit)")
         }
         Terminal => (!works("script", &["-qec", "true", "/dev/null"]))
-            .then_some("no terminal to be had (script, of util-linux)"),
+            .then_some("no terminal can be opened (script, of util-linux)"),
     }
 }
 
@@ -448,11 +445,14 @@ fn help_and_the_page_of_commands_agree() {
         let help = shell(dir.path(), Nothing, &line).output().unwrap().stdout;
         let help = words(&String::from_utf8_lossy(&help));
         assert!(
-            help.contains(lacuna_cli::exit::EXIT_CODES),
+            help.contains(&words(lacuna_cli::exit::EXIT_CODES)),
             "{line}: {help}"
         );
     }
-    assert!(page.contains(lacuna_cli::exit::EXIT_CODES), "{page}");
+    assert!(
+        page.contains(&words(lacuna_cli::exit::EXIT_CODES)),
+        "{page}"
+    );
     for guest in lacuna_guest::images() {
         let name = format!("`{}`", guest.name);
         assert!(page.contains(&name), "{name} is missing");

@@ -14,9 +14,9 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use super::Check;
 use crate::size::Size;
 
-/// Less than this, and the default guest does not fit beside anything else.
+/// With less than this, the default guest has no room beside other programs.
 const COMFORTABLE_BYTES: u64 = 1 << 30;
-/// What direct I/O wants its buffers, offsets and lengths to be multiples of.
+/// Buffers, offsets and lengths of direct I/O must be multiples of this.
 const BLOCK: usize = 4096;
 
 pub(super) fn cpu(host: &HostInfo) -> Check {
@@ -25,7 +25,7 @@ pub(super) fn cpu(host: &HostInfo) -> Check {
         1 => Check::limited(
             "cpu",
             "1 core",
-            "two vCPUs will share it; figures will not scale",
+            "two vCPUs share it, so figures with two vCPUs mean little",
         ),
         _ => Check::ok("cpu", found),
     }
@@ -107,7 +107,7 @@ pub(super) fn swap(dir: &Path) -> Check {
         Err(error) => Check::limited(
             "swap",
             format!("{shown}: {free} free, no direct I/O ({error})"),
-            "pages will pass the host's page cache; a folder on ext4 or xfs avoids that",
+            "swapped pages go through the host's page cache; a folder on ext4 or xfs avoids that",
         ),
     }
 }
@@ -128,7 +128,7 @@ pub(super) fn io_uring() -> Check {
                 Ok(value) if value != "0" => format!("kernel.io_uring_disabled={value}"),
                 _ => format!("cannot be set up: {error}"),
             };
-            let advice = "swap will use threads; allow it by sysctl or in the container's seccomp";
+            let advice = "swap uses threads instead; allow io_uring by sysctl or in seccomp";
             Check::missing("io_uring", found, advice)
         }
     }
@@ -147,20 +147,20 @@ pub(super) fn huge_pages() -> Check {
         None => Check::missing(
             "huge_pages",
             "this kernel has no transparent huge pages",
-            "the frame pool uses small pages; a kernel with CONFIG_TRANSPARENT_HUGEPAGE has more",
+            "the frame pool uses 4 KiB pages; a kernel with CONFIG_TRANSPARENT_HUGEPAGE is faster",
         ),
     }
 }
 
-/// The chosen one of a setting like `always [madvise] never`.
+/// The chosen value of a setting like `always [madvise] never`.
 fn selected(setting: &str) -> Option<&str> {
     setting
         .split_whitespace()
         .find_map(|word| word.strip_prefix('[')?.strip_suffix(']'))
 }
 
-/// Whether, and how far. The system call itself cannot be made from safe code; the kernel's own
-/// settings say the same, except inside a seccomp filter.
+/// Whether userfaultfd works, and for which faults. Safe code cannot make the system call itself.
+/// The kernel's settings give the same answer, except inside a seccomp filter.
 pub(super) fn userfaultfd() -> Check {
     let setting = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
     let device = OpenOptions::new()
@@ -171,22 +171,28 @@ pub(super) fn userfaultfd() -> Check {
         (Err(_), Err(_)) => Check::missing(
             "userfaultfd",
             "this kernel has none",
-            "post-copy and kvm need a kernel with CONFIG_USERFAULTFD",
+            "the kvm backend needs a kernel with CONFIG_USERFAULTFD",
         ),
-        (_, Ok(_)) => Check::ok("userfaultfd", "/dev/userfaultfd opens: kernel faults too"),
-        (Ok("1"), _) => Check::ok("userfaultfd", "for everyone, kernel faults too"),
+        (_, Ok(_)) => Check::ok(
+            "userfaultfd",
+            "/dev/userfaultfd opens; it handles kernel-mode faults too",
+        ),
+        (Ok("1"), _) => Check::ok(
+            "userfaultfd",
+            "every user may use it, for kernel-mode faults too",
+        ),
         (Ok(_), Err(_)) if rustix::process::geteuid().is_root() => {
-            Check::ok("userfaultfd", "for root, kernel faults too")
+            Check::ok("userfaultfd", "root may use it, for kernel-mode faults too")
         }
         _ => Check::limited(
             "userfaultfd",
-            "for user-mode faults only",
+            "it handles user-mode faults only",
             "enough for the soft backend; kvm needs sysctl vm.unprivileged_userfaultfd=1",
         ),
     }
 }
 
-/// By making a VM: what a kernel was built with does not tell what it allows.
+/// Makes a VM, because a kernel's build options do not say what it allows.
 pub(super) fn kvm() -> Check {
     let nested = "in a virtual machine, turn on nested virtualisation; the soft backend needs none";
     if let Err(why) = lacuna_kvm::available() {
@@ -220,7 +226,7 @@ pub(super) fn compiler() -> Check {
         None => Check::missing(
             "cc",
             "no C compiler",
-            "needed to build guests, not to run them: sudo apt-get install gcc",
+            "building Lacuna's guests needs one: sudo apt-get install gcc",
         ),
     }
 }
@@ -231,7 +237,7 @@ pub(super) fn qemu() -> Check {
         None => Check::missing(
             "qemu",
             "qemu-system-x86_64 is not installed",
-            "the lab compares with it: sudo apt-get install qemu-system-x86",
+            "`lacuna lab base` compares with it: sudo apt-get install qemu-system-x86",
         ),
     }
 }

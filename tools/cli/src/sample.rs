@@ -1,4 +1,4 @@
-//! What a run looks like at one moment, and how it ended: the data behind the live view, the
+//! The counters of a run at one moment, and how it ended: the data behind the live view, the
 //! summary and `--json`.
 
 use std::time::Duration;
@@ -7,21 +7,21 @@ use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
 
-/// A run at one moment. All counts are since its start.
+/// The counters of a run at one moment. All counts are since its start.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
-pub struct Snapshot {
+pub struct RunSample {
     /// Time since the guest started: the virtual clock's in a seeded run.
     #[serde(rename = "elapsed_seconds", serialize_with = "seconds")]
     pub elapsed: Duration,
     /// The guest's threads, in the order it made them.
     pub threads: Vec<Thread>,
-    /// Memory the guest believes it has, in bytes.
+    /// Memory that the guest sees, in bytes.
     pub memory_bytes: u64,
-    /// Host memory it may have, in bytes.
+    /// Host memory that it may have, in bytes.
     pub budget_bytes: u64,
-    /// Host memory it has, in bytes.
+    /// Host memory that it has, in bytes.
     pub resident_bytes: u64,
-    /// The most it had, its swap page cache included, in bytes.
+    /// The highest resident memory of this process, with the swap page cache, in bytes.
     pub peak_bytes: u64,
     /// Pages read back from swap.
     pub swap_in: u64,
@@ -31,9 +31,9 @@ pub struct Snapshot {
     pub faults: Vec<Faults>,
     /// How long each vCPU was stopped by missing pages.
     pub stalls: Vec<Stalls>,
-    /// Pages of 2 MiB; none where the host makes none (`--thp never`).
+    /// Pages of 2 MiB; `None` where the host makes none (`--thp never`).
     pub huge: Option<Huge>,
-    /// Asynchronous page faults; none where the guest is not offered them.
+    /// Asynchronous page faults; `None` where the guest is not offered them.
     pub apf: Option<Apf>,
 }
 
@@ -44,30 +44,30 @@ pub struct Huge {
     pub pages: u64,
     /// Faults that made one.
     pub faults: u64,
-    /// Faults that would have, had 2 MiB been free in one piece.
+    /// Faults that got a 4 KiB page, because no 2 MiB were free in one piece.
     pub fallbacks: u64,
-    /// Those that reclaim has split.
+    /// Pages that reclaim has split.
     pub splits: u64,
-    /// Those made of 4 KiB pages.
+    /// Pages that were collapsed from 4 KiB pages.
     pub collapses: u64,
 }
 
 /// Asynchronous page faults of all vCPUs, as the host and as the guest counted them.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Apf {
-    /// Faults of which the guest was told.
+    /// Faults that the guest was told of.
     pub taken: u64,
-    /// Faults of which it could not be told: the vCPU halted, with the page on its way.
+    /// Faults that the guest could not be told of: the vCPU halted until the page had come.
     pub halted: u64,
     /// Faults on a page that was already on its way: the vCPU halted for it.
     pub repeated: u64,
     /// The shortest time from a fault to its page, in nanoseconds.
     pub swap_in_min_ns: u64,
-    /// Their mean.
+    /// The mean of these times.
     pub swap_in_mean_ns: u64,
-    /// The longest.
+    /// The longest of them.
     pub swap_in_max_ns: u64,
-    /// What the guest counted.
+    /// The guest's own counts.
     pub guest: GuestApf,
 }
 
@@ -78,11 +78,11 @@ pub struct GuestApf {
     pub not_present: u32,
     /// Page-ready events, each for one page.
     pub ready: u32,
-    /// Of these, those that came before a thread waited.
+    /// Those of them that came before a thread waited.
     pub ready_before_wait: u32,
     /// Page-ready events for all waiting threads.
     pub wake_all: u32,
-    /// Events that the guest could do nothing with.
+    /// Events that no thread of the guest was waiting for.
     pub lost: u32,
 }
 
@@ -95,16 +95,16 @@ pub struct Thread {
     pub kind: String,
     /// Steps it has done.
     pub counter: u64,
-    /// Steps it will do; 0 where it goes on until it is stopped.
+    /// Steps that it will do; 0 if it goes on until it is stopped.
     pub goal: u64,
-    /// Steps a second, lately.
+    /// Steps a second since the sample before.
     pub rate: f64,
 }
 
 /// Faults of one kind.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Faults {
-    /// `zero`, `minor`, `major`, `spurious`: what it took to answer them.
+    /// What answered them: `zero-fill`, `resident`, `swap-in`, `shared` or `rescued`.
     pub kind: String,
     /// How many.
     pub count: u64,
@@ -119,9 +119,9 @@ pub struct Stalls {
     pub count: u64,
     /// Half of them were at most this long, in nanoseconds.
     pub p50_ns: u64,
-    /// 99 of 100.
+    /// 99 of 100 were at most this long.
     pub p99_ns: u64,
-    /// 999 of 1000.
+    /// 999 of 1000 were at most this long.
     pub p999_ns: u64,
 }
 
@@ -136,14 +136,14 @@ pub struct RunReport {
     pub command: String,
     /// Everything that was chosen, defaults included.
     pub options: RunOptions,
-    /// Whether the guest was content: `done`, or the reason it was not, in words.
+    /// `done`, or the reason why the guest did not succeed, in words.
     pub outcome: String,
     /// The exit code of the command.
     pub exit_code: u8,
-    /// Digest of the whole run; only a seeded run has one.
+    /// Digest of the whole run, if it was seeded.
     pub trace_hash: Option<String>,
     /// The run at its end.
-    pub last: Snapshot,
+    pub last: RunSample,
 }
 
 /// What a run was started with.
@@ -173,7 +173,7 @@ pub struct RunOptions {
 
 impl RunReport {
     /// A report of a run on this machine.
-    pub fn new(options: RunOptions, last: Snapshot) -> Self {
+    pub fn new(options: RunOptions, last: RunSample) -> Self {
         Self {
             schema: SCHEMA,
             host: HostInfo::detect(),

@@ -1,0 +1,289 @@
+//! The options of `lacuna run`.
+
+use super::Output;
+use crate::exit::EXIT_CODES;
+use crate::size::{Size, parse_duration};
+use clap::{Args, ValueEnum};
+use lacuna_soft::HugePages;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+/// `lacuna run`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct RunArgs {
+    /// A built-in guest, or the path of an ELF64 kernel. Built in: bm, verify, membound, touch,
+    /// zipf, reads, churn, gaps, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
+    /// triple, hello
+    pub image: String,
+    /// The hypervisor
+    #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
+    pub backend: Backend,
+    /// Guest memory: what the guest sees
+    #[arg(long, value_name = "SIZE", default_value = "2G")]
+    pub memory: Size,
+    /// Host memory for it: how much of the guest's memory is resident at a time
+    #[arg(long, value_name = "SIZE", default_value = "512M")]
+    pub resident: Size,
+    /// Virtual processors
+    #[arg(long, value_name = "N", default_value_t = 2,
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub vcpus: u32,
+    /// Where pages are swapped out to: file or mem (compressed memory), with ,latency=TIME and
+    /// ,dir=PATH if wanted, as in file,dir=/var/tmp,latency=1ms [default: file on soft, mem on kvm]
+    #[arg(long, value_name = "DEVICE")]
+    pub swap: Option<SwapSpec>,
+    /// Whether the guest is offered asynchronous page faults
+    #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
+    pub apf: Apf,
+    /// Where host memory is allocated in 2 MiB pages; soft only
+    #[arg(long, value_enum, value_name = "never|madvise|always")]
+    pub thp: Option<Thp>,
+    /// Run all vCPUs on one thread under a virtual clock: the same seed gives the same run; soft
+    /// only
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Words that are appended to the guest's command line
+    #[arg(
+        long,
+        value_name = "WORDS",
+        default_value = "",
+        allow_hyphen_values = true
+    )]
+    pub append: String,
+    /// Where the result goes
+    #[command(flatten)]
+    pub output: Output,
+}
+
+/// `--backend`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Backend {
+    /// Lacuna's own hypervisor, in user space; needs no KVM
+    Soft,
+    /// Linux's KVM, through /dev/kvm
+    Kvm,
+    /// kvm if /dev/kvm works and no option needs soft; otherwise soft
+    Auto,
+}
+
+impl RunArgs {
+    /// The first option that only the soft backend has, as the user has written it.
+    pub fn needs_soft(&self) -> Option<&'static str> {
+        let file = |swap: &SwapSpec| matches!(swap.medium, SwapMedium::File { .. });
+        match () {
+            () if self.seed.is_some() => Some("--seed"),
+            () if self.thp.is_some() => Some("--thp"),
+            () if self.swap.as_ref().is_some_and(file) => Some("--swap file"),
+            () => None,
+        }
+    }
+}
+
+/// `--apf`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Apf {
+    /// The guest is told that a page is on its way, and runs another process
+    On,
+    /// The vCPU waits for its page
+    Off,
+}
+
+/// `--thp`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Thp {
+    /// Nowhere: 4 KiB pages only
+    Never,
+    /// In ranges for which the VM has advised it
+    Madvise,
+    /// Wherever 2 MiB are free in one piece
+    Always,
+}
+
+impl Thp {
+    /// The host's word for it.
+    pub const fn pages(self) -> HugePages {
+        match self {
+            Self::Never => HugePages::Never,
+            Self::Madvise => HugePages::Madvise,
+            Self::Always => HugePages::Always,
+        }
+    }
+}
+
+/// The host's own default.
+impl Default for Thp {
+    fn default() -> Self {
+        match HugePages::default() {
+            HugePages::Never => Self::Never,
+            HugePages::Madvise => Self::Madvise,
+            HugePages::Always => Self::Always,
+        }
+    }
+}
+
+/// As `--thp` takes it.
+impl fmt::Display for Thp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = self.to_possible_value().expect("no value is hidden");
+        f.write_str(value.get_name())
+    }
+}
+
+/// A swap device, as `--swap` describes it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct SwapSpec {
+    /// What holds the pages.
+    pub medium: SwapMedium,
+    /// Time added to each page, for measurements; zero for none.
+    pub latency: Duration,
+}
+
+/// What holds swapped-out pages.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SwapMedium {
+    /// An unlinked file in this folder.
+    File {
+        /// The folder. The default is the system's temporary folder.
+        dir: PathBuf,
+    },
+    /// Compressed, in memory that is charged to the resident budget.
+    Memory,
+}
+
+/// A file in the system's temporary folder.
+impl Default for SwapSpec {
+    fn default() -> Self {
+        Self {
+            medium: SwapMedium::File {
+                dir: std::env::temp_dir(),
+            },
+            latency: Duration::ZERO,
+        }
+    }
+}
+
+impl FromStr for SwapSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (kind, options) = text.split_once(',').unwrap_or((text, ""));
+        let (mut latency, mut dir) = (Duration::ZERO, None);
+        for option in options.split(',').filter(|option| !option.is_empty()) {
+            match option.split_once('=') {
+                Some(("latency", time)) => {
+                    latency = parse_duration(time).map_err(|error| error.to_string())?;
+                }
+                Some(("dir", path)) if kind == "file" => dir = Some(PathBuf::from(path)),
+                Some(("dir", _)) => {
+                    return Err("dir=PATH is for swap on a file: file,dir=PATH".into());
+                }
+                _ => return Err(format!("{option:?} is neither latency=TIME nor dir=PATH")),
+            }
+        }
+        let medium = match kind {
+            "file" => SwapMedium::File {
+                dir: dir.unwrap_or_else(std::env::temp_dir),
+            },
+            "mem" => SwapMedium::Memory,
+            _ => return Err(format!("{kind:?} is no swap device; use file or mem")),
+        };
+        Ok(Self { medium, latency })
+    }
+}
+
+/// As `--swap` takes it.
+impl fmt::Display for SwapSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.medium {
+            SwapMedium::File { dir } => write!(f, "file,dir={}", dir.display())?,
+            SwapMedium::Memory => write!(f, "mem")?,
+        }
+        if self.latency > Duration::ZERO {
+            write!(f, ",latency={}us", self.latency.as_micros())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::tests::parse;
+    use crate::args::{Command, JsonTarget};
+
+    fn run(line: &str) -> RunArgs {
+        match parse(line).unwrap().command {
+            Some(Command::Run(args)) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn run_has_the_documented_defaults() {
+        let args = run("lacuna run bm");
+        assert_eq!(
+            (args.memory, args.resident, args.vcpus),
+            (Size(2 << 30), Size(512 << 20), 2)
+        );
+        assert_eq!((args.seed, args.append.as_str()), (None, ""));
+        assert_eq!((args.apf, args.thp), (Apf::On, None));
+        assert_eq!(args.backend, Backend::Soft);
+        assert_eq!(Thp::default().pages(), HugePages::default());
+        assert_eq!(args.swap, None);
+    }
+
+    #[test]
+    fn run_reads_everything() {
+        let args = run(
+            "lacuna run x.elf --memory 64M --resident 16M --vcpus 4 --seed 7 --quiet \
+                        --swap mem,latency=1ms --apf off --thp always --append -v --json -",
+        );
+        assert_eq!(
+            (args.image.as_str(), args.memory, args.vcpus),
+            ("x.elf", Size(64 << 20), 4)
+        );
+        assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
+        assert_eq!((args.apf, args.thp), (Apf::Off, Some(Thp::Always)));
+        let swap = SwapSpec {
+            medium: SwapMedium::Memory,
+            latency: Duration::from_millis(1),
+        };
+        assert_eq!(args.swap, Some(swap));
+        assert_eq!(
+            args.output,
+            Output {
+                json: Some(JsonTarget::Stdout),
+                quiet: true
+            }
+        );
+    }
+
+    #[test]
+    fn swap_devices() {
+        let spec: SwapSpec = "file,dir=/var/tmp,latency=250us".parse().unwrap();
+        assert_eq!(
+            spec.medium,
+            SwapMedium::File {
+                dir: "/var/tmp".into()
+            }
+        );
+        assert_eq!(spec.latency, Duration::from_micros(250));
+        for (text, error) in [
+            ("tape", "\"tape\" is no swap device; use file or mem"),
+            (
+                "mem,dir=/x",
+                "dir=PATH is for swap on a file: file,dir=PATH",
+            ),
+            (
+                "file,latency=5",
+                "\"5\" has no unit; add one of ns us ms s min",
+            ),
+            ("file,fast", "\"fast\" is neither latency=TIME nor dir=PATH"),
+        ] {
+            assert_eq!(text.parse::<SwapSpec>(), Err(error.to_owned()));
+        }
+    }
+}
