@@ -1,6 +1,7 @@
-//! What all experiments have in common: how much of it, and why it could not be done.
+//! What all experiments have in common: their options, and why one could not be carried out.
 
 use crate::report::Verbosity;
+use crate::result::Report;
 use lacuna_soft::ErrorKind;
 use std::path::PathBuf;
 
@@ -22,13 +23,13 @@ pub enum LabError {
     /// An MMU could not be made.
     #[error(transparent)]
     Mmu(#[from] lacuna_soft::MmuError),
-    /// A slot could not be had.
+    /// A slot was refused.
     #[error(transparent)]
     Slot(#[from] lacuna_soft::SlotError),
     /// A guest's memory could not be read or written.
     #[error(transparent)]
     Memory(#[from] lacuna_machine::MemoryError),
-    /// A program beside us failed.
+    /// Another program failed.
     #[error(transparent)]
     External(#[from] crate::external::ExternalError),
     /// The system refused something.
@@ -42,18 +43,23 @@ pub enum LabError {
     /// A guest did not do what the experiment needs.
     #[error("{0}")]
     Guest(String),
-    /// The end was requested: see [`crate::interrupt`].
+    /// Other programs took the processors, so that what is to be measured did not happen. The
+    /// result is skipped: see [`skip_if_busy`].
+    #[error("{0}: leave this machine's processors to the lab")]
+    Busy(String),
+    /// The user asked for the end: see [`crate::interrupt`].
     #[error("interrupted")]
     Interrupted,
 }
 
 impl LabError {
-    /// Where the cause lies. Sizes and images are the lab's own choice, so that what is refused
-    /// for them is refused by this host.
+    /// Where the cause lies. The lab chooses sizes and images itself, so a refusal of them is due
+    /// to this host.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Guest(_) => ErrorKind::Guest,
-            Self::Soft(_)
+            Self::Busy(_)
+            | Self::Soft(_)
             | Self::Kvm(_)
             | Self::Host(_)
             | Self::Dirty(_)
@@ -67,29 +73,63 @@ impl LabError {
     }
 }
 
-/// How much of it.
+/// What an experiment is to measure, and where.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Fewer and shorter runs: for CI, not for figures to quote.
+    /// Fewer and shorter rounds: for CI, not for figures to quote.
     pub quick: bool,
-    /// The `lacuna` program itself, for what must be measured in a process of its own.
+    /// The path of the `lacuna` program, for measurements that need a process of their own.
     pub lacuna: PathBuf,
-    /// Where swap files go.
+    /// The folder for swap files.
     pub swap_dir: PathBuf,
-    /// Whether to show progress.
+    /// Whether progress is shown.
     pub verbosity: Verbosity,
-    /// Which parts of the experiment, of those that its `PARTS` names; all if empty.
+    /// The chosen parts of the experiment, out of its `PARTS`; all if empty.
     pub parts: Vec<&'static str>,
 }
 
 impl Options {
-    /// Whether a part is to be measured.
+    /// Whether `part` is to be measured.
     pub(crate) fn wants(&self, part: &str) -> bool {
         self.parts.is_empty() || self.parts.contains(&part)
     }
 }
 
-/// As many vCPUs as the host has cores for.
+/// The result of an experiment, where a busy machine is no error: then `ids` are skipped.
+pub(crate) fn skip_if_busy<I: Into<String>>(
+    report: &mut Report,
+    ids: impl IntoIterator<Item = I>,
+    done: Result<(), LabError>,
+) -> Result<(), LabError> {
+    match done {
+        Err(busy @ LabError::Busy(_)) => {
+            ids.into_iter().for_each(|id| report.skip(id, &busy));
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// One vCPU for each core, 16 at most.
 pub(crate) fn vcpus() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get().min(16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_busy_machine_skips_and_other_errors_stay() {
+        let mut report = Report::new("lacuna lab");
+        let ids = || ["a.b", "a.c"];
+        let busy = LabError::Busy("the range was not touched".into());
+        skip_if_busy(&mut report, ids(), Err(busy)).unwrap();
+        let skipped: Vec<_> = report.skipped.iter().map(|s| s.id.as_str()).collect();
+        assert_eq!(skipped, ids());
+        assert!(report.skipped[0].why.contains("not touched: leave"));
+        let guest = LabError::Guest("a panic".into());
+        skip_if_busy(&mut report, ids(), Err(guest)).unwrap_err();
+        assert_eq!(report.skipped.len(), 2);
+    }
 }

@@ -1,41 +1,40 @@
 //! VMs that take turns: one runs, for some milliseconds, and the others stand still.
 //!
-//! Machines are noisy at every scale: on the test machine a guest's rate in one 10 ms differs from
-//! that in the next by 6 to 10 %, and in one second as much (docs/speed-pml.md). So long slices
-//! tell no more than short ones, and what helps is to change arms often. But an arm has its own
-//! rhythm, such as a harvest a second, or a mapping that comes back page by page. Turns must not
-//! cut it. Hence a VM for each arm, and between two turns time stands still for it:
+//! Machines are noisy at every scale. On the test machine a guest's rate in one 10 ms differs from
+//! that in the next by 6 to 10 %, and in one second by as much (docs/speed-pml.md). So long slices
+//! tell no more than short ones. It helps to change arms often.
+//!
+//! But an arm has its own rhythm, such as a harvest every second, or a mapping that comes back page
+//! by page. Turns must not interrupt it. Hence there is a VM for each arm, and between two turns
+//! its time stands still:
 //!
 //! ```text
 //! core time   a b c c b a b c a a c b ...     each letter a turn of a VM, some ms
 //! VM a        a─────────a─────a─a─── ...       its second is fifty turns of its own
 //! ```
-//! A VM without a turn has no vCPU and no background thread at work, so each pays for all of its
-//! own work and for nothing of the other's. Its vCPUs' threads wait at a gate; the gate closes by a
-//! kick of all vCPUs. Frames lie where they lie, some better than others: so arms change VMs too
-//! ([`crate::turns::shifts`]).
+//! A VM without a turn has no vCPU and no background thread at work. So each VM pays for its own
+//! work and for nothing of another's. The threads of its vCPUs wait at a gate (`gate`), which
+//! closes by a kick of all vCPUs. Frames differ in speed by where they lie in memory, so arms
+//! change VMs, too ([`crate::turns::shifts`]).
+
+mod gate;
+mod machine;
 
 use crate::experiment::LabError;
-use crate::fixture::boot;
-use crate::native::thread_cpu_ns;
-use crate::session::{Guest, LastWords, image};
-use lacuna_machine::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _, VcpuError, dispatch};
-use lacuna_soft::{Background, Delivery, HostStats, Vcpu, Vm, VmBuilder};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use crate::session::Guest;
+use lacuna_machine::{Ending, PlatformDevices};
+use lacuna_soft::{Delivery, HostStats, Vm, VmBuilder};
+use machine::{End, Machine};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// How long a turn is at most.
+/// The longest turn.
 pub const TURN: Duration = Duration::from_millis(20);
 
-/// What a guest may take until it has announced its status page.
-const LIMIT: Duration = Duration::from_secs(60);
-
-/// Whether a host works in the background while its VM has a turn.
+/// What a host does in the background while its VM has a turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum InBackground {
-    /// It does nothing: all memory is resident, and no block is to become huge.
+    /// Nothing: all memory is resident, and no block is to become huge.
     Nothing,
     /// It reclaims pages and collapses blocks.
     Reclaim,
@@ -46,22 +45,22 @@ pub enum InBackground {
 pub struct Cast {
     /// The guest image.
     pub guest: &'static str,
-    /// Where dirty tracking records.
+    /// Where dirty tracking records writes.
     pub delivery: Delivery,
-    /// What their hosts do meanwhile.
+    /// What their hosts do in the background.
     pub background: InBackground,
 }
 
-/// A turn of which a part is counted.
+/// A turn whose second part is counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Slice {
-    /// What goes before it, while caches become warm.
+    /// The first part, in which caches become warm.
     pub settle: Duration,
-    /// What is counted.
+    /// The part that is counted.
     pub counted: Duration,
 }
 
-/// What happened in a [`Slice`].
+/// The counts of a [`Slice`].
 pub struct Took {
     /// Steps a second of the processes that access memory.
     pub rate: f64,
@@ -71,19 +70,19 @@ pub struct Took {
     pub host: HostStats,
 }
 
-/// What a VM did in turns of its own.
+/// What a VM did in its turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Done {
     /// Transactions of all its processes.
     pub transactions: u64,
-    /// Seconds of turns, in the mean of its vCPUs.
+    /// Seconds of its turns, the mean of its vCPUs.
     pub wall: f64,
-    /// Seconds that its vCPUs' threads ran in them, in the mean.
+    /// Seconds that the threads of its vCPUs ran, the mean of them.
     pub cpu: f64,
 }
 
 impl Done {
-    /// Both together.
+    /// The sum of both.
     #[must_use]
     pub fn and(&self, more: &Self) -> Self {
         Self {
@@ -102,7 +101,7 @@ impl Done {
     }
 }
 
-/// A VM with a guest that counts transactions. It stands still unless it has a [`Player::turn`].
+/// A VM with a guest that counts transactions. It runs only during a [`Player::turn`].
 pub struct Player<'a> {
     machine: &'a Machine,
     guest: Guest<'a>,
@@ -120,22 +119,21 @@ impl Player<'_> {
         &self.machine.devices
     }
 
-    /// How often one of its vCPUs found its ring full, and how many pages those reaped.
+    /// How often a vCPU found its ring full, and how many pages such vCPUs reaped.
     pub fn full_rings(&self) -> (u64, u64) {
-        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        (read(&self.machine.rings_full), read(&self.machine.reaped))
+        self.machine.full_rings()
     }
 
-    /// Lets it run until `during` has returned; what it did.
+    /// Lets it run until `during` has returned; returns what it did.
     ///
     /// # Errors
-    /// Those of `during`; and when the guest ends.
+    /// Those of `during`; and the end of the guest.
     pub fn turn(
         &mut self,
         during: impl FnOnce(&Vm) -> Result<(), LabError>,
     ) -> Result<Done, LabError> {
         let background = self.machine.background()?;
-        self.machine.gate.open();
+        self.machine.open();
         let result = during(&self.machine.vm);
         self.machine.close();
         drop(background);
@@ -150,10 +148,10 @@ impl Player<'_> {
         Ok(done)
     }
 
-    /// A turn of some length.
+    /// Lets it run for `time`; returns what it did.
     ///
     /// # Errors
-    /// When the guest ends.
+    /// The end of the guest.
     pub fn run_for(&mut self, time: Duration) -> Result<Done, LabError> {
         self.turn(|_| {
             thread::sleep(time);
@@ -161,10 +159,10 @@ impl Player<'_> {
         })
     }
 
-    /// A turn of which a part is counted.
+    /// A turn whose second part is counted.
     ///
     /// # Errors
-    /// When the guest ends.
+    /// The end of the guest.
     pub fn slice(&mut self, slice: Slice) -> Result<Took, LabError> {
         let machine = self.machine;
         let guest = machine.guest()?;
@@ -188,7 +186,7 @@ impl Player<'_> {
 
     fn done(&self) -> Result<Done, LabError> {
         let vcpus = self.machine.vm.config().vcpus as f64;
-        let [wall, cpu] = self.machine.gate.spent_ns().map(|ns| ns / vcpus / 1e9);
+        let [wall, cpu] = self.machine.spent_ns().map(|ns| ns / vcpus / 1e9);
         Ok(Done {
             transactions: self.guest.count()?.workers,
             wall,
@@ -197,196 +195,8 @@ impl Player<'_> {
     }
 }
 
-/// Whether vCPUs may run, and how long they have.
-#[derive(Default)]
-struct Gate {
-    /// A hint of `state`, so that a vCPU that runs has nothing to lock.
-    closed: AtomicBool,
-    state: Mutex<Inside>,
-    changed: Condvar,
-}
-
-/// What the gate's lock guards.
-#[derive(Default)]
-struct Inside {
-    closed: bool,
-    /// vCPUs that have not seen it close.
-    vcpus: usize,
-    /// By the wall's clock and by their threads', of all turns that are over.
-    ns: [u64; 2],
-}
-
-impl Gate {
-    /// For a vCPU's thread between two steps: it is out for as long as the gate is closed.
-    fn pass<'a>(&'a self, turn: &mut Option<Turn<'a>>) {
-        if self.closed.load(Ordering::Relaxed) {
-            drop(turn.take());
-            *turn = Some(self.enter());
-        }
-    }
-
-    fn enter(&self) -> Turn<'_> {
-        let state = self.state.lock().expect("no panic under this lock");
-        let opened = self.changed.wait_while(state, |state| state.closed);
-        opened.expect("no panic under this lock").vcpus += 1;
-        Turn {
-            gate: self,
-            wall: Instant::now(),
-            cpu_ns: thread_cpu_ns(),
-        }
-    }
-
-    fn open(&self) {
-        let mut state = self.state.lock().expect("no panic under this lock");
-        state.closed = false;
-        self.closed.store(false, Ordering::Relaxed);
-        self.changed.notify_all();
-    }
-
-    /// From now on no vCPU passes.
-    fn shut(&self) {
-        self.state.lock().expect("no panic under this lock").closed = true;
-        self.closed.store(true, Ordering::Relaxed);
-    }
-
-    /// Waits until no vCPU is inside.
-    fn wait(&self) {
-        let state = self.state.lock().expect("no panic under this lock");
-        let left = self.changed.wait_while(state, |state| state.vcpus > 0);
-        drop(left.expect("no panic under this lock"));
-    }
-
-    fn spent_ns(&self) -> [f64; 2] {
-        let state = self.state.lock().expect("no panic under this lock");
-        state.ns.map(|ns| ns as f64)
-    }
-}
-
-/// A vCPU's turn, from where it began to where it is dropped.
-struct Turn<'a> {
-    gate: &'a Gate,
-    wall: Instant,
-    cpu_ns: u64,
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        let wall = u64::try_from(self.wall.elapsed().as_nanos()).expect("not for centuries");
-        let cpu = thread_cpu_ns() - self.cpu_ns;
-        let mut state = self.gate.state.lock().expect("no panic under this lock");
-        state.vcpus -= 1;
-        for (sum, ns) in state.ns.iter_mut().zip([wall, cpu]) {
-            *sum += ns;
-        }
-        self.gate.changed.notify_all();
-    }
-}
-
-struct Machine {
-    vm: Arc<Vm>,
-    devices: PlatformDevices,
-    words: LastWords,
-    background: InBackground,
-    gate: Gate,
-    rings_full: AtomicU64,
-    reaped: AtomicU64,
-}
-
-impl Machine {
-    fn new(builder: &VmBuilder, cast: Cast) -> Result<(Self, Vec<Vcpu>), LabError> {
-        let command_line = builder.full_command_line();
-        let (vm, vcpus) = boot(builder, cast.delivery, &image(cast.guest)?, &command_line)?;
-        let words = LastWords::default();
-        let machine = Self {
-            devices: PlatformDevices::new(words.console()),
-            vm,
-            words,
-            background: cast.background,
-            gate: Gate::default(),
-            rings_full: AtomicU64::new(0),
-            reaped: AtomicU64::new(0),
-        };
-        Ok((machine, vcpus))
-    }
-
-    /// On return, no vCPU runs. A kick that a vCPU did not need makes its next run return at once,
-    /// and the run after that goes on.
-    fn close(&self) {
-        self.gate.shut();
-        self.vm.kick_all();
-        self.gate.wait();
-    }
-
-    fn background(&self) -> Result<Option<Background>, LabError> {
-        Ok(match self.background {
-            InBackground::Nothing => None,
-            InBackground::Reclaim => Some(self.vm.host().spawn_background()?),
-        })
-    }
-
-    fn guest(&self) -> Result<Guest<'_>, LabError> {
-        let guest = Guest::attach(&*self.vm, &self.devices);
-        guest.ok_or_else(|| LabError::Guest("the guest did not begin".into()))
-    }
-
-    /// One vCPU's thread.
-    fn drive(&self, mut vcpu: Vcpu) {
-        let _end = End(self);
-        let mut turn = Some(self.gate.enter());
-        while self.devices.ending().is_none() {
-            self.gate.pass(&mut turn);
-            let exit = vcpu.run();
-            self.exit(&mut vcpu, exit);
-        }
-    }
-
-    /// A vCPU whose ring is full reaps for itself, as QEMU's do.
-    fn exit(&self, vcpu: &mut Vcpu, exit: Result<Exit, VcpuError>) {
-        if let Ok(Exit::DirtyRingFull) = exit {
-            self.rings_full.fetch_add(1, Ordering::Relaxed);
-            self.reaped.fetch_add(reap(&self.vm), Ordering::Relaxed);
-        } else {
-            // Whether to go on, the loop asks the devices itself.
-            let _ = dispatch(vcpu, exit, &self.devices, &*self.vm);
-        }
-    }
-
-    /// Lets it boot and prepare, and stops it.
-    fn attach(&self) -> Result<Player<'_>, LabError> {
-        let background = self.background()?;
-        let deadline = Instant::now() + LIMIT;
-        while self.devices.status_page().is_none() {
-            if self.devices.ending().is_some() || Instant::now() > deadline {
-                break;
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
-        let guest = self.guest()?;
-        guest.prepared()?;
-        self.close();
-        drop(background);
-        let mut player = Player {
-            machine: self,
-            guest,
-            last: Done::default(),
-        };
-        player.last = player.done()?;
-        Ok(player)
-    }
-}
-
-/// Ends the guest, whatever happens to its threads or to the experiment.
-struct End<'a>(&'a Machine);
-
-impl Drop for End<'_> {
-    fn drop(&mut self) {
-        self.0.devices.end(Ending::Stopped, &*self.0.vm);
-        self.0.gate.open();
-    }
-}
-
-/// Starts a VM with the guest of `cast` for each of `builders`, one after the other: the next when
-/// this one is prepared and stands still. Then carries out `experiment`, and ends them.
+/// Starts a VM with the guest of `cast` for each of `builders`. Each VM starts when the one before
+/// it is prepared and stands still. Then carries out `experiment`, and ends the VMs.
 ///
 /// # Errors
 /// Those of the experiment and of the builders; and a guest that ends before the experiment does.
@@ -419,14 +229,14 @@ pub fn with_players<T>(
     result.take().expect("not taken above")
 }
 
-/// Empties all of a VM's rings; how many pages were in them.
+/// Reaps all rings of a VM; returns how many pages were in them.
 pub fn reap(vm: &Vm) -> u64 {
     let pages = vm.reap_rings(|_, _| ());
     vm.reset_rings();
     pages as u64
 }
 
-/// How many turns there and back `time` is for one VM, and how long each of them.
+/// How many pairs of turns, there and back, make `time` for one VM, and how long each turn is.
 pub fn turns_of(time: Duration) -> (usize, Duration) {
     let pairs = time.div_duration_f64(2 * TURN).ceil().max(1.0) as u32;
     (pairs as usize, time / (2 * pairs))
@@ -452,11 +262,11 @@ mod tests {
 
     /// Between two turns a VM does nothing, and its time does not pass.
     #[test]
-    fn who_has_no_turn_stands_still() {
+    fn a_vm_without_a_turn_stands_still() {
         let mut builder = resident(48, 2);
         builder.command_line = "hot=4M seconds=1000000".into();
         let done = with_players(&[builder.clone(), builder], CHURN, |mut players| {
-            // However long it takes here until something is done.
+            // On a busy machine a turn may pass without a transaction.
             let until_some = |player: &mut Player<'_>| {
                 let mut all = Done::default();
                 while all.transactions == 0 {
@@ -477,9 +287,9 @@ mod tests {
         done.unwrap();
     }
 
-    /// The guest's own end is an error, not an end of the experiment without one.
+    /// If the guest ends by itself, the experiment ends with an error.
     #[test]
-    fn a_guest_that_ends_is_told_of() {
+    fn a_guest_that_ends_is_an_error() {
         let mut builder = resident(48, 1);
         builder.command_line = "hot=4M transactions=1".into();
         let ended = with_players(&[builder], CHURN, |mut players| {

@@ -1,15 +1,14 @@
-//! One VM's memory without its processors: slots, tables and a host, and a per-vCPU MMU context
-//! that stands in for a vCPU. What is timed here is the work on tables and reverse maps, nothing of
-//! a guest.
+//! One VM's memory without its processors: slots, tables and a host, and one per-vCPU MMU context
+//! for faults. So a figure has the work on tables and reverse maps, and nothing of a guest.
 
 use crate::experiment::LabError;
 use crate::fixture::{Tables, builder};
 use lacuna_addr::{Access, BackingRange, Gfn, Level, PAGE_SIZE, PageCount};
 use lacuna_soft::{Fault, Host, HugePages, Mmu, SlotId, VcpuMmu, VmBuilder};
 
-/// Pages of a block.
+/// Pages in a block.
 pub const BLOCK: u64 = 512;
-/// Where the slot under test begins: 4 GiB. The others are above it.
+/// The address at which the slot under test begins: 4 GiB. The other slots are above it.
 const TARGET: u64 = 1 << 32;
 const OTHERS: u64 = 1 << 40;
 const TABLES: u32 = 1 << 16;
@@ -25,11 +24,11 @@ pub struct Fixture {
 }
 
 impl Fixture {
-    /// `slots` slots, of which the one in the middle is under test, with `blocks` times 2 MiB; the
-    /// others have 2 MiB each.
+    /// `slots` slots. The one in the middle is under test and has `blocks` blocks; the others have
+    /// one each.
     pub fn new(slots: u64, blocks: u64, huge: HugePages) -> Result<Self, LabError> {
-        // Room for what reclaim wants free before it makes huge pages, and for the per-CPU page
-        // caches.
+        // The host makes huge pages only while enough frames are free, and the per-CPU page caches
+        // need some.
         let frames = PageCount::new((blocks + 32) * BLOCK);
         let builder = VmBuilder {
             huge,
@@ -64,7 +63,7 @@ impl Fixture {
         self.tables.add_slot(SlotId(id), guest, pages)
     }
 
-    /// Gives the slot under test a new backing, of which no page was touched.
+    /// Replaces the backing of the slot under test by a new one, of which no page was touched.
     pub fn renew(&mut self) -> Result<(), LabError> {
         if let Some(range) = self.target() {
             self.tables.mmu.delete_slot(TARGET_SLOT)?;
@@ -101,10 +100,10 @@ impl Fixture {
     }
 
     /// Faults in the first `blocks` blocks under test, for writing, by leaves of `level`: one fault
-    /// each.
+    /// for each leaf.
     ///
     /// # Errors
-    /// When what is there then has another size: the figures would be about something else.
+    /// A leaf has another level: the figures would be about something else.
     pub fn fault_in(&mut self, blocks: u64, level: Level) -> Result<(), LabError> {
         for page in (0..blocks * BLOCK).step_by(level.pages() as usize) {
             self.fault(page, level)?;
@@ -126,13 +125,13 @@ impl Fixture {
             {
                 Fault::Mapped(page) => break page.level,
                 Fault::Busy => {}
-                _ => return Err(LabError::Guest("a resident fault cannot be had".into())),
+                _ => return Err(LabError::Guest("a fault found no frame".into())),
             }
         };
         self.vcpu_mmu.retired();
         if found != level {
             return Err(LabError::Guest(format!(
-                "the host gave a page of {found:?} where {level:?} was wanted"
+                "the host supplied a page of level {found:?}, but {level:?} was wanted"
             )));
         }
         Ok(())
@@ -145,7 +144,7 @@ mod tests {
     use lacuna_soft::RmapWalk;
 
     #[test]
-    fn every_shape_removes_what_was_faulted_in() {
+    fn every_walk_removes_what_was_faulted_in() {
         for (huge, level, leaves) in [
             (HugePages::Always, Level::L2M, 2),
             (HugePages::Never, Level::L4K, 2 * BLOCK),
@@ -166,6 +165,6 @@ mod tests {
     fn pages_of_another_size_are_an_error() {
         let mut fixture = Fixture::new(1, 1, HugePages::Never).unwrap();
         let error = fixture.fault_in(1, Level::L2M).unwrap_err().to_string();
-        assert!(error.contains("L4K where L2M was wanted"), "{error}");
+        assert!(error.contains("L4K, but L2M was wanted"), "{error}");
     }
 }

@@ -1,10 +1,11 @@
-//! A range that a vCPU keeps using and the host keeps taking, and a vCPU that works next to it.
+//! One vCPU keeps touching a range, and the host keeps invalidating it. Measured are the time of
+//! such an invalidation, and what a vCPU loses that works in the block next to the range.
 
 use super::fixture::{BLOCK, Fixture};
 use super::scene::{Scene, Toucher, Worker};
 use super::spread::Spread;
 use crate::base::pin;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::Level;
@@ -19,12 +20,14 @@ const RATE: u32 = 1000;
 const PASSES: u32 = 300;
 /// Runs of the worker in a slice.
 const RUNS: u32 = 5;
-/// Whose core is whose: the worker has one for itself.
+/// Cores: the worker has one for itself.
 const WORKER: usize = 0;
 const OTHERS: usize = 1;
 
-/// What a vCPU may take to touch its range again.
+/// The longest time that a vCPU may take to touch its range again.
 const TOUCH: Duration = Duration::from_secs(10);
+/// The longest time of a slice.
+const SLICE: Duration = Duration::from_secs(60);
 
 const ID: &str = "thp.neighbour_loss_percent";
 
@@ -32,18 +35,18 @@ fn repeats(options: &Options) -> usize {
     if options.quick { 2 } else { 31 }
 }
 
-/// What the thread that plays the host does, and has done.
+/// The thread that invalidates: what it is to do, and what it has done.
 #[derive(Default)]
 struct Taking {
     on: AtomicBool,
     over: AtomicBool,
-    /// Leaves taken: the range is one.
+    /// The number of leaves taken. The range is one leaf.
     done: AtomicU64,
 }
 
 impl Taking {
-    /// Takes the scene's range [`RATE`] times a second while it is on, until it is over; but only
-    /// if the vCPU has touched it since, because there is nothing to take before.
+    /// Takes the scene's range [`RATE`] times a second while `on` is set, until `over` is. It takes
+    /// the range only if the vCPU has touched it since the last time: otherwise nothing is mapped.
     fn run(&self, scene: &Scene) {
         pin(OTHERS);
         let (mut next, mut touched) = (Instant::now(), 0);
@@ -57,14 +60,14 @@ impl Taking {
             }
             match next.checked_duration_since(Instant::now()) {
                 Some(left) => thread::sleep(left),
-                // It cannot keep up: what is lost is not made up for.
+                // The thread cannot keep up. It does not make up for the missed calls.
                 None => next = Instant::now(),
             }
         }
     }
 }
 
-/// Ends the threads of a scene, whatever happens.
+/// Ends the threads of a scene when it is dropped, also after an error or a panic.
 struct End<'a>(&'a Scene, &'a Taking);
 
 impl Drop for End<'_> {
@@ -78,7 +81,8 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// What the thread found. It has a core of its own, which this thread must not be left with.
+/// Joins a thread; a panic there goes on here. What pins itself to a core runs in such a thread, so
+/// that this one stays free to run anywhere.
 fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread
         .join()
@@ -110,19 +114,21 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         });
         let runs = joined(measuring);
         drop(end);
-        // If it failed, whatever else failed did so for that.
+        // If the toucher failed, that is the cause of other errors.
         joined(touching).and(runs)
     })?;
     let (done, faults) = (taking.done.load(Ordering::Relaxed), scene.faults());
     let per_s = Summary::of(&taken).median;
     if faults < done {
-        let text = format!("the range was taken {done} times, with {faults} faults");
+        let text = format!(
+            "the range was invalidated {done} times, but the vCPU had only {faults} faults"
+        );
         return Err(LabError::Guest(text));
     }
     if per_s < f64::from(RATE) / 2.0 {
         let why = format!(
-            "the range was taken {per_s:.0} times a second of {RATE} wanted: leave this machine's \
-             processors to the lab"
+            "the range was invalidated {per_s:.0} times a second instead of {RATE}: leave this \
+             machine's processors to the lab"
         );
         report.skip(ID, why);
         return Ok(());
@@ -154,15 +160,16 @@ fn minus_one(ratio: Summary) -> Summary {
     }
 }
 
-/// CPU milliseconds of the worker's middle run; with `taken`, while the host takes the range, as
-/// often a second as is noted there.
+/// The CPU time of the worker's median run, in milliseconds. With `taken` the host takes the range
+/// meanwhile, and the number of times a second is added to `taken`.
 fn slice(
     worker: &mut Worker,
     taking: &Taking,
     taken: Option<&mut Vec<f64>>,
 ) -> Result<f64, LabError> {
     taking.on.store(taken.is_some(), Ordering::Release);
-    // The first run is not counted: the other arm's last invalidation may still be under way.
+    // The first run is not counted, because the last invalidation of the other arm may still be
+    // under way.
     worker.work()?;
     let (start, before) = (Instant::now(), taking.done.load(Ordering::Relaxed));
     let runs = (0..RUNS).map(|_| Ok(worker.work()?.as_secs_f64() * 1e3));
@@ -174,7 +181,7 @@ fn slice(
     Ok(Summary::of(&runs).median)
 }
 
-/// `thp.total_us`: a whole invalidation of 2 MiB, shoot-down and all.
+/// `thp.total_us`: a whole invalidation of 2 MiB, with its shoot-down.
 pub fn total(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let calls = if options.quick { 50 } else { 300 };
     for (word, huge, level) in [
@@ -190,8 +197,9 @@ pub fn total(options: &Options, report: &mut Report) -> Result<(), LabError> {
             continue;
         }
         let mut spread = Spread::default();
-        let runs = running(huge, level, calls, repeats(options), &mut spread)?;
-        report.push(told(id("running"), level, &runs, &spread));
+        let runs = running(huge, level, calls, repeats(options), &mut spread);
+        let done = runs.map(|runs| report.push(told(id("running"), level, &runs, &spread)));
+        skip_if_busy(report, [id("running")], done)?;
     }
     Ok(())
 }
@@ -209,7 +217,7 @@ fn told(id: String, level: Level, runs: &[f64], spread: &Spread) -> Measurement 
         .arm("whole", all)
 }
 
-/// Medians of slices, in microseconds, while no vCPU runs.
+/// The medians of slices in microseconds, while no vCPU runs.
 fn idle(
     huge: HugePages,
     level: Level,
@@ -226,7 +234,7 @@ fn idle(
             let start = Instant::now();
             let steps = fixture.mmu().invalidate_as(RmapWalk::PerLevel, range);
             let spent = start.elapsed();
-            assert_eq!(steps.leaves, BLOCK / level.pages(), "all of it was there");
+            assert_eq!(steps.leaves, BLOCK / level.pages(), "every leaf was there");
             spread.record(spent);
             slice.push(spent.as_secs_f64() * 1e6);
         }
@@ -235,13 +243,16 @@ fn idle(
     Ok(runs.into_iter().flatten().collect())
 }
 
-/// Waits until the scene's faults are at least so many.
-fn touched(scene: &Scene, faults: u64) -> Result<(), LabError> {
+/// Waits until the vCPU has done `what`.
+///
+/// # Errors
+/// [`LabError::Busy`]: the vCPU's thread does not get a processor.
+fn wait_until(what: impl Fn() -> bool) -> Result<(), LabError> {
     let deadline = Instant::now() + TOUCH;
-    while scene.faults() < faults {
+    while !what() {
         if Instant::now() > deadline {
-            return Err(LabError::Guest(format!(
-                "the vCPU did not touch its range again within {TOUCH:?}"
+            return Err(LabError::Busy(format!(
+                "a vCPU did not touch its range again within {TOUCH:?}"
             )));
         }
         thread::sleep(Duration::from_micros(20));
@@ -249,40 +260,48 @@ fn touched(scene: &Scene, faults: u64) -> Result<(), LabError> {
     Ok(())
 }
 
-/// Takes all of the scene's range, `pages` leaves, each time that the vCPU has touched all of it;
-/// medians of `calls` calls in microseconds. Calls that came when the last page was on its way, and
-/// found less, do not count.
+/// Takes all of the scene's range, `pages` leaves, `calls` times; the median in microseconds.
 fn take_whole(scene: &Scene, pages: u64, calls: u64, spread: &mut Spread) -> Result<f64, LabError> {
-    let (mut slice, mut less) = (Vec::new(), 0);
-    let mut before = scene.faults();
-    let mut gone = scene.take().leaves;
+    let deadline = Instant::now() + SLICE;
+    let mut slice = Vec::new();
     while (slice.len() as u64) < calls {
-        if gone == pages {
-            touched(scene, before + pages)?;
-        } else {
-            // How many faults were on their way, counted already, is not known.
-            thread::sleep(Duration::from_micros(500));
+        if Instant::now() > deadline {
+            let text = format!("a slice of {calls} invalidations took more than {SLICE:?}");
+            return Err(LabError::Busy(text));
         }
-        before = scene.faults();
-        let taken = scene.take();
-        gone = taken.leaves;
-        if taken.leaves == pages {
-            spread.record(taken.spent);
-            slice.push(taken.spent.as_secs_f64() * 1e6);
-        } else {
-            less += 1;
-            if less > calls {
-                return Err(LabError::Guest(format!(
-                    "{less} of {} times not all {pages} pages were there to take",
-                    less + slice.len() as u64
-                )));
-            }
+        if let Some(spent) = take_once(scene, pages)? {
+            spread.record(spent);
+            slice.push(spent.as_secs_f64() * 1e6);
         }
     }
     Ok(Summary::of(&slice).median)
 }
 
-/// The same as [`idle`] while a vCPU uses the range.
+/// Takes the scene's range, and waits until the vCPU has touched all of it again. Returns the time
+/// of the call; `None` if not every leaf was there, because such a call does not count.
+fn take_once(scene: &Scene, pages: u64) -> Result<Option<Duration>, LabError> {
+    let before = scene.faults();
+    let taken = scene.take();
+    if taken.leaves == pages {
+        // Each page faults once more.
+        wait_until(|| scene.faults() >= before + pages)?;
+        return Ok(Some(taken.spent));
+    }
+    // A fault is counted before its leaf is installed, and this call came in between. How many
+    // faults are to come is not known. So wait for the leaves themselves. The next call does not
+    // count either: this thread has just read the table entries.
+    wait_until(|| scene.is_mapped())?;
+    let before = scene.faults();
+    let leaves = scene.take().leaves;
+    if leaves != pages {
+        let text = format!("an invalidation removed {leaves} leaves of {pages}");
+        return Err(LabError::Guest(text));
+    }
+    wait_until(|| scene.faults() >= before + pages)?;
+    Ok(None)
+}
+
+/// As [`idle`], while a vCPU uses the range.
 fn running(
     huge: HugePages,
     level: Level,
@@ -301,7 +320,6 @@ fn running(
         });
         let measuring = scope.spawn(|| {
             pin(WORKER);
-            touched(&scene, pages)?;
             rounds(1, repeats, |_| take_whole(&scene, pages, calls, spread))
         });
         let runs = joined(measuring);
@@ -309,4 +327,39 @@ fn running(
         joined(touching).and(runs)
     })?;
     Ok(runs.into_iter().flatten().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The toucher begins late, so the first calls find no leaf, or not all of them.
+    #[test]
+    fn a_range_that_is_not_touched_yet_is_waited_for() {
+        for (huge, pages) in [(HugePages::Always, 1), (HugePages::Never, BLOCK)] {
+            let (scene, _worker, mut toucher) = Scene::new(huge, 1).unwrap();
+            let (taking, mut spread) = (Taking::default(), Spread::default());
+            thread::scope(|scope| {
+                let _end = End(&scene, &taking);
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(50));
+                    toucher.touch()
+                });
+                take_whole(&scene, pages, 3, &mut spread).unwrap();
+            });
+            assert_eq!(spread.count(), 3);
+        }
+    }
+
+    #[test]
+    fn leaves_of_another_size_are_an_error() {
+        let (scene, _worker, mut toucher) = Scene::new(HugePages::Never, 1).unwrap();
+        let taking = Taking::default();
+        thread::scope(|scope| {
+            let _end = End(&scene, &taking);
+            scope.spawn(|| toucher.touch());
+            let error = take_whole(&scene, 1, 3, &mut Spread::default()).unwrap_err();
+            assert!(error.to_string().contains("512 leaves of 1"), "{error}");
+        });
+    }
 }

@@ -102,11 +102,11 @@ pub fn measure(
 ) -> Result<(), LabError> {
     let mut table = vec![
         [
-            "reverse-map work of an invalidation",
+            "work to find and remove leaves",
             "slots",
-            "",
+            "rmap walk",
             "time",
-            "slots looked at",
+            "slots or nodes read",
             "rmap words",
             "table entries",
             "leaves",
@@ -172,7 +172,7 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let spent = |arm: usize| time(Summary::of(&took[arm].runs).median as u64);
     let row = Row {
         system: "huge-page range invalidation",
-        what: "finding what maps a 2 MiB page; without, 512 look-ups",
+        what: "time to find the leaf of a 2 MiB page; without, 512 look-ups",
         without: spent(PAGE_LOOP),
         with: spent(OURS),
         ratio: paired(&took[OURS].runs, &took[PAGE_LOOP].runs),
@@ -323,7 +323,10 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), LabError> {
     report.push(
         result("slot_steps_512", "nodes", Summary::of(&[worst]))
             .bar(11.0)
-            .param("what", "the most of all slots; log2(slots) + 2")
+            .param(
+                "what",
+                "the largest count of all slots; the bar is log2(slots) + 2",
+            )
             .arm("each_slot", Summary::of(&looked_at)),
     );
     Ok(())

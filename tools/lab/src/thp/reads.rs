@@ -1,4 +1,5 @@
-//! Random reads over more memory than 4 KiB TLB entries reach. The null is a second VM with those.
+//! Random reads over more memory than 4 KiB TLB entries cover. The null is a second VM with 4 KiB
+//! pages.
 
 use crate::experiment::{LabError, Options};
 use crate::fixture::resident;
@@ -28,8 +29,8 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         settle: Duration::from_millis(40),
         counted: Duration::from_millis(100),
     };
-    let launches = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
-    let rates = with_players(&launches, cast, |mut players| {
+    let builders = [HugePages::Never, HugePages::Always, HugePages::Never].map(builder);
+    let rates = with_players(&builders, cast, |mut players| {
         let repeats = if options.quick { 2 } else { 15 };
         rounds(3, repeats, |arm| Ok(players[arm].slice(turn)?.rate))
     })?;

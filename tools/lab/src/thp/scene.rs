@@ -1,5 +1,5 @@
-//! A guest of two vCPUs that needs no kernel: the first computes in a piece of memory, the second
-//! keeps touching every page of another piece, the next 2 MiB.
+//! A guest of two vCPUs without a kernel. The first vCPU computes in a piece of memory. The second
+//! keeps touching every page of the next 2 MiB.
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, resident};
@@ -11,36 +11,37 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const CODE: u32 = 0x10_0000;
-/// What the first vCPU works in: a piece that stays in a core's caches.
+/// The piece that the first vCPU works in. It stays in a core's caches.
 const WORK: u32 = 8 << 20;
 const WORK_BYTES: u32 = 256 << 10;
-/// What the second vCPU touches, and the host takes away: the block after the one of `WORK`.
+/// The range that the second vCPU touches and the host invalidates: the block after that of `WORK`.
 const TOUCHED: u32 = 10 << 20;
 const TOUCHED_BYTES: u32 = 2 << 20;
 const MEMORY_MIB: u64 = 32;
 
-/// The guest and the range that is taken from it.
+/// The guest, and the range that is invalidated.
 pub struct Scene {
     vm: Arc<Vm>,
+    first: Gfn,
     range: BackingRange,
 }
 
-/// What came of taking the range.
+/// The result of an invalidation of the range.
 pub struct Taken {
-    /// How long that took.
+    /// How long it took.
     pub spent: Duration,
-    /// Leaves removed: fewer than there can be, if the vCPU was not through with touching.
+    /// Leaves removed. They are not all, if the vCPU had not touched the whole range again.
     pub leaves: u64,
 }
 
-/// The vCPU that computes.
+/// The first vCPU, which computes.
 pub struct Worker(Vcpu);
 
-/// The vCPU that touches.
+/// The second vCPU, which touches.
 pub struct Toucher(Vcpu);
 
 impl Scene {
-    /// A guest in which the worker goes through its piece `passes` times in each of its runs.
+    /// A guest whose worker goes through its piece `passes` times in each run.
     pub fn new(huge: HugePages, passes: u32) -> Result<(Self, Worker, Toucher), LabError> {
         let builder = VmBuilder {
             huge,
@@ -56,10 +57,10 @@ impl Scene {
         let slot = slots.find(first).expect("its memory");
         let pages = u64::from(TOUCHED_BYTES) / PAGE_SIZE as u64;
         let range = BackingRange::new(slot.backing_of(first), pages).expect("inside the slot");
-        Ok((Self { vm, range }, Worker(worker), Toucher(toucher)))
+        Ok((Self { vm, first, range }, Worker(worker), Toucher(toucher)))
     }
 
-    /// The host takes the range.
+    /// Invalidates the range, as reclaim does.
     pub fn take(&self) -> Taken {
         let start = Instant::now();
         let steps = self.vm.mmu().invalidate_as(RmapWalk::PerLevel, self.range);
@@ -70,20 +71,27 @@ impl Scene {
         }
     }
 
-    /// Faults of the guest so far.
+    /// Whether every page of the range is mapped.
+    pub fn is_mapped(&self) -> bool {
+        let mut gfns = (0..self.range.pages()).map(|page| self.first.checked_add(page));
+        gfns.all(|gfn| gfn.is_some_and(|gfn| self.vm.mmu().is_mapped(gfn)))
+    }
+
+    /// Faults of the guest so far. A fault counts when the host has found the page, before its leaf
+    /// is installed.
     pub fn faults(&self) -> u64 {
         let stats = self.vm.host().stats();
         stats.faults_resident + stats.faults_zero_fill + stats.huge_faults
     }
 
-    /// Makes the toucher, and a worker in its run, come back.
+    /// Makes the toucher's and the worker's runs return.
     pub fn end(&self) {
         self.vm.kick_all();
     }
 }
 
 impl Worker {
-    /// One run; the CPU time that it takes.
+    /// Carries out one run and returns its CPU time.
     pub fn work(&mut self) -> Result<Duration, LabError> {
         let before = thread_cpu_ns();
         match self.0.run() {
@@ -142,22 +150,22 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// Waits for `what`, which another thread brings about.
+    /// Waits until `what` holds, by the work of another thread.
     fn until(what: impl Fn() -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !what() {
-            assert!(Instant::now() < deadline, "it never came");
+            assert!(Instant::now() < deadline, "it never happened");
             thread::sleep(Duration::from_micros(100));
         }
     }
 
     #[test]
-    fn what_is_taken_is_touched_again_while_the_neighbour_works() {
+    fn an_invalidated_range_is_touched_again_while_the_worker_works() {
         for (huge, pages) in [(HugePages::Always, 1), (HugePages::Never, 512)] {
             let (scene, mut worker, mut toucher) = Scene::new(huge, 1).unwrap();
             thread::scope(|scope| {
                 let touching = scope.spawn(|| toucher.touch());
-                // Its code and table, and all of the range.
+                // The code, a table, and the whole range.
                 until(|| scene.faults() >= pages);
                 for _ in 0..3 {
                     let before = scene.faults();

@@ -1,4 +1,4 @@
-//! How durations are spread, for results and plots.
+//! A histogram of durations, for results and plots.
 
 use hdrhistogram::Histogram;
 use serde_json::{Value, json};
@@ -15,24 +15,24 @@ impl Default for Spread {
 }
 
 impl Spread {
-    /// Adds one.
+    /// Adds a duration.
     pub fn record(&mut self, time: Duration) {
         self.0
             .saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
-    /// What a share `quantile` (0 to 1) of them does not exceed, in nanoseconds.
+    /// The duration that a share `quantile` (0 to 1) of them does not exceed, in nanoseconds.
     pub fn quantile_ns(&self, quantile: f64) -> u64 {
         self.0.value_at_quantile(quantile)
     }
 
-    /// How many there are.
+    /// The number of durations.
     pub fn count(&self) -> u64 {
         self.0.len()
     }
 
-    /// `[[up to so many nanoseconds, how many], ...]`, ascending, each bucket a tenth wider than
-    /// the one before it; without the empty ones.
+    /// `[[upper end in nanoseconds, count], ...]`, ascending. Each bucket is a tenth wider than the
+    /// one before it. Empty ones are left out.
     pub fn buckets(&self) -> Value {
         let all = self.0.iter_log(100, 1.1);
         let some = all.filter(|v| v.count_since_last_iteration() > 0);

@@ -1,13 +1,15 @@
-//! First touch of much memory: what its faults cost, and what filling it with zeros costs.
+//! First touch of much memory: the cost of its faults, and the cost of filling it with zeros.
 //!
-//! The faults are the MMU's own, without a guest around them: a guest's loop over 512 pages takes
-//! longer than the one fault that it has in them. Zeroing is in a fault and is taken out of it;
-//! what is compared are sums of all the rest. For 2 MiB pages the host measures the zeroing itself,
-//! and the rest is by the clock on the wall, so that what interrupts it counts against us. For 4
-//! KiB pages, where looking at the clock would take as long, an arm of its own zeroes as many pages
-//! the same way (a call a page, through the caches), of memory mapped as the host's frames are: by
-//! huge pages where the kernel has them. Not the frames themselves, which the host keeps, and in
-//! the order of addresses, which is that of frames only before they were used.
+//! The faults are those of the MMU, without a guest around them. A guest's loop over 512 pages
+//! takes longer than the one fault that it has in them.
+//!
+//! A fault includes the zeroing of its page. The fault ratio compares faults without it:
+//! * 2 MiB pages: the host measures the zeroing itself. The rest is by the wall clock, so an
+//!   interruption counts against the huge pages.
+//! * 4 KiB pages: reading the clock would take as long as a fault. So another arm zeroes as many
+//!   pages in the same way (one call for each page, through the caches), and its time is
+//!   subtracted. Its memory is mapped as the host's frames are, by huge pages where the kernel has
+//!   them. It is not the frames themselves, because the host keeps those.
 
 use super::fixture::{BLOCK, Fixture};
 use crate::experiment::{LabError, Options};
@@ -34,7 +36,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mut small = Fixture::new(1, blocks, HugePages::Never)?;
     let mut other = memory((mib << 20) as usize)?;
     let repeats = if options.quick { 2 } else { 31 };
-    // Milliseconds: the whole; and its faults, where zeroing is taken out already.
+    // Milliseconds of the whole touch, and of its faults where the zeroing is already subtracted.
     let runs = measures(4, repeats, |arm| match arm {
         ZERO => Ok::<_, LabError>([zero(&mut other), 0.0]),
         SMALL => touch_small(&mut small, blocks),
@@ -72,7 +74,8 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// Milliseconds of CPU time for faults in a new backing; and of time without the zeroing in them.
+/// Faults in a new backing. Returns the milliseconds of CPU time of the whole, and the milliseconds
+/// by the wall clock without the zeroing.
 fn touch_huge(fixture: &mut Fixture, blocks: u64) -> Result<[f64; 2], LabError> {
     fixture.renew()?;
     let (mut zeroing, mut rest) = (fixture.host().stats().zeroing_ns, 0);
@@ -89,7 +92,7 @@ fn touch_huge(fixture: &mut Fixture, blocks: u64) -> Result<[f64; 2], LabError> 
     Ok([whole, rest as f64 / 1e6])
 }
 
-/// Milliseconds of CPU time for faults in a new backing, zeroing and all.
+/// Faults in a new backing. Returns the milliseconds of CPU time with the zeroing.
 fn touch_small(fixture: &mut Fixture, blocks: u64) -> Result<[f64; 2], LabError> {
     fixture.renew()?;
     let before = thread_cpu_ns();
@@ -97,19 +100,19 @@ fn touch_small(fixture: &mut Fixture, blocks: u64) -> Result<[f64; 2], LabError>
     Ok([(thread_cpu_ns() - before) as f64 / 1e6, 0.0])
 }
 
-/// Memory of the kind that the host's frames are, all of it there.
+/// Memory mapped as the host's frames are, and touched.
 fn memory(bytes: usize) -> Result<MmapMut, LabError> {
     let mut memory = MmapMut::map_anon(bytes).map_err(|source| LabError::Io {
         what: "memory to fill with zeros".into(),
         source,
     })?;
-    // A kernel without huge pages has none for the frames either.
+    // A kernel without huge pages maps the frames by small ones, too.
     let _ = memory.advise(Advice::HugePage);
     memory.fill(1);
     Ok(memory)
 }
 
-/// Fills memory with zeros a page at a time; milliseconds of CPU time.
+/// Fills memory with zeros, page by page. Returns the milliseconds of CPU time.
 fn zero(memory: &mut [u8]) -> f64 {
     let before = thread_cpu_ns();
     for page in memory.chunks_exact_mut(PAGE_SIZE) {
