@@ -1,4 +1,4 @@
-//! `lacuna lab apf`: what asynchronous page faults give to threads that compute, and to threads
+//! `lacuna lab apf`: what asynchronous page faults give to processes that compute, and to processes
 //! that fault.
 //!
 //! | id | what is compared |
@@ -7,20 +7,21 @@
 //! | `apf.worker_ratio.DEVICE` | workers beside faulters, on / off: the 2010 talk's figure |
 //! | `apf.faulter_ratio.DEVICE` | faulters beside workers, on / off |
 //! | `apf.faulter_alone_ratio.DEVICE` | faulters without workers, on / off |
-//! | `apf.break_even_us` | the page latency from which no thread does worse with them |
-//! | `apf.memory_alone_time_ratio` | a memory-bound program's time, on / off, nothing beside it |
+//! | `apf.break_even_us` | the page latency from which no process does worse with them |
+//! | `apf.memory_alone_time_ratio` | the time of a memory-bound program alone, on / off |
 //! | `apf.kvm.task_share_percent.LATENCY` | the worker's share under `/dev/kvm` |
-//! | `apf.kvm.faults` | asynchronous faults that KVM completed, each token matched |
+//! | `apf.kvm.faults` | asynchronous faults that KVM completed, if every token came back |
 //!
-//! *On* and *off* are one guest in one VM at different times: `slices` turns the mechanism itself,
-//! between slices of a fraction of a second, and pauses processes by a word on the status page. So
-//! arms differ in nothing else, not in where pages lie, nor in what the host has cached.
+//! *On* and *off* are one guest in one VM at different times. Between slices of a fraction of a
+//! second, `slices` switches the mechanism itself and pauses processes by a word on the status
+//! page. So the arms differ in nothing else, such as the place of pages in memory or the host's
+//! caches.
 //!
 //! | device | what it is |
 //! |---|---|
-//! | `latency_1ms` | compressed memory, 1 ms away, for any number of transfers at once |
-//! | `file` | the plain file, by direct I/O where the file system allows |
-//! | `mem` | compressed memory (lz4): a page is a few microseconds away |
+//! | `latency_1ms` | compressed memory with a latency of 1 ms; any number of transfers at a time |
+//! | `file` | a file, by direct I/O where the file system allows |
+//! | `mem` | compressed memory (lz4): a page takes a few microseconds |
 
 pub use device::first_look;
 
@@ -30,7 +31,7 @@ mod kvm;
 mod slices;
 mod sweep;
 
-use crate::experiment::{LabError, Options, vcpus};
+use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
@@ -39,11 +40,11 @@ use lacuna_soft::{Apf, Swap, VmBuilder};
 use slices::Pace;
 use std::time::Duration;
 
-/// Memory the guest believes it has, in MiB: four times [`RESIDENT_MIB`].
+/// Guest memory in MiB: four times [`RESIDENT_MIB`].
 const MEMORY_MIB: u64 = 256;
-/// Memory it gets, in MiB.
+/// Host memory for it, in MiB.
 const RESIDENT_MIB: u64 = 64;
-/// The guest's time slice, in microseconds: what the 2010 benchmark's kernel gave.
+/// The guest's time slice in microseconds: that of the kernel in the 2010 benchmark.
 const SLICE_US: u64 = 4000;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = 1000;
@@ -53,42 +54,46 @@ const OUTSTANDING: u64 = 64;
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. What this machine lacks is skipped.
+/// The first experiment that could not be carried out. Results whose needs this machine does not
+/// meet are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let steps = device::DEVICES.len() + sweep::steps(options) + 1;
     let progress = Progress::new(steps as u64 + kvm::STEPS, options.verbosity);
     report.say(format!(
-        "apf: when a page of the guest must come from swap, the guest is told, runs another \
-         process, and is told again when it is there. {vcpus} vCPUs, {MEMORY_MIB} MiB of guest \
-         memory in {RESIDENT_MIB}; on each vCPU one process that computes (a worker) and one that \
-         touches random pages (a faulter), half of them to write; time slice {} ms. On / off is \
-         the same guest, with the mechanism turned on and off in turns.",
+        "apf: when a page must be read from swap, the guest is told and runs another process. It \
+         is told again when the page is there. The guest has {vcpus} vCPUs and {MEMORY_MIB} MiB, \
+         of which {RESIDENT_MIB} MiB are resident. Each vCPU has one process that computes (a \
+         worker) and one that touches random pages, half of them to write (a faulter). The time \
+         slice is {} ms. On and off are the same guest in turns, with the mechanism switched.",
         SLICE_US / 1000,
         vcpus = vcpus(),
     ));
     if options.wants("device") {
         for device in &device::DEVICES {
             progress.step(format!("on and off: {}", device.about))?;
-            device::measure(device, options, report)?;
+            let done = device::measure(device, options, report);
+            skip_if_busy(report, device.ids(), done)?;
         }
     }
     if options.wants("sweep") {
-        sweep::measure(options, report, &progress)?;
+        let done = sweep::measure(options, report, &progress);
+        skip_if_busy(report, [sweep::ID], done)?;
     }
     if options.wants("alone") {
         progress.step("a memory-bound program alone")?;
         alone::measure(options, report)?;
     }
     if options.wants("kvm") {
-        kvm::measure(options, report, &progress)?;
+        let done = kvm::measure(options, report, &progress);
+        skip_if_busy(report, kvm::ids(), done)?;
     }
     Ok(())
 }
 
-/// What can be measured alone.
+/// The parts that can be measured alone.
 pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm"];
 
-/// `bm` with a worker and a faulter for each vCPU, until it is ended.
+/// A VM for `bm`, with a worker and a faulter for each vCPU. The guest runs until it is ended.
 fn bm(swap: Swap) -> VmBuilder {
     let vcpus = vcpus();
     let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));

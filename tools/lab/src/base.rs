@@ -1,16 +1,16 @@
-//! `lacuna lab base`: what overcommit costs in memory, a fault in time, an instruction in software.
+//! `lacuna lab base`: the memory overhead of a run, the time of a fault, the speed of a soft vCPU.
 //!
 //! | id | what is compared |
 //! |---|---|
-//! | `run.memory_overhead_percent` | a process's highest resident memory against its budget |
+//! | `run.memory_overhead_percent` | the peak resident memory of a process above its budget |
 //! | `fault.soft_vs_host` | CPU time of a guest's first touch / a host anonymous fault |
 //! | `fault.soft_vs_host.cold` | the same, caches flushed before each batch |
 //! | `fault.scaling_2vcpu` | pages a second, two vCPUs on their own shares / one |
 //! | `cpu.x86.minstr_per_s.*` | guest instructions a second, beside native and QEMU (TCG) |
 //! | `cpu.x86.vs_qemu_tcg.mem64m` | ours / QEMU's, same program, same run |
 //!
-//! Zeroing is in both arms of the fault figures. The memory figure counts all that the process has
-//! (frames, tables, program) and the swap page cache: `bm` with 2 GiB in 512 MiB.
+//! Both arms of the fault figures include zeroing. The memory figure is that of `bm` with 2 GiB in
+//! 512 MiB. It counts frames, tables, program and the swap page cache.
 
 mod cpu;
 mod fault;
@@ -29,7 +29,8 @@ pub use micro::{Fixture, Touch, touch_together};
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. What a machine lacks (QEMU) is skipped.
+/// The first experiment that could not be carried out. Results that need QEMU are skipped without
+/// it.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(8, options.verbosity);
     if options.wants("memory") {
@@ -52,10 +53,10 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// What can be measured alone.
+/// The parts that can be measured alone.
 pub const PARTS: &[&str] = &["memory", "fault", "scaling", "cpu"];
 
-/// How often each experiment is repeated.
+/// The rounds of each experiment.
 const fn rounds(options: &Options) -> usize {
     if options.quick { 2 } else { 10 }
 }

@@ -1,15 +1,15 @@
 //! The same guest program in other machines (QEMU), and natively.
 //!
-//! A benchmark image marks its phases on the serial line, or on stdout when it runs natively; the
-//! host's clock, not the guest's, times them:
+//! A benchmark image prints the begin and the end of its phases on the serial line, or on stdout
+//! when it runs natively. The host's clock times them, not the guest's:
 //!
 //! ```text
 //! BEGIN alu                             ─┬─ this moment
 //! END alu ops=20000 insns=320000 ...    ─┴─ to this one: insns / seconds is a rate
 //! ```
 //!
-//! A line takes some microseconds to come through, so a phase should last a tenth of a second.
-//! A machine that is not installed is [`ExternalError::Unavailable`]: its results are *skipped*.
+//! A line takes some microseconds to arrive, so a phase should last a tenth of a second. If a
+//! machine is not installed ([`ExternalError::Unavailable`]), its results are *skipped*.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -19,29 +19,31 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// Most output read from a program: a guest that prints for ever must not fill our memory.
+/// The most output that is read from a program: a guest that prints for ever must not fill our
+/// memory.
 const OUTPUT_LIMIT: u64 = 1 << 20;
-/// How often an ending program is looked at.
+/// How often a program is polled for its end.
 const POLL: Duration = Duration::from_millis(2);
 
 /// Why a program gave no rates.
 #[derive(Debug, thiserror::Error)]
 pub enum ExternalError {
-    /// Not on this machine, or not able to run our images: skip what needs it.
+    /// The program is not on this machine, or cannot run our images. Results that need it are
+    /// skipped.
     #[error("{0}")]
     Unavailable(String),
     /// It could not be started.
     #[error("cannot start {program}: {source}")]
     Start {
-        /// What was to be started.
+        /// The program.
         program: String,
-        /// Why the host refused.
+        /// The host's reason.
         source: io::Error,
     },
     /// It did not end within its time.
-    #[error("{program} did not end within {limit:?}; its last words: {tail}")]
+    #[error("{program} did not end within {limit:?}; its last lines: {tail}")]
     Timeout {
-        /// What was running.
+        /// The program.
         program: String,
         /// The time it had.
         limit: Duration,
@@ -49,9 +51,9 @@ pub enum ExternalError {
         tail: String,
     },
     /// It ended, but not with a well-formed list of phases.
-    #[error("{program}: {problem}; its last words: {tail}")]
+    #[error("{program}: {problem}; its last lines: {tail}")]
     Protocol {
-        /// What was running.
+        /// The program.
         program: String,
         /// What is wrong with its output.
         problem: String,
@@ -67,19 +69,19 @@ pub struct Phase {
     pub name: String,
     /// Host seconds from `BEGIN` to `END`.
     pub seconds: f64,
-    /// What its `END` says: `ops` always, a checksum or other counts if the program has them.
+    /// The fields of its `END`: always `ops`; a checksum or other counts if the program has them.
     pub fields: BTreeMap<String, String>,
 }
 
 impl Phase {
-    /// The count `END` gives for `field`, a second; `None` if it gives none.
+    /// The count in `field` of `END`, divided by the seconds; `None` if there is none.
     pub fn rate(&self, field: &str) -> Option<f64> {
         let count: u64 = self.fields.get(field)?.parse().ok()?;
         Some(count as f64 / self.seconds)
     }
 }
 
-/// What a program did.
+/// A program's run.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Run {
     /// Its phases, in order.
@@ -91,8 +93,8 @@ pub struct Run {
 }
 
 impl Run {
-    /// What the guest wrote to QEMU's `isa-debug-exit` port: QEMU ends with twice that, plus one.
-    /// `None` when it ended in another way.
+    /// The value that the guest wrote to QEMU's `isa-debug-exit` port. QEMU's exit code is twice
+    /// that, plus one. `None` if it ended in another way.
     pub fn debug_exit(&self) -> Option<i32> {
         self.status
             .code()
@@ -101,7 +103,7 @@ impl Run {
     }
 }
 
-/// The machine QEMU is to be.
+/// The machine that QEMU emulates.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QemuMachine {
     /// Guest memory, in MiB.
@@ -151,10 +153,8 @@ pub fn qemu_tcg(
     run(command, limit)
 }
 
-/// Bochs is looked for so that the report can say what became of it.
-///
-/// It boots firmware and a disk, and cannot load an ELF image; so it is never more than
-/// [`ExternalError::Unavailable`] until there is a boot sector for our images.
+/// Why there is no figure of Bochs, for the report. Bochs boots from a disk and cannot load an ELF
+/// image, so it is always [`ExternalError::Unavailable`].
 pub fn bochs() -> ExternalError {
     ExternalError::Unavailable(match find("bochs") {
         Some(path) => format!(
@@ -181,8 +181,8 @@ pub fn native(elf: &[u8], arguments: &[&str], limit: Duration) -> Result<Run, Ex
         source,
     };
     let path = write_program(elf).map_err(start)?;
-    // Another thread of this process may just be starting a program of its own; until that one
-    // has closed what it inherited, ours still counts as being written.
+    // Another thread of this process may be starting a program at the same time. Until its child
+    // has closed the descriptors that it inherited, our file counts as open for writing.
     for _ in 0..50 {
         let mut command = Command::new(&path);
         command.args(arguments);
@@ -225,7 +225,7 @@ fn find_in(path: &OsStr, program: &str) -> Option<PathBuf> {
         .find(executable)
 }
 
-/// Runs `command` to its end, timing its lines as they come.
+/// Runs `command` to its end and notes when each line arrives.
 fn run(command: Command, limit: Duration) -> Result<Run, ExternalError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let deadline = Instant::now() + limit;
@@ -275,7 +275,7 @@ fn spawn(mut command: Command) -> io::Result<(Reaped, Receiver<(Instant, String)
         .stdout(writer.try_clone()?)
         .stderr(writer);
     let child = Reaped(command.spawn()?);
-    // The command holds our ends for writing: without this the pipe would never end.
+    // The command holds our write ends: without this the pipe would never end.
     drop(command);
     let (sender, lines) = mpsc::channel();
     std::thread::spawn(move || read_lines(reader, &sender));
@@ -300,7 +300,7 @@ fn last_lines(output: &str) -> String {
     lines[lines.len().saturating_sub(5)..].join(" | ")
 }
 
-/// A child that does not outlive its measurement.
+/// A child process that is killed when this is dropped.
 struct Reaped(Child);
 
 impl Reaped {
@@ -320,13 +320,13 @@ impl Reaped {
 
 impl Drop for Reaped {
     fn drop(&mut self) {
-        // Both fail only when it has already ended, which is what they are for.
+        // Both fail only if the child has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Reads the protocol line by line; whatever is not `BEGIN` or `END` is the program's own talk.
+/// Reads the protocol line by line. Lines without `BEGIN` or `END` are not part of it.
 #[derive(Default)]
 pub(crate) struct Phases {
     done: Vec<Phase>,
@@ -430,7 +430,7 @@ mod tests {
             let error = native(format!("#!/bin/sh\n{body}\n").as_bytes(), &[], LIMIT).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(problem), "{text} should contain {problem}");
-            assert!(text.contains("its last words"), "{text}");
+            assert!(text.contains("its last lines"), "{text}");
         }
     }
 

@@ -1,16 +1,15 @@
 //! The first look: `lacuna` alone, or `lacuna lab` without a name.
 //!
-//! Every system that exists is measured once, without it and with it, in turns, in less than a
-//! minute. The result is one row a system:
+//! Every mechanism is measured once, without it and with it, in turns, in less than a minute. The
+//! result is one row for each:
 //!
 //! ```text
-//! heading    the system: what is measured, and what *without* means
+//! heading    the mechanism: what is measured, and what *without* means
 //! figures    without, with, ratio, its 95 % interval, the null's interval, the published figure
 //! ```
-//! The rows are the same measurements as in the experiments ([`crate::apf`], [`crate::thp`],
-//! [`crate::pml`], [`crate::base`]), with the same ids and fewer rounds. Each has a time, and as
-//! many rounds as begin in it are counted, but at least six: below that an interval does not cover
-//! 95 %.
+//! The rows are measurements of the experiments ([`crate::apf`], [`crate::thp`], [`crate::pml`],
+//! [`crate::base`]), with the same ids and fewer rounds. Each row has a time. The rounds that begin
+//! within it are counted, but at least six, because with fewer an interval does not cover 95 %.
 //!
 //! A row whose interval includes 1.0 is *undecided*, and so is one with fewer than six rounds.
 
@@ -25,22 +24,22 @@ use std::time::Duration;
 /// Lines that [`FirstLook::text`] prints at most.
 pub const LINES: usize = 40;
 
-/// One system, or one figure of what all of them stand on.
+/// One mechanism, or one figure of the engine under all of them.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// The system.
+    /// The mechanism.
     pub system: &'static str,
     /// What is measured, and what *without* means.
     pub what: &'static str,
-    /// The figure without the system, with its unit.
+    /// The figure without the mechanism, with its unit.
     pub without: String,
     /// The figure with it.
     pub with: String,
     /// How many times better the second figure is than the first.
     pub ratio: Summary,
-    /// What the same method reports where nothing differs.
+    /// The same ratio where nothing differs.
     pub null: Summary,
-    /// The published figure and its source; or why there is none.
+    /// The published figure with its source, or `none`.
     pub published: &'static str,
 }
 
@@ -67,7 +66,7 @@ impl Row {
     }
 }
 
-/// What one experiment adds to the look: its row, and the measurements behind it.
+/// What one experiment adds to the first look: its row, and the measurements behind it.
 pub struct Found {
     /// The row.
     pub row: Row,
@@ -75,14 +74,14 @@ pub struct Found {
     pub results: Vec<Measurement>,
 }
 
-/// A look under way or over.
+/// A first look at this machine.
 pub struct FirstLook {
     /// Its JSON form.
     pub report: Report,
     rows: Vec<Row>,
 }
 
-/// A system, what it is called while it is measured, its time, and how it is measured.
+/// A mechanism, its time in seconds, and how it is measured.
 type Part = (
     &'static str,
     u64,
@@ -98,12 +97,12 @@ const PARTS: [Part; 5] = [
 ];
 
 impl FirstLook {
-    /// A look at this machine, of which nothing is measured yet.
+    /// A first look in which nothing is measured yet.
     pub fn new(command: impl Into<String>) -> Self {
         let mut report = Report::new(command);
         report.say(
-            "A first look: each system without it and with it, in turns, with few rounds. Figures \
-             to quote come from `lacuna lab --full`.",
+            "A first look: each mechanism without it and with it, in turns, with few rounds. \
+             Figures to quote come from `lacuna lab --full`.",
         );
         Self {
             report,
@@ -111,7 +110,7 @@ impl FirstLook {
         }
     }
 
-    /// Measures everything. What was measured before an error stays.
+    /// Measures everything. Results from before an error are kept.
     ///
     /// # Errors
     /// The first part that could not be carried out.
@@ -139,7 +138,7 @@ impl FirstLook {
         Ok(())
     }
 
-    /// The look for people: at most [`LINES`] lines.
+    /// The text for people: at most [`LINES`] lines.
     pub fn text(&self) -> String {
         let mut text = wrap(ABOUT);
         text.push_str("\n\n");
@@ -158,7 +157,7 @@ impl FirstLook {
             let _ = writeln!(text, "{}", wrap(&line));
         }
         if let Some(why) = &self.report.ended_early {
-            let _ = writeln!(text, "ended early: {why}; the systems after it are missing");
+            let _ = writeln!(text, "ended early: {why}; rows after that are missing");
         }
         let host = wrap(&self.report.host.to_string());
         let _ = writeln!(text, "\n{READ_ON}\n\n{host}");
@@ -166,7 +165,7 @@ impl FirstLook {
     }
 }
 
-/// Above the figures. The first column indents them; the fifth has the verdict.
+/// The header of the figures. The first column is their indentation; the sixth has the verdict.
 const HEADER: [&str; 8] = [
     "",
     "without",
@@ -179,9 +178,9 @@ const HEADER: [&str; 8] = [
 ];
 
 /// Above the rows.
-const ABOUT: &str = "A first look at Lacuna: each system without it and with it, in turns, on this \
-                     machine. A ratio above 1 is better with it. The null is the ratio where \
-                     nothing differs.";
+const ABOUT: &str = "A first look at Lacuna: each mechanism without it and with it, in turns, on \
+                     this machine. A ratio above 1 means that it is better with the mechanism. The \
+                     null is the ratio where nothing differs.";
 
 /// Below the rows.
 const READ_ON: &str = "\

@@ -1,11 +1,11 @@
-//! What VMs under measurement are made of, from the largest to the smallest.
+//! The fixtures of the experiments, from the largest to the smallest.
 //!
 //! | fixture | what it has | for |
 //! |---|---|---|
-//! | [`crate::session`] | one running guest of any backend | what is switched while it runs |
-//! | [`crate::players`] | VMs with one guest image that take turns | what differs between VMs |
+//! | [`crate::session`] | one running guest, any backend | arms that are switched while it runs |
+//! | [`crate::players`] | VMs with one guest image that take turns | arms that need a VM each |
 //! | [`boot_code`] | a VM that runs some bytes of machine code | one path, without a guest kernel |
-//! | [`Tables`] | slots, tables and a host, and no processor | work on tables alone |
+//! | [`Tables`] | slots, tables and a host, without a processor | work on tables alone |
 
 use crate::experiment::LabError;
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
@@ -17,7 +17,8 @@ use lacuna_soft::{
 use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::sync::Arc;
 
-/// A VM with `memory` and as many frames as `resident`. Everything else is as plain as it can be.
+/// A VM with `memory` and as many frames as `resident`: 4 KiB pages, compressed memory as swap, no
+/// async page faults.
 pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilder {
     VmBuilder {
         memory,
@@ -32,15 +33,15 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
     }
 }
 
-/// A VM with `mib` MiB, a frame for each of its pages, and what a host keeps free besides: nothing
-/// is ever reclaimed.
+/// A VM with `mib` MiB and a frame for each of its pages. The host has more frames than reclaim
+/// keeps free, so nothing is ever reclaimed.
 pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
     let memory = PageCount::from_bytes(mib << 20);
     let frames = PageCount::new(memory.get() + memory.get() / 8 + 16384);
     builder(memory, frames, vcpus)
 }
 
-/// The VM of `builder`, with vCPUs at the start of `image`, which nothing runs yet.
+/// The VM of `builder`, with vCPUs at the start of `image`. They do not run yet.
 ///
 /// # Errors
 /// The VM could not be made.
@@ -63,13 +64,14 @@ pub fn boot(
     Ok((vm, vcpus))
 }
 
-/// [`boot`] of machine code: pieces of memory by their addresses. vCPUs start at the first piece.
+/// [`boot`] of machine code, which is given as pieces of memory with their addresses. The vCPUs
+/// start at the first piece.
 ///
 /// # Errors
 /// The VM could not be made.
 ///
 /// # Panics
-/// If there is no piece, or an address is none.
+/// If there is no piece, or an address is too large.
 pub fn boot_code(
     builder: &VmBuilder,
     delivery: Delivery,
@@ -89,11 +91,11 @@ pub fn boot_code(
     boot(builder, delivery, &image, "")
 }
 
-/// The memory of a VM without its processors. Work on tables and reverse maps is measured on it.
+/// The memory of a VM without its processors, for measuring work on tables and reverse maps.
 pub struct Tables {
-    /// Where its memory comes from.
+    /// The host memory manager.
     pub host: Arc<Host>,
-    /// Its quiescent states: one vCPU.
+    /// Quiescent states, for one vCPU.
     pub qsbr: Arc<Qsbr>,
     /// Its memory-management unit.
     pub mmu: Arc<Mmu>,
@@ -124,7 +126,7 @@ impl Tables {
     }
 }
 
-/// A plain slot at `guest` with all of `region` behind it.
+/// A slot at `guest`, without flags, with all of `region` behind it.
 pub fn slot(id: SlotId, guest: u64, region: BackingRange) -> SlotSpec {
     SlotSpec {
         id,

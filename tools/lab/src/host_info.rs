@@ -1,4 +1,4 @@
-//! The machine a figure was measured on.
+//! The machine that a figure was measured on.
 
 use std::fmt;
 use std::fs;
@@ -6,24 +6,24 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// What a reader needs to know about the machine to place a figure.
+/// What a reader must know about the machine to judge a figure.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HostInfo {
     /// Processor, as the kernel names it.
     pub cpu: String,
-    /// Processors this process may run on.
+    /// Processors that this process may run on.
     pub cores: usize,
     /// Kernel release.
     pub kernel: String,
-    /// Memory the kernel manages, in bytes; 0 where `/proc/meminfo` cannot be read.
+    /// Memory of the machine in bytes; 0 where `/proc/meminfo` cannot be read.
     pub memory_bytes: u64,
-    /// When this was asked: UTC, ISO 8601, to the second.
+    /// When this was read: UTC, ISO 8601, to the second.
     pub date: String,
 }
 
 impl HostInfo {
-    /// Asks this machine. What cannot be read is named `unknown`, never an error: a report
-    /// without its processor's name is better than none.
+    /// Reads this machine's. A value that cannot be read is `unknown` and no error, because a
+    /// report without the processor's name is better than none.
     pub fn detect() -> Self {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();

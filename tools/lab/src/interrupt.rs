@@ -1,7 +1,7 @@
 //! The request to end an experiment early, as by Ctrl-C.
 //!
-//! A signal concerns the whole process, so this is the process's. Experiments look at every step of
-//! their progress and whenever they let a guest run: what they have measured stays in the report.
+//! A signal is for the whole process, so there is one flag. Experiments check it at every step of
+//! their progress and whenever they let a guest run. What they have measured stays in the report.
 
 use crate::experiment::LabError;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,12 +9,12 @@ use std::sync::{Arc, LazyLock};
 
 static REQUESTED: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
 
-/// What a signal handler sets.
+/// The flag, for a signal handler to set.
 pub fn flag() -> Arc<AtomicBool> {
     Arc::clone(&REQUESTED)
 }
 
-/// Goes on unless the end was requested.
+/// Returns an error if the end was requested.
 ///
 /// # Errors
 /// [`LabError::Interrupted`].

@@ -1,7 +1,7 @@
-//! Measurements that can be trusted, and the form in which they are told.
+//! Experiments, their statistics, and the stable form of their results.
 //!
-//! Ratios inside one run on one machine; never absolute times in tests. Arms are interleaved, a
-//! null arm runs beside them, and what is printed is a median with its 95 % interval:
+//! A result is a ratio inside one run on one machine; tests compare no absolute times. The arms of
+//! an experiment take turns, a null arm among them. A figure is a median with its 95 % interval:
 //!
 //! ```text
 //! closures ─▶ stats::compare ─▶ Summary ─▶ result::Measurement ─▶ result::Report ─▶ JSON
@@ -12,12 +12,12 @@
 //! * [`result`]: the stable JSON form; result ids are part of the interface.
 //! * [`report`]: the table for people, and progress on stderr.
 //! * [`host_info`]: the machine a figure was measured on.
-//! * [`native`]: what the host kernel's own page fault costs (the denominator of ours).
+//! * [`native`]: the cost of the host kernel's own page fault, which ours is compared with.
 //! * [`interrupt`]: ends an experiment early.
-//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`],
-//!   [`pml`]: they themselves.
+//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`], [`pml`]: the
+//!   experiments.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
-//! * [`external`]: the same guest program natively and in other machines (QEMU, Bochs).
+//! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
 
 pub mod apf;

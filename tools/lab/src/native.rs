@@ -1,7 +1,7 @@
-//! What the host kernel's own page fault costs: the denominator of `fault.soft_vs_host`.
+//! The cost of the host kernel's own page fault: the denominator of `fault.soft_vs_host`.
 //!
-//! One anonymous 4 KiB page at a time, zeroing included, in CPU time of the touching thread, so
-//! that a busy neighbour costs nothing:
+//! A thread touches anonymous 4 KiB pages one by one. Zeroing is included. The cost is CPU time of
+//! the thread, so other programs on the machine do not count:
 //!
 //! ```text
 //! hot    map 2048 pages ─ touch ─ unmap ─ again  the kernel gets back the frames it just freed:
@@ -9,8 +9,8 @@
 //! cold   flush ─ touch 256 pages of a fresh map ─ flush ─ touch the next 256 ...
 //! ```
 //!
-//! Mapping and unmapping are not timed, and neither is the page-table page under the area: it is
-//! there before the clock starts, as our own tables are.
+//! Mapping and unmapping are not timed. The page-table pages under the area exist before the clock
+//! starts, as in our own arm.
 
 use std::hint::black_box;
 use std::io;
@@ -19,12 +19,12 @@ use memmap2::{Advice, MmapMut};
 use rustix::time::{ClockId, clock_gettime};
 
 const PAGE: usize = 4096;
-/// Pages of one hot map: 8 MiB stay in a last-level cache, and what happens once a map, on either
-/// side of the comparison, weighs nothing.
+/// Pages of one hot map. 8 MiB stay in a last-level cache, and the work that is done once for each
+/// map is small against their faults in both arms.
 pub const HOT_PAGES: usize = 2048;
-/// Pages touched between two flushes: enough that reading the clock weighs nothing.
+/// Pages touched between two flushes: enough that reading the clock does not count.
 const COLD_PAGES: usize = 256;
-/// Longer than the share of the last-level cache one thread gets on the machines we know.
+/// More than one thread's share of the last-level cache on the machines that we have measured.
 const FLUSH_BYTES: usize = 64 << 20;
 
 /// CPU time this thread has used, in nanoseconds.
@@ -34,12 +34,12 @@ pub fn thread_cpu_ns() -> u64 {
     seconds * 1_000_000_000 + ns
 }
 
-/// A buffer larger than the caches; streaming over it leaves nothing else in them.
+/// A buffer larger than the caches. Reading all of it evicts everything else from them.
 pub struct CacheFlush(Vec<u64>);
 
 impl Default for CacheFlush {
     fn default() -> Self {
-        // Not zero: a zeroed allocation would be one shared page, and a very small cache load.
+        // Not zero: a zeroed allocation would be one shared page, which does not fill the caches.
         Self(vec![1; FLUSH_BYTES / size_of::<u64>()])
     }
 }
@@ -55,9 +55,8 @@ impl CacheFlush {
     }
 }
 
-/// Nanoseconds of CPU time a fault of the host kernel takes with warm caches.
-///
-/// One slice of at least `faults` faults, for [`crate::stats::compare`].
+/// The CPU time of a fault of the host kernel with warm caches, in nanoseconds: one slice of at
+/// least `faults` faults, for [`crate::stats::compare`].
 ///
 /// # Errors
 /// Those of mapping anonymous memory.
@@ -71,7 +70,7 @@ pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
     Ok(spent as f64 / (maps * HOT_PAGES) as f64)
 }
 
-/// The same with cold caches: `flush` runs between batches of faults.
+/// As [`hot_fault_ns`] with cold caches: `flush` runs between batches of faults.
 ///
 /// # Errors
 /// Those of mapping anonymous memory.
@@ -86,7 +85,7 @@ pub fn cold_fault_ns(faults: usize, flush: &CacheFlush) -> io::Result<f64> {
     Ok(spent as f64 / (batches * COLD_PAGES) as f64)
 }
 
-/// Anonymous memory without huge pages, with a page more at each end; those two are touched, so
+/// Anonymous memory without huge pages, with one more page at each end. Those two are touched, so
 /// that the tables between them exist.
 fn small_pages(pages: usize) -> io::Result<MmapMut> {
     let mut area = MmapMut::map_anon((pages + 2) * PAGE)?;
@@ -126,7 +125,7 @@ mod tests {
             .unwrap()
     }
 
-    /// What is timed really faults, once a page: no huge page, no page touched twice.
+    /// Each timed touch is one fault: no page is huge, and none is touched twice.
     #[test]
     fn every_timed_page_is_one_fault() {
         let before = minor_faults();

@@ -1,20 +1,21 @@
-//! `lacuna lab pml`: what it costs to know which pages a running guest writes.
+//! `lacuna lab pml`: the cost of knowing which pages a running guest writes.
 //!
 //! | id | what is compared |
 //! |---|---|
-//! | `pml.score_percent.ARM.SET` | transactions a second, watched / not |
-//! | `pml.ns_per_dirty_page.ARM.SET` | CPU time a dirtied page, above no logging |
+//! | `pml.score_percent.ARM.SET` | transactions a second, with logging / without |
+//! | `pml.ns_per_dirty_page.ARM.SET` | CPU time of a dirtied page, beyond that without logging |
 //! | `pml.cost_ratio.SET` | the same, write protection / PML |
-//! | `pml.always_on_loss_percent` | PML on and no slot that logs / PML off |
-//! | `pml.disable_ratio` | guest time lost when logging ends, dropping / in place |
+//! | `pml.always_on_loss_percent` | PML on while no slot logs / PML off |
+//! | `pml.disable_ratio` | guest time lost when logging ends, refault / collapse in place |
 //! | `pml.disable_lost_ms.*`, `pml.disable_ms.*` | the same in milliseconds; the call alone |
-//! | `pml.recovery_percent` | huge leaves after logging in place / before |
-//! | `pml.harvest_ns_per_dirty_page.ARM.PERCENT` | a harvest, by dirty pages of 8 GiB |
-//! | `pml.harvest_empty_us.ARM` | a harvest of nothing |
+//! | `pml.recovery_percent` | huge leaves after the collapse in place / before logging |
+//! | `pml.harvest_ns_per_dirty_page.ARM.PERCENT` | a harvest of 8 GiB, for each dirty page |
+//! | `pml.harvest_empty_us.ARM` | a harvest that finds no page |
 //! | `pml.kvm.score_percent.WAY`, `pml.kvm.ns_per_dirty_page.WAY` | as above, on `/dev/kvm` |
 //!
 //! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
-//! `raw`, or `exitcost`: each exit charged as hardware's, and the figure marked as simulated.
+//! `raw` or `exitcost`. In `exitcost` each exit is charged what it costs on hardware, and the
+//! figure is marked as simulated.
 
 pub use score_page::first_look;
 
@@ -36,7 +37,8 @@ use crate::result::Report;
 /// Measures everything.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. What this machine lacks is skipped.
+/// The first experiment that could not be carried out. Results whose needs this machine does not
+/// meet are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let steps = score::STEPS + 1 + ending::STEPS + harvest::STEPS + kvm::STEPS;
     let progress = Progress::new(steps, options.verbosity);
@@ -59,5 +61,5 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// What can be measured alone.
+/// The parts that can be measured alone.
 pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "kvm"];

@@ -1,4 +1,4 @@
-//! What people see: the table on stdout, progress on stderr.
+//! The table on stdout, and progress on stderr.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -14,8 +14,8 @@ use crate::result::{Better, Measurement, Report};
 /// Columns of a paragraph.
 const WIDTH: usize = 100;
 
-/// The report for people: what was measured in words, an aligned table with one line a result, the
-/// skipped ones below it, then the details and the machine.
+/// The report for people: paragraphs, a table with one line for each result, the skipped results,
+/// the details, and the machine.
 pub fn table(report: &Report) -> String {
     let header = [
         "result",
@@ -37,10 +37,7 @@ pub fn table(report: &Report) -> String {
         let _ = writeln!(text, "{}  skipped: {}", skipped.id, skipped.why);
     }
     if let Some(why) = &report.ended_early {
-        let _ = writeln!(
-            text,
-            "ended early: {why}; what was not measured until then is missing"
-        );
+        let _ = writeln!(text, "ended early: {why}; results after that are missing");
     }
     for detail in &report.details {
         let _ = write!(text, "\n{detail}");
@@ -58,7 +55,7 @@ fn row(result: &Measurement) -> [String; 7] {
         bound.map_or(String::new(), |bound| format!("{sign} {}", figure(bound)))
     };
     let verdict = match (result.met, result.runs) {
-        // So few make no 95 % interval.
+        // So few runs have no 95 % interval.
         (Some(_), 2..=4) => "undecided",
         (Some(true), _) if result.simulated => "ok, simulated",
         (Some(false), _) if result.simulated => "MISSED, simulated",
@@ -96,7 +93,7 @@ pub(crate) fn wrap(paragraph: &str) -> String {
     text
 }
 
-/// `1234567` as `1.2M`: a rate is read, not computed with.
+/// `1234567` as `1.2M`, for rates.
 pub fn short(value: f64) -> String {
     let (value, unit) = match value {
         v if v >= 1e9 => (v / 1e9, "G"),
@@ -118,7 +115,7 @@ pub fn time(ns: u64) -> String {
     }
 }
 
-/// Three significant digits, and never an exponent: figures are compared by eye.
+/// At least three significant digits and never an exponent, because readers compare figures by eye.
 pub(crate) fn figure(value: f64) -> String {
     let decimals = match value.abs() {
         size if size >= 100.0 => 0,
@@ -129,8 +126,8 @@ pub(crate) fn figure(value: f64) -> String {
     format!("{value:.decimals$}")
 }
 
-/// `rows` in columns, two spaces apart: the first column flush left, figures flush right, the
-/// verdict at the end flush left again.
+/// `rows` in columns, two spaces apart. The first and the last column are flush left, the others
+/// flush right.
 pub(crate) fn align<const N: usize>(rows: &[[String; N]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: [usize; N] = std::array::from_fn(|column| width(column).unwrap_or(0));
@@ -151,18 +148,17 @@ pub(crate) fn align<const N: usize>(rows: &[[String; N]]) -> String {
     text
 }
 
-/// Whether a command may speak while it works.
+/// Whether a command shows progress.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verbosity {
-    /// Progress on stderr where that is a terminal.
+    /// Progress on stderr, if stderr is a terminal.
     Normal,
-    /// Nothing but the result.
+    /// Only the result.
     Quiet,
 }
 
-/// A line on stderr that says what is being measured.
-///
-/// Silent when asked to be, and where stderr is not a terminal: logs want results, not spinners.
+/// A line on stderr that says what is being measured. It is not shown if stderr is no terminal,
+/// because it would only fill a log.
 pub struct Progress(ProgressBar);
 
 impl Progress {
@@ -181,7 +177,7 @@ impl Progress {
     /// Begins a step.
     ///
     /// # Errors
-    /// When the end was requested: [`crate::interrupt`].
+    /// The user asked for the end: [`crate::interrupt`].
     pub fn step(&self, what: impl Into<Cow<'static, str>>) -> Result<(), LabError> {
         interrupt::check()?;
         self.0.inc(1);

@@ -8,9 +8,9 @@
 //!  "skipped":[{"id":"cpu.x86.vs_qemu_tcg.mem64m", "why":"qemu-system-x86_64 is not installed"}]}
 //! ```
 //!
-//! Ids are part of the interface: `experiment.measure.variant`, once given never reused for
-//! something else. `min` and `max` are the ends of the 95 % interval ([`crate::stats`]). What could
-//! not be measured is listed as skipped, with the reason: it never counts as passed.
+//! Ids are part of the interface: `experiment.measure.variant`. An id is never reused for something
+//! else. `min` and `max` are the ends of the 95 % interval ([`crate::stats`]). A result that could
+//! not be measured is listed as skipped, with the reason. It never counts as passed.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,8 @@ use serde_json::Value;
 use crate::host_info::HostInfo;
 use crate::stats::Summary;
 
-/// Version of the form. It changes when a field changes its meaning or goes, not when one comes.
+/// Version of the form. It changes when a field changes its meaning or is removed, not when one is
+/// added.
 pub const SCHEMA: u32 = 1;
 
 /// Everything one command measured.
@@ -32,18 +33,18 @@ pub struct Report {
     pub host: HostInfo,
     /// The command line that reproduces it.
     pub command: String,
-    /// What was measured and what came out, in words, a paragraph each.
+    /// What was measured, and the findings in words: paragraphs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub about: Vec<String>,
     /// What was measured, in the order of measuring.
     pub results: Vec<Measurement>,
-    /// What was not, and why.
+    /// What was not measured, and why.
     #[serde(default)]
     pub skipped: Vec<Skipped>,
     /// Why the command ended before everything was measured; absent when everything was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended_early: Option<String>,
-    /// Tables for people; JSON has the same figures in the arms.
+    /// Tables for people. JSON has the same figures in the arms.
     #[serde(skip)]
     pub details: Vec<String>,
 }
@@ -63,7 +64,7 @@ impl Report {
         }
     }
 
-    /// Says something in words.
+    /// Adds a paragraph.
     pub fn say(&mut self, paragraph: impl Into<String>) {
         self.about.push(paragraph.into());
     }
@@ -76,7 +77,7 @@ impl Report {
     /// Adds a measurement.
     ///
     /// # Panics
-    /// If its id is already there: an id names one thing.
+    /// If there is a result of this id.
     pub fn push(&mut self, measurement: Measurement) {
         let id = &measurement.id;
         assert!(
@@ -104,7 +105,7 @@ impl Report {
     /// The JSON form, indented, with a newline at the end.
     ///
     /// # Panics
-    /// Never: every field has a JSON form. A figure that is not finite becomes `null`.
+    /// Never, because every field has a JSON form. A figure that is not finite becomes `null`.
     pub fn to_json(&self) -> String {
         let mut text = serde_json::to_string_pretty(self).expect("a report has a JSON form");
         text.push('\n');
@@ -117,11 +118,11 @@ impl Report {
 pub struct Skipped {
     /// The id it would have had.
     pub id: String,
-    /// What was missing.
+    /// The reason.
     pub why: String,
 }
 
-/// Which direction is progress.
+/// Whether more is better.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
@@ -142,30 +143,30 @@ pub struct Measurement {
     pub min: f64,
     /// Upper end of its interval.
     pub max: f64,
-    /// How many runs it was made from.
+    /// The number of runs behind it.
     pub runs: usize,
     /// Unit of `value`, `min`, `max`, `bar`, `wanted` and `reference`; `x` for a ratio.
     pub unit: String,
-    /// Which direction is progress.
+    /// Whether more is better.
     pub better: Better,
-    /// What the project promises; none for a figure that is only told.
+    /// The value that the project promises; `None` if it promises nothing.
     #[serde(default)]
     pub bar: Option<f64>,
-    /// What it hopes for beyond the bar.
+    /// A better value that the project aims for.
     #[serde(default)]
     pub wanted: Option<f64>,
-    /// Whether the *worse* end of the interval meets the bar; none without one.
+    /// Whether the *worse* end of the interval meets the bar; `None` without a bar.
     #[serde(default)]
     pub met: Option<bool>,
-    /// The published figure this one stands beside.
+    /// A published figure to compare with.
     pub reference: Option<f64>,
-    /// Where that was published.
+    /// The source of the published figure.
     pub reference_source: Option<String>,
-    /// Measured under the virtual clock, not on this machine's.
+    /// Whether a part of the value is not measured but computed, such as the cost of exits.
     pub simulated: bool,
-    /// What the experiment was run with: sizes, seeds, tick, slice.
+    /// The parameters of the experiment: sizes, seeds, tick, slice.
     pub params: BTreeMap<String, Value>,
-    /// The arms it was made from, each with its own figures.
+    /// The arms behind it, each with its own figures.
     pub arms: BTreeMap<String, Value>,
 }
 
@@ -196,7 +197,7 @@ impl Measurement {
         }
     }
 
-    /// With what the project promises.
+    /// With the value that the project promises.
     #[must_use]
     pub fn bar(mut self, bar: f64) -> Self {
         self.bar = Some(bar);
@@ -207,14 +208,14 @@ impl Measurement {
         self
     }
 
-    /// With what it hopes for beyond the bar.
+    /// With the better value that the project aims for.
     #[must_use]
     pub fn wanted(mut self, wanted: f64) -> Self {
         self.wanted = Some(wanted);
         self
     }
 
-    /// With the published figure it stands beside.
+    /// With a published figure to compare with.
     #[must_use]
     pub fn reference(mut self, value: f64, source: &str) -> Self {
         self.reference = Some(value);
@@ -222,7 +223,7 @@ impl Measurement {
         self
     }
 
-    /// Measured under the virtual clock.
+    /// Marked as partly computed.
     #[must_use]
     pub fn simulated(mut self) -> Self {
         self.simulated = true;
@@ -236,7 +237,7 @@ impl Measurement {
         self
     }
 
-    /// With one arm: its median, interval and whatever else is known of it.
+    /// With one arm: its median, its interval and other figures.
     #[must_use]
     pub fn arm(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.arms.insert(name.to_owned(), value.into());
@@ -337,8 +338,8 @@ mod tests {
         report.push(one);
     }
 
-    /// The form others parse, literally. If this test must change, so must [`SCHEMA`], unless the
-    /// change only adds a field.
+    /// The form that other programs parse. If this test must change, [`SCHEMA`] must change, too,
+    /// unless the change only adds a field.
     #[test]
     fn the_json_form_is_stable() {
         let mut report = Report::new("lacuna lab base --quick");

@@ -1,22 +1,22 @@
 //! Interleaved runs, medians and their intervals.
 //!
-//! Machines drift: they warm up, a neighbour wakes, a frequency changes. So arms do not run one
-//! after the other but in rounds, and a round is a palindrome around its own middle. With two
-//! arms it is the classic A B B A; [`compare`] adds arm A once more under another name, the null:
+//! Machines drift: they warm up, another program starts, a frequency changes. So arms do not run
+//! one after the other but in rounds, and a round is a palindrome. With two arms it is A B B A.
+//! [`compare`] adds arm A once more under another name, the null:
 //!
 //! ```text
 //! round      A  N  B  B  N  A        N runs exactly what A runs
 //! drift      ───────────────▶        the two slices of an arm have the same mean place in time,
 //!                                    so a drift that is linear over a round cancels
 //! ratio      (B + B) / (A + A)       one paired estimate a round
-//! null       (N + N) / (A + A)       what the method reports when there is nothing to find
+//! null       (N + N) / (A + A)       what the method reports where nothing differs
 //! ```
 //!
-//! The interval around a median comes from order statistics: between the k-th smallest and the
-//! k-th largest of n runs lies the true median with a probability that depends on n and k alone,
-//! whatever the distribution. It needs no random numbers, so the same samples always give the
-//! same interval. Below six runs even the full range covers less than 95 %; [`Summary::coverage`]
-//! says what it does cover.
+//! The interval around a median comes from order statistics. The true median lies between the k-th
+//! smallest and the k-th largest of n runs, with a probability that depends on n and k alone, for
+//! every distribution. No random numbers are needed, so the same samples always give the same
+//! interval. With fewer than six runs even the full range covers less than 95 %;
+//! [`Summary::coverage`] is what it covers.
 
 use crate::experiment::LabError;
 use crate::{interrupt, turns};
@@ -34,7 +34,7 @@ pub struct Summary {
     pub low: f64,
     /// Upper end of the interval.
     pub high: f64,
-    /// How many runs it was made from.
+    /// The number of runs behind it.
     pub runs: usize,
     /// Probability that `low..=high` covers the true median: at least 0.95 from six runs on.
     pub coverage: f64,
@@ -80,7 +80,7 @@ impl Summary {
 }
 
 impl Summary {
-    /// The summary of a ratio, seen from the other side: `b / a` for `a / b`.
+    /// The summary of the inverse ratio: `b / a` for `a / b`.
     ///
     /// # Panics
     /// If an end of the interval is not positive: the order of the ends would change.
@@ -96,7 +96,7 @@ impl Summary {
     }
 }
 
-/// How many runs to leave out at each end of `n` sorted ones, and what the rest covers.
+/// How many runs to leave out at each end of `n` sorted ones, and the coverage of the rest.
 ///
 /// The number of runs below the true median is binomial(n, 1/2). Leaving out `skip` at each end
 /// misses it when at most `skip` runs lie on one side: twice the lower tail.
@@ -117,7 +117,7 @@ fn interval(n: usize) -> (usize, f64) {
     best
 }
 
-/// What [`compare`] found.
+/// The result of [`compare`].
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Comparison {
     /// Arm A alone.
@@ -126,18 +126,17 @@ pub struct Comparison {
     pub b: Summary,
     /// B over A, paired by round.
     pub ratio: Summary,
-    /// A over A, the same way: the noise of the method.
+    /// A over A, in the same way: the noise of the method.
     pub null: Summary,
 }
 
-/// Runs two arms interleaved over `rounds` rounds with a null beside them.
+/// Runs two arms and a null, interleaved over `rounds` rounds.
 ///
-/// An arm does one slice of its work and returns its measure: a rate, or a cost per operation.
-/// Which of both is the arms' business, as long as they agree. The first round warms up the
-/// machine and is not counted.
+/// An arm does one slice of its work and returns its measure: a rate or a cost per operation, the
+/// same in both arms. The first round warms up the machine and is not counted.
 ///
 /// # Errors
-/// The first error of an arm ends the experiment, and so does [`interrupt`].
+/// The first error of an arm, and [`interrupt`].
 ///
 /// # Panics
 /// If no round is counted.
@@ -173,7 +172,7 @@ impl Rounds {
     /// The fewest rounds whose full range covers a median with 95 %.
     pub const LEAST: usize = 6;
 
-    /// The part of each of `parts` series of rounds.
+    /// The rounds of each of `parts` series that share this time.
     #[must_use]
     pub fn split(self, parts: usize) -> Self {
         match self {
@@ -214,11 +213,11 @@ impl From<usize> for Rounds {
     }
 }
 
-/// Runs `arms` arms interleaved and returns each one's runs: one figure an arm and round, the
-/// mean of its two slices. Use it where [`compare`]'s two arms are too few.
+/// Runs `arms` arms interleaved and returns the runs of each: one figure for each round, the mean
+/// of two slices. It is [`compare`] for any number of arms.
 ///
 /// # Errors
-/// The first error of a slice ends the experiment, and so does [`interrupt`].
+/// The first error of a slice, and [`interrupt`].
 pub fn rounds(
     arms: usize,
     rounds: impl Into<Rounds>,
@@ -232,7 +231,7 @@ pub fn rounds(
 /// Returns each arm's runs, a list for each measure.
 ///
 /// # Errors
-/// The first error of a slice ends the experiment, and so does [`interrupt`].
+/// The first error of a slice, and [`interrupt`].
 pub fn measures<const M: usize>(
     arms: usize,
     rounds: impl Into<Rounds>,
@@ -275,9 +274,9 @@ pub fn paired(a: &[f64], b: &[f64]) -> Summary {
     Summary::of(&ratios)
 }
 
-/// One figure a round: the mean over the shifts. `figures` are those of
-/// `rounds` rounds in each shift, one shift after the other. As every VM has played every arm, what
-/// makes one VM differ from another cancels.
+/// One figure for each round: the mean over the shifts. `figures` has `rounds` rounds of each
+/// shift, one shift after the other. Every VM has played every arm, so differences between VMs
+/// cancel.
 pub fn across_shifts(figures: &[f64], rounds: usize) -> Vec<f64> {
     let mean = |round: usize| {
         let all: Vec<f64> = figures

@@ -36,7 +36,8 @@ use crate::result::Report;
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. What this machine lacks is skipped.
+/// The first experiment that could not be carried out. Results whose needs this machine does not
+/// meet are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(range::STEPS + pressure::STEPS + 4, options.verbosity);
     report.say(

@@ -1,12 +1,13 @@
-//! The order in which arms take turns, for slices of one VM and for VMs beside each other.
+//! The order in which arms take turns. It holds for slices of one VM and for several VMs.
 //!
 //! ```text
 //! round      a b c c b a     there and back: a linear drift cancels
 //! pairs      a b c c b a  b c a a c b  ...     each time another arm first
-//! shifts     arm a on VM 0, 1, 2: what one VM is faster than another cancels
+//! shifts     arm a on VM 0, 1, 2: differences between the VMs cancel
 //! ```
 
-/// Every way to give `count` arms to as many VMs by turning: VM `shift[arm]` plays `arm`.
+/// All rotations of `count` arms over as many VMs. In the rotation `shift`, VM `shift[arm]` plays
+/// `arm`.
 pub fn shifts(count: usize) -> impl Iterator<Item = Vec<usize>> {
     (0..count).map(move |shift| (0..count).map(|arm| (arm + shift) % count).collect())
 }
@@ -14,14 +15,15 @@ pub fn shifts(count: usize) -> impl Iterator<Item = Vec<usize>> {
 /// Whether a turn is the last of its round.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Last {
-    /// It is.
+    /// It is the last.
     Yes,
-    /// More will come.
+    /// More turns of the round follow.
     No,
 }
 
-/// A round: `pairs` times the turns of all arms, there and back, each time with another one first:
-/// an arm with two turns in a row finds its caches warm. Calls `turn` with an arm.
+/// Calls `turn` for each turn of a round. A round is the turns of all arms, there and back, `pairs`
+/// times. Each time another arm is first, because an arm with two turns in a row finds its caches
+/// warm.
 ///
 /// # Errors
 /// The first of a turn.

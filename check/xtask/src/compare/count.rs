@@ -25,10 +25,18 @@ pub struct Probe {
     pub name: &'static str,
     /// The unit of work.
     pub unit: Unit,
-    /// Arguments of `lacuna run` in both runs.
-    pub arguments: &'static [&'static str],
-    /// Further arguments of the run with little work, and of the run with much.
-    pub amounts: [&'static [&'static str]; 2],
+    /// The guest.
+    pub guest: &'static str,
+    /// Its memory, in the run with little work and in the run with much.
+    pub memory: [&'static str; 2],
+    /// The resident part of it.
+    pub resident: [&'static str; 2],
+    /// The swap device.
+    pub swap: &'static str,
+    /// Whether the guest is offered asynchronous page faults: `on` or `off`.
+    pub apf: &'static str,
+    /// Words for the guest's command line.
+    pub words: [&'static str; 2],
 }
 
 /// A unit of work.
@@ -40,115 +48,89 @@ pub enum Unit {
     SwapIn,
 }
 
+/// What most probes have in common: a guest with all of its memory resident.
+const RESIDENT: Probe = Probe {
+    name: "",
+    unit: Unit::Step,
+    guest: "cpubench",
+    memory: ["64M"; 2],
+    resident: ["64M"; 2],
+    swap: "mem",
+    apf: "on",
+    words: [""; 2],
+};
+
+/// A guest that reads at random in twice as much memory as is resident.
+const SWAPPING: Probe = Probe {
+    unit: Unit::SwapIn,
+    guest: "reads",
+    resident: ["32M"; 2],
+    swap: "file",
+    words: ["reads=2000", "reads=12000"],
+    ..RESIDENT
+};
+
 /// All probes. Each has one vCPU.
 pub const PROBES: &[Probe] = &[
     Probe {
         name: "fault.first_touch",
-        unit: Unit::Step,
-        arguments: &["touch", "--swap", "mem"],
-        amounts: [
-            &["--memory", "64M", "--resident", "64M"],
-            &["--memory", "192M", "--resident", "192M"],
-        ],
+        guest: "touch",
+        memory: ["64M", "192M"],
+        resident: ["64M", "192M"],
+        ..RESIDENT
     },
     Probe {
         name: "fault.swap_in",
-        unit: Unit::SwapIn,
-        arguments: &[
-            "reads",
-            "--memory",
-            "64M",
-            "--resident",
-            "32M",
-            "--swap",
-            "file",
-            "--apf",
-            "off",
-        ],
-        amounts: [&["--append", "reads=2000"], &["--append", "reads=12000"]],
+        apf: "off",
+        ..SWAPPING
     },
     Probe {
         name: "fault.swap_in.apf",
-        unit: Unit::SwapIn,
-        arguments: &[
-            "reads",
-            "--memory",
-            "64M",
-            "--resident",
-            "32M",
-            "--swap",
-            "file",
-            "--apf",
-            "on",
-        ],
-        amounts: [&["--append", "reads=2000"], &["--append", "reads=12000"]],
+        ..SWAPPING
     },
     Probe {
         name: "access.random_read",
-        unit: Unit::Step,
-        arguments: &[
-            "reads",
-            "--memory",
-            "64M",
-            "--resident",
-            "64M",
-            "--swap",
-            "mem",
-        ],
-        amounts: [&["--append", "reads=2000"], &["--append", "reads=102000"]],
+        guest: "reads",
+        words: ["reads=2000", "reads=102000"],
+        ..RESIDENT
     },
     Probe {
         name: "instruction.mem256k",
-        unit: Unit::Step,
-        arguments: &[
-            "cpubench",
-            "--memory",
-            "64M",
-            "--resident",
-            "64M",
-            "--swap",
-            "mem",
-        ],
-        amounts: [
-            &["--append", "test=mem256k iters=1000"],
-            &["--append", "test=mem256k iters=101000"],
-        ],
+        words: ["test=mem256k iters=1000", "test=mem256k iters=101000"],
+        ..RESIDENT
     },
     Probe {
         name: "instruction.alu",
-        unit: Unit::Step,
-        arguments: &[
-            "cpubench",
-            "--memory",
-            "64M",
-            "--resident",
-            "64M",
-            "--swap",
-            "mem",
-        ],
-        amounts: [
-            &["--append", "test=alu iters=1000"],
-            &["--append", "test=alu iters=101000"],
-        ],
+        words: ["test=alu iters=1000", "test=alu iters=101000"],
+        ..RESIDENT
     },
     Probe {
         name: "instruction.branchy",
-        unit: Unit::Step,
-        arguments: &[
-            "cpubench",
-            "--memory",
-            "64M",
-            "--resident",
-            "64M",
-            "--swap",
-            "mem",
-        ],
-        amounts: [
-            &["--append", "test=branchy iters=10"],
-            &["--append", "test=branchy iters=110"],
-        ],
+        words: ["test=branchy iters=10", "test=branchy iters=110"],
+        ..RESIDENT
     },
 ];
+
+impl Probe {
+    /// The arguments of `lacuna run`, in the run with little work and in the run with much.
+    fn arguments(&self) -> [[&'static str; 11]; 2] {
+        [0, 1].map(|run| {
+            [
+                self.guest,
+                "--memory",
+                self.memory[run],
+                "--resident",
+                self.resident[run],
+                "--swap",
+                self.swap,
+                "--apf",
+                self.apf,
+                "--append",
+                self.words[run],
+            ]
+        })
+    }
+}
 
 /// The counts of one run.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -217,22 +199,18 @@ impl Counted {
 
 /// Runs both runs of `probe` under callgrind with the program `lacuna`; `folder` takes their files.
 pub fn per_unit(lacuna: &Path, probe: &Probe, folder: &Path) -> Result<PerUnit, Failure> {
-    let [little, much] = probe.amounts;
+    let [little, much] = probe.arguments();
     PerUnit::between(
-        run(lacuna, probe, little, folder)?,
-        run(lacuna, probe, much, folder)?,
+        run(lacuna, &little, probe.unit, folder)?,
+        run(lacuna, &much, probe.unit, folder)?,
     )
 }
 
-fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<Run, Failure> {
+fn run(lacuna: &Path, arguments: &[&str], unit: Unit, folder: &Path) -> Result<Run, Failure> {
     let told = folder.join("run.json");
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]);
-    command
-        .arg(lacuna)
-        .arg("run")
-        .args(probe.arguments)
-        .args(amount);
+    command.arg(lacuna).arg("run").args(arguments);
     command
         .args(["--seed", "1", "--vcpus", "1", "--quiet", "--json"])
         .arg(&told);
@@ -259,7 +237,7 @@ fn run(lacuna: &Path, probe: &Probe, amount: &[&str], folder: &Path) -> Result<R
         .map_err(|error| Failure(format!("cannot read {}: {error}", told.display())))?;
     let instructions = collected(&printed);
     let instructions = instructions.ok_or(Failure("callgrind printed no count".into()))?;
-    let (units, guest_ns) = work(&told, probe.unit).map_err(Failure)?;
+    let (units, guest_ns) = work(&told, unit).map_err(Failure)?;
     Ok(Run {
         instructions,
         units,
@@ -363,7 +341,8 @@ mod tests {
     fn probes_have_names_of_their_own() {
         for (i, probe) in PROBES.iter().enumerate() {
             assert!(PROBES[..i].iter().all(|other| other.name != probe.name));
-            assert_ne!(probe.amounts[0], probe.amounts[1], "{}", probe.name);
+            let [little, much] = probe.arguments();
+            assert_ne!(little, much, "{}", probe.name);
         }
     }
 }

@@ -1,12 +1,12 @@
-//! A memory-bound program with nothing beside it: no other thread gains from asynchronous
-//! faults, so what is left is what they cost.
+//! A memory-bound program alone. No other process gains from asynchronous faults, so the figure is
+//! their cost.
 //!
-//! `membound` writes every page of twice its budget and reads all back in another order, again and
-//! again, and computes a little on each page. A round of it is the unit of time here, not a slice:
-//! its writes fault more often than its reads, so only whole rounds are alike.
+//! `membound` has twice as much memory as is resident. It writes every page, reads all pages back
+//! in another order, and computes a little on each; again and again. The unit of time is one such
+//! round and not a slice: writes fault more often than reads, so only whole rounds are alike.
 //!
-//! The swap latency is not given but found: such that without asynchronous faults the program
-//! waits for 30 % of its time.
+//! The swap latency is not given but searched for: without asynchronous faults the program shall
+//! wait for 30 % of its time.
 
 use super::slices::{add_stalls, stalls_json, stalls_text};
 use crate::experiment::{LabError, Options};
@@ -21,15 +21,15 @@ use serde_json::Value;
 use std::time::{Duration, Instant};
 
 const ID: &str = "apf.memory_alone_time_ratio";
-/// Small, so that a round is a second or so and many fit into the experiment.
+/// Small, so that a round takes about a second and the experiment has many.
 const MEMORY_MIB: u64 = 4;
 const RESIDENT_MIB: u64 = 2;
-/// Wanted share of the time that the program waits for pages, and how far off it may be.
+/// The wanted share of the time that the program waits for pages, and the largest deviation.
 const SHARE: f64 = 0.30;
 const TOLERANCE: f64 = 0.03;
-/// Where the search for the latency begins.
+/// The latency at which the search begins.
 const FIRST_GUESS: Duration = Duration::from_micros(500);
-/// A round of `membound` takes a few seconds at most.
+/// The longest time of a round. It takes a few seconds.
 const ROUND_LIMIT: Duration = Duration::from_secs(120);
 
 /// The arms; the second is the null.
@@ -38,8 +38,8 @@ const OFF: usize = 0;
 const NULL: usize = 1;
 const ON: usize = 2;
 
-/// What `membound` computes on each page; it decides which latency gives [`SHARE`]: about half a
-/// millisecond, in between the plain file and the headline's.
+/// How much `membound` computes on each page. It decides which latency gives [`SHARE`]: about half
+/// a millisecond, between that of a file and the 1 ms of the other experiments.
 const fn work(options: &Options) -> u64 {
     if options.quick { 15_000 } else { 40_000 }
 }
@@ -68,7 +68,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// More than any experiment waits for.
+/// More rounds than any experiment waits for.
 const ROUNDS: u64 = 1_000_000;
 
 struct Found {
@@ -91,13 +91,16 @@ fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
     let us = builder.latency.ns() / 1000;
     if (share - SHARE).abs() > TOLERANCE {
         let percent = 100.0 * share;
-        report.skip(ID, format!("it waited {percent:.0} % of its time, not 30"));
+        let why = format!(
+            "no latency was found: the program waited {percent:.0} % of its time, not 30 %"
+        );
+        report.skip(ID, why);
         return;
     }
     let ratio = paired(time, &found.runs[ON][0]);
     report.say(format!(
-        "memory-bound program alone, waiting for pages {:.0} % of its time ({us} us each): with \
-         asynchronous faults it takes {:.3} times as long.",
+        "memory-bound program alone: without asynchronous faults it waits for pages {:.0} % of its \
+         time, at {us} us a page. With them it takes {:.3} times as long.",
         100.0 * share,
         ratio.median,
     ));
@@ -121,11 +124,11 @@ fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
     );
 }
 
-/// Turns `dial` until a round without asynchronous faults waits for [`SHARE`] of its time.
-fn calibrate(rounds: &mut Rounds<'_>, dial: &LatencySetting) -> Result<(), LabError> {
-    // The first round touches fresh memory; it should not wait for anything.
+/// Changes `latency` until a round without asynchronous faults waits for [`SHARE`] of its time.
+fn calibrate(rounds: &mut Rounds<'_>, latency: &LatencySetting) -> Result<(), LabError> {
+    // The first round touches fresh memory, which should not wait.
     rounds.next(Apf::Off)?;
-    dial.set(FIRST_GUESS);
+    latency.set(FIRST_GUESS);
     for _ in 0..4 {
         let round = rounds.next(Apf::Off)?;
         let (stalled, count) = (round.stalled(), round.stall_count());
@@ -135,8 +138,8 @@ fn calibrate(rounds: &mut Rounds<'_>, dial: &LatencySetting) -> Result<(), LabEr
         }
         let computing = round.seconds() - stalled;
         let wanted = computing * SHARE / (1.0 - SHARE);
-        let seconds = dial.ns() as f64 / 1e9 + (wanted - stalled) / count as f64;
-        dial.set(Duration::from_secs_f64(seconds.clamp(0.0, 1.0)));
+        let seconds = latency.ns() as f64 / 1e9 + (wanted - stalled) / count as f64;
+        latency.set(Duration::from_secs_f64(seconds.clamp(0.0, 1.0)));
     }
     Ok(())
 }
@@ -146,13 +149,13 @@ struct Rounds<'a> {
     session: &'a Session<'a, Vm>,
     /// Steps of a round.
     steps: u64,
-    /// The counter at the end of the round that has begun.
+    /// The counter's value at the end of the current round.
     next: u64,
     began: Instant,
     stalls: Vec<Stalls>,
 }
 
-/// A round that is over.
+/// A finished round.
 struct Round {
     time: Duration,
     stalls_before: Vec<Stalls>,
@@ -160,7 +163,7 @@ struct Round {
 }
 
 impl<'a> Rounds<'a> {
-    /// At the beginning of the program.
+    /// Waits for the beginning of the program.
     fn start(session: &'a Session<'a, Vm>) -> Result<Self, LabError> {
         let goal = |status: &Status| status.threads.iter().find_map(program)?.1;
         let goal = session.guest.run_until(ROUND_LIMIT, goal)?;
@@ -174,7 +177,7 @@ impl<'a> Rounds<'a> {
         })
     }
 
-    /// Waits for the end of the round, whose faults are taken so.
+    /// Waits for the end of the round, whose faults are taken as `apf` says.
     fn next(&mut self, apf: Apf) -> Result<Round, LabError> {
         self.session.set_apf(apf);
         let next = self.next;
@@ -206,7 +209,7 @@ impl Round {
         self.time.as_secs_f64()
     }
 
-    /// Seconds that the vCPU stood still.
+    /// The seconds that the vCPU was stalled.
     fn stalled(&self) -> f64 {
         let total = |stalls: &[Stalls]| stalls.iter().map(Stalls::total_ns).sum::<u64>();
         (total(&self.stalls_after) - total(&self.stalls_before)) as f64 / 1e9

@@ -1,4 +1,5 @@
-//! One swap device: workers and faulters together and alone, with asynchronous faults and without.
+//! Workers and faulters on one swap device, together and alone, with asynchronous faults and
+//! without.
 
 use super::slices::{Arm, Pace, Role, Runs, take_turns};
 use super::{bm, with_params};
@@ -11,7 +12,7 @@ use crate::stats::{Rounds, Summary};
 use lacuna_soft::Swap;
 use std::time::Duration;
 
-/// A device and what is promised on it.
+/// A swap device, and what the project promises with it.
 pub struct Device {
     /// Its word in result ids.
     id: &'static str,
@@ -22,7 +23,7 @@ pub struct Device {
     worker_share: Option<f64>,
     worker_ratio: Option<f64>,
     faulter_ratio: Option<f64>,
-    /// Enough that the median's interval is narrower than what the bars ask about.
+    /// Enough that the median's interval is narrower than its distance from the bars.
     rounds: usize,
 }
 
@@ -36,8 +37,8 @@ enum Medium {
 pub const DEVICES: [Device; 3] = [
     Device {
         id: "latency_1ms",
-        // What the data then costs is small, and no disk's: the latency is what is measured.
-        about: "compressed memory, 1 ms away",
+        // Compressed memory takes little time itself, so the figure is about the latency.
+        about: "compressed memory with 1 ms of latency",
         medium: Medium::Memory,
         latency: Duration::from_millis(1),
         worker_share: Some(95.0),
@@ -47,7 +48,7 @@ pub const DEVICES: [Device; 3] = [
     },
     Device {
         id: "file",
-        about: "plain swap file",
+        about: "swap file",
         medium: Medium::File,
         latency: Duration::ZERO,
         worker_share: None,
@@ -92,6 +93,24 @@ fn pace(device: &Device, options: &Options) -> Pace {
     }
 }
 
+impl Device {
+    /// The ids of its results.
+    pub fn ids(&self) -> [String; 4] {
+        [SHARE, WORKERS, FAULTERS, ALONE].map(|(name, _)| self.id_of(name))
+    }
+
+    fn id_of(&self, name: &str) -> String {
+        format!("apf.{name}.{}", self.id)
+    }
+}
+
+/// The four results of a device: the name in the id, and the unit.
+const SHARE: Measure = ("worker_share_percent", "%");
+const WORKERS: Measure = ("worker_ratio", "x");
+const FAULTERS: Measure = ("faulter_ratio", "x");
+const ALONE: Measure = ("faulter_alone_ratio", "x");
+type Measure = (&'static str, &'static str);
+
 /// The four results of `device`.
 pub fn measure(device: &Device, options: &Options, report: &mut Report) -> Result<(), LabError> {
     let pace = pace(device, options);
@@ -112,7 +131,7 @@ fn run(device: &Device, options: &Options, arms: &[Arm], pace: Pace) -> Result<R
     })
 }
 
-/// The row of the first look: what workers do beside faulters on the first device.
+/// The row of the first look: the speed of workers beside faulters on the first device.
 pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let [device, ..] = &DEVICES;
     let pace = Pace {
@@ -124,7 +143,7 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
     let rate = |arm| format!("{}/s", short(runs.rate(arm, Role::Workers).median));
     let row = Row {
         system: "x86 async page faults",
-        what: "work done beside threads whose pages take 1 ms; without, vCPUs wait",
+        what: "computing beside processes whose pages take 1 ms; without, the vCPU waits",
         without: rate(Arm::Off),
         with: rate(Arm::On),
         ratio: runs.ratio(Arm::Off, Arm::On, Role::Workers)?,
@@ -142,45 +161,31 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
 fn measured(
     device: &Device,
     pace: Pace,
-    measure: (&str, &str),
+    (name, unit): Measure,
     summary: Summary,
     bar: Option<f64>,
 ) -> Measurement {
-    let (name, unit) = measure;
-    let id = format!("apf.{name}.{}", device.id);
-    let result = Measurement::new(id, unit, Better::Higher, summary);
+    let result = Measurement::new(device.id_of(name), unit, Better::Higher, summary);
     let result = with_params(result, pace).param("swap", device.about);
     bar.into_iter().fold(result, Measurement::bar)
 }
 
 fn worker_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
     let ratio = runs.ratio(Arm::Off, Arm::On, Role::Workers)?;
-    let result = measured(
-        device,
-        pace,
-        ("worker_ratio", "x"),
-        ratio,
-        device.worker_ratio,
-    )
-    .reference(1.995, "KVM Forum 2010")
-    .arm("off", runs.arm(Arm::Off, Role::Workers))
-    .arm("on", runs.arm(Arm::On, Role::Workers))
-    .arm("null", null(runs, Role::Workers)?);
+    let result = measured(device, pace, WORKERS, ratio, device.worker_ratio)
+        .reference(1.995, "KVM Forum 2010")
+        .arm("off", runs.arm(Arm::Off, Role::Workers))
+        .arm("on", runs.arm(Arm::On, Role::Workers))
+        .arm("null", null(runs, Role::Workers)?);
     Ok(result)
 }
 
 fn faulter_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
     let ratio = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
-    let result = measured(
-        device,
-        pace,
-        ("faulter_ratio", "x"),
-        ratio,
-        device.faulter_ratio,
-    )
-    .arm("off", runs.arm(Arm::Off, Role::Faulters))
-    .arm("on", runs.arm(Arm::On, Role::Faulters))
-    .arm("null", null(runs, Role::Faulters)?);
+    let result = measured(device, pace, FAULTERS, ratio, device.faulter_ratio)
+        .arm("off", runs.arm(Arm::Off, Role::Faulters))
+        .arm("on", runs.arm(Arm::On, Role::Faulters))
+        .arm("null", null(runs, Role::Faulters)?);
     Ok(result)
 }
 
@@ -189,31 +194,39 @@ fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result
     let kept = runs.ratio(Arm::Alone, Arm::Off, Role::Workers)?;
     let faulters = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
     let alone = runs.ratio(Arm::FaultersOff, Arm::FaultersOn, Role::Faulters)?;
+    // All ratios before the first result: on a busy machine all are skipped.
+    let worker_ratio = worker_ratio(device, pace, runs)?;
+    let faulter_ratio = faulter_ratio(device, pace, runs)?;
     report.say(format!(
-        "{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, {:.0} \
-         % without; the faulters do {:.2} times as much.",
+        "{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, and \
+         {:.0} % without. Faulters are {:.2} times as fast with them as without.",
         device.about,
         100.0 * share.median,
         100.0 * kept.median,
         faulters.median,
     ));
-    let name = ("worker_share_percent", "%");
     report.push(
-        measured(device, pace, name, share.scaled(100.0), device.worker_share)
-            .arm("alone", runs.arm(Arm::Alone, Role::Workers))
-            .arm("on", runs.arm(Arm::On, Role::Workers)),
+        measured(
+            device,
+            pace,
+            SHARE,
+            share.scaled(100.0),
+            device.worker_share,
+        )
+        .arm("alone", runs.arm(Arm::Alone, Role::Workers))
+        .arm("on", runs.arm(Arm::On, Role::Workers)),
     );
-    report.push(worker_ratio(device, pace, runs)?);
-    report.push(faulter_ratio(device, pace, runs)?);
+    report.push(worker_ratio);
+    report.push(faulter_ratio);
     report.push(
-        measured(device, pace, ("faulter_alone_ratio", "x"), alone, None)
+        measured(device, pace, ALONE, alone, None)
             .arm("off", runs.arm(Arm::FaultersOff, Role::Faulters))
             .arm("on", runs.arm(Arm::FaultersOn, Role::Faulters)),
     );
     Ok(())
 }
 
-/// What the method reports where there is nothing to find.
+/// The ratio that the method reports where nothing differs.
 fn null(runs: &Runs, role: Role) -> Result<serde_json::Value, LabError> {
     Ok(runs.ratio(Arm::Off, Arm::OffAgain, role)?.into())
 }

@@ -49,6 +49,12 @@ const LOOK_MS: u64 = 50;
 /// A page's latency in milliseconds, its word in the id, and the bar of the share.
 const LATENCIES: [(u64, &str, f64); 2] = [(1, "1ms", 85.0), (5, "5ms", 95.0)];
 
+/// The ids of its results.
+pub fn ids() -> impl Iterator<Item = String> {
+    let shares = LATENCIES.map(|(_, word, _)| id(word));
+    shares.into_iter().chain([FAULTS.to_owned()])
+}
+
 fn id(word: &str) -> String {
     format!("apf.kvm.task_share_percent.{word}")
 }
@@ -72,35 +78,35 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let all = LATENCIES.map(|(_, word, _)| id(word));
     if let Err(why) = lacuna_kvm::available() {
-        let all = all.into_iter().chain([FAULTS.to_owned()]);
-        all.for_each(|id| report.skip(id, &why));
+        ids().for_each(|id| report.skip(id, &why));
         return Ok(());
     }
     progress.step("/dev/kvm, with asynchronous faults")?;
     let on = shares_on_kvm(options, Apf::On)?;
     progress.step("/dev/kvm, without")?;
     let off = shares_on_kvm(options, Apf::Off)?;
-    for ((latency, on), off) in LATENCIES.iter().zip(&on.runs).zip(&off.runs) {
-        let &(_, word, bar) = latency;
-        report.detail(on.table(&format!("/dev/kvm, {word} a page, with")));
-        report.detail(off.table(&format!("/dev/kvm, {word} a page, without")));
-        let share = on.ratio(Arm::Alone, Arm::On, Role::Workers)?.scaled(100.0);
-        let without = off
-            .ratio(Arm::Alone, Arm::Off, Role::Workers)?
-            .scaled(100.0);
+    let share = |of: &Shares, beside| -> Result<Vec<Summary>, LabError> {
+        let ratio = |runs: &Runs| runs.ratio(Arm::Alone, beside, Role::Workers);
+        let ratios = of.runs.iter().map(ratio);
+        ratios.map(|ratio| Ok(ratio?.scaled(100.0))).collect()
+    };
+    // All shares before the first result: on a busy machine all are skipped.
+    let (with, without) = (share(&on, Arm::On)?, share(&off, Arm::Off)?);
+    for (at, (_, word, bar)) in LATENCIES.into_iter().enumerate() {
+        let (runs, with, without) = (&on.runs[at], with[at], without[at]);
+        report.detail(runs.table(&format!("/dev/kvm, {word} of latency, on")));
+        report.detail(off.runs[at].table(&format!("/dev/kvm, {word} of latency, off")));
         report.say(format!(
-            "/dev/kvm, {word} a page: beside a faulter (another thread of its process, tick \
-             {TICK_US} us), a worker keeps {:.0} % of its speed with asynchronous faults, {:.0} % \
-             without.",
-            share.median, without.median,
+            "/dev/kvm, {word} of latency: beside a faulter, a worker keeps {:.0} % of its speed \
+             with asynchronous faults, and {:.0} % without. Both are threads of one process.",
+            with.median, without.median,
         ));
-        let result = Measurement::new(id(word), "%", Better::Higher, share).bar(bar);
+        let result = Measurement::new(id(word), "%", Better::Higher, with).bar(bar);
         report.push(
             with_params(result, pace(options, Apf::On))
-                .arm("alone", on.arm(Arm::Alone, Role::Workers))
-                .arm("on", on.arm(Arm::On, Role::Workers))
+                .arm("alone", runs.arm(Arm::Alone, Role::Workers))
+                .arm("on", runs.arm(Arm::On, Role::Workers))
                 .arm("share_percent_off", without),
         );
     }

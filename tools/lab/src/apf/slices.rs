@@ -1,4 +1,5 @@
-//! Arms of an experiment, and the slices of time in which they take turns in one guest.
+//! The arms of an experiment with `bm`, and the slices of time in which they take turns in one
+//! guest.
 
 use crate::experiment::LabError;
 use crate::report::{align, short, time};
@@ -14,15 +15,15 @@ use std::time::Duration;
 pub enum Arm {
     /// The workers alone: no process faults.
     Alone,
-    /// Workers beside faulters, vCPUs wait for pages.
+    /// Workers beside faulters; vCPUs wait for pages.
     Off,
     /// [`Arm::Off`] once more: the null.
     OffAgain,
-    /// Workers beside faulters, faults taken asynchronously.
+    /// Workers beside faulters; faults are taken asynchronously.
     On,
-    /// The faulters alone, vCPUs wait for pages.
+    /// The faulters alone; vCPUs wait for pages.
     FaultersOff,
-    /// The faulters alone, faults taken asynchronously.
+    /// The faulters alone; faults are taken asynchronously.
     FaultersOn,
 }
 
@@ -58,28 +59,28 @@ impl Arm {
     }
 }
 
-/// How long and how often.
+/// Rounds, and the times of a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pace {
-    /// Counted rounds; one more goes before them. Each has two slices an arm.
+    /// Counted rounds; one more goes before them. Each has two slices of every arm.
     pub rounds: Rounds,
-    /// What is counted of a slice.
+    /// The counted part of a slice.
     pub slice: Duration,
-    /// What goes before it: faults of the arm before are still on their way, and a paused process
+    /// The time before it. Faults of the arm before are still on their way, and a paused process
     /// looks every 20 ms whether its pause is over.
     pub settle: Duration,
 }
 
-/// Which counters a rate is made of.
+/// The processes that a rate counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
-    /// Those that compute.
+    /// The processes that compute.
     Workers,
-    /// Those that fault.
+    /// The processes that fault.
     Faulters,
 }
 
-/// What the arms did.
+/// The rates of all arms.
 pub struct Runs {
     arms: Vec<ArmRuns>,
 }
@@ -94,7 +95,7 @@ struct ArmRuns {
 /// Lets `arms` take turns in one VM, whatever its backend.
 ///
 /// # Errors
-/// When the guest ends or its memory cannot be read.
+/// The guest ends, or its memory cannot be read.
 pub fn take_turns<V: Measured>(
     session: &Session<'_, V>,
     arms: &[Arm],
@@ -128,7 +129,7 @@ fn slice<V: Measured>(
     Ok(after.rates_since(&before))
 }
 
-/// Adds to `sum` what came between two readings, vCPU by vCPU.
+/// Adds to `sum` the stalls between two readings, vCPU by vCPU.
 pub fn add_stalls(sum: &mut Vec<Stalls>, before: &[Stalls], after: &[Stalls]) {
     sum.resize_with(after.len(), Stalls::default);
     for (sum, (before, after)) in sum.iter_mut().zip(before.iter().zip(after)) {
@@ -146,7 +147,7 @@ impl Runs {
         &self.of(arm).rates[role as usize]
     }
 
-    /// What the processes of `role` did in `arm`, in steps a second.
+    /// The steps a second of the processes of `role` in `arm`.
     pub fn rate(&self, arm: Arm, role: Role) -> Summary {
         Summary::of(self.rates(arm, role))
     }
@@ -154,14 +155,14 @@ impl Runs {
     /// The rates of `role` in `arm` over those in `base`, paired by round.
     ///
     /// # Errors
-    /// The processes of `role` did nothing at all in a round of `base`, so there is nothing to
-    /// compare with.
+    /// [`LabError::Busy`]: the processes of `role` did no step in a round of `base`, so there is
+    /// nothing to compare with.
     pub fn ratio(&self, base: Arm, arm: Arm, role: Role) -> Result<Summary, LabError> {
         let base_rates = self.rates(base, role);
         if base_rates.contains(&0.0) {
             let name = base.name();
-            return Err(LabError::Guest(format!(
-                "{role:?} stood still in a whole round of arm `{name}`"
+            return Err(LabError::Busy(format!(
+                "{role:?} did no step in a whole round of arm `{name}`"
             )));
         }
         Ok(paired(base_rates, self.rates(arm, role)))
@@ -196,7 +197,7 @@ impl Runs {
     }
 }
 
-/// Heads a column of [`stalls_text`].
+/// The header of a column of [`stalls_text`].
 pub const STALLS: &str = "stalls of each vCPU: p50 / p99 / p99.9";
 
 /// Each vCPU's stalls, for people.
@@ -213,7 +214,7 @@ pub fn stalls_text(stalls: &[Stalls]) -> String {
     stalls.iter().map(one).collect::<Vec<_>>().join(", ")
 }
 
-/// Stalls as results tell them, in nanoseconds.
+/// Each vCPU's stalls for results, in nanoseconds.
 pub fn stalls_json(stalls: &[Stalls]) -> Value {
     let one = |(vcpu, stalls): (usize, &Stalls)| {
         let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));

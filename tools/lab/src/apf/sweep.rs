@@ -1,20 +1,21 @@
 //! The page latency from which asynchronous faults pay.
 //!
-//! The swap is compressed memory, a few microseconds away, with the wanted latency on top: on a
-//! file nothing below its own fifty microseconds could be asked for. (`bm` writes random words, so
-//! pages compress worse the longer it runs: some million writes fit, ten times what this needs.) At
-//! each latency the arms take turns as elsewhere, and are judged so:
+//! The swap device is compressed memory, which takes a few microseconds, with the wanted latency
+//! added. A file takes fifty microseconds by itself, so shorter latencies could not be set. (`bm`
+//! writes random words, so pages compress worse the longer it runs. There is room for some million
+//! writes, ten times as many as the sweep needs.) At each latency the arms take turns, and are
+//! judged by these rules:
 //!
 //! ```text
-//! noise(L)      the farthest end of the null's interval from 1, of workers and of faulters
-//! no worse(L)   on / off >= 1 - noise(L), for the workers and for the faulters, and the noise is
-//!               below 0.2: more of it, and the latency has shown nothing
-//! break-even    the smallest L of the sweep such that no worse holds for it and all longer ones
+//! noise(L)      the largest distance from 1 of the nulls' intervals, of workers and of faulters
+//! no worse(L)   on / off >= 1 - noise(L), for workers and for faulters; and noise(L) < 0.2,
+//!               because with more noise the latency has shown nothing
+//! break-even    the smallest L such that "no worse" holds for it and for all longer ones
 //! ```
 //!
-//! The ratios have intervals, so the break-even has one: its value judges by the medians, its
-//! upper end by the lower ends of both ratios (that is the one the bar is for), its lower end by
-//! the upper ends. It is infinite when not even the longest latency qualifies.
+//! The ratios have intervals, so the break-even has one. Its value follows from the medians, its
+//! upper end from the lower ends of both ratios, and its lower end from the upper ends. The bar is
+//! for the upper end. The break-even is infinite if not even the longest latency qualifies.
 
 use super::slices::{Arm, Pace, Role, Runs, STALLS, stalls_text, take_turns};
 use super::{bm, with_params};
@@ -29,11 +30,13 @@ use std::time::Duration;
 
 const LATENCIES_US: [u64; 10] = [10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 const BAR_US: f64 = 100.0;
-/// A null that reaches farther from 1 than this leaves its latency unjudged.
+/// The id of the result.
+pub const ID: &str = "apf.break_even_us";
+/// If a null's interval reaches farther from 1 than this, its latency is not judged.
 const NOISE_MAX: f64 = 0.2;
 const ARMS: [Arm; 3] = [Arm::Off, Arm::OffAgain, Arm::On];
 
-/// How many steps of progress it has.
+/// The number of steps that [`measure`] reports as progress.
 pub fn steps(options: &Options) -> usize {
     latencies(options).count()
 }
@@ -47,13 +50,13 @@ fn pace(options: &Options, latency: Duration) -> Pace {
     let (rounds, slice) = if options.quick { (2, 50) } else { (9, 80) };
     Pace {
         rounds: Rounds::Count(rounds),
-        // Where a page takes long, time for a number of them.
+        // Long enough for some faults where a page takes long.
         slice: Duration::from_millis(slice).max(25 * latency),
         settle: Duration::from_millis(15).max(3 * latency),
     }
 }
 
-/// One latency's figures.
+/// The figures of one latency.
 struct Point {
     us: u64,
     workers: Summary,
@@ -113,7 +116,7 @@ fn point(
     })
 }
 
-/// How far from 1 the nulls reach.
+/// The largest distance of the nulls' intervals from 1.
 fn noise(nulls: &[Summary]) -> f64 {
     let ends = nulls.iter().flat_map(|null| [null.low, null.high]);
     ends.map(|end| (end - 1.0).abs()).fold(0.0, f64::max)
@@ -130,7 +133,7 @@ fn arms(runs: &Runs, workers: Summary, faulters: Summary, [a, b]: [Summary; 2]) 
     })
 }
 
-/// The smallest latency from which on `no_worse` holds; infinite without one.
+/// The smallest latency from which on `no_worse` holds; infinite if there is none.
 fn break_even(points: &[Point], no_worse: impl Fn(&Point) -> bool) -> f64 {
     let good = points.iter().rev().take_while(|point| no_worse(point));
     good.last().map_or(f64::INFINITY, |point| point.us as f64)
@@ -179,9 +182,9 @@ fn tell(points: &[Point], pace: Pace) -> Measurement {
         runs: points.first().map_or(0, |point| point.workers.runs),
         coverage: points.first().map_or(0.0, |point| point.workers.coverage),
     };
-    let result = Measurement::new("apf.break_even_us", "us", Better::Lower, summary).bar(BAR_US);
+    let result = Measurement::new(ID, "us", Better::Lower, summary).bar(BAR_US);
     let result = with_params(result, pace)
-        .param("swap", "compressed memory, and the latency on top")
+        .param("swap", "compressed memory with the latency added")
         .param(
             "latencies_us",
             points.iter().map(|p| p.us).collect::<Vec<_>>(),
@@ -222,10 +225,9 @@ mod tests {
         settle: Duration::ZERO,
     };
 
-    /// Workers and faulters must both do no worse, at this latency and all longer ones; the bar is
-    /// for the lower ends.
+    /// Workers and faulters must both do no worse, at this latency and all longer ones.
     #[test]
-    fn break_even_is_where_nobody_loses_any_more() {
+    fn break_even_is_where_no_process_loses_any_more() {
         let good = summary(1.1, 1.2, 1.3);
         let points = [
             point(10, good, good),

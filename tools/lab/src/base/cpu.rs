@@ -1,4 +1,4 @@
-//! Guest instructions a second: ours, native, QEMU's. The same program, the same run.
+//! Instructions a second of one program: on a soft vCPU, natively, and in QEMU, in turns.
 
 use crate::experiment::{LabError, Options};
 use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 const LIMIT: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u32 = 256;
 
-/// One loop with the iterations of a slice in each machine, ours first, then native, then QEMU: a
-/// few tenths of a second each.
+/// One loop, and its iterations in a slice on a soft vCPU, natively, and in QEMU: a few tenths of a
+/// second each.
 struct Test {
     name: &'static str,
     iterations: [u64; 3],
@@ -53,7 +53,7 @@ const TESTS: [Test; 4] = [
     },
 ];
 
-/// The machines.
+/// The arms.
 const OURS: usize = 0;
 const NATIVE: usize = 1;
 const QEMU: usize = 2;
@@ -100,7 +100,7 @@ pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
     let rate = |rates: &[f64]| format!("{}/s", short(1e6 * Summary::of(rates).median));
     let row = Row {
         system: "vCPU",
-        what: "guest instructions a second (integer loop); without, natively on this processor",
+        what: "instructions a second, integer loop; without, native on this processor",
         without: rate(native),
         with: rate(ours),
         ratio: paired(native, ours),
@@ -157,7 +157,7 @@ fn arguments(test: &Test, iterations: u64) -> [String; 2] {
 fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {
     let builder = VmBuilder {
         command_line: arguments(test, iterations).join(" "),
-        // This is about instructions, not about memory.
+        // All memory is resident, because the figure is about instructions.
         ..resident(u64::from(MEMORY_MIB), 1)
     };
     let phases = Arc::new(Mutex::new(Phases::default()));

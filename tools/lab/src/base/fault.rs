@@ -1,4 +1,4 @@
-//! What a resident stage-2 fault costs, and whether two vCPUs' faults get in each other's way.
+//! The cost of a resident stage-2 fault, and whether the faults of two vCPUs delay each other.
 
 use crate::base::{Fixture, Touch, touch_together};
 use crate::experiment::{LabError, Options};
@@ -8,17 +8,18 @@ use crate::report::time;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Comparison, Rounds, Summary, compare, paired, rounds};
 
-/// Pages of a warm touch, as in the host's arm: frames come back from the last-level cache.
+/// Pages of a warm touch, as many as in the host's arm: the frames stay in the last-level cache.
 const HOT: u64 = HOT_PAGES as u64;
 const COLD_PAGES: u64 = 256;
 /// Faults of one slice.
 const SLICE: u64 = 16 * HOT;
-/// Pages of all vCPUs together in the scaling runs: the same work, and the same frames in the same
-/// caches, by one vCPU or by two. Enough that starting two threads is nothing beside it.
+/// Pages of all vCPUs together in the scaling runs. One vCPU or two do the same work with the same
+/// frames in the same caches. It is long against the start of two threads.
 const SCALING_PAGES: u64 = 65536;
 /// Touches of one slice.
 const SCALING_TOUCHES: u64 = 8;
-/// What is looked for is a few percent, and the two cores are not always two.
+/// Many, because the differences are a few percent, and the machine's two cores may share one core
+/// of its host.
 const SCALING_ROUNDS: usize = 40;
 
 fn host_error(source: std::io::Error) -> LabError {
@@ -50,13 +51,13 @@ pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The row of the first look, with the figures of `fault.soft_vs_host`.
+/// The row of the first look, from `fault.soft_vs_host`.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let found = compare_hot(rounds)?;
     let ns = |cost: Summary| time(cost.median as u64);
     let row = Row {
         system: "resident fault",
-        what: "CPU time of a first touch, zeroing included; without, the host kernel's fault",
+        what: "CPU time of a first touch, with zeroing; without, a fault of the host's kernel",
         without: ns(found.a),
         with: ns(found.b),
         ratio: found.ratio.inverse(),
@@ -103,8 +104,8 @@ pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// `fault.scaling_2vcpu`, and beside it what two VMs that share nothing but the machine reach: what
-/// they lose too is not ours.
+/// `fault.scaling_2vcpu`, and beside it the same with two VMs that share nothing but the machine.
+/// What two VMs lose, too, is not a cost of the engine.
 pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let id = "fault.scaling_2vcpu";
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
@@ -125,8 +126,8 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
             .map(|_| Ok(touch_together(fixtures, || ())?.wall_ns))
             .collect::<Result<Vec<u64>, LabError>>()?;
         touches.sort_unstable();
-        // The middle one: a preemption of either thread is the machine's doing, and hits two more
-        // often.
+        // The median, because a preemption is not a cost of the engine, and two threads are
+        // preempted more often than one.
         let wall_ns = touches[touches.len() / 2];
         Ok::<_, LabError>(SCALING_PAGES as f64 * 1e9 / wall_ns as f64)
     })?;

@@ -1,4 +1,4 @@
-//! Whether the resident budget is one: everything the process has, against it.
+//! Whether a run keeps its budget: the memory of the whole process against it.
 
 use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
@@ -9,7 +9,8 @@ use std::process::{Command, Stdio};
 const MEMORY: &str = "2G";
 const RESIDENT: &str = "512M";
 
-/// `run.memory_overhead_percent`: from a process of its own, whose peak nothing else has raised.
+/// `run.memory_overhead_percent`. It is measured in a process of its own, because another
+/// experiment in the same process could have a higher peak.
 pub fn overhead(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let runs = if options.quick { 1 } else { 6 };
     let samples = (0..runs)
@@ -28,8 +29,8 @@ pub fn overhead(options: &Options, report: &mut Report) -> Result<(), LabError> 
 
 fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
     let swap = format!("file,dir={}", options.swap_dir.display());
-    // Random reads and writes over all of it: the budget is full within a second, and pages go both
-    // ways for the rest.
+    // `bm` reads and writes at random over all of its memory. The budget is full within a second,
+    // and pages are swapped in and out for the rest of the time.
     let seconds = if options.quick { 3 } else { 10 };
     let output = Command::new(&options.lacuna)
         .args([

@@ -1,10 +1,11 @@
-//! A guest of a dozen instructions: every vCPU writes one byte to each page of its share, then
-//! leaves through a port; entered again, it does so again.
+//! A guest of a dozen instructions. Every vCPU writes one byte to each page of its share, and then
+//! exits through a port. When it is entered again, it does the same again.
 //!
-//! The resident fault path alone: no kernel, no timer, no page table of its own (the boot tables
-//! map with 2 MiB leaves, so the stage-1 walk is short). What is timed is the vCPU's thread inside
-//! [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the frame and its zeroing,
-//! the install, the TLB fill and the retry, and the three instructions of the loop around it.
+//! So the figure is of the resident fault path alone. The guest has no kernel, no timer and no page
+//! table of its own. The boot tables map by 2 MiB leaves, so the stage-1 walk is short. Timed is
+//! the vCPU's thread inside [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the
+//! frame and its zeroing, the install, the TLB fill, the retry, and the three instructions of the
+//! loop.
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, slot};
@@ -19,13 +20,13 @@ use std::thread;
 use std::time::Instant;
 
 const CODE: u64 = 0x10_0000;
-/// Where the touched pages begin.
+/// The address of the first touched page.
 const AREA: u64 = 0x20_0000;
 
-/// One measured touching of fresh pages.
+/// The times of one touch of fresh pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Touch {
-    /// Pages that each vCPU touched.
+    /// The number of pages that each vCPU touched.
     pub pages: u64,
     /// Thread CPU time of all vCPUs, in nanoseconds.
     pub cpu_ns: u64,
@@ -33,10 +34,10 @@ pub struct Touch {
     pub wall_ns: u64,
 }
 
-/// A VM whose vCPUs can touch their shares of fresh pages again and again.
+/// A VM whose vCPUs touch their shares of fresh pages, as often as wanted.
 ///
-/// The pages are a memory slot of their own, with a region of their own behind it: both are new for
-/// each touch, so every page faults, and the frames that come back are the ones that went last.
+/// The pages are a memory slot with a region of its own. Both are new for each touch, so every page
+/// faults. The host allocates the frames that were freed last.
 pub struct Fixture {
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,
@@ -47,11 +48,11 @@ pub struct Fixture {
 const SLOT: SlotId = SlotId(100);
 
 impl Fixture {
-    /// A VM of `vcpus`, with frames for their shares of `pages`. The frames have been touched, so
-    /// that the machine under us has backed them.
+    /// A VM of `vcpus` vCPUs, with frames for their shares of `pages` pages. The frames have been
+    /// touched, so that the host's kernel has backed them.
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
         let boot = PageCount::new(AREA / PAGE_SIZE as u64);
-        // Room for the per-CPU page caches and for what a VM has beside its share.
+        // Room for the per-CPU page caches, and for what a VM needs beside the touched pages.
         let frames = PageCount::new(vcpus as u64 * pages + boot.get() + 4096);
         let builder = builder(boot, frames, vcpus);
         let code = program(pages * PAGE_SIZE as u64);
@@ -59,7 +60,7 @@ impl Fixture {
         Ok(Self { vm, vcpus, pages })
     }
 
-    /// Every vCPU touches its share once. `before` runs before the clock starts.
+    /// Lets every vCPU touch its share once. `before` is called before the clock starts.
     pub fn touch(&mut self, before: impl FnOnce()) -> Result<Touch, LabError> {
         touch_together(std::slice::from_mut(self), before)
     }
@@ -73,8 +74,8 @@ impl Fixture {
     }
 }
 
-/// All vCPUs of all `fixtures` touch their shares once, at the same time. Fixtures share nothing
-/// but the machine.
+/// Lets all vCPUs of all `fixtures` touch their shares once, at the same time. Fixtures share
+/// nothing but the machine.
 pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result<Touch, LabError> {
     let regions = fixtures
         .iter()
@@ -128,8 +129,8 @@ struct Share {
     cpu_ns: u64,
 }
 
-/// Gives the calling thread a core of its own: a fresh thread may start on the core of the one
-/// before it, and a touch is over before the scheduler has noticed.
+/// Pins the calling thread to a core. Without that, a new thread may start on the core of another
+/// one, and a touch is over before the scheduler moves it.
 pub fn pin(index: usize) {
     let Ok(allowed) = sched_getaffinity(None) else {
         return;
@@ -140,12 +141,13 @@ pub fn pin(index: usize) {
     if let Some(cpu) = mine {
         let mut only = CpuSet::new();
         only.set(cpu);
-        // A refusal costs precision, nothing else.
+        // If the kernel refuses, the figure is less precise.
         let _ = sched_setaffinity(None, &only);
     }
 }
 
-/// Where threads wait for each other awake: a sleeper's wake-up takes as long as a hundred faults.
+/// Where threads wait for each other. They spin, because a wake-up takes as long as a hundred
+/// faults.
 struct StartLine {
     missing: AtomicUsize,
 }

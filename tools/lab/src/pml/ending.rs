@@ -1,18 +1,18 @@
-//! What a guest loses when the logging of its writes ends and its huge leaves come back: refaulted
-//! one by one, as KVM had it before 2022, or put together in place.
+//! What a guest loses when dirty logging ends and its huge leaves come back. They are refaulted one
+//! by one, as in KVM before 2022, or collapsed in place.
 //!
 //! ```text
-//! slice   on: every huge leaf is split | the guest writes | off | a second, in which gaps count
+//! slice   on: every huge leaf is split | the guest writes | off | a second; gaps are counted
 //!                                        dwell                  window
 //! ```
-//! The guest is `gaps`: it writes to random pages and counts the time that is gone between two
-//! writes. That is what it loses to faults, exits and waiting, whatever else the machine does to
-//! its speed: here a guest's rate differs by a tenth from second to second, which is ten times as
-//! much as is lost (docs/speed-pml.md). From each slice the gaps of one without logging are taken;
-//! the null is another such slice.
+//! The guest is `gaps`. It writes to random pages and adds up the gaps: the time between two writes
+//! beyond the usual. So it counts the time lost to faults, exits and waiting. Its rate would say
+//! less: a guest's rate differs by a tenth from second to second here, ten times the loss
+//! (docs/speed-pml.md). The gaps of a slice without logging are subtracted from each slice. The
+//! null is another slice without logging.
 //!
-//! A core is left for the thread that ends the logging: what it takes from a guest by needing one
-//! is not a matter of how logging ends, and a VMM's host has more cores than a VM has vCPUs.
+//! One core is left for the thread that ends the logging. It takes processor time whatever the way
+//! of ending, and a VMM's host has more cores than a VM has vCPUs.
 
 use super::ending_loss::{over, within_noise};
 use crate::experiment::{LabError, Options, vcpus};
@@ -25,32 +25,34 @@ use lacuna_addr::Level;
 use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
+/// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 1;
 
-/// Every huge leaf is split at once, so that both ways begin with the same.
+/// Splits every huge leaf at once, so that both ways of ending begin alike.
 const EAGER: Logging = Logging::On {
     initially: Initially::Clean,
     huge: HugeLeaves::Eager,
 };
 
-/// A published pair: the kernel's `dirty_log_perf_test`, 96 vCPUs with 1 GiB each.
+/// A published ratio: the kernel's `dirty_log_perf_test`, 96 vCPUs with 1 GiB each.
 const REFERENCE: f64 = 45.7 / 1.95;
 const SOURCE: &str = "in-place promotion when dirty logging is disabled, Gardon, kvm list, 2021: \
                       the call's time, 45.7 s / 1.95 s";
 
-/// The arms, by how logging ends; the first two never begin to log.
+/// The arms, by the way in which logging ends. In the first two no slot logs.
 const ARMS: [Option<Recovery>; 4] = [None, None, Some(Recovery::Refault), Some(Recovery::InPlace)];
 const NONE: usize = 0;
 const NULL: usize = 1;
 const DROP: usize = 2;
 const IN_PLACE: usize = 3;
 
-/// How much of it.
+/// Sizes, times and rounds.
 struct Size {
     mib: u64,
     rounds: usize,
-    /// How long the guest writes to pages that are logged.
+    /// The time in which the guest writes to logged pages.
     dwell: Duration,
+    /// The counted time after the end of logging.
     window: Duration,
 }
 
@@ -69,8 +71,8 @@ impl Size {
     }
 }
 
-/// What one slice has: milliseconds of a vCPU that were gone; that the call took; percent of the
-/// huge leaves that were there when it returned, and a window later; how many of them were split.
+/// The figures of a slice: milliseconds of a vCPU in gaps; milliseconds of the call; percent of the
+/// huge leaves that existed when it returned, and a window later; the number of split leaves.
 type Slice = [f64; 5];
 const GONE: usize = 0;
 const CALL: usize = 1;
@@ -112,7 +114,9 @@ fn slice(session: &Session<'_, Vm>, size: &Size, how: Option<Recovery>) -> Resul
         }
         let left = huge_leaves(vm);
         if left > 0.0 {
-            return Err(LabError::Guest(format!("{left} huge leaves are not split")));
+            return Err(LabError::Guest(format!(
+                "{left} huge leaves were not split"
+            )));
         }
     }
     guest.run_for(size.dwell)?;
@@ -134,7 +138,7 @@ fn slice(session: &Session<'_, Vm>, size: &Size, how: Option<Recovery>) -> Resul
     ])
 }
 
-/// As many as the host has cores for beside one thread.
+/// As many vCPUs as leave a core for one thread.
 fn vcpus_beside_one() -> usize {
     (vcpus() - 1).max(1)
 }
@@ -145,7 +149,7 @@ fn huge_leaves(vm: &Vm) -> f64 {
 
 fn tell(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {
     let of = |arm: usize, what: usize| Summary::of(&runs[arm][what]);
-    // What is gone where nothing happens: timers, and what others take of the machine.
+    // Timers and other programs cause gaps without logging, too. They are subtracted.
     let lost = |arm: usize| {
         let pairs = runs[NONE][GONE].iter().zip(&runs[arm][GONE]);
         Summary::of(&pairs.map(|(none, gone)| gone - none).collect::<Vec<_>>())

@@ -1,28 +1,28 @@
-//! One loss over another that may be nothing.
+//! The ratio of two losses, of which the second may be zero.
 
 use crate::stats::Summary;
 
-/// How far the null is off: less than this is not told from nothing.
+/// The noise: the null's largest distance from zero.
 fn noise(null: Summary) -> f64 {
     null.low.abs().max(null.high.abs())
 }
 
-/// Whether the loss cannot be told from nothing.
+/// Whether the loss is within the noise.
 pub fn within_noise(loss: Summary, null: Summary) -> bool {
     loss.median <= noise(null)
 }
 
-/// `great` over `small`. Where `small` is within the noise it counts as large as that, so that
-/// the ratio says what was shown, and is not a division by something near zero. Its ends are the
-/// ends of the two intervals against each other.
+/// `great` over `small`. If `small` is within the noise, the noise is the divisor. So the ratio
+/// claims no more than was shown, and there is no division by something near zero. The ends of the
+/// ratio are the opposite ends of the two intervals.
 ///
 /// # Panics
-/// If `small` and `null` are both exactly nothing: no experiment is that good.
+/// If `small` and `null` are both exactly zero, which no measurement is.
 pub fn over(great: Summary, small: Summary, null: Summary) -> Summary {
     let floor = noise(null);
     let by = |small: f64| small.max(floor);
-    assert!(by(small.low) > 0.0, "neither a loss nor noise");
-    // The worse end has the larger divisor where the dividend is a loss, the smaller where it is
+    assert!(by(small.low) > 0.0, "a loss or noise is above zero");
+    // The lower end has the larger divisor if the dividend is a loss, and the smaller one if it is
     // a gain.
     let low = (great.low / by(small.high)).min(great.low / by(small.low));
     let high = (great.high / by(small.low)).max(great.high / by(small.high));

@@ -1,12 +1,13 @@
-//! What one harvest costs, for each page that is dirty: taking the marks, arming the pages again,
-//! and the shoot-down.
+//! The cost of a harvest for each dirty page: taking the marks, re-arming the pages, and the
+//! shoot-down.
 //!
 //! ```text
-//! vCPU's stand-in    writes pages | all through, or its ring is full | writes the rest
-//! this thread                     | harvest, timed                   |
+//! writer         writes pages | all written, or its ring is full | writes the rest
+//! this thread                 | harvest, timed                   |
 //! ```
-//! A ring has at most 65 536 entries, so at 10 and 100 % of 8 GiB it is harvested whenever it is
-//! full, as after a vCPU's exit with a full ring: 4 and 33 times, and the sum is what counts.
+//! The writer is a thread in place of a vCPU. A ring has at most 65 536 entries, so at 10 and 100 %
+//! of 8 GiB it is harvested whenever it is full, as after a vCPU's exit with a full ring: 4 and 33
+//! times. The figure is the sum.
 
 use super::harvest_fixture::{Fixture, Harvested};
 use crate::experiment::{LabError, Options};
@@ -15,16 +16,17 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures};
 use lacuna_soft::{Backup, Delivery, Detection, RingSize};
 
+/// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 2;
 
-/// How much is dirty: its name in an id, pages of 1000, and how often that is done in a slice.
+/// The dirty shares: the name in an id, dirty pages of 1000, and the repetitions in a slice.
 const SHARES: [(&str, u64, u32); 4] = [
     ("0.1", 1, 8),
     ("1", 10, 4),
     ("10", 100, 1),
     ("100", 1000, 1),
 ];
-/// Harvests of nothing, in a slice.
+/// Harvests that find no page, in a slice.
 const EMPTY: u32 = 32;
 
 /// The arms; the second is the null.
@@ -35,8 +37,8 @@ const ARMS: [(&str, Detection); 3] = [
 ];
 const NULL: usize = 1;
 
-/// What one slice has: for each share the nanoseconds a page, those of them that were CPU time, and
-/// how many harvests there were; and the same, in all, for a harvest of nothing.
+/// The figures of a slice. For each share: nanoseconds for each page, nanoseconds of CPU time for
+/// each page, and the number of harvests. Then the same for one harvest that finds no page, in all.
 const PER_SHARE: usize = 3;
 type Slice = [f64; PER_SHARE * (SHARES.len() + 1)];
 const TIME: usize = 0;

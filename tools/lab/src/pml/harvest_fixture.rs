@@ -1,5 +1,5 @@
-//! One VM's memory, with a stand-in for its vCPU: a thread that writes to pages when it is told to,
-//! and passes quiescent points as a vCPU does, whether it has anything to do or not.
+//! One VM's memory with a writer in place of its vCPU: a thread that writes to pages on request.
+//! Like a vCPU it passes quiescent points all the time, also while it has nothing to write.
 
 use crate::experiment::LabError;
 use crate::fixture::{Tables, builder};
@@ -15,42 +15,42 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const SLOT: SlotId = SlotId(0);
-/// Where the slot begins.
+/// The first page of the slot.
 const FIRST: Gfn = Gfn::new(1 << 20).expect("4 GiB");
 const TABLES: u32 = 1 << 14;
-/// Frames beyond the slot's pages: per-CPU page caches, and what reclaim wants free.
+/// Frames beyond the slot's pages, for the per-CPU page caches and because reclaim keeps some free.
 const SPARE: u64 = 1 << 14;
 
-/// A slot of 4 KiB leaves, all of them mapped, that logs.
+/// A slot that logs, all of it mapped by 4 KiB leaves.
 pub struct Fixture {
     mmu: Arc<Mmu>,
     pages: u64,
-    /// For the bits of a harvest; none where it comes by ring.
+    /// The bits of a harvest; empty if writes are recorded in a ring.
     words: Vec<u64>,
-    /// Where in the order of pages the next ones to be written are.
+    /// The place, in the order of pages, of the next page to be written.
     next: u64,
     orders: Sender<Range<u64>>,
     answers: Receiver<Result<Wrote, String>>,
 }
 
-/// How far the writer has come.
+/// How far the writer has come with an order.
 enum Wrote {
-    /// Through its order.
+    /// To its end.
     All,
-    /// Its ring is full, and this is left.
+    /// The ring is full, and these places are left.
     RingFull(Range<u64>),
 }
 
-/// What it took to learn of some dirty pages, and to arm them again.
+/// The cost of harvests that found some dirty pages.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Harvested {
-    /// In all.
+    /// The time of all harvests.
     pub time: Duration,
-    /// The harvester's own CPU time of that.
+    /// The CPU time of the harvesting thread in that.
     pub cpu_ns: u64,
-    /// In so many harvests: more than one where a ring was full.
+    /// The number of harvests: more than one if a ring was full.
     pub harvests: u32,
-    /// So many pages came out of them.
+    /// The number of pages that they found.
     pub pages: u64,
 }
 
@@ -96,29 +96,30 @@ impl Fixture {
             drop(fixture);
             done
         });
-        // The host holds the MMU by its region, and that holds the host: without this, for ever.
+        // The host's region holds the MMU, and the MMU holds the host. Without this, neither would
+        // be freed.
         host.remove_region(region)?;
         done
     }
 
-    /// Maps everything; only then is it logged.
+    /// Maps every page, and then turns logging on.
     fn prepare(&mut self) -> Result<(), LabError> {
         self.order(self.pages)?;
         let _ = self.answer()?;
         Ok(self.mmu.set_logging(SLOT, Logging::LAZY)?)
     }
 
-    /// From here on writes are noticed so. Nothing is dirty then, and every page has been through
-    /// it once: what switching leaves behind is gone.
+    /// From now on `detection` detects writes. Every page is written and harvested once, so no
+    /// state of the other detection is left, and no page is dirty.
     pub fn detect_by(&mut self, detection: Detection) -> Result<(), LabError> {
         self.mmu.set_detection(detection);
         self.dirty(self.pages, &mut Harvested::default())
     }
 
-    /// Writes to so many pages, anywhere, then harvests them, or as often as the ring is full.
+    /// Writes to `pages` scattered pages and harvests them, once or whenever the ring is full.
     ///
     /// # Errors
-    /// When other than these pages come out.
+    /// The harvests find another number of pages.
     pub fn dirty(&mut self, pages: u64, all: &mut Harvested) -> Result<(), LabError> {
         let before = all.pages;
         self.order(pages)?;
@@ -138,7 +139,7 @@ impl Fixture {
         }
     }
 
-    /// One harvest.
+    /// Carries out one harvest.
     pub fn harvest(&mut self, all: &mut Harvested) -> Result<(), LabError> {
         let (began, cpu) = (Instant::now(), thread_cpu_ns());
         let in_rings = if self.words.is_empty() {
@@ -181,7 +182,7 @@ impl Fixture {
     }
 }
 
-/// The thread that writes.
+/// The thread that writes in place of a vCPU.
 struct Writer<'a> {
     mmu: &'a Mmu,
     qsbr: &'a Qsbr,
@@ -192,7 +193,7 @@ struct Writer<'a> {
     answers: Sender<Result<Wrote, String>>,
 }
 
-/// Whether the writer is still wanted.
+/// Whether more orders can come.
 enum Wanted {
     Yes,
     No,
@@ -214,7 +215,7 @@ impl Writer<'_> {
         }
     }
 
-    /// Between two quiescent points.
+    /// Works on orders until the next quiescent point.
     fn online(&mut self) -> Wanted {
         while !self.qsbr.vcpu(0).has_request() {
             let Some(place) = self.order.next() else {
@@ -225,8 +226,8 @@ impl Writer<'_> {
                 }
                 continue;
             };
-            // At first in the order of addresses, so that neighbours have neighbouring frames, as
-            // they have where a guest boots.
+            // The first time in the order of addresses, so that neighbouring pages have
+            // neighbouring frames, as after a guest's boot.
             let page = match place {
                 first if first < self.pages => first,
                 later => page_at(later, self.pages),
@@ -241,7 +242,7 @@ impl Writer<'_> {
                 Ok(()) => None,
             };
             if let Some(answer) = answer {
-                // A failed send means that the fixture is gone: then no order comes either.
+                // A failed send means that the fixture is gone. Then no order comes either.
                 let _ = self.answers.send(answer);
             }
         }
@@ -260,14 +261,15 @@ impl Writer<'_> {
             match fault {
                 Fault::Mapped(_) => return Ok(()),
                 Fault::Busy => {}
-                _ => return Err("a resident page cannot be had".into()),
+                _ => return Err("a fault found no frame".into()),
             }
         }
     }
 }
 
-/// Number `place` of an order of pages in which neighbours are rare and every page comes once in
-/// `pages`, a power of two: odd factors and shifts of the upper half are all one to one.
+/// The page at `place` in an order that has every one of `pages` pages once, and in which
+/// successive pages are rarely neighbours. `pages` is a power of two. Then a multiplication by an
+/// odd number and an exclusive-or with the upper half are both one to one.
 fn page_at(place: u64, pages: u64) -> u64 {
     let half = pages.ilog2() / 2;
     let mut page = place.wrapping_mul(0x9e37_79b9_7f4a_7c15) % pages;

@@ -339,8 +339,8 @@ fn tell(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) {
     report.push(with_params(result));
     report.say(format!(
         "/dev/kvm ({host}), {words}: with a harvest every {} ms the guest keeps {:.1} % of its \
-         transactions (null {:.1} %), at {} pages dirtied a second; {:.0} ns of its vCPU's time a \
-         dirtied page.",
+         transactions a second (null {:.1} %), and dirties {} pages a second. A dirtied page costs \
+         {:.0} ns of the vCPU's time.",
         pace.period.as_millis(),
         score.median,
         runs.percent(NULL).median,
@@ -355,9 +355,9 @@ fn table(words: &str, runs: &Runs) -> String {
     let header = [
         &head,
         "transactions/s",
-        "a CPU second",
+        "per CPU second",
         "pages dirtied/s",
-        "ms a harvest",
+        "ms per harvest",
     ];
     let mut rows = vec![header.map(str::to_owned)];
     for (name, arm) in [("off", OFF), ("off again", NULL), ("on", ON)] {

@@ -1,11 +1,12 @@
-//! What a guest that is watched has left: `churn` under a monitor that harvests once a second, a VM
-//! for each arm, in turns.
+//! The score of a guest under dirty logging: `churn` with a monitor that harvests once a second.
+//! There is a VM for each arm, in turns.
 //!
-//! Each delivery is measured twice, each time at a dirty rate of its own. That rate is found by
-//! turning the guest's dial until write protection with a bitmap leaves 92 % of what the guest does
-//! unwatched, as in the cover letter of the KVM PML series (2015). `.raw` is what was measured. In
-//! `.exitcost` each exit is charged what it costs on hardware ([`charged`](super::score_charge)).
-//! Where even the highest rate leaves more than 92 %, that rate is used and nothing is promised.
+//! Each delivery is measured in two sets, each at a dirty rate of its own. The guest's dial sets
+//! that rate: it is the share of transactions that write to cold pages. The lab searches for the
+//! rate at which write protection leaves 92 % of the score without logging, as in the cover letter
+//! of the KVM PML series (2015). The set `.raw` is as measured. In `.exitcost` each exit is charged
+//! what it costs on hardware ([`charged`](super::score_charge)). If even the highest rate leaves
+//! more than 92 %, that rate is used, and the results have no bar.
 
 use super::score_always;
 use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
@@ -20,13 +21,14 @@ use crate::stats::{Summary, percent_across};
 use lacuna_soft::{Backup, Delivery, Detection, RingSize, VmBuilder};
 use std::time::Duration;
 
-/// Steps of the progress that it makes.
+/// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 7;
 
-/// What write protection is to leave, in percent, and what is looked for: rather less.
+/// The score that write protection is to have, in percent, and the score that the search aims for:
+/// a little less.
 const WANTED: f64 = 92.0;
 const AIM: f64 = 91.5;
-/// What PML is to leave at that rate.
+/// The least score of PML at that rate.
 const BAR: f64 = 97.0;
 /// SPECjbb scores in the cover letter of the KVM PML series: PML 96.17 with a graphic window and
 /// 95.72 without; write protection 91.99 and 90.72.
@@ -56,7 +58,7 @@ impl Set {
         }
     }
 
-    /// With what a figure of this set has to say of itself.
+    /// Marks a figure of this set as simulated, if it is.
     #[must_use]
     pub fn marked(self, measurement: Measurement) -> Measurement {
         match self {
@@ -69,7 +71,7 @@ impl Set {
     }
 }
 
-/// An arm: the end of its id, and how it is watched. The first two are no logging, and that again.
+/// An arm: the end of its id, and how it logs. The first two do not log; the second is the null.
 const ARMS: [(&str, Watch); 4] = [
     ("none", Watch::Nothing(Detection::WriteProtect)),
     ("null", Watch::Nothing(Detection::WriteProtect)),
@@ -80,7 +82,7 @@ const NONE: usize = 0;
 const NULL: usize = 1;
 const WP: usize = 2;
 
-/// A ring for each vCPU, as large as it can be, as QEMU has them.
+/// The largest ring for each vCPU.
 pub fn rings() -> Delivery {
     Delivery::Ring {
         size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("it is its own limit"),
@@ -88,12 +90,12 @@ pub fn rings() -> Delivery {
     }
 }
 
-/// How much of it.
+/// Sizes, times and rounds.
 #[derive(Clone, Copy)]
 struct Pace {
     mib: u64,
     period: Duration,
-    /// For each VM in each arm.
+    /// Rounds of each VM in each arm.
     rounds: usize,
     tries: usize,
 }
@@ -108,7 +110,7 @@ impl Pace {
                 tries: 3,
             },
             false => Self {
-                // A VM for each arm, and half of the machine left.
+                // Half of the machine's memory for four VMs.
                 mib: 2048.min((HostInfo::detect().memory_bytes >> 23).max(128)),
                 period: Duration::from_secs(1),
                 rounds: 9,
@@ -118,7 +120,7 @@ impl Pace {
     }
 }
 
-/// The VMs whose marks go to `delivery`.
+/// VMs that record writes in `delivery`.
 fn setup(pace: Pace, delivery: Delivery) -> Setup {
     let hot = pace.mib / 32;
     Setup {
@@ -131,7 +133,7 @@ fn setup(pace: Pace, delivery: Delivery) -> Setup {
     }
 }
 
-/// What a period is worth in a set: transactions a second.
+/// The transactions a second of a period, in a set.
 fn worth(set: Set, period: &Period, watch: Watch) -> f64 {
     match (set, watch) {
         (Set::ExitCost, Watch::Dirty(detection)) => {
@@ -143,15 +145,15 @@ fn worth(set: Set, period: &Period, watch: Watch) -> f64 {
     }
 }
 
-/// Where the dial is for a set.
+/// The setting of the dial for a set.
 #[derive(Clone, Copy)]
 struct Rate {
     mark: u32,
-    /// Whether write protection leaves what is wanted there, and not more.
+    /// Whether write protection has the wanted score there, or less.
     reached: bool,
 }
 
-/// Looks for the mark at which write protection leaves [`AIM`].
+/// Searches for the mark of the dial at which write protection has the score [`AIM`].
 fn calibrate(
     churns: &mut [Churn<'_>],
     setup: &Setup,
@@ -183,7 +185,7 @@ fn calibrate(
     })
 }
 
-/// What the arms of one delivery did at one mark of the dial.
+/// The periods of all arms, with one delivery and one mark of the dial.
 struct Runs {
     delivery: &'static str,
     /// Of each arm, period by period.
@@ -206,7 +208,7 @@ impl Runs {
     }
 }
 
-/// Everything about scores, costs and a log that no thread reads.
+/// `pml.score_percent.*` and `pml.always_on_loss_percent`.
 pub fn measure(
     options: &Options,
     report: &mut Report,
@@ -214,10 +216,11 @@ pub fn measure(
 ) -> Result<(), LabError> {
     let pace = Pace::of(options);
     report.say(format!(
-        "pml: the bar of {BAR} % is for `pml.score_percent.pml.exitcost`, which is simulated in \
-         one respect. An exit to this hypervisor is the return of a function, so each exit is \
-         charged {EXIT_NS:.0} ns, what it costs on hardware ({EXIT_SOURCE}). \
-         The `.raw` figures are as measured.",
+        "pml: a score is the guest's transactions a second with dirty logging, in percent of those \
+         without. The bar of {BAR} % is for `pml.score_percent.pml.exitcost`. That figure is \
+         simulated in one respect: an exit to this hypervisor is the return of a function, so \
+         each exit is charged {EXIT_NS:.0} ns, its cost on hardware ({EXIT_SOURCE}). The `.raw` \
+         figures are as measured.",
     ));
     for (delivery, to) in [("", Delivery::Bitmap), ("_ring", rings())] {
         let setup = setup(pace, to);
@@ -230,7 +233,7 @@ pub fn measure(
                 tell(report, pace, set, rate, &Runs { delivery, periods });
             }
             if to == Delivery::Bitmap {
-                progress.step("a log that no thread reads")?;
+                progress.step("PML on while no slot logs")?;
                 score_always::measure(report, churns, &setup, pace.rounds)?;
             }
             Ok(())
@@ -242,7 +245,7 @@ pub fn measure(
 fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
     let rates = |arm| runs.rates(arm, set);
     let percent = |arm| percent_across(&rates(NONE), &rates(arm), pace.rounds);
-    // Where it may be at what is wanted, or lower.
+    // The calibration has held if the interval reaches the wanted score.
     let reached = rate.reached && percent(WP).low <= WANTED;
     for (arm, (name, _)) in ARMS.iter().enumerate().skip(WP) {
         let id = format!("pml.score_percent.{name}{}.{}", runs.delivery, set.name());
@@ -265,7 +268,7 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
             )
             .arm("null_percent", percent(NULL));
         let result = match set {
-            // Nothing is charged by the wall's clock.
+            // Exits are not charged to the figure by the wall clock.
             Set::ExitCost => result,
             Set::Raw => {
                 let wall = percent_across(&runs.wall(NONE), &runs.wall(arm), pace.rounds);
@@ -284,7 +287,7 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
     report.detail(table(set, runs));
 }
 
-/// The calibration's result.
+/// The result of the calibration, in words.
 fn said(
     set: &str,
     mark: u32,
@@ -295,23 +298,23 @@ fn said(
     let (wp, null) = (percent(WP), percent(NULL));
     let dirtied = short(sum.counted.dirtied as f64 / sum.done.wall);
     let at = format!(
-        "{set}: {mark} of 65536 transactions go to the cold part of the heap, {dirtied} pages a \
-         second are dirtied under write protection, which leaves {:.1} % of no logging; no logging \
-         again has {:.1} % ({:.1} .. {:.1})",
+        "{set}: with {mark} of 65536 transactions on cold pages, the guest dirties {dirtied} pages \
+         a second under write protection, and its score is {:.1} %. The null is {:.1} % ({:.1} .. \
+         {:.1})",
         wp.median, null.median, null.low, null.high
     );
     match reached {
         true => format!("{at}."),
         false => format!(
-            "{at}. The {WANTED} % wanted, or less, are not reached, so nothing is promised of this \
-             set's scores."
+            "{at}. Write protection does not go down to the {WANTED} % of the published figure, so \
+             the scores of this set have no bar."
         ),
     }
 }
 
-/// What happened each second.
+/// The counts of each arm, for each second.
 fn table(set: Set, runs: &Runs) -> String {
-    let head = format!("{}: each second", set.name());
+    let head = format!("{}, per second", set.name());
     let header = [
         &head,
         "pages dirtied",

@@ -1,4 +1,5 @@
-//! PML left on while no slot logs: every vCPU looks for pages to log, and there are none.
+//! The cost of PML that is on while no slot logs: every vCPU checks for pages to log, and there are
+//! none.
 
 use super::score_charge::DIAL_MOST;
 use super::score_guest::{Churn, Period, Setup, Watch, play};
@@ -21,7 +22,7 @@ const ON: usize = 2;
 /// `pml.always_on_loss_percent`.
 ///
 /// # Errors
-/// Those of the guest; and a single page that was logged, because no slot logs.
+/// Those of the guest; and any page that was logged, because no slot logs.
 pub fn measure(
     report: &mut Report,
     churns: &mut [Churn<'_>],
@@ -36,7 +37,7 @@ pub fn measure(
         .sum();
     if logged > 0 {
         return Err(LabError::Guest(format!(
-            "{logged} entries, full logs and flushes though no slot logs"
+            "there were {logged} log entries, full logs and flushes, but no slot logs"
         )));
     }
     let [off, null, on] =
@@ -56,8 +57,8 @@ pub fn measure(
             .arm("on_per_s", Summary::of(&on)),
     );
     report.say(format!(
-        "PML on and no slot that logs: {logged} pages logged; {:.2} % lost, {} the interval of no \
-         change against itself ({:.2} .. {:.2}).",
+        "PML on while no slot logs: {logged} pages are logged, and the guest loses {:.2} %. That \
+         is {} the interval of the null ({:.2} .. {:.2}).",
         loss.median,
         if inside(loss, null) {
             "inside"
@@ -74,7 +75,7 @@ fn inside(loss: Summary, null: Summary) -> bool {
     (null.low..=null.high).contains(&loss.median)
 }
 
-/// What is left, as a loss, in percent.
+/// The loss of a score, in percent.
 fn lost(left: Summary) -> Summary {
     Summary {
         median: 100.0 - left.median,

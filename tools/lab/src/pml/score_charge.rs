@@ -1,52 +1,52 @@
-//! What exits would cost on hardware: counted here, priced there.
+//! The cost of exits on hardware: they are counted here, and the cost of one is a published figure.
 //!
-//! On this backend an exit is the return of a function. A second set of figures charges each with
-//! what a processor takes for the way out of the guest and back in, and nothing for the handling:
-//! ours is in the measurement already.
+//! On this backend an exit is the return of a function. A second set of figures charges each exit
+//! with the time that a processor takes to leave the guest and enter it again. The handling is not
+//! charged, because ours is part of the measurement.
 //!
 //! | exit | how often |
 //! |---|---|
-//! | write fault | once a page that write protection finds |
-//! | full log | once 512 logged pages: ours is flushed more often, whenever a vCPU leaves anyway |
-//! | shoot-down of a harvest, or of a vCPU that empties full rings | once a vCPU and harvest |
-//! | kick of the same | the same, where vCPUs log |
+//! | write fault | once for each page that write protection detects |
+//! | full log | once for 512 logged pages (ours is flushed more often: at every exit) |
+//! | shoot-down of a harvest, or of a vCPU that reaps full rings | once for each vCPU and harvest |
+//! | kick for the same | the same, with PML |
 //! | full ring | as counted |
 
 use lacuna_soft::{Detection, DirtyStats};
 
-/// Nanoseconds of an exit and the entry after it: 1300 cycles of a Xeon E5-2450 at 2.1 GHz, a
-/// hypercall that does nothing, under KVM (Dall et al., "ARM Virtualization: Performance and
+/// Nanoseconds of an exit and the entry after it: 1300 cycles of a Xeon E5-2450 at 2.1 GHz for a
+/// hypercall under KVM that does nothing (Dall et al., "ARM Virtualization: Performance and
 /// Architectural Implications", ISCA 2016, table II). The cover letter of the KVM PML series (2015)
 /// gives no figure; its processors ran at 1.4 GHz.
 pub const EXIT_NS: f64 = 1300.0 / 2.1;
 
-/// Where [`EXIT_NS`] comes from, for results.
+/// The source of [`EXIT_NS`], for results.
 pub const EXIT_SOURCE: &str = "1300 cycles at 2.1 GHz: KVM hypercall, Xeon E5-2450, ISCA 2016";
 
-/// Pages of a log.
+/// Entries of a log.
 const LOG: u64 = 512;
 
-/// What happened while something was measured.
+/// Counts of a measurement.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
 pub struct Counted {
-    /// All vCPUs together.
+    /// The counters of all vCPUs together.
     pub stats: DirtyStats,
-    /// vCPUs that left because their rings were full.
+    /// Exits because a ring was full.
     pub rings_full: u64,
     /// Harvests of the monitor.
     pub harvests: u64,
-    /// Pages that those found.
+    /// Dirty pages that the harvests found.
     pub dirtied: u64,
 }
 
 impl Counted {
-    /// What came since `before`.
+    /// The counts since `before`.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         self.combine(before, |now, then| now - then)
     }
 
-    /// Both together.
+    /// The sum of both.
     #[must_use]
     pub fn and(&self, more: &Self) -> Self {
         self.combine(more, |a, b| a + b)
@@ -68,7 +68,7 @@ impl Counted {
         }
     }
 
-    /// The exits that `vcpus` processors of hardware would have made for it.
+    /// The exits that `vcpus` vCPUs would have had on hardware.
     pub fn exits(&self, detection: Detection, vcpus: u64) -> u64 {
         let kicks = match detection {
             Detection::WriteProtect => 1,
@@ -87,18 +87,18 @@ impl Counted {
     }
 }
 
-/// What is left of a rate that `vcpus` reached together in `seconds`, had each of `exits` taken
-/// [`EXIT_NS`] of one of them.
+/// The rate that `vcpus` vCPUs together would have reached in `seconds`, if each of `exits` had
+/// taken [`EXIT_NS`] of one of them.
 pub fn charged(rate: f64, seconds: f64, vcpus: u64, exits: u64) -> f64 {
     let lost = exits as f64 * EXIT_NS / 1e9 / vcpus as f64;
     rate * seconds / (seconds + lost)
 }
 
-/// How far a dial goes: its marks are 1 to this.
+/// The highest mark of the guest's dial. The lowest is 1.
 pub const DIAL_MOST: u32 = 1 << 16;
 
-/// A search for the mark of a dial where a score that falls as it is turned up has a certain value.
-/// Marks are tried in the middle by their logarithms.
+/// A search for the mark of a dial at which a score has a certain value. The score falls as the
+/// mark rises. The search is a bisection of the mark's logarithm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Search {
     low: f64,
@@ -106,7 +106,7 @@ pub struct Search {
 }
 
 impl Search {
-    /// Nothing is known yet.
+    /// A search that begins.
     pub fn new() -> Self {
         Self {
             low: 0.0,
@@ -120,7 +120,7 @@ impl Search {
         (mark as u32).clamp(1, DIAL_MOST)
     }
 
-    /// At [`Search::mark`] the score is too high or too low.
+    /// The search after the score at [`Search::mark`] is known.
     #[must_use]
     pub fn told(self, score: f64, wanted: f64) -> Self {
         let middle = f64::midpoint(self.low, self.high);
@@ -153,7 +153,7 @@ mod tests {
         counted.stats.faults = 10;
         counted.rings_full = 1;
         assert_eq!(counted.exits(Detection::WriteProtect, 2), 1019);
-        // Flushed early, but hardware would have filled four.
+        // 2048 pages would have filled four logs on hardware.
         counted.stats.logged = 2048;
         counted.stats.flushes = 300;
         counted.stats.log_full = 2;
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn a_charge_is_time_of_all_vcpus() {
         assert_eq!(charged(100.0, 2.0, 2, 0), 100.0);
-        // As many exits as take two of the four seconds that two vCPUs have.
+        // Two vCPUs have four seconds, and so many exits take two of them.
         let exits = (2e9 / EXIT_NS).round() as u64;
         assert!((charged(100.0, 2.0, 2, exits) - 100.0 * 2.0 / 3.0).abs() < 0.01);
     }

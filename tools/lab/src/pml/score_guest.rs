@@ -1,12 +1,12 @@
-//! `churn` in turns under a monitor that harvests once a second of the guest's own time.
+//! `churn` VMs in turns, with a monitor that harvests once a second of the guest's own time.
 //!
-//! Transactions are counted in the time that the vCPUs' threads have run. So neither the monitor,
-//! which may have no core of its own, nor another program on the machine counts as a cost to the
-//! guest. The rate by the wall clock is told beside it.
+//! A rate is transactions over the time that the threads of the vCPUs have run. So the monitor,
+//! which may have no core of its own, and other programs do not count as a cost. The rate by the
+//! wall clock is in the results, too.
 //!
-//! Pages that are write-protected when logging ends stay read-only until they are written. Each
-//! would cost the next arm one more fault. To *heal* is to let the guest write to every page that
-//! it has, uncounted.
+//! Pages that are write-protected when logging ends stay so until they are written. Each would cost
+//! the next arm a fault. So the guest writes to all of its pages in between, uncounted
+//! ([`Churn::watch`]).
 
 use super::score_charge::Counted;
 use crate::experiment::LabError;
@@ -17,25 +17,25 @@ use lacuna_machine::GuestMemory;
 use lacuna_soft::{Delivery, Detection, DirtyStats, Logging, SlotId, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
-/// VMs to be measured.
+/// The VMs of an experiment.
 pub struct Setup {
     /// Their memory, vCPUs and guest parameters.
     pub builder: VmBuilder,
-    /// Where marks go.
+    /// Where writes are recorded.
     pub delivery: Delivery,
-    /// From one harvest to the next, of a VM's own time.
+    /// The time from one harvest to the next, in a VM's own time.
     pub period: Duration,
 }
 
-/// The dial's mark at which a transaction is a write to every page of the process.
+/// The mark of the dial at which a transaction writes to every page of the process.
 const SWEEP: u32 = u32::MAX;
 
-/// How a guest is watched.
+/// Whether slots log, and what detects writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Watch {
-    /// Not at all.
+    /// No slot logs.
     Nothing(Detection),
-    /// Slots log, and a monitor harvests.
+    /// All slots log, and a monitor harvests.
     Dirty(Detection),
 }
 
@@ -47,29 +47,29 @@ impl Watch {
     }
 }
 
-/// What a guest did in one period, and what was done to it.
+/// One period of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Period {
-    /// The guest's part.
+    /// The guest's transactions and times.
     pub done: Done,
-    /// What was counted meanwhile.
+    /// Counts of dirty logging.
     pub counted: Counted,
-    /// The monitor's time in its harvest.
+    /// The time of the monitor's harvest.
     pub harvesting: Duration,
 }
 
 impl Period {
-    /// Transactions a second of all vCPUs, as long as these ran.
+    /// Transactions a second of the time that the vCPUs ran.
     pub fn rate(&self) -> f64 {
         self.done.transactions as f64 / self.done.cpu
     }
 
-    /// The same by the clock on the wall.
+    /// Transactions a second by the wall clock.
     pub fn wall_rate(&self) -> f64 {
         self.done.transactions as f64 / self.done.wall
     }
 
-    /// Both together.
+    /// The sum of both.
     #[must_use]
     pub fn and(&self, more: &Self) -> Self {
         Self {
@@ -101,16 +101,16 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// From here on it is watched so, with the dial at `mark`: of 65536 transactions so many go to
-    /// the cold part.
+    /// From now on it logs as `watch` says, with the dial at `mark`: so many of 65536 transactions
+    /// go to the cold part of the heap.
     ///
     /// # Errors
-    /// When the guest ends, or its memory cannot be written.
+    /// The guest ends, or its memory cannot be written.
     pub fn watch(&mut self, watch: Watch, mark: u32) -> Result<(), LabError> {
         self.log(Logging::Off)?;
-        let armed = self.watch == Watch::Dirty(Detection::WriteProtect) && watch != self.watch;
-        if armed {
-            self.heal()?;
+        let protected = self.watch == Watch::Dirty(Detection::WriteProtect) && watch != self.watch;
+        if protected {
+            self.write_all()?;
         }
         self.turn_dial(1 + mark)?;
         self.player.vm().set_detection(watch.detection());
@@ -121,10 +121,11 @@ impl<'a> Churn<'a> {
         Ok(())
     }
 
-    fn heal(&mut self) -> Result<(), LabError> {
+    /// Lets the guest write to all of its pages.
+    fn write_all(&mut self) -> Result<(), LabError> {
         self.turn_dial(SWEEP)?;
-        // Of each process the first may be an ordinary one that had begun, and they are not
-        // equally fast.
+        // The first transaction of a process may be an ordinary one that had begun before, and the
+        // processes are not equally fast.
         let enough = 4 * self.player.vm().config().vcpus as u64;
         let mut sweeps = 0;
         while sweeps < enough {
@@ -133,7 +134,7 @@ impl<'a> Churn<'a> {
         Ok(())
     }
 
-    // Only while nothing logs: a VM with rings alone takes no writes of the host's then.
+    /// Only while no slot logs: a VM that has rings alone refuses host writes to a slot that logs.
     fn turn_dial(&self, to: u32) -> Result<(), LabError> {
         let page = self.player.devices().status_page();
         let page = page.expect("the guest was attached by it").gpa();
@@ -151,7 +152,7 @@ impl<'a> Churn<'a> {
         Ok(())
     }
 
-    /// One turn; the last of a period has a harvest at its end, if a monitor watches.
+    /// One turn. The last of a period has a harvest at its end, if slots log.
     fn turn(&mut self, length: Duration, last: Last) -> Result<Period, LabError> {
         let before = self.counted();
         let Self {
@@ -197,13 +198,13 @@ impl<'a> Churn<'a> {
             stats,
             rings_full,
             harvests: 0,
-            // What vCPUs with full rings have reaped themselves.
+            // Pages that vCPUs with full rings have reaped themselves.
             dirtied: reaped,
         }
     }
 }
 
-/// What a monitor does: asks which pages were written, and arms them again. How many.
+/// The monitor's harvest: asks which pages were written, and re-arms them. Returns how many.
 fn harvest(vm: &Vm, slots: &mut [(SlotId, Vec<u64>)]) -> Result<u64, LabError> {
     let mut pages = 0;
     for (id, words) in slots {
@@ -213,7 +214,7 @@ fn harvest(vm: &Vm, slots: &mut [(SlotId, Vec<u64>)]) -> Result<u64, LabError> {
     Ok(pages)
 }
 
-/// Starts `count` of them, carries out `experiment` when they are prepared, and ends them.
+/// Starts `count` VMs, carries out `experiment` when they are prepared, and ends them.
 ///
 /// # Errors
 /// Those of the experiment and of the builder; and a guest that ends before the experiment does.
@@ -234,14 +235,14 @@ pub fn with_churns<T>(
     })
 }
 
-/// Lets each VM play each of `arms`, `rounds` periods long; the periods of each arm. Before the
-/// first of a VM in an arm it has one that is not counted.
+/// Lets each VM play each of `arms` for `rounds` periods; returns the periods of each arm. Before
+/// these periods each VM has one that is not counted.
 ///
 /// # Errors
-/// When a guest ends.
+/// A guest ends.
 ///
 /// # Panics
-/// When there is not a VM for each arm.
+/// If there is not a VM for each arm.
 pub fn play(
     churns: &mut [Churn<'_>],
     setup: &Setup,
@@ -267,7 +268,7 @@ pub fn play(
 /// A period of each of `vms`, in turns.
 ///
 /// # Errors
-/// When a guest ends.
+/// A guest ends.
 fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<Period>, LabError> {
     let mut periods = vec![Period::default(); vms.len()];
     let (pairs, length) = turns_of(setup.period);
@@ -328,8 +329,8 @@ mod tests {
                         _ => assert!(harvests == 1 && dirtied > 0, "{period:?}"),
                     }
                     assert_eq!(stats.logged > 0, *arm == PML, "{period:?}");
-                    // Where no page is write-protected only pages of the kernel fault, which no
-                    // process sweeps.
+                    // Without write-protection only pages of the guest's kernel fault, because no
+                    // process writes to those.
                     let found_by_faults = stats.fast_page_faults > 100;
                     assert_eq!(found_by_faults, *arm == WP, "{period:?}");
                 }

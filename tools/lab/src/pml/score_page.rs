@@ -1,12 +1,14 @@
-//! What a page costs that is dirtied, apart from any rate: a guest of a dozen instructions writes
-//! one byte to each of its pages, in a pseudo-random order, and leaves; the host harvests; again.
-//! There is a VM for each arm, and a turn is one such sweep.
+//! The cost of a dirtied page, independent of any rate. A guest of a dozen instructions writes one
+//! byte to each of its pages, in a pseudo-random order, and exits. That is a sweep. Then the host
+//! harvests. There is a VM for each arm, and a turn is one sweep.
 //!
-//! Timed is the vCPU's thread inside `Vcpu::run`: what the arm without logging takes for the same
-//! writes is taken off. The guest maps 4 KiB pages, by tables of its own, and loads CR3 before each
-//! sweep: every write walks, in every arm, and what is left is what noticing costs. In the details
-//! is the same without loading CR3, so that only a harvest's flush makes it walk, in the arms that
-//! are watched alone; and of four times as many pages as the processor's TLB has entries.
+//! Timed is the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
+//! subtracted. The guest maps 4 KiB pages by its own tables and loads CR3 before each sweep. So
+//! every write walks, in every arm, and the difference is the cost of detection.
+//!
+//! The details have two more figures. Without loading CR3, only a harvest's flush causes walks, so
+//! the arms that log also pay for the TLB's refill. With four times as many pages as the TLB has
+//! entries, most writes miss the TLB anyway.
 
 use super::score::{Set, rings};
 use super::score_charge::{Counted, EXIT_NS};
@@ -25,29 +27,30 @@ use lacuna_soft::{Delivery, Detection, Logging, SlotId, Vcpu, Vm};
 use std::sync::Arc;
 
 const CODE: u64 = 0x10_0000;
-/// The guest's page tables: one of each upper level, then those of 2 MiB each.
+/// The guest's page tables: one of each upper level, then one for each 2 MiB.
 const TABLES: u64 = 0x20_0000;
 const AREA: u64 = 0x40_0000;
 const BLOCK: u64 = 0x20_0000;
-/// From one write to the next page's: so not all go to the same place of the caches.
+/// From a write to that of the next page: not a multiple of the page size, because all writes would
+/// then use the same sets of the caches.
 const STRIDE: u64 = PAGE_SIZE as u64 + 64;
 
 /// Which writes walk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Walks {
-    /// Each.
+    /// Every write.
     All,
-    /// Those that a harvest's flush makes walk.
+    /// Those after a harvest's flush.
     Flushed,
 }
 
-/// How many pages, which of them are walked for, and what is said of it.
+/// The number of pages, which writes walk, and the words for it.
 const WORKS: [(u64, Walks, &str); 3] = [
     (2048, Walks::All, "every write walks"),
-    (2048, Walks::Flushed, "and the refill after a flush"),
-    (16384, Walks::All, "four times the TLB"),
+    (2048, Walks::Flushed, "with the TLB's refill after a flush"),
+    (16384, Walks::All, "four times the TLB's entries"),
 ];
-/// An arm: whether all slots log, and how.
+/// An arm: its name, and what detects writes if slots log.
 type Arm = (&'static str, Option<Detection>);
 
 /// The arms; the second is the null.
@@ -60,12 +63,12 @@ const ARMS: [Arm; 4] = [
 const NONE: usize = 0;
 const WP: usize = 2;
 const PML: usize = 3;
-/// The arms of the first look: there write protection has the null.
+/// The arms of the first look, where the null is write protection once more.
 const LOOK_ARMS: [Arm; 4] = [ARMS[NONE], ("wp_again", ARMS[WP].1), ARMS[WP], ARMS[PML]];
 
-/// A sweep's cost and what it did.
+/// The costs of all arms.
 struct Costs {
-    /// Nanoseconds a dirtied page above those without logging, in each round; of each arm and set.
+    /// For each arm, set and round: nanoseconds of a dirtied page beyond those without logging.
     ns: Vec<[Vec<f64>; 2]>,
     none_ns: Vec<f64>,
 }
@@ -74,11 +77,11 @@ struct Costs {
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let mut rows = vec![
         [
-            "a dirtied page",
+            "CPU time of a dirtied page",
             "pages",
-            "raw ns",
-            "interval",
-            "with exits ns",
+            "raw, ns",
+            "95 % interval",
+            "exitcost, ns",
         ]
         .map(str::to_owned),
     ];
@@ -136,8 +139,7 @@ fn cost_ratio(set: Set, pages: u64, costs: &Costs) -> Measurement {
     set.marked(result)
 }
 
-/// The row of the first look: what write protection and PML cost, each exit as cheap as it is
-/// here.
+/// The row of the first look: the costs of write protection and of PML, as measured.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let amount = Amount {
         rounds,
@@ -149,7 +151,7 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let ns = |arm: usize| format!("{} ns", figure(Summary::of(of(arm)).median));
     let row = Row {
         system: "page-modification logging",
-        what: "CPU time to notice that a page was written; without, write protection",
+        what: "CPU time to detect a page's first write; without, write protection",
         without: ns(WP),
         with: ns(PML),
         ratio: paired(of(PML), of(WP)),
@@ -163,10 +165,10 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
 /// Writes of an arm in a round.
 const ROUND: u64 = 1 << 18;
 
-/// How much of it.
+/// Rounds, and writes in a round.
 #[derive(Clone, Copy)]
 struct Amount {
-    /// Rounds; each of them goes through all assignments of VMs to arms.
+    /// Rounds. They are shared among all assignments of VMs to arms.
     rounds: Rounds,
     /// Writes of an arm in a round.
     writes: u64,
@@ -185,14 +187,14 @@ const fn amount(options: &Options) -> Amount {
     }
 }
 
-/// Measures the arms, a VM for each, in turns of a sweep.
+/// Measures `arms` in turns of one sweep, with a VM for each.
 fn costs(
     arms: &[Arm],
     amount: Amount,
     (pages, walks): (u64, Walks),
     delivery: Delivery,
 ) -> Result<Costs, LabError> {
-    // All assignments have the same number of rounds: the first one finds it.
+    // The first assignment finds the number of rounds; all others have as many.
     let mut rounds = amount.rounds.split(arms.len());
     let mut counted = 0;
     let sweeps = (amount.writes / pages).max(2);
@@ -228,7 +230,8 @@ fn costs(
     })
 }
 
-/// Of each arm: nanoseconds a page of its middle sweep, and exits and pages dirtied in a sweep.
+/// For each arm: nanoseconds for each page of its median sweep, exits in a sweep, and pages dirtied
+/// in a sweep.
 fn one_round(rigs: &mut [Rig], vms: &[usize], sweeps: u64) -> Result<Vec<[f64; 3]>, LabError> {
     let before: Vec<_> = vms.iter().map(|vm| rigs[*vm].counted()).collect();
     let mut times = vec![Vec::new(); vms.len()];
@@ -258,7 +261,7 @@ struct Rig {
     words: Vec<u64>,
     pages: u64,
     watch: Option<Detection>,
-    /// Of its harvests.
+    /// The counts of its harvests.
     harvested: Counted,
 }
 
@@ -280,13 +283,13 @@ impl Rig {
             watch: None,
             harvested: Counted::default(),
         };
-        // First touch, and the frames once more.
+        // The first sweep allocates the frames, the second warms them.
         rig.sweep()?;
         rig.sweep()?;
         Ok(rig)
     }
 
-    /// Every page is written once; CPU nanoseconds.
+    /// Lets the guest write to every page once; returns nanoseconds of CPU time.
     fn sweep(&mut self) -> Result<u64, LabError> {
         let start = thread_cpu_ns();
         match self.vcpu.run() {
@@ -297,7 +300,7 @@ impl Rig {
         }
     }
 
-    /// How many pages were written since the last time.
+    /// Returns how many pages were written since the last harvest.
     fn harvest(&mut self) -> Result<u64, LabError> {
         if self.vm.mmu().delivery() != Delivery::Bitmap {
             return Ok(reap(&self.vm));
@@ -306,8 +309,8 @@ impl Rig {
         Ok(self.words.iter().map(|w| u64::from(w.count_ones())).sum())
     }
 
-    /// From here on its writes are noticed so. Begins with a sweep: the arm before may have left
-    /// pages armed.
+    /// From now on slots log as `watch` says. It begins with a sweep, because the arm before may
+    /// have left pages write-protected.
     fn watch(&mut self, watch: Option<Detection>) -> Result<(), LabError> {
         let detection = watch.unwrap_or(Detection::WriteProtect);
         self.vm.set_logging(self.slot, Logging::Off)?;
@@ -319,7 +322,7 @@ impl Rig {
         self.sweep_and_harvest().map(drop)
     }
 
-    /// Nanoseconds a page of the sweep.
+    /// One sweep, and a harvest if slots log. Returns nanoseconds of the sweep for each page.
     fn sweep_and_harvest(&mut self) -> Result<f64, LabError> {
         let ns = self.sweep()? as f64 / self.pages as f64;
         if self.watch.is_some() {
@@ -356,7 +359,7 @@ fn tables(end: u64) -> Vec<u8> {
     words.into_iter().flat_map(u64::to_le_bytes).collect()
 }
 
-/// The machine code. Pages are numbered by a linear congruential generator of full period.
+/// The machine code. A linear congruential generator of full period gives the order of pages.
 fn program(pages: u64, walks: Walks) -> Vec<u8> {
     assert!(pages.is_power_of_two(), "the generator's period");
     let again = match walks {
@@ -385,7 +388,7 @@ fn program(pages: u64, walks: Walks) -> Vec<u8> {
         &[0xff, 0xcb], // dec ebx
         &[0x75, 0xde], // jnz touch
         &[0xe6, 0xf4], // out 0xf4, al
-        &again,        // jmp again, or behind what it does to the TLB
+        &again,        // jmp again, or to the instruction after mov cr3
     ]
     .concat()
 }
@@ -394,7 +397,7 @@ fn program(pages: u64, walks: Walks) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// Each page once a sweep, and as many exits as the detection has.
+    /// A sweep writes each page once and has the exits of its detection.
     #[test]
     fn a_sweep_writes_every_page_once() {
         for delivery in [Delivery::Bitmap, rings()] {
@@ -407,13 +410,13 @@ mod tests {
             let ([_, exits, dirtied], _) = round(None);
             assert_eq!((exits, dirtied), (0.0, 2048.0));
             let ([ns, exits, dirtied], _) = round(Some(Detection::WriteProtect));
-            // The pages, and some tables that a walk dirties.
+            // The pages, and some page tables in which walks set A and D bits.
             assert!((2048.0..2100.0).contains(&dirtied), "{dirtied}");
             assert!(ns > 0.0 && (2049.0..2110.0).contains(&exits), "{exits}");
             let ([_, exits, logged], before) = round(Some(Detection::Pml));
             assert!((2048.0..2100.0).contains(&logged), "{logged}");
             assert!((2.0 + 4.0..10.0).contains(&exits), "{exits}");
-            assert_eq!(round(None).1, before, "nobody looks any more");
+            assert_eq!(round(None).1, before, "nothing is detected any more");
         }
     }
 
