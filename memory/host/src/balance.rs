@@ -1,5 +1,6 @@
 //! When to reclaim. The background thread reclaims while few frames are free, up to the high
-//! watermark. A thread whose fault found no free frame reclaims directly, and waits its turn.
+//! watermark. If a fault finds no free frame, its thread reclaims itself (direct reclaim) and waits
+//! in a queue for a frame.
 
 use crate::collapse::Collapse;
 use crate::error::HostError;
@@ -98,7 +99,7 @@ impl Host {
     /// waits for MMU notifiers and for writes to swap. The caller holds no lock, and its vCPU is
     /// offline in the VM's QSBR. Waiting threads get free frames in the order of their calls.
     ///
-    /// A slow swap device is waited for without a limit.
+    /// It waits for a slow swap device without a limit.
     ///
     /// Under a virtual executor this never waits for a write and leaves `cache` as it is. When it
     /// returns [`Progress::freed`] of 0 and a positive [`Progress::writing`], the scheduler
@@ -110,8 +111,8 @@ impl Host {
         self.reclaim_direct_until(cache, &NEVER)
     }
 
-    /// As [`Host::reclaim_direct`], for a vCPU whose VM may be stopped meanwhile: once `stop` is
-    /// set, it returns soon, and `cache` may still be empty.
+    /// As [`Host::reclaim_direct`], but it returns soon after `stop` is set; `cache` may be empty
+    /// then. A vCPU uses it, because its VM may be stopped meanwhile.
     pub fn reclaim_direct_until(
         &self,
         cache: &mut PerCpuPages,
@@ -335,8 +336,8 @@ impl Core {
             && !self.frames.any_isolated()
     }
 
-    /// Whether some thread or ring carries out a read. A ticket that is not started promises
-    /// nothing.
+    /// Whether a thread or a ring carries out a read. A ticket that is not started does not count:
+    /// its read may never begin.
     fn is_reading(&self) -> bool {
         lock(&self.tickets).values().any(Ticket::is_started)
     }

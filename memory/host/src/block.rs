@@ -31,7 +31,7 @@ use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum FrameBlockState {
-    /// The block is not used as a whole: see its frames.
+    /// The block is split: each frame has a state of its own.
     Split,
     /// It is a compound page.
     Used,
@@ -64,13 +64,13 @@ const UNTRIED: u8 = 8;
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<BlockDesc>() == 24);
 
-/// What became of a dirty mark on a block.
+/// Whether the caller of a dirty mark on a block has to mark frames too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Marked {
-    /// The block is whole, or the thread that splits it sees the mark.
+    /// No: the block is a compound page, or the thread that splits it sees the mark.
     Done,
-    /// The block may have been split before: the caller marks the frames.
+    /// Yes: the block may have been split before the mark.
     Split,
 }
 
@@ -102,7 +102,8 @@ impl BlockDesc {
         self.worth.store(UNTRIED, Ordering::Relaxed);
     }
 
-    /// Called after the block word names it, or when the thread that isolated it does not split it.
+    /// Ends the preparation or the isolation: the block word names the block of frames, or the
+    /// thread that isolated it does not split it.
     pub fn publish(&self) {
         self.state
             .store(FrameBlockState::Used as u8, Ordering::Release);
@@ -123,8 +124,8 @@ impl BlockDesc {
         }
     }
 
-    /// Takes the right to split the block, or to prevent a split. `None` if another thread has it,
-    /// or if the block is loose.
+    /// Takes the right to split the block, or to prevent a split. `None` if another thread has that
+    /// right, or if the block is split.
     pub fn isolate(&self) -> Option<PageNo> {
         let (used, isolated) = (FrameBlockState::Used as u8, FrameBlockState::Isolated as u8);
         self.state
@@ -138,7 +139,7 @@ impl BlockDesc {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
 
-    /// A page of the block was written, or is about to be.
+    /// Marks the block dirty, because a page of it was written or is about to be.
     #[inline]
     pub fn mark_dirty(&self) -> Marked {
         if self.dirty.load(Ordering::Relaxed) == 0 {
@@ -153,7 +154,7 @@ impl BlockDesc {
         }
     }
 
-    /// Notes what the clock hand has found. Returns how warm the block was before.
+    /// Notes whether the clock hand found the block accessed. Returns how warm it was before.
     pub fn remember(&self, young: Youth) -> Warmth {
         let history = self.history.load(Ordering::Relaxed);
         let now = history >> 1 | u8::from(young == Youth::Young) << 7;
@@ -170,13 +171,14 @@ impl BlockDesc {
             .store(sixteenths.min(255) as u8, Ordering::Relaxed);
     }
 
-    /// `read_back` is the number of pages read back from swap so far.
+    /// Begins a sampled split. `read_back` is the number of pages read back from swap so far.
     pub fn begin_sample(&self, read_back: u64) {
         self.read_back.store(read_back as u32, Ordering::Relaxed);
         self.sampled.store(1, Ordering::Relaxed);
     }
 
-    /// Of the `read_back` pages, how many were read back since the sampled split began.
+    /// The number of pages read back from swap since the sampled split began. `read_back` is the
+    /// number so far.
     pub fn read_back_since(&self, read_back: u64) -> u32 {
         (read_back as u32).wrapping_sub(self.read_back.load(Ordering::Relaxed))
     }
@@ -185,7 +187,7 @@ impl BlockDesc {
         self.sampled.load(Ordering::Relaxed) != 0
     }
 
-    /// Ends the sampled split. Whether there was one.
+    /// Ends the sampled split. Returns whether there was one.
     pub fn end_sample(&self) -> bool {
         self.is_sampled() && self.sampled.swap(0, Ordering::Relaxed) != 0
     }
@@ -218,8 +220,8 @@ pub struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Splits a whole block to small pages. The caller has isolated the block. The pages stay in
-    /// their frames, so no listener needs to know.
+    /// Splits a compound page. The caller has isolated the block. The pages stay in their frames,
+    /// so no MMU notifier has to unmap them.
     pub fn split(self, first: PageNo) {
         for (i, (word, desc)) in self.words.iter().zip(self.frames).enumerate() {
             desc.adopt(first.plus(i));

@@ -21,13 +21,16 @@
 //! touch of 2 MiB changes one word instead of 512.
 //!
 //! This is sound for two reasons. A block word never becomes Untouched again. And it changes from
-//! Split to Compound only after every page word has become Collapsed: a fault that has read Split
-//! and then tries to change its page word from Empty fails. A block word other than Split is the
-//! whole truth at that moment, so a fault that can map 2 MiB reads the block word first.
+//! Split to Compound only after every page word has become Collapsed. So if a fault has read Split,
+//! and the block becomes a compound page, the fault's compare-exchange of its page word from Empty
+//! fails.
 //!
-//! No state says that a split is in progress. The page words are right before the block word
-//! changes. No frame of the block can leave its page before its descriptor is published, which
-//! comes last.
+//! A fault that can map 2 MiB reads the block word first: while it does not say Split, the page
+//! words add nothing.
+//!
+//! No state says that a split is in progress, and none is needed. The page words are filled in
+//! before the block word changes. The descriptors of the frames are published last, and before that
+//! no frame can leave its page.
 
 use crate::residency::PageNo;
 use lacuna_addr::{Level, Pfn};

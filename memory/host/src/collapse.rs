@@ -31,7 +31,8 @@ use std::sync::Arc;
 /// The most pages without a frame (they read as zeros) in a block that is collapsed. A collapse
 /// gives each of them a frame, so this bounds the memory that it adds.
 const EMPTY: usize = BLOCK / 16;
-/// The fewest pages of a block that must have been accessed since their accessed bits were cleared.
+/// A block is collapsed if at least so many of its pages were accessed since their accessed bits
+/// were cleared.
 const IN_USE: usize = BLOCK / 2;
 /// Most blocks that one step looks at.
 const LOOK: usize = 64;
@@ -42,10 +43,10 @@ const LOOK: usize = 64;
 pub enum Collapse {
     /// A block of pages was collapsed.
     Made,
-    /// None was collapsed; there are more blocks to look at.
+    /// No block was collapsed; there are more blocks to look at.
     Looked,
-    /// None was collapsed, and this was the last block; or free memory is low; or the host never
-    /// makes huge pages.
+    /// No block was collapsed, and there is no more to do for now: this was the last block, or
+    /// free memory is low, or the host never makes huge pages.
     Idle,
 }
 
@@ -70,7 +71,7 @@ pub(crate) struct Gathered {
 }
 
 impl Gathered {
-    /// Which of the pages were accessed. Clears their accessed bits.
+    /// Returns which of the pages were accessed, and clears their accessed bits.
     pub fn age(&self, round: &mut Round) -> Vec<bool> {
         let ranges: Vec<BackingRange> = (0..BLOCK).map(|i| self.first.plus(i).range()).collect();
         let mut young = vec![false; BLOCK];
@@ -93,9 +94,9 @@ impl Gathered {
 
 impl Host {
     /// One step of collapsing blocks in the background, for a thread without more urgent work. The
-    /// step looks at some blocks, up to the first split one whose pages are all resident or zeros.
-    /// It collapses that block if enough of its pages were accessed. Unless all pages are in one
-    /// block of frames already, it also needs a free block.
+    /// step looks at some blocks, until it finds a split one with all pages resident or zeros. It
+    /// collapses that block if enough of its pages were accessed. If the pages are not in one block
+    /// of frames already, the step also needs a free block.
     ///
     /// The step calls MMU notifiers, so the caller must not hold a lock.
     pub fn collapse_step(&self) -> Collapse {

@@ -1,8 +1,8 @@
 //! Copies bytes into and out of pages, for code that is no vCPU: image loading, the status page,
 //! tests.
 //!
-//! Reclaim honours a pin only from its next batch on, but a copy needs the frame to stay from now
-//! on. So a copy isolates the frame while it runs, as a reclaimer does.
+//! A copy needs the frame to stay at once. A pin is not enough, because reclaim reads the pins only
+//! at the beginning of a batch. So a copy isolates the frame while it runs, as a reclaimer does.
 
 use crate::balance::TICK;
 use crate::block_word::BlockNo;
@@ -19,8 +19,8 @@ use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
 const PEEKS: usize = 64;
 
 impl Host {
-    /// Copies `bytes` to the pages from `addr` on, swapping in what has to be. Not for
-    /// vCPU threads: it waits.
+    /// Copies `bytes` to the pages from `addr` on, and waits for pages that are swapped out. A
+    /// vCPU's thread must not call it.
     pub fn copy_in(&self, mut addr: BackingAddr, mut bytes: &[u8]) -> Result<(), HostError> {
         let mut cache = PerCpuPages::new(self.core.clone());
         while !bytes.is_empty() {
@@ -33,8 +33,8 @@ impl Host {
         Ok(())
     }
 
-    /// Copies from the pages at `addr` on, swapping in what has to be. Empty pages stay empty and
-    /// read as zeros.
+    /// Copies from the pages at `addr` on, and waits for pages that are swapped out. Empty pages
+    /// stay empty and read as zeros.
     pub fn copy_out(&self, mut addr: BackingAddr, mut out: &mut [u8]) -> Result<(), HostError> {
         let mut cache = PerCpuPages::new(self.core.clone());
         while !out.is_empty() {
@@ -51,8 +51,8 @@ impl Host {
         Ok(())
     }
 
-    /// Copies from the page at `addr` if it is resident, up to the page's end; never brings one in.
-    /// `None` when it is elsewhere, empty, or on its way.
+    /// Copies from the page at `addr`, up to the page's end, if the page is resident. Otherwise
+    /// returns `None`, and does not bring the page in.
     pub fn peek(&self, addr: BackingAddr, out: &mut [u8]) -> Option<()> {
         let (offset, len) = within_page(addr, out.len());
         if len < out.len() {
@@ -65,7 +65,7 @@ impl Host {
                     level: Level::L2M,
                 }),
                 Place::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
-                // A collapse is at it.
+                // A collapse of the page's block is in progress.
                 Place::Page(PageState::Collapsed) => None,
                 Place::Page(_) => return None,
             };
@@ -138,7 +138,7 @@ impl Core {
     }
 
     /// Runs `copy` while no other thread can take the frame from `page`. `None` if another thread
-    /// is about to, or already has.
+    /// has isolated the frame, or the page has left it.
     fn while_isolated(
         &self,
         frame: Frame,

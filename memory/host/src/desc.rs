@@ -9,10 +9,10 @@
 //!    '-------------------------------------------------------'  the page has left the frame
 //! ```
 //! **Isolated** is exclusive: one reclaimer, region removal or copy at a time may take the frame
-//! from its page. A frame whose write-out is in flight stays isolated until the write completes.
-//! All other states have one owner too (free map, per-CPU page cache, store), so `Used -> Isolated`
-//! is the only transition that needs a compare-and-swap, and a fault touches no descriptor with
-//! one.
+//! from its page. While the frame's content is written out, it stays isolated until the write
+//! completes. Each of the states Free, Cached and Store has one owner too (free map, per-CPU page
+//! cache, swap store). So only `Used -> Isolated` needs a compare-and-swap, and a fault does none
+//! on a descriptor.
 
 use crate::residency::PageNo;
 use lacuna_sync::shim::AtomicU64;
@@ -49,17 +49,18 @@ pub struct Desc {
     /// The page that the frame belongs to, while Used or Isolated.
     owner: AtomicU64,
     state: AtomicU8,
-    /// The content may differ from the swap entry's, or from zeros when there is none. Set before a
-    /// write access may go on and whenever a leaf with D is removed; cleared only by the eviction
-    /// that writes it out. A stale fault may set it on a frame that has since moved to another
-    /// page, which costs a needless write and nothing else.
+    /// The content may differ from that of the swap entry, or from zeros if there is no entry. The
+    /// mark is set before a write access may go on, and when a leaf with D is removed. Only the
+    /// eviction that writes the page out clears it. A stale fault may mark a frame that belongs to
+    /// another page by then; that costs a needless write.
     dirty: AtomicU8,
-    /// Swapped in since the clock hand last passed, so that the vCPU that faulted may not have
-    /// retried yet; or found accessed by a thread that is not the hand.
+    /// Reclaim spares the page for one turn of the clock hand: it was swapped in since the hand
+    /// last passed, so the faulting vCPU may not have retried yet; or another thread than the
+    /// hand's has found it accessed.
     recent: AtomicU8,
 }
 
-/// A frame costs this much beside its 4 KiB, and a bit in the free map.
+// Beside its 4 KiB a frame costs its descriptor, 16 bytes, and a bit in the free map.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Desc>() == 16);
 
@@ -125,7 +126,8 @@ impl Desc {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
 
-    /// The page was written, or is about to be. Tests first, because cores share the cache line.
+    /// Marks the page dirty, because it was written or is about to be. Tests the mark first,
+    /// because a store would take the cache line from other cores.
     #[inline]
     pub fn mark_dirty(&self) {
         if self.dirty.load(Ordering::Relaxed) == 0 {
@@ -155,7 +157,7 @@ impl Desc {
         self.recent.store(1, Ordering::Relaxed);
     }
 
-    /// Clears the mark. Whether it was set.
+    /// Clears the mark. Returns whether it was set.
     pub fn take_recent(&self) -> bool {
         self.recent.load(Ordering::Relaxed) != 0 && {
             self.recent.store(0, Ordering::Relaxed);

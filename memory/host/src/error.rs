@@ -1,10 +1,10 @@
-//! What can go wrong, in words that say what, where, and what to do.
+//! The errors of the host memory manager. Each message says what happened, where, and what to do.
 
 use lacuna_addr::{BackingAddr, NoRoom, PageCount};
 use std::sync::Arc;
 
-/// Why the host memory manager cannot do what was asked. Cloneable: an error met on one thread is
-/// reported on every other that runs into it.
+/// Why the host memory manager cannot do what was asked. It can be cloned, because one error may be
+/// reported on several threads.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HostError {
     /// Fewer frames than the guests' vCPUs may need at once.
@@ -13,17 +13,17 @@ pub enum HostError {
          ({} KiB) are needed", minimum.bytes() / 1024
     )]
     BudgetTooSmall {
-        /// What was given.
+        /// The budget that was given.
         budget: PageCount,
-        /// How many vCPUs must make progress in it.
+        /// The number of vCPUs that must make progress in it.
         vcpus: usize,
-        /// What would do.
+        /// The smallest budget that suffices.
         minimum: PageCount,
     },
     /// More frames than a page word can name.
     #[error("memory budget too large: {budget} pages, at most {maximum} are supported")]
     BudgetTooLarge {
-        /// What was given.
+        /// The budget that was given.
         budget: PageCount,
         /// The largest possible.
         maximum: PageCount,
@@ -63,7 +63,7 @@ pub enum HostError {
     SwapFull {
         /// Which device.
         device: String,
-        /// How it came to know.
+        /// The device's reason.
         reason: String,
     },
     /// A page could not be written out. It stays resident: nothing was lost.
@@ -92,7 +92,7 @@ pub enum HostError {
     Thread(String),
 }
 
-/// A page whose content cannot be had any more.
+/// The content of a page is lost.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("page {page} is lost: {reason}")]
 pub struct LostPage {
@@ -108,7 +108,7 @@ pub enum SwapError {
     /// No space is left.
     #[error("{0}")]
     Full(String),
-    /// The device ends here: neither this entry nor any after it can be used. What lies before can.
+    /// The device has no room for this entry or any after it. Entries before it can be used.
     #[error("{0}")]
     Ends(String),
     /// The device failed.

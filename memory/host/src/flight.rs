@@ -8,9 +8,10 @@
 //!                      '-----------------------------------------> Done
 //!                         finish: the thread that carries out a read from swap
 //! ```
-//! Two things complete a ticket. A read from swap has one carrier: the thread that won `start`. A
-//! fetch from a page source may be answered by any number of threads, early, late or twice, while a
-//! fourth removes the region: the one that wins `answer` owns the page's frame until `finish`.
+//! A ticket is completed in one of two ways. A read from swap is carried out by one thread, the one
+//! that won `start`. A fetch from a page source may be answered by several threads, early, late or
+//! twice, while another thread removes the region. The thread that wins `answer` owns the page's
+//! frame until `finish`.
 
 use lacuna_sync::shim::{AtomicU32, Ordering};
 

@@ -6,9 +6,9 @@
 //!                              |                 | is woken           |
 //! ```
 //! One lock guards the free map. A per-CPU page cache takes a batch of frames at a time. A 2 MiB
-//! block is given out only if `high` free frames remain: a huge page is never made of frames that a
-//! vCPU may need to make progress. A thread that finds no free frame waits in a queue, and each
-//! frame that becomes free is kept back for the first thread in it (`turns`).
+//! block is allocated only if `high` free frames remain, so a huge page never takes frames that a
+//! vCPU may need to make progress. A thread that finds no free frame waits in a queue; the free map
+//! keeps one frame back for each thread in the queue (`turns`).
 
 use crate::block::{BlockDesc, FrameBlockState, Marked, Parts};
 use crate::block_word::{BLOCK, BlockNo};
@@ -45,14 +45,14 @@ pub(crate) struct Frames {
 struct Count {
     /// In the free map.
     free: AtomicUsize,
-    /// The fewest that ever were.
+    /// The fewest that were ever in the free map.
     free_min: AtomicUsize,
     /// The swap store's.
     store: AtomicUsize,
     /// Free frames that only the swap store may take, so that reclaim can always compress some more
     /// pages.
     reserve: AtomicUsize,
-    /// What the vCPUs that there are need to make progress.
+    /// The number of frames that the existing vCPUs need to make progress.
     promised: AtomicUsize,
 }
 
@@ -186,8 +186,9 @@ impl Frames {
         self.lock().turns.len()
     }
 
-    /// As [`Frames::take_batch`] for a thread in the queue: at least one frame, and its place is
-    /// given up, if more are free than threads wait before it. Else nothing.
+    /// As [`Frames::take_batch`], for a thread in the queue. If more frames are free than threads
+    /// wait before it, the thread gets at least one frame and leaves the queue. Otherwise nothing
+    /// changes.
     pub fn take_turn(&self, turn: Turn, out: &mut Vec<u32>) {
         let mut free = self.lock();
         let spare = self.spare(&free);
@@ -225,7 +226,7 @@ impl Frames {
         let kept = out.len();
         free.map.take(count, out);
         self.note_free(free.map.len());
-        // Descriptors may have to come from memory: not while others wait for the lock.
+        // Descriptors may have to be read from memory, so the lock is released first.
         drop(free);
         for &index in &out[kept..] {
             self.descs[index as usize].set_state(FrameState::Cached);
@@ -235,13 +236,13 @@ impl Frames {
         out[kept..].reverse();
     }
 
-    /// Takes a whole block, if there is plenty besides.
+    /// Takes a whole block, if enough free frames remain.
     pub fn take_block(&self) -> Option<BlockNo> {
         if !self.has_plenty() {
             return None;
         }
         let mut free = self.lock();
-        // Again: others may have taken theirs meanwhile.
+        // Tested again under the lock: other threads may have taken frames meanwhile.
         if self.spare(&free) < self.high + BLOCK {
             return None;
         }
@@ -250,7 +251,7 @@ impl Frames {
         Some(block)
     }
 
-    /// Whether a block's worth of frames may go without reclaim being wanted soon.
+    /// Whether the free frames stay above the high watermark after a block is taken.
     pub fn has_plenty(&self) -> bool {
         self.available() >= self.high + BLOCK
     }
@@ -265,14 +266,14 @@ impl Frames {
         self.note_free(free.map.len());
     }
 
-    /// Puts a whole block back, whose frames' descriptors rest.
+    /// Puts a whole block back. The descriptors of its frames say Free already.
     pub fn give_block(&self, block: BlockNo) {
         let mut free = self.lock();
         free.map.give_block(block);
         self.note_free(free.map.len());
     }
 
-    /// Whether some thread has isolated a frame or a block, which it will let go.
+    /// Whether a thread has isolated a frame or a block. It will end the isolation.
     pub fn any_isolated(&self) -> bool {
         let mut frames = self.descs.iter().map(Desc::state);
         let mut blocks = self.blocks.iter().map(BlockDesc::state);

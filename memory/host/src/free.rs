@@ -7,8 +7,8 @@
 //! partial     x                             x      <- single frames come from the lowest of these
 //! whole                 x                          <- then from the lowest of these, broken up
 //! ```
-//! Lowest first is what keeps blocks whole: frames in use gather at the low end. A block that is
-//! cut off by the pool's end is never whole.
+//! Frames are taken lowest first, so frames in use gather at the low end and other blocks stay
+//! whole. The last block is never whole if the pool's end cuts it.
 
 use crate::block_word::{BLOCK, BlockNo};
 use lacuna_addr::Pfn;
@@ -21,7 +21,7 @@ pub(crate) struct FreeMap {
     counts: Box<[u16]>,
     /// Blocks that have free frames and others.
     partial: BlockSet,
-    /// Blocks whose every frame is free.
+    /// Blocks of which all frames are free.
     free: BlockSet,
     len: usize,
 }
@@ -91,7 +91,7 @@ impl FreeMap {
         self.recount(block, usize::from(self.counts[block]) + 1);
     }
 
-    /// Takes a block back, none of whose frames is free.
+    /// Takes a block back. None of its frames is free.
     pub fn give_block(&mut self, block: BlockNo) {
         let block = block.index();
         assert!(self.counts[block] == 0, "frames of block {block} are free");

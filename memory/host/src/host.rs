@@ -1,4 +1,4 @@
-//! The manager: what it is made of, and regions coming and going.
+//! The manager: its parts and configuration, and the regions that are added to it.
 
 use crate::block_word::PageBlockState;
 use crate::collapse::Collapser;
@@ -24,14 +24,14 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
-/// Frames that must exist besides those of the vCPUs: a cluster on its way out, the store's
-/// reserve.
+/// Frames that must exist besides those of the vCPUs: a cluster that is being written out, and the
+/// swap store's reserve.
 const BASE_FRAMES: u64 = 64;
 /// The frames that one more vCPU can keep from all others: its pinned pages and a full per-CPU page
 /// cache.
 const FRAMES_PER_VCPU: u64 = (MAX_PINNED + BATCH) as u64;
 
-/// Where pages are made 512 at a time, in aligned blocks of 2 MiB.
+/// Where the host makes compound pages: aligned blocks of 2 MiB.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum HugePages {
     /// Nowhere.
@@ -43,17 +43,17 @@ pub enum HugePages {
     Always,
 }
 
-/// What a [`Host`] is made of.
+/// The configuration of a [`Host`].
 pub struct HostConfig {
     /// Frames of the resident budget, shared by every region.
     pub budget: PageCount,
-    /// Where pages go when the budget is needed for others.
+    /// The swap device, for pages that reclaim evicts.
     pub swap: Box<dyn SwapStore>,
-    /// Where pages are made 512 at a time.
+    /// Where the host makes compound pages.
     pub huge: HugePages,
     /// The executor that carries out reads and completes operations.
     pub io: Io,
-    /// The time that device latencies are measured by.
+    /// The clock of the device latencies.
     pub clock: Arc<dyn Clock>,
 }
 
@@ -111,7 +111,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Host {
-    /// Gets the budget's memory, touched; nothing else.
+    /// Makes a host without regions. Gets the budget's memory from the kernel and touches it.
     pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
         let HostConfig {
             budget,
@@ -169,8 +169,8 @@ impl Host {
         PageCount::new(BASE_FRAMES + FRAMES_PER_VCPU * vcpus as u64)
     }
 
-    /// A vCPU's corner of the manager. [`HostError::BudgetTooSmall`] when the budget cannot promise
-    /// one vCPU more its progress.
+    /// Makes the per-CPU page cache of one more vCPU. [`HostError::BudgetTooSmall`] if the budget
+    /// does not suffice for the progress of that vCPU too.
     pub fn per_cpu_pages(&self) -> Result<PerCpuPages, HostError> {
         let vcpus = lock(&self.core.caches).len() + 1;
         check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
@@ -198,8 +198,8 @@ impl Host {
         self.core.regions.add(pages, notifier, Some(source))
     }
 
-    /// Whether `range` lies in one region, and `notifier` looks after its mappings. It stays so: a
-    /// removed region's addresses are never used again.
+    /// Whether `range` lies in one region, and `notifier` looks after its mappings. The answer
+    /// stays true, because a removed region's addresses are never used again.
     pub fn is_notified(&self, range: BackingRange, notifier: &dyn MmuNotifier) -> bool {
         let region = self.core.regions.find(PageNo::of(range.start()));
         region.is_some_and(|region| {
@@ -208,8 +208,8 @@ impl Host {
         })
     }
 
-    /// Makes the blocks that lie wholly inside `range` whole from here on, where they can be, under
-    /// [`HugePages::Madvise`].
+    /// Under [`HugePages::Madvise`]: from now on the host makes compound pages, if possible, of the
+    /// blocks that lie wholly inside `range`.
     pub fn advise_huge(&self, range: BackingRange) -> Result<(), HostError> {
         let region = self.core.regions.find(PageNo::of(range.start()));
         let region = region.filter(|region| region.range().intersect(range) == Some(range));
@@ -218,8 +218,8 @@ impl Host {
         Ok(())
     }
 
-    /// Frame `pfn`'s bytes. Which page they belong to is the caller's knowledge, from a
-    /// [`crate::Resolution::Ready`] not yet invalidated.
+    /// Frame `pfn`'s bytes. The caller knows which page they belong to, from a
+    /// [`crate::Resolution::Ready`] that has not been invalidated.
     #[inline]
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         self.core.frames.pool.frame(pfn)
@@ -262,14 +262,14 @@ impl Host {
         self.io.describe()
     }
 
-    /// Whether a read takes no time to speak of: the device answers at once, and no latency is
-    /// added to it.
+    /// Whether a read takes less time than telling a guest of it: the device answers at once, and
+    /// no latency is added.
     pub fn reads_at_once(&self) -> bool {
         matches!(self.core.store.reads(), Reads::Immediate) && self.core.store.latency_ns() == 0
     }
 
-    /// Until when a poller may sleep and still be one: `Some` if all that can come is waiting for
-    /// its time, and this is the first.
+    /// The time until which a polling thread may sleep: when the first completion is due. `None` if
+    /// a completion may arrive at any time, or none is expected.
     pub fn next_due(&self) -> Option<Nanos> {
         self.io.next_due()
     }
@@ -279,17 +279,17 @@ impl Host {
         self.io.next_completion()
     }
 
-    /// Delivers what has arrived and is due at `now`; returns the number. In virtual time this is
-    /// the only delivery. In real time it spares the wake-up of a thread, and costs a few
-    /// nanoseconds if nothing has arrived. Callbacks run here ([`Ticket::on_done`]), so no lock may
-    /// be held.
+    /// Delivers the completions that have arrived and are due at `now`; returns their number. In
+    /// virtual time nothing else delivers them. In real time this saves the wake-up of a thread; it
+    /// costs a few nanoseconds if nothing has arrived. Callbacks run here ([`Ticket::on_done`]), so
+    /// the caller holds no lock.
     pub fn poll(&self, now: Nanos) -> usize {
         self.io.poll(&self.core, now)
     }
 
-    /// From now on nothing waits for a latency that a device only states
-    /// ([`SwapStore::latency_ns`]), and what waits for it now is delivered. The run is over, and a
-    /// reader of its memory need not wait for a slow device. No effect in virtual time.
+    /// Ends simulated latency ([`SwapStore::latency_ns`]): completions that wait for it are
+    /// delivered, and later ones do not wait. It is called after a run, so that a reader of the
+    /// guest's memory need not wait for a slow device. No effect in virtual time.
     pub fn end_latency(&self) {
         self.core.at_once.store(true, Ordering::SeqCst);
         self.io.deliver_all();
@@ -364,7 +364,7 @@ impl Core {
         pinned
     }
 
-    /// Gives an entry back. Its content must not be needed, and no write to it may be in flight.
+    /// Frees a swap entry. Its content is not needed, and no write to it is in flight.
     pub fn free_entry(&self, entry: SwapEntry) {
         // The device first: once the entry is free, another thread may write to it.
         self.store.discard(entry);

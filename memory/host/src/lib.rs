@@ -18,17 +18,17 @@
 //!
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps and does no I/O.
 //!   [`Host::wait`] and [`Host::reclaim_direct`] wait; their caller holds no lock.
-//! * **D is the truth about writes.** A page that is not marked dirty is dropped without a write
-//!   and keeps its swap entry. It is marked before a write goes on, and when a leaf with D goes.
+//! * **Dirty marks are exact about writes.** A page is marked before a write to it goes on, and
+//!   when a leaf with D is removed. A page without the mark is dropped; it keeps its swap entry.
 //! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
 //!   instruction retires. A budget of [`Host::minimum_budget`] suffices. Reclaim takes no region
 //!   below its floor for another.
-//! * **No page is silently wrong.** A page whose checksum differs when it is read back is lost,
-//!   with a reason. A page that cannot be written out keeps its frame.
+//! * **No page is silently wrong.** If the checksum of a page differs when it is read back, the
+//!   page is lost, with a reason. A page that cannot be written out keeps its frame.
 //! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
 //! # Unsafe
-//! `unsafe` is for the frame pool. The blocks outside of `pool` state why their frame is theirs.
+//! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
 //!
 //! Imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
 

@@ -1,4 +1,5 @@
-//! The budget itself: one private anonymous mapping, prefaulted, and the only raw pointers to it.
+//! The memory of the budget: one private anonymous mapping, prefaulted, and the only raw pointers
+//! to it.
 //!
 //! ```text
 //! mapped ....[base, 2 MiB aligned ............................................)....
@@ -25,7 +26,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 const HUGE: usize = BLOCK * PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
 
-/// One page of bytes outside the pool: what swap devices are given to write.
+/// One page of bytes outside the pool. Swap devices get such pages to write.
 #[derive(Clone)]
 #[repr(C, align(4096))]
 pub struct Page(pub [u8; PAGE_SIZE]);
@@ -219,8 +220,9 @@ impl Pool {
     }
 }
 
-/// Fills `len` bytes with zeros: more than caches hold, of which little is used soon. Going past
-/// the caches is at least twice as fast, and what was in them stays.
+/// Fills `len` bytes with zeros by non-temporal stores. The range is larger than the caches and
+/// little of it is used soon. Such stores are at least twice as fast, and do not evict other data
+/// from the caches.
 ///
 /// # Safety
 /// The bytes are inside one allocation and used by no other thread; both numbers are multiples of
@@ -242,7 +244,7 @@ unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
     unsafe { _mm_sfence() };
 }
 
-/// As above, where there is no such way.
+/// As above, for processors without such stores in stable Rust.
 ///
 /// # Safety
 /// As above.
@@ -321,7 +323,7 @@ impl FramePtr<'_> {
         }
     }
 
-    /// Copies the page and says whether it is all zeros. A zero page's copy is not made.
+    /// Copies the page, unless it contains only zeros. Returns which of the two.
     pub(crate) fn snapshot(self, page: &mut Page) -> Content {
         let first = (0..WORDS).find(|&i| self.word(i).load(Ordering::Relaxed) != 0);
         if first.is_none() {
@@ -345,7 +347,7 @@ fn atom(offset: usize, left: usize) -> usize {
     size
 }
 
-/// An atomic integer whose size divides a page's.
+/// An atomic integer. Its size divides the size of a page.
 trait Atomic {
     /// Stores the integer that `bytes` are in memory.
     fn copy_in(&self, bytes: &[u8]);
@@ -372,11 +374,11 @@ macro_rules! atomics {
 }
 atomics!(AtomicU8, u8; AtomicU16, u16; AtomicU32, u32; AtomicU64, u64);
 
-/// What a frame was found to contain.
+/// The content of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub(crate) enum Content {
-    /// Only zeros: need not be written anywhere.
+    /// Only zeros. It need not be written to swap.
     Zero,
     /// Something else, copied.
     Data,

@@ -8,8 +8,8 @@
 //! ```
 //! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in,
 //! is skipped once. Pinned pages, pages of a region at its floor, and frames that another thread
-//! has isolated are not picked. Several threads may reclaim at once: the hand deals each its own
-//! window of frames. `sampled_split` describes how it handles whole blocks.
+//! has isolated are not picked. Several threads may reclaim at once; each takes its own window of
+//! frames from the clock hand. `sampled_split` describes how compound pages are handled.
 //!
 //! MMU notifiers are called with no lock held. A fault can take a page back until its frame is
 //! free.
@@ -42,7 +42,8 @@ const _: () = assert!(BLOCK.is_multiple_of(WINDOW));
 pub(crate) enum ScanPriority {
     /// It spares pages that were accessed since the hand's last turn.
     SpareAccessed,
-    /// Spares blocks: a thread waits, and a single page is a smaller loss.
+    /// It spares compound pages, and takes single pages even if they were accessed: a thread
+    /// waits for a frame, and a single page is a smaller loss.
     SpareCompound,
     /// It spares none: compound pages are all that is left.
     TakeAll,
@@ -216,7 +217,8 @@ impl Core {
         Some(page)
     }
 
-    /// Asks the listeners which pages were accessed, and lets those go.
+    /// Asks the MMU notifiers which pages were accessed. Ends the isolation of those, and returns
+    /// the others.
     fn spare_young(&self, round: &mut Round, picked: Vec<Victim>) -> Vec<Victim> {
         let mut young = vec![false; picked.len()];
         let mut start = 0;
@@ -238,7 +240,7 @@ impl Core {
         old
     }
 
-    /// Changes the page words to Evicting and has the pages unmapped.
+    /// Changes the page words to Evicting, and calls the MMU notifiers to unmap the pages.
     fn evict(&self, victims: Vec<Victim>) -> Vec<Victim> {
         let mut evicting = Vec::with_capacity(victims.len());
         for victim in victims {
@@ -301,8 +303,8 @@ impl Core {
         self.frames.desc(victim.frame).publish();
     }
 
-    /// Gives a page back whose dirty mark was taken. The mark first: once the page can be used, the
-    /// mark must count.
+    /// Gives a page back after its dirty mark was taken. Sets the mark first, because it must be
+    /// there as soon as the page can be used.
     pub fn keep_dirty(&self, victim: Victim) {
         self.frames.desc(victim.frame).mark_dirty();
         // The word is still Evicting if the reclaimer gives up; otherwise a fault took the page

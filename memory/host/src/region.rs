@@ -1,17 +1,18 @@
 //! Regions: what a VM's memory slots point into.
 //!
-//! The manager numbers pages with a counter. A region is a run of numbers, followed by one that no
-//! region ever gets, so that an access past a region's end cannot reach the next; it begins with a
-//! block of 512. Pages at its end that do not fill a block are always small. The set of regions is
-//! an immutable snapshot that is replaced as a whole: a vCPU keeps the regions that it used last.
+//! The manager numbers pages with a counter. A region is a run of numbers that begins with a block
+//! of 512. Behind it one number stays unused, so that an access past a region's end cannot reach
+//! the next region. Pages at its end that do not fill a block are always small. The set of regions
+//! is an immutable snapshot that is replaced as a whole. A vCPU keeps references to the regions
+//! that it used last.
 //!
 //! A number is never given twice, because a memory slot, a ticket or a pinned page may still name a
 //! page of a removed region, and must not reach another VM's. There are 2^52 of them: regions of
 //! 4 GiB, ten a second, last for thirteen years.
 //!
 //! A page word is 8 bytes, and a guest may have far more pages than it ever touches. So the words
-//! are allocated as zeros that the kernel does not back until they are written. No thread writes
-//! the page words of an untouched block, and its removal does not read them.
+//! are allocated as zeros, for which the kernel takes no memory until they are written. No thread
+//! writes the page words of an untouched block, and its removal does not read them.
 
 use crate::block_word::{BLOCK, BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
@@ -23,8 +24,8 @@ use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// Maps the manager's pages, and must be told when one is taken away. Called with no lock held, on
-/// the thread that reclaims.
+/// Knows the mappings of the manager's pages, and is called before a page loses its frame. The
+/// calling thread is the one that reclaims; it holds no lock.
 pub trait MmuNotifier: Send + Sync {
     /// Unmaps `ranges`, ascending and disjoint. On return nothing maps them and no vCPU can touch
     /// them: it waits for a grace period. Calls [`crate::Host::mark_dirty`] for every leaf it
@@ -35,20 +36,20 @@ pub trait MmuNotifier: Send + Sync {
     /// in `young[i]` whether any was set.
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]);
 
-    /// From here on each page of the 2 MiB block `range` has an accessed and a dirty bit of its
-    /// own, if it is mapped: the host is going to look at them one by one. Best effort: where there
-    /// is no room for a table, the block's bits go on speaking for all of its pages.
+    /// Gives each mapped page of the 2 MiB block `range` an accessed and a dirty bit of its own,
+    /// because the host is going to look at the pages one by one. If there is no room for a table,
+    /// the bits of the block go on standing for all of its pages.
     fn split_huge(&self, range: BackingRange);
 
-    /// An aging pass is over. Processors that cache translations set A only on a miss: bump the TLB
-    /// generation once, or hot pages look cold.
+    /// Ends an aging pass. Processors that cache translations set A only on a TLB miss, so their
+    /// TLBs must be flushed once; otherwise hot pages look cold.
     fn end_of_aging(&self);
 }
 
 pub(crate) struct Region {
     first: PageNo,
     words: Box<[PageWord]>,
-    /// Of every block that `words` fills.
+    /// The block words of all blocks that `words` fills.
     block_words: Box<[BlockWord]>,
     /// A bit a block word: [`crate::Host::advise_huge`] was called.
     advised: Box<[AtomicU64]>,
@@ -73,7 +74,7 @@ pub(crate) struct Span<'a> {
     pub words: &'a [PageWord],
 }
 
-/// Where a page is, whichever word says so.
+/// Where a page is, according to its page word or its block word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Place {
     /// By itself, as its word says.
@@ -107,8 +108,8 @@ impl Region {
 
     /// Where `page` is; `None` outside.
     pub fn place(&self, page: PageNo) -> Option<Place> {
-        // The block word first: a page word that says Empty is the truth only if the block word
-        // said Split or Untouched before.
+        // The block word is read first: a page word that says Empty is valid only if the block
+        // word said Split or Untouched before.
         match self.block_word(page).map(BlockWord::load) {
             Some(PageBlockState::Compound { block }) => Some(Place::Block(block)),
             _ => Some(Place::Page(self.word(page)?.load())),
@@ -156,7 +157,7 @@ impl Region {
         }
     }
 
-    /// Whether `page`'s block should be whole if it can be.
+    /// Whether the policy wants `page`'s block to be a compound page.
     pub fn wants_huge(&self, huge: HugePages, page: PageNo) -> bool {
         match huge {
             HugePages::Never => false,

@@ -25,7 +25,7 @@ pub struct Frame {
 #[derive(Debug)]
 #[must_use]
 pub enum Resolution {
-    /// In this frame, until its listener is told otherwise.
+    /// In this frame, until the region's MMU notifier is called for it.
     Ready(Frame),
     /// On its way in. Pass the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
     /// Until then the read does not begin.
@@ -33,23 +33,25 @@ pub enum Resolution {
     /// Never provided, and the region has a page source. The ticket is used as that of `Pending`; a
     /// VMM may instead provide the page itself.
     Missing(Ticket),
-    /// No frame is free: let go of locks, call [`Host::reclaim_direct`], then resolve again.
+    /// No frame is free: release all locks, call [`Host::reclaim_direct`], then resolve again.
     NoMemory,
-    /// Its content cannot be had any more, or it never was a page.
+    /// Its content is lost, or the address is in no region.
     Lost(LostPage),
 }
 
 impl Host {
-    /// Finds or makes the frame of the page at `addr`. The page is *pinned* in `cache` from here
-    /// on: see [`PerCpuPages::unpin_all`].
+    /// Finds or makes the frame of the page at `addr`, and *pins* the page in `cache` until
+    /// [`PerCpuPages::unpin_all`].
     ///
-    /// [`Access::Write`] marks the page dirty before it is ready. The caller may map the frame
-    /// writable only then; one that maps a page read-only first and lets it be written later
-    /// reports that by [`Host::mark_dirty`]. What is ready may be on its way out a moment later:
-    /// install it under the protection of the invalidation sequence that was read before this call.
+    /// [`Access::Write`] marks the page dirty before it is ready. Only then may the caller map the
+    /// frame writable. A caller that maps a page read-only, and later lets it be written, calls
+    /// [`Host::mark_dirty`] then.
     ///
-    /// `max_level` is the largest leaf that the caller can map there: a page that was never touched
-    /// is made at most so large.
+    /// A page that is ready may be evicted a moment later. So the caller reads the invalidation
+    /// sequence before this call, and installs the frame only if the sequence has not moved.
+    ///
+    /// `max_level` is the largest leaf that the caller can map there. If the page was never
+    /// touched, the host makes a page of at most that size.
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
@@ -147,8 +149,8 @@ impl Core {
         Resolution::Ready(small(frame))
     }
 
-    /// The page word refers to the block word, which says `block_word`. Out of line, because that
-    /// makes the path of a resident 4 KiB page shorter.
+    /// Resolves a page whose word refers to the block word; that word says `block_word`. The
+    /// function is out of line, because that makes the path of a resident 4 KiB page shorter.
     #[inline(never)]
     fn by_block_word(
         &self,
@@ -164,8 +166,8 @@ impl Core {
                 FaultCounters::bump(&cache.shared.count.resident);
                 Some(self.ready_in(block, page, access))
             }
-            // A collapse has got as far as this page: it is done, or undone, in microseconds. Or
-            // the block has been split since the word was read.
+            // Either a collapse is in progress, which is done or undone in microseconds. Or the
+            // block has been split since the page word was read.
             PageBlockState::Split => {
                 drop(lock(&self.collapsing));
                 None
@@ -215,8 +217,8 @@ impl Core {
         FaultCounters::add(&cache.shared.count.zeroing_ns, zeroing);
         let desc = self.frames.block(block);
         desc.prepare(page.block_start(), Dirt::Clean);
-        // Two vCPUs may both reach this line; then one has zeroed in vain. That happens less often
-        // than one would otherwise have to wait for the other's zeroing.
+        // Two vCPUs may both reach this line; then one has zeroed a block for nothing. A lock would
+        // avoid that, but a vCPU would then wait for another one's zeroing more often.
         if block_word
             .change(
                 PageBlockState::Untouched,

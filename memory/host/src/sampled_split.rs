@@ -40,9 +40,9 @@ use std::sync::atomic::Ordering;
 const ROUND: usize = 16;
 /// Pages read back from swap before the next sampled split: about what one frees.
 const READ_BACK: u64 = 64;
-/// How often a page of the block must be accessed for the block to stay, compared with a page in
-/// swap, in sixteenths. Half as often is enough, because a compound page saves faults and TLB
-/// entries.
+/// A sampled block stays huge if its pages are accessed at least so often, in sixteenths of the
+/// rate at which a page in swap is read back. Half of that rate is enough, because a compound page
+/// saves faults and TLB entries.
 const ASKED: u64 = 8;
 
 /// What reclaim does with a window of frames.
@@ -86,7 +86,7 @@ enum Grace {
 }
 
 impl Core {
-    /// The clock hand reaches a window of frames, all of one block.
+    /// Handles a window of frames, all of one block, that the clock hand has reached.
     pub fn meet_block(&self, round: &mut Round, start: Pfn) -> Window {
         let Some((block, desc)) = self.frames.block_of(start) else {
             return Window::Frames;
@@ -221,8 +221,8 @@ impl Core {
         16 * in_use as u64 * swapped / (wanted * BLOCK as u64).max(1)
     }
 
-    /// Marks pages as recent whose accessed bits this thread has cleared, so that the hand spares
-    /// them.
+    /// Marks the accessed pages as recent, so that the hand spares them. This thread has cleared
+    /// their accessed bits.
     pub fn spare(&self, pages: &Gathered, young: &[bool]) {
         let frames = pages.states.iter().map(|state| state.frame());
         for (frame, _) in frames.zip(young).filter(|(_, young)| **young) {

@@ -1,4 +1,4 @@
-//! Numbers: what the manager has done and where its frames are.
+//! Counters: what the manager has done, and where its frames are.
 
 use crate::host::{Core, Host, lock};
 use crate::per_cpu_pages::FaultCounters;
@@ -23,7 +23,7 @@ pub(crate) struct Counters {
     pub scanned: AtomicU64,
     pub young: AtomicU64,
     pub direct_reclaims: AtomicU64,
-    /// Whole blocks that there are.
+    /// Compound pages that exist at present.
     pub huge_pages: AtomicU64,
     pub splits: AtomicU64,
     pub collapses: AtomicU64,
@@ -35,17 +35,17 @@ impl Counters {
         counter.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// One whole block more.
+    /// Counts one compound page more.
     pub fn add_compound(&self) {
         Self::add(&self.huge_pages, 1);
     }
 
-    /// One whole block less.
+    /// Counts one compound page less.
     pub fn remove_compound(&self) {
         self.huge_pages.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Keeps what a vanishing vCPU has counted.
+    /// Adds the counts of a vCPU that is dropped.
     pub fn absorb(&self, gone: &FaultCounters) {
         for (total, part) in self.faults.all().into_iter().zip(gone.all()) {
             Self::add(total, part.load(Ordering::Relaxed));
@@ -53,7 +53,7 @@ impl Counters {
     }
 }
 
-/// A reading of everything, at about one moment.
+/// A reading of all counters, at about one moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct HostStats {
     /// Frames of the budget.
@@ -90,11 +90,11 @@ pub struct HostStats {
     pub swapped_in: u64,
     /// Reads begun for callers that do not wait, in real time.
     pub reads_started: u64,
-    /// Arrivals that [`Host::poll`] took in and due completions that it delivered, in real time.
+    /// Arrivals that [`Host::poll`] handled and due completions that it delivered, in real time.
     pub polled: u64,
-    /// Pages written to it.
+    /// Pages written to the swap device.
     pub swapped_out: u64,
-    /// Write operations that took.
+    /// Write operations that the swap pages took.
     pub write_clusters: u64,
     /// Write operations that failed, wholly or in part.
     pub write_failures: u64,
@@ -104,23 +104,24 @@ pub struct HostStats {
     pub clean_dropped: u64,
     /// Frames that the clock hand passed.
     pub scanned: u64,
-    /// Pages that it spared as accessed.
+    /// Pages that the clock hand spared because they were accessed.
     pub young: u64,
     /// The number of direct reclaims by threads that found no free frame.
     pub direct_reclaims: u64,
-    /// Blocks of 512 pages that are whole now.
+    /// Compound pages that exist at present.
     pub huge_pages: u64,
-    /// Faults that made one.
+    /// Faults that made a compound page.
     pub huge_faults: u64,
-    /// Faults that would have made one, but free frames were too few or lay apart.
+    /// Faults that would have made a compound page, but no block of frames was free, or too few
+    /// frames.
     pub huge_fallbacks: u64,
-    /// Nanoseconds of `huge_faults` that zeroing took: nearly all.
+    /// Nanoseconds that the zeroing in `huge_faults` took: nearly all of their time.
     pub zeroing_ns: u64,
-    /// Whole blocks that reclaim has made into pages.
+    /// Compound pages that reclaim has split.
     pub splits: u64,
-    /// Blocks of pages that were made whole.
+    /// Blocks that were collapsed into compound pages.
     pub collapses: u64,
-    /// Times that this was tried and a fault was quicker, or no block of frames was free.
+    /// Collapses that failed: a fault took a page back, or no block of frames was free.
     pub collapse_failures: u64,
 }
 
@@ -142,8 +143,8 @@ impl Host {
         self.core.stats()
     }
 
-    /// How much of the budget the machine under us backs with huge pages of its own, in bytes.
-    /// `None` where the kernel does not say.
+    /// The bytes of the budget that the host's kernel backs with huge pages of its own; `None` if
+    /// the kernel does not say.
     pub fn pool_huge_bytes(&self) -> Option<u64> {
         self.core.frames.pool.huge_bytes()
     }

@@ -26,8 +26,9 @@ impl Host {
         }
     }
 
-    /// Waits until the page has arrived; `Err` if it is lost. If the read has not begun, the caller
-    /// carries it out itself: no thread is woken, which would take longer than the read.
+    /// Waits until the page has arrived; `Err` if it is lost. If the read has not begun, the
+    /// calling thread carries it out, because to wake another thread would take longer than the
+    /// read.
     ///
     /// A virtual executor's completions up to this one are delivered early, in order: a seeded
     /// scheduler calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
@@ -38,9 +39,9 @@ impl Host {
         self.wait_until(ticket, &NEVER)
     }
 
-    /// As [`Host::wait`], but returns soon after `stop` is set, with the page on its way: for a
-    /// vCPU whose VM is being stopped. A read that the caller carries out itself is waited for:
-    /// the device writes into the page's frame.
+    /// As [`Host::wait`], but returns soon after `stop` is set, with the page still on its way. A
+    /// vCPU uses it, because its VM may be stopped. A read that the calling thread carries out is
+    /// completed first, because the device writes into the page's frame.
     ///
     /// # Panics
     /// As [`Host::start`].
@@ -113,7 +114,8 @@ impl Core {
         };
         let moved = match &result {
             Ok(()) => {
-                // The vCPU that faulted may need a while to come back: one turn of the clock hand.
+                // The faulting vCPU may need some time until it retries, so the hand spares the
+                // page for one turn.
                 desc.mark_recent();
                 word.advance(PageState::arrived)
             }

@@ -1,9 +1,9 @@
 //! Write-out: a cluster of dirty pages is written to neighbouring swap entries.
 //!
-//! The bytes that are written are a private copy, taken while the page was unmapped everywhere. A
-//! guest that takes its page back and writes to it changes the frame, not the copy. So after the
-//! write the swap entry holds the page as it was when it was last clean. If the page was written
-//! since, its dirty mark says so, and the entry is stale.
+//! The write uses a private copy, made while the page was unmapped everywhere. If a fault takes the
+//! page back and the guest writes to it, that changes the frame, not the copy. So after the write
+//! the swap entry holds the page as it was at the copy. If the guest has written to the page since,
+//! the dirty mark is set, and the entry is stale.
 
 use crate::desc::FrameState;
 use crate::error::{HostError, SwapError, WriteFailed};
@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 /// Most pages of one write: 128 KiB.
 pub(crate) const CLUSTER: usize = BATCH;
 
-/// Writes that failed, none having succeeded since.
+/// The writes that have failed since the last one that succeeded.
 pub(crate) struct Failure {
     pub error: HostError,
     pub count: usize,
@@ -46,12 +46,13 @@ impl WriteBatch {
     }
 }
 
-/// Buffers kept for the next batches: fresh memory would have to be faulted in by the kernel.
+/// The most buffers that are kept for later batches. A new buffer would cost page faults of the
+/// host's kernel.
 const SPARE: usize = 2;
 
 impl Core {
-    /// Gives the dirty `victims`, whose bytes are `pages`, entries in a row. What does not fit is
-    /// returned to its owners; then the error says so.
+    /// Gives the dirty `victims` swap entries in a row; `pages` has their bytes. Victims for which
+    /// there is no entry stay with their owners, and the error says why.
     pub fn prepare_write(
         &self,
         mut victims: Vec<Victim>,
@@ -108,7 +109,7 @@ impl Core {
         }
     }
 
-    /// Entries in a row; those of resident pages give way if there are no others.
+    /// Takes entries in a row. If none is free, takes those of resident pages.
     fn take_entries(&self, count: u32) -> Option<Run> {
         let run = lock(&self.entries).take(count);
         if run.is_none() && self.shed_entries() > 0 {
@@ -149,7 +150,7 @@ impl Core {
         shed
     }
 
-    /// Moves one page to Writeback; `None` if its owner was quicker.
+    /// Moves one page to Writeback; `None` if a fault has taken it back.
     fn send_to(&self, victim: Victim, entry: SwapEntry) -> Option<Victim> {
         match victim.word().advance(|state| state.write_started(entry)) {
             Ok(before) => {
@@ -165,13 +166,13 @@ impl Core {
         }
     }
 
-    /// The device's part, on whatever thread the executor likes.
+    /// Writes the batch to the device. The executor chooses the thread.
     pub fn write(&self, batch: &WriteBatch) -> Result<(), WriteFailed> {
         let pages = &batch.pages[batch.from..batch.from + batch.victims.len()];
         self.store.write(batch.first, pages)
     }
 
-    /// The write is over: each page leaves its frame, unless its owner took it back.
+    /// Completes a write: each page leaves its frame, unless a fault has taken it back.
     pub fn complete_write(&self, batch: WriteBatch, result: Result<(), WriteFailed>) {
         let done = match &result {
             Ok(()) => batch.victims.len(),
@@ -207,7 +208,8 @@ impl Core {
         self.settled.bump();
     }
 
-    /// The entry holds nothing: the page goes on as if it had never been chosen.
+    /// Undoes the choice of a page after a failed write: the page is resident, and the entry is
+    /// free.
     fn unwrite(&self, victim: Victim, entry: SwapEntry) {
         self.frames.desc(victim.frame).mark_dirty();
         let moved = victim.word().advance(PageState::without_entry);
@@ -242,7 +244,7 @@ impl Core {
         };
         let error = self.swap_full(reason);
         if self.shed_entries() > 0 {
-            // Pages that have another home made room.
+            // Resident pages have given up their entries, so there is room.
             self.note_reason(error);
         } else {
             self.note_failure(error);
@@ -254,7 +256,8 @@ impl Core {
         self.record(error, 1);
     }
 
-    /// There was no room, which is no failure yet: the reason, should there be none later.
+    /// Notes why the device had no room. That is not a failure yet; the reason is for an error that
+    /// may follow.
     pub fn note_reason(&self, error: HostError) {
         self.record(error, 0);
     }

@@ -13,17 +13,18 @@
 //! ```
 //!
 //! # Why there is no "update in progress"
-//! KVM marks the generation during an update, because its readers see slots and dependent caches
-//! change at different times, and waits for all readers (SRCU) before it unmaps what it removed.
-//! Here the swap is one store, and the reader that could still act on the old snapshot is a fault,
-//! which cannot install anything without its invalidation snapshot being admitted. So the order is:
+//! In KVM, readers see slots and dependent caches change at different times. So KVM marks the
+//! generation during an update, and waits for all readers (SRCU) before it unmaps what it removed.
+//! Here a change is one store. Only a fault can still act on the old snapshot, and a fault installs
+//! nothing if its invalidation sequence has moved. So the order is:
 //!
 //! ```text
 //! fault:   s = stage2.invalidate_seq(gfn)    reader.find(gfn)    resolve    lock, retry(s)?, map
 //! remover: begin    unmap the range    flush    slots.remove(id)    end
 //! ```
-//! A fault that found the removed slot took `s` before `end`, so it is refused, or its mapping is
-//! found by the unmap. Taking `s` *after* `find` would be the bug.
+//! A fault that found the removed slot has read `s` before `end`. If it maps before `begin`, the
+//! unmap finds its leaf. If it locks later, `retry` refuses it. A fault that read `s` *after*
+//! `find` could map a page of the removed slot: `find`, then the whole removal, then `s`.
 //!
 //! Imports `addr`, `sync`. No `unsafe`.
 #![forbid(unsafe_code)]

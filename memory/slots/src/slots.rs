@@ -112,8 +112,8 @@ impl<X: SlotData> Slots<X> {
         })
     }
 
-    /// Removes a slot and returns it. The caller must remove its mappings *afterwards* (see the
-    /// crate's page).
+    /// Removes a slot and returns it. The caller has removed its mappings, and refuses faults in
+    /// its range until after this call (see the order at the head of the crate).
     ///
     /// # Errors
     /// [`SlotError::Unknown`].

@@ -74,15 +74,15 @@ pub(crate) enum Executor {
     Virtual(Virtual),
 }
 
-/// Waits for the end of a thread of ours; one that ends the host itself, by letting go of the last
-/// reference to it, cannot wait for itself. A thread that panicked has reported it.
+/// Waits for the end of a thread of the executor. If that thread itself drops the last reference to
+/// the host, it runs this, and must not wait for itself. A thread that panicked has reported it.
 fn join(thread: JoinHandle<()>) {
     if thread.thread().id() != std::thread::current().id() {
         let _ = thread.join();
     }
 }
 
-/// An operation that is over but for its announcement.
+/// An operation that the device has finished, and that is not delivered yet.
 pub(crate) enum Completion {
     Read(Ticket, Result<(), SwapError>),
     Write(WriteBatch, Result<(), WriteFailed>),
@@ -156,7 +156,7 @@ impl Executor {
         }
     }
 
-    /// Carries out a write on the caller's thread; it completes when the device says.
+    /// Carries out a write on the caller's thread. It completes when the device's latency is over.
     pub fn write(&self, core: &Core, batch: WriteBatch) {
         let due = core.deadline();
         let result = core.write(&batch);
@@ -167,8 +167,7 @@ impl Executor {
         }
     }
 
-    /// Something in flight must come to rest before the caller can go on. It waits no longer than
-    /// `patience`.
+    /// Waits until an operation in flight completes or a frame is freed, at most for `patience`.
     pub fn help(&self, core: &Core, seen: u64, patience: Duration) {
         match self {
             Self::Real(real) => real.help(seen, patience),
@@ -176,15 +175,15 @@ impl Executor {
         }
     }
 
-    /// Delivers what has been read or written for `region` and only waits for its time. In virtual
-    /// time [`Executor::help`] delivers early.
+    /// Delivers the completions of `region` that only wait for their due time. In virtual time
+    /// [`Executor::help`] delivers early.
     pub fn hurry(&self, region: &Region) {
         if let Self::Real(real) = self {
             real.hurry(region);
         }
     }
 
-    /// Delivers what only waits for its time.
+    /// Delivers all completions that only wait for their due time.
     pub fn deliver_all(&self) {
         if let Self::Real(real) = self {
             real.deliver_all();

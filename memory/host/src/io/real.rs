@@ -83,7 +83,7 @@ impl Real {
         }
     }
 
-    /// The calling thread's ring: rings are dealt out in the order of first reads.
+    /// The calling thread's ring. Threads get rings in the order of their first reads.
     fn own_ring(&self) -> Option<&Ring> {
         let (executor, place) = PLACE.get();
         let place = if executor == self.number {
@@ -126,8 +126,8 @@ impl Real {
         }
     }
 
-    /// Carries out a claimed read on the caller's thread. A caller that is to stop leaves what is
-    /// not due yet to others.
+    /// Carries out a claimed read on the caller's thread. If the caller must stop before the read
+    /// is due, it leaves the completion to another thread.
     pub fn read_here(&self, ticket: &Ticket, stop: &AtomicBool) {
         let due = self.core.deadline();
         let result = self.core.read(ticket);
@@ -157,7 +157,7 @@ impl Real {
         self.timer.complete_at(due, completion);
     }
 
-    /// Something must come to rest; the caller looks whether it was what it waits for.
+    /// Waits until an operation completes or a frame is freed. The caller checks which it was.
     pub fn help(&self, seen: u64, patience: Duration) {
         if self.poll(self.core.clock.now()) == 0 {
             self.core.settled.wait_past(seen, patience);
@@ -182,7 +182,7 @@ impl Real {
         arrived + delivered
     }
 
-    /// When the next completion is due, if nothing can come but what waits for its time.
+    /// When the next completion is due, if all operations in flight only wait for their due time.
     pub fn next_due(&self) -> Option<Nanos> {
         match self.core.store.reads() {
             Reads::Immediate => self.timer.first(),
@@ -201,8 +201,8 @@ impl Real {
         }
     }
 
-    /// Ends the threads. What is in flight is delivered first, because a completion owns frames and
-    /// swap entries. What only waits for its time is delivered now.
+    /// Ends the threads. Operations in flight are delivered first, because a completion owns frames
+    /// and swap entries. Completions that only wait for their due time are delivered at once.
     pub fn shut_down(&mut self) {
         self.rings.clear();
         self.readers.shut_down();

@@ -1,4 +1,5 @@
-//! One thread, virtual time: the device is used at submission, its completion waits for its turn.
+//! One thread and virtual time: the device does an operation at its submission; the completion is
+//! delivered at a later virtual time.
 
 use super::Completion;
 use crate::host::{Core, lock};
@@ -14,7 +15,7 @@ pub(crate) struct Virtual {
 
 struct World {
     rng: fastrand::Rng,
-    /// By due time, then by submission: no tie is left to chance.
+    /// By due time, then by the order of submission, so that the order of delivery is determined.
     due: BTreeMap<(Nanos, u64), Completion>,
     submitted: u64,
 }
@@ -53,7 +54,7 @@ impl Virtual {
             .map(|(&(due, _), _)| due)
     }
 
-    /// Delivers the next completion, whatever the time; false when there is none.
+    /// Delivers the next completion, even before it is due. Returns false if there is none.
     pub fn deliver_next(&self, core: &Core) -> bool {
         let next = lock(&self.world).due.pop_first();
         next.map(|(_, completion)| core.complete(completion))

@@ -1,8 +1,9 @@
-//! How completions are taken in: by vCPUs that poll, or by a thread that sleeps until one arrives.
+//! Which thread handles completions: vCPUs that poll, or a thread of the device that sleeps until a
+//! completion arrives.
 //!
-//! Waking a thread costs more than taking in the completion, and if every core runs a vCPU it takes
-//! a core away from one. So while any thread *polls*, the device's thread stays asleep, or polls
-//! rarely. When the last poller stops, the device's thread takes over what is in flight.
+//! To wake a thread costs more than to handle the completion, and takes a core from a vCPU if every
+//! core runs one. So while any thread *polls*, the device's thread stays asleep, or polls rarely.
+//! When the last poller stops, the device's thread takes over the operations in flight.
 //!
 //! ```text
 //! starter: pending += 1; fence; no poller?           -> wake        thread: pending and no

@@ -65,7 +65,7 @@ impl FileStore {
         self.caching == Caching::Direct
     }
 
-    /// Sees to it that the bytes before `end` have blocks.
+    /// Makes the file system allocate blocks for the bytes before `end`.
     fn reserve(&self, end: u64) {
         let reserved = self.reserved.load(Ordering::Relaxed);
         if end <= reserved || self.caching == Caching::Buffered {
@@ -166,7 +166,7 @@ impl SwapStore for FileStore {
         Ok(())
     }
 
-    /// The space stays the file's: punching holes costs more than reusing the entry.
+    /// The file keeps the space, because punching a hole costs more than reusing the entry.
     fn discard(&self, _entry: SwapEntry) {}
 }
 

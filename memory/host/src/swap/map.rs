@@ -1,31 +1,31 @@
-//! Which entries of the swap device are in use, how far the device goes, and the checksum of what
-//! was written to each.
+//! Which entries of the swap device are in use, up to which entry the device has room, and the
+//! checksum of the last write to each entry.
 //!
 //! ```text
 //! entries 0 ................ limit ................. capacity
 //!         offered first      | the device had no room here when it was last asked: offered, so
 //!                            | that it is asked again, when nothing below is free
 //! ```
-//! The checksums are here and not on the device. So what was written to another entry, or to this
-//! one before, does not pass for what was written here last, unless it is the same. They cost 4
-//! bytes for each entry up to the last that was ever used: a thousandth of what is swapped out,
-//! outside the budget.
+//! The checksums are kept here and not on the device. So the content of another entry, or of an
+//! older write to the same entry, does not match unless it is equal. They cost 4 bytes for each
+//! entry up to the last one that was ever used: a thousandth of the swapped-out memory, outside the
+//! budget.
 
 use super::SwapEntry;
 
-/// A bitmap that grows as far as it is used, searched next-fit: a batch that leaves together lies
-/// together on the device.
+/// A bitmap that grows as far as it is used. The search is next-fit, so that the pages of one batch
+/// get neighbouring entries.
 pub(crate) struct SwapMap {
     /// One bit an entry; set = used. Entries past the end are free.
     words: Vec<u64>,
-    /// One a bit of `words`.
+    /// One checksum for each bit of `words`.
     checksums: Vec<u32>,
     used: usize,
     capacity: u32,
     /// Where the device had no room when it was last asked; `capacity` if it had.
     limit: u32,
     hint: u32,
-    /// Why it had none.
+    /// The reason why the device had no room at `limit`.
     ended: String,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct Run {
     pub count: u32,
 }
 
-/// What is left below the place where a device ends.
+/// Whether entries are free below the limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub(crate) enum Room {
@@ -90,7 +90,7 @@ impl SwapMap {
         })
     }
 
-    /// Gives one back.
+    /// Frees an entry.
     pub fn free(&mut self, entry: SwapEntry) {
         let (word, bit) = (entry.get() as usize / 64, entry.get() % 64);
         assert!(self.words[word] >> bit & 1 == 1, "{entry:?} freed twice");
@@ -98,7 +98,7 @@ impl SwapMap {
         self.used -= 1;
     }
 
-    /// What is going to be written to `first` and the entries after it, all in use.
+    /// Sets the checksums of a write to `first` and the entries after it, which are all in use.
     pub fn seal(&mut self, first: SwapEntry, checksums: &[u32]) {
         let first = first.get() as usize;
         self.checksums[first..first + checksums.len()].copy_from_slice(checksums);
@@ -109,8 +109,8 @@ impl SwapMap {
         self.checksums[entry.get() as usize]
     }
 
-    /// The device has no room for `entry`: from there on it is asked only when nothing is free
-    /// below. Whether something is.
+    /// Notes that the device has no room for `entry`. From now on, entries from there on are tried
+    /// only if none below is free. Returns whether one below is free.
     pub fn ends_at(&mut self, entry: SwapEntry, reason: &str) -> Room {
         self.limit = self.limit.min(entry.get());
         self.ended = reason.into();
@@ -120,7 +120,8 @@ impl SwapMap {
         }
     }
 
-    /// The device had room for `entry`: if it had none there before, it has some again.
+    /// Notes that the device had room for `entry`. If `entry` is at or beyond the limit, the limit
+    /// ends.
     pub fn has_room_at(&mut self, entry: SwapEntry) {
         if entry.get() >= self.limit {
             self.limit = self.capacity;

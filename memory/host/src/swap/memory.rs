@@ -20,8 +20,8 @@ use lz4_flex::block::{
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Place sizes in bytes: multiples of 8, whose rounding wastes little in a frame. What does not fit
-/// the last but one is stored as it is.
+/// The sizes of places in bytes: multiples of 8, chosen so that little of a frame is wasted. A page
+/// that does not fit the last but one is stored uncompressed.
 const CLASSES: [u16; 13] = [
     64,
     128,
@@ -52,7 +52,7 @@ pub struct MemoryStore {
 
 #[derive(Default)]
 struct Inner {
-    /// By entry number.
+    /// The place of each entry, by its number.
     places: Vec<Option<Place>>,
     /// Every frame taken, with its used places.
     slabs: BTreeMap<u32, u64>,
@@ -176,7 +176,8 @@ impl SwapStore for MemoryStore {
         "compressed memory".into()
     }
 
-    /// As many as can be named: what fits is known only when it is compressed.
+    /// The largest number of entries that can be named. How many fit is known only after the pages
+    /// are compressed.
     fn capacity(&self) -> PageCount {
         PageCount::new(u64::from(u32::MAX))
     }

@@ -1,7 +1,7 @@
-//! Swap devices: where pages go when the budget is needed for others.
+//! Swap devices: they store the pages that reclaim evicts.
 //!
-//! A device is synchronous and knows entries and bytes only. Which thread runs it, when its
-//! completion is delivered, and which entries are in use is decided above it (`io`, `map`).
+//! A device is synchronous and knows entries and bytes only. Other files decide which thread calls
+//! it and when its completion is delivered (`io`), and which entries are in use (`map`).
 
 mod faulty;
 mod file;
@@ -60,7 +60,7 @@ pub enum Reads<'a> {
     File(BorrowedFd<'a>),
 }
 
-/// A swap device. Called by several threads at once; never twice at once for one entry.
+/// A swap device. Several threads may call it at once, but not for the same entry.
 pub trait SwapStore: Send + Sync {
     /// Its name in error messages, such as `swap file in /tmp`.
     fn describe(&self) -> String;
@@ -85,10 +85,10 @@ pub trait SwapStore: Send + Sync {
     /// Writes `pages` to `first` and the entries after it.
     fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed>;
 
-    /// The content of `entry` is needed no more.
+    /// Says that the content of `entry` is not needed any more.
     fn discard(&self, entry: SwapEntry);
 
-    /// Whether the host's page cache may hold what is stored: memory outside the budget.
+    /// Whether the host's page cache may hold stored pages. Such memory is outside the budget.
     fn is_cached(&self) -> bool {
         false
     }
