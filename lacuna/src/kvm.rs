@@ -1,6 +1,8 @@
 //! The backend on Linux's `/dev/kvm`. Its memory is Linux's; its pages come by userfaultfd.
 //!
-//! [`available`] says whether this machine can run it, and if not, what is missing.
+//! [`available`] says whether this machine can run it, and if not, what is missing. On a host
+//! without hardware support for guests (`kvm_pvm`), KVM emulates the instructions of guest kernels
+//! one by one: a guest that works at CPL 0 is far slower there than on [`soft`](crate::soft).
 
 pub use lacuna_kvm::{
     FirstTouch, KvmError, LatencySetting, MapError, RunSummary, SourceConfig, SourceStats, Tracker,

@@ -22,7 +22,8 @@ use std::sync::Arc;
 pub enum Swap {
     /// An unlinked file in this folder.
     File(PathBuf),
-    /// Compressed, inside the resident budget.
+    /// Compressed, inside the resident budget. A guest whose pages do not compress well enough for
+    /// that ends with `VcpuError::NoMemory`; a file has room for all of them.
     Memory,
 }
 
