@@ -16,8 +16,8 @@ pub struct Entry<P> {
     pub(crate) index: usize,
     pub(crate) cpu: P,
     pub(crate) bus: SoftBus,
-    /// Why the words that the guest shares with the host could not be accessed, although it has
-    /// memory there.
+    /// The error of an access to the words that the guest shares with the host, if there is memory
+    /// but its page cannot be had.
     pub(crate) failed: Option<VcpuError>,
     /// The grace period at which the TLB was last known to have no stale entry.
     flushed: GracePeriod,
@@ -40,9 +40,9 @@ impl Drop for Online<'_> {
 pub(crate) enum Absent {
     /// There is no memory, or none that may be written.
     NoMemory,
-    /// The page is on its way once a thread starts the ticket.
+    /// The page is not resident. It comes after a thread has started the ticket.
     Pending(Ticket),
-    /// Another operation is in the way, for a moment.
+    /// Another operation on the page is in progress, for a moment.
     Busy,
 }
 

@@ -1,15 +1,15 @@
 //! The soft backend: a hypervisor in user space, without `/dev/kvm`.
 //!
-//! It connects crates that do not know each other: software processors (`lacuna-x86`) on a
-//! [`Bus`](lacuna_cpu::Bus) that is stage 2 and the fault path (`lacuna-mmu`), behind the vCPU
-//! trait of `lacuna-machine`.
+//! It connects crates that do not import each other. A software processor (`lacuna-x86`) accesses
+//! memory through a [`Bus`](lacuna_cpu::Bus). Here the bus is stage 2 and the fault path
+//! (`lacuna-mmu`). Outside, a vCPU implements the traits of `lacuna-machine`.
 //!
 //! | file | job |
 //! |---|---|
 //! | `vm` | one VM: what its vCPUs share |
 //! | `bus` | a vCPU's view of memory: stage-2 walk, faults |
 //! | `vcpu` | one step of a vCPU, and the thread-mode loop around it |
-//! | `code` | which pages hold decoded instructions |
+//! | `code` | write tracking of pages that hold decoded instructions |
 //! | `frame_set` | a set of guest frames, anywhere, read without a lock |
 //! | `exclusive` | stops all vCPUs for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
@@ -19,7 +19,7 @@
 //! | `layout` | memory slots of a running VM |
 //! | `platform`, `x86` | what an architecture adds to its processor |
 //! | `dirty` | dirty tracking |
-//! | `memory` | guest memory for code that is no vCPU: loaders, devices, viewers |
+//! | `memory` | guest memory for threads other than vCPUs: loaders, devices, viewers |
 //! | `state` | a vCPU's whole state, saved and restored |
 //!
 //! # Unsafe

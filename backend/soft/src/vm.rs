@@ -39,7 +39,7 @@ pub enum SoftError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// Writes cannot be recorded in that way.
+    /// The VM does not support this delivery of dirty pages.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
     /// [`Vm::boot`] has already made its vCPUs.
@@ -47,7 +47,8 @@ pub enum SoftError {
     Booted,
 }
 
-/// Wakes vCPUs: flags for those that run, parkers for those that sleep.
+/// Gets the attention of vCPUs: sets a flag for a vCPU that runs, unparks the thread of one that
+/// sleeps.
 pub(crate) struct VcpuKicks {
     pub(crate) qsbr: Arc<Qsbr>,
     parkers: Box<[Parker]>,
@@ -66,8 +67,8 @@ impl Wake for VcpuKicks {
     }
 }
 
-/// The counters that a vCPU publishes while it runs, and its pending kick. On cache lines of its
-/// own.
+/// The counters that a vCPU publishes while it runs, and its pending kick. Each vCPU's are on cache
+/// lines of their own.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Meter {
@@ -92,7 +93,8 @@ pub struct Vm {
     pub(crate) meters: Box<[Meter]>,
     booted: AtomicBool,
     apf_paused: AtomicBool,
-    /// Regions of the host that hold this VM's memory. A region with a slot is removed with it.
+    /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
+    /// with that slot.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>>,
 }
 
@@ -157,7 +159,8 @@ impl Vm {
         Ok(())
     }
 
-    /// New memory of the host, advised to be huge, as VMMs do for guest memory.
+    /// Adds a region of new memory, and advises the host to use huge pages for it, as VMMs do for
+    /// guest memory.
     pub(crate) fn add_backing(&self, pages: PageCount) -> Result<BackingRange, HostError> {
         let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
         let backing = self.host.add_region(pages, notifier)?;
@@ -223,8 +226,8 @@ impl Vm {
         vcpus
     }
 
-    /// Loads the image with which the VM was booted again, for a reset of the machine. The vCPUs
-    /// continue where they are until [`Vcpu::reset`].
+    /// For a reset of the machine: loads the image of the boot a second time. The vCPUs continue
+    /// where they are until [`Vcpu::reset`].
     ///
     /// # Errors
     /// The reason why the image cannot be loaded.
@@ -237,8 +240,9 @@ impl Vm {
         self: &Arc<Self>,
         boot: Option<P::Boot>,
     ) -> Result<Vec<VcpuOf<P>>, SoftError> {
-        // The VM's tables may have left no address space for the vCPUs and their threads. The
-        // tables of a vCPU fit into what a thread's arena leaves of its mapping.
+        // After the VM's tables are allocated, there may be too little address space for the
+        // threads of the vCPUs. The tables of a vCPU need no check of their own: they fit into
+        // the rest of the mapping that a thread's malloc arena reserves.
         room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
         let wake: Arc<dyn Wake> = Arc::clone(&self.kicks) as Arc<dyn Wake>;
         let fabric = Arc::new(P::fabric(self.config.vcpus, wake));
@@ -277,8 +281,8 @@ impl Vm {
         self.meters.iter().map(read).collect()
     }
 
-    /// From now on, whether a page on its way is reported to a guest that has asked for it. The
-    /// guest sees no other difference. No effect on a VM that never offered it.
+    /// Sets whether a guest that has enabled asynchronous page faults gets them from now on. The
+    /// guest sees no other difference. No effect on a VM that did not offer them at its start.
     pub fn set_apf(&self, apf: Apf) {
         let off = apf == Apf::Off || self.config.apf == Apf::Off;
         self.apf_paused.store(off, Ordering::Relaxed);
@@ -318,9 +322,9 @@ impl Vm {
     }
 }
 
-/// The most table pages that one VM may have: leaf tables for 2 TiB. Only what slots hold is ever
-/// mapped, so a guest cannot make them grow. The number bounds a reserved address range, not
-/// memory.
+/// The most table pages that one VM may have: leaf tables for 2 TiB. Only pages of slots are
+/// mapped, so a guest cannot make the tables grow beyond that. The number bounds a reserved address
+/// range, not memory.
 const TABLES_MAX: u32 = 1 << 20;
 
 /// Threads of a VMM besides those of the vCPUs: one that watches the guest, one that reads its

@@ -1,4 +1,5 @@
-//! Asynchronous page faults end to end: Lacuna's guest kernel on the soft backend, both deliveries.
+//! Asynchronous page faults end to end: Lacuna's guest kernel on the soft backend, with both forms
+//! of page-ready.
 
 mod common;
 
@@ -14,7 +15,7 @@ use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The two deliveries a guest may choose: today's (page-ready by interrupt), and that of 2010.
+/// The two forms of page-ready that a guest may choose: by interrupt (today's), and by #PF (2010).
 const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
 
 fn offered(builder: VmBuilder) -> VmBuilder {
@@ -138,8 +139,8 @@ fn hostile_guests_do_no_harm() {
     }
 }
 
-/// No timer tick ends a halt here, so each page that arrives must end it. That must hold also if
-/// several arrive together, and with the original delivery, which can report only one at a time.
+/// No timer tick ends a halt here, so each page that arrives must end it. That must also hold if
+/// several arrive together, and with the form of 2010, which can report only one page at a time.
 #[test]
 fn an_idle_guest_without_a_tick_misses_nothing() {
     for delivery in DELIVERIES {

@@ -16,7 +16,7 @@ pub fn ring(backup: Backup) -> Delivery {
     Delivery::Ring { size, backup }
 }
 
-/// Whether there are bitmaps: for all writes, or for those that no vCPU makes.
+/// Whether slots that log have bitmaps, for all writes or as a backup beside rings.
 pub fn has_bitmaps(vm: &Vm) -> bool {
     match vm.mmu().delivery() {
         Delivery::Bitmap => true,
@@ -55,7 +55,7 @@ pub fn named(id: SlotId, first: usize, words: &[u64]) -> impl Iterator<Item = Na
 pub struct Shadow(BTreeMap<SlotId, Vec<Page>>);
 
 impl Shadow {
-    /// Turns on logs in a drawn way, and begins a copy.
+    /// Turns on all logs, with settings drawn from `rng`, and begins a copy.
     pub fn drawn(vm: &Vm, rng: &mut Rng) -> Self {
         let all_set = has_bitmaps(vm) && rng.bool();
         let logging = Logging::On {
@@ -77,7 +77,7 @@ impl Shadow {
         }
     }
 
-    /// A copy of memory whose pages all count as written: nothing is copied yet.
+    /// A copy without content, for logs in which all pages count as written at first.
     pub fn empty(vm: &Vm) -> Self {
         let all = |id| (id, vec![[0; PAGE_SIZE]; pages_of(vm, id)]);
         Self(vm.slots().into_iter().map(all).collect())
@@ -100,7 +100,7 @@ impl Shadow {
         Self::of(vm)
     }
 
-    /// Copies these pages, for which dirty tracking is armed again.
+    /// Copies these pages. Dirty tracking has re-armed them.
     pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
         for name in dirty {
             self.0.get_mut(&name.0).unwrap()[name.1] = read(*name, vm);
@@ -125,7 +125,7 @@ impl Shadow {
         dirty.len()
     }
 
-    /// Compares. The guest does not run, and everything written was harvested.
+    /// Compares the copy with memory. The guest does not run, and every written page was harvested.
     pub fn compare(&self, vm: &Vm) {
         for (id, pages) in &self.0 {
             for (at, bytes) in pages.iter().enumerate() {
@@ -138,8 +138,8 @@ impl Shadow {
     }
 }
 
-/// Ends the logging of all slots: in one of two ways where the build has both. The draw is made in
-/// every build, so that what is drawn later does not depend on it.
+/// Ends the logging of all slots. If the build has both ways to do so, `rng` decides. The number is
+/// drawn in every build, so that later draws are the same in all builds.
 pub fn end_logging(vm: &Vm, rng: &mut Rng) {
     let in_place = rng.bool();
     for id in vm.slots() {

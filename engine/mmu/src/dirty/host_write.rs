@@ -7,10 +7,10 @@
 //!   and writers -= 1 at once               seen it
 //! write; mark, or writers -= 1           return: the copy that follows has what they wrote
 //! ```
-//! A writer keeps the slot that it has found. Whatever happens to the layout meanwhile, the mark
-//! goes to the log of the pages that it writes; a slot that moves keeps its log. A slot that is
-//! deleted and made again over the same backing has another log: its owner must ensure that no
-//! write is in progress in between.
+//! A writer keeps the slot that it has found. So its mark goes to the log of the pages that it
+//! writes, even if the slot moves meanwhile, because a slot that moves keeps its log. If a slot is
+//! deleted and made again over the same backing, it has another log. The VMM must ensure that no
+//! write is in progress while it does that.
 
 use super::{Count, DirtyError};
 use crate::{Mmu, Rmap, VcpuMmu};
@@ -20,7 +20,7 @@ use lacuna_sync::shim::{Ordering, fence};
 use std::sync::Arc;
 
 /// A write to one page of a slot, from before its first byte to after its last.
-#[must_use = "what is written while it lives is marked when it is done"]
+#[must_use = "the page is marked only when the write is reported as done"]
 pub struct Writing {
     slot: Arc<Slot<Rmap>>,
     gfn: Gfn,
@@ -53,7 +53,8 @@ impl Writing {
         log.writers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let logs = log.is_on();
-        // Not waited for: otherwise a steady stream of writers would be waited for for ever.
+        // The start of a log does not wait for this writer. If it waited for writers that have
+        // seen the log, a steady stream of them would delay it for ever.
         if logs {
             log.writers.fetch_sub(1, Ordering::Release);
         }
