@@ -51,7 +51,7 @@ pub struct Overflow;
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// Maps the ring of a vCPU whose VM has rings of that size.
+    /// Maps the ring of a vCPU. Its VM was made with rings of `size`.
     pub fn map(vcpu: &VcpuFd, size: RingSize) -> Result<Self, Errno> {
         // SAFETY: 1. the descriptor is open as long as `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };

@@ -1,5 +1,5 @@
-//! Whole vCPU states on KVM with the host's processor model, whose guests have an FPU. Those with
-//! the common model are in `check/conformance`.
+//! Whole vCPU states on KVM with the host's processor model, which has an FPU. The tests with the
+//! common model are in `check/conformance`.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Write tracking of guest code: a store to a page whose instructions some vCPU has decoded makes
-//! every vCPU drop them.
+//! Write tracking of guest code. If a vCPU has decoded instructions of a page, a store to that page
+//! makes every vCPU drop them.
 //!
 //! ```text
 //! decode   is_settled(gfn)?  yes: read the bytes

@@ -180,8 +180,8 @@ fn processor(state: &State) -> Result<lacuna_x86::State, StateError> {
     })
 }
 
-/// An interrupt that is in service, and whose handler was not entered, is requested again: the APIC
-/// delivers it.
+/// The APIC's registers. If an interrupt is in service and its handler was not entered, it becomes
+/// requested again, so that the APIC delivers it.
 fn apic_registers(state: &State) -> Result<ApicRegisters, StateError> {
     const ISR: usize = 0x10;
     const IRR: usize = 0x20;

@@ -144,7 +144,7 @@ fn guest(halts: Halts, pages: u64) -> Vec<Piece> {
     pieces
 }
 
-/// A VM with one vCPU, whose pages arrive when the test allows it.
+/// A VM with one vCPU. A page arrives when the test allows it.
 struct Bench {
     vm: Arc<Vm>,
     vcpu: Vcpu,

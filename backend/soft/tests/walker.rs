@@ -1,8 +1,8 @@
 //! Accessed and dirty bits that the guest's page walker sets in the guest's page tables, although
 //! no instruction stores them. The log must have the pages of these tables.
 //!
-//! A walk asks for every table page to write, even if no bit must be set, as processors do whose
-//! stage 2 has A and D bits. So tables that were only read may be logged too.
+//! A walk accesses every table page as a write, even if it sets no bit. Processors with A and D
+//! bits in stage 2 do the same. So tables that were only read may be logged too.
 //!
 //! ```text
 //! PML4 --1--> PDPT --0--> PD --0--> PT --0,1,2--> pages        all A = D = 0 at first

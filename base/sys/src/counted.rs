@@ -1,5 +1,5 @@
-//! Ioctls whose result is a count. `rustix` has a type only for ioctls that return nothing except
-//! what they write through their argument.
+//! Ioctls that return a count. `rustix` has a type only for ioctls that return nothing except what
+//! they write through their argument.
 //!
 //! UNSAFETY: the trait asks for promises about the pointer that the kernel is given. The caller of
 //! [`Counted::new`] makes them.

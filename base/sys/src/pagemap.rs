@@ -2,9 +2,9 @@
 //! written since they were last protected, by its page table, and protects them again in the same
 //! step.
 //!
-//! It works on ranges of a [`Userfaultfd`](crate::Userfaultfd) that tracks writes. A page whose
-//! entry has userfaultfd's write-protect mark is clean. The first write to it clears that mark, in
-//! the kernel, without an event.
+//! It works on ranges of a [`Userfaultfd`](crate::Userfaultfd) that tracks writes. A page is clean
+//! while its entry has userfaultfd's write-protect mark. At the first write to the page, the kernel
+//! clears that mark, without an event.
 //!
 //! UNSAFETY: an ioctl that writes an array by its address. Its effect on the scanned pages is
 //! invisible to threads that read or write them.

@@ -69,7 +69,7 @@ pub fn save<B: Backend>(made: &mut Made<B>, devices: &PlatformDevices) -> Vec<Vc
     made.vcpus.iter_mut().map(save).collect()
 }
 
-/// Copies all memory of `from`, whose slots `to` has as well.
+/// Copies all memory of `from` to `to`, which has the same slots.
 pub fn copy_memory(from: &(impl GuestMemory + MemorySlots), to: &impl GuestMemory) {
     let mut page = [0; PAGE_SIZE];
     for MemorySlot { gfns, .. } in from.memory_slots() {

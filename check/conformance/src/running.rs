@@ -13,8 +13,8 @@ use lacuna_machine::{Ending, GuestMemory, Image, Kick, Next, PlatformDevices, Vc
 
 use crate::backend::{Backend, Lacks, Made, Request};
 
-/// Every guest here ends by itself; a host whose KVM emulates guest kernels takes minutes for what
-/// others do at once.
+/// Every guest here ends by itself. If the host's KVM emulates guest kernels, that takes minutes
+/// instead of moments.
 const HANG: Duration = Duration::from_secs(900);
 
 /// Runs `body` on a thread of its own and panics if it takes too long. A vCPU that hangs in the

@@ -27,8 +27,8 @@ const BACKING: u64 = 0x10_0000;
 /// The place of a slot: its first guest frame, its first page of the backing, its pages.
 type Place = (u64, u64, u64);
 
-/// One slot of whole blocks; one whose frames and backing are aligned differently; two that meet
-/// inside a block, the upper with a whole block in it. All share backing.
+/// One slot of whole blocks; one with frames and backing that are aligned differently; two that
+/// meet inside a block, the upper of them with a whole block in it. All share backing.
 const SLOTS: [Place; 4] = [
     (0x400, 0, PAGES),
     (0x1_0001, 512, 600),

@@ -133,7 +133,7 @@ impl Pool {
             frames,
         };
         // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
-        // SAFETY: the range lies inside the mapping, whose contents are not used yet.
+        // SAFETY: the range lies inside the mapping. The contents of the mapping are not used yet.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
         // SAFETY: as above.
         unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) }

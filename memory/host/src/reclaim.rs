@@ -6,8 +6,8 @@
 //!         frames      are spared  then unmapped   dirty, all zero -> Empty
 //!                                                 dirty           -> copied, Writeback
 //! ```
-//! Second chance: a page whose accessed bit is set in any table, or that has just been swapped in,
-//! is skipped once. Pinned pages, pages of a region at its floor, and frames that another thread
+//! Second chance: a page is skipped once if its accessed bit is set in any table, or if it has just
+//! been swapped in. Pinned pages, pages of a region at its floor, and frames that another thread
 //! has isolated are not picked. Several threads may reclaim at once; each takes its own window of
 //! frames from the clock hand. `sampled_split` describes how compound pages are handled.
 //!

@@ -29,8 +29,8 @@
 //!
 //! `Collapsed` means that the page is part of a compound page, and that the block word says where
 //! it is (see `block_word`). A collapse changes Resident, Evicting or Empty to it; a split changes
-//! it to Resident. For `Empty` too the block word is read: a block whose first touch made a
-//! compound page has only Empty words.
+//! it to Resident. For `Empty` too the block word is read: if the first touch of a block made a
+//! compound page, all its page words are Empty.
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 

@@ -1,5 +1,4 @@
-//! A swap device whose content something else has changed: no guest reads data that it did not
-//! write.
+//! Another program changes the content of a swap device. No guest reads data that it did not write.
 
 mod common;
 

@@ -169,8 +169,8 @@ fn a_write_while_its_block_is_split() {
     });
 }
 
-/// Two marks and a split: the second mark, whose thread finds the first one set and skips its own,
-/// counts too.
+/// Two marks and a split. The second thread finds the mark set and does not set it again; its write
+/// counts all the same.
 #[test]
 fn two_writes_while_their_block_is_split() {
     model(|| {

@@ -13,10 +13,10 @@
 //! the bit stays for the next harvest. So users must follow two rules: *mark after 1, never
 //! before*, and *copy after the flush, never before*.
 //!
-//! `mark` must not test the bit first and skip the write if it is set. That load could pass the
-//! writer's own stores; then `take` clears a bit whose page it sees without them. A fence would
-//! prevent this, but it costs as much as the instruction that is saved; `tests/loom.rs` shows the
-//! loss.
+//! `mark` must not test the bit first and skip the write if it is set. The race: the load of the
+//! bit passes the writer's own stores to the page, and finds the bit set; `take` clears the bit;
+//! the harvester copies the page without these stores. Then no mark is left. A fence would prevent
+//! this, but it costs as much as the instruction that is saved; `tests/loom.rs` shows the loss.
 //!
 //! Words are little-endian in KVM's byte form: page `p` is bit `p % 64` of word `p / 64`, and bit
 //! `p % 8` of byte `p / 8` after [`u64::to_le_bytes`].

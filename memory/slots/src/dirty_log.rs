@@ -126,7 +126,7 @@ pub enum DirtyError {
          copy all memory, and start again with a larger ring, or reap more often"
     )]
     Overflow {
-        /// The vCPU whose ring it was.
+        /// The vCPU to which the ring belongs.
         vcpu: usize,
     },
     /// A buffer that does not fit the slot.

@@ -7,8 +7,8 @@ use std::sync::mpsc;
 
 const PAGES: u64 = 4096;
 
-/// A source whose first pages are in its store; `None`, and a recorded skip, where this
-/// host has none.
+/// A source with its first pages in the store. `None` if this host has no userfaultfd; the skip is
+/// recorded then.
 fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
     let uffd = match Source::open(Tracker::Kvm) {
         Ok(uffd) => uffd,

@@ -70,7 +70,7 @@ pub fn nothing_is_lost_at_4x_overcommit<B: Backend>(backend: &B) -> Outcome {
     verify(backend, 1, Duration::ZERO)
 }
 
-/// The same with two vCPUs, whose pages take a moment to come.
+/// The same with two vCPUs, while pages take a moment to come.
 pub fn nothing_is_lost_with_late_pages<B: Backend>(backend: &B) -> Outcome {
     verify(backend, 2, Duration::from_micros(200))
 }

@@ -151,7 +151,7 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
         }
         vm.set_slot_flags(SLOT, SlotFlags::empty())
             .expect("it is there");
-        // A backend may carry out the instruction again whose write has left.
+        // A backend may execute an instruction again after its write has left as an exit.
         let first = told(vcpu, 0);
         assert!([77, 5].contains(&first), "{first}");
         assert_eq!(told(vcpu, 0), 5, "the guest may write now");

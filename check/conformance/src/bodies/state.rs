@@ -215,7 +215,7 @@ pub fn verify_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     moves(backend, request, "verify")
 }
 
-/// `litmus`, whose vCPUs check the order of each other's accesses, moves from VM to VM.
+/// `litmus` moves from VM to VM. Its vCPUs check the order of each other's accesses.
 pub fn litmus_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     let request = Request::new(16, 16, 2, "iters=3000 adds=3000");
     moves(backend, request, "litmus")

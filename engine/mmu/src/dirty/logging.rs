@@ -198,8 +198,9 @@ impl Mmu {
 /// Leaves in a [`Told`].
 const TOLD_AT_ONCE: usize = 32;
 
-/// Leaves whose D was cleared; they are reported to the host some at a time. Their frames'
-/// descriptors may be anywhere in memory: each is prefetched while the next entries are exchanged.
+/// Leaves that have lost D and are not reported to the host yet. They are reported some at a time,
+/// because the descriptors of their frames may be anywhere in memory: each descriptor is prefetched
+/// while the next entries are exchanged.
 struct Told<'h> {
     host: &'h Host,
     leaves: [Option<Leaf>; TOLD_AT_ONCE],

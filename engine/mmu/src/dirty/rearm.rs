@@ -17,14 +17,14 @@ use std::ops::Range;
 const WORD: usize = u64::BITS as usize;
 /// Words in the bitmap of one block.
 const BLOCK_WORDS: usize = BLOCK as usize / WORD;
-/// Blocks whose entries are being prefetched while one is armed. In a large guest, a full ring
-/// names some tens of pages in each block, a sparse bitmap one or two. With 4 blocks instead of 16,
-/// a page of a full ring takes a fifth longer.
+/// The number of blocks ahead whose entries are prefetched, while one block is re-armed. In a large
+/// guest, a full ring names some tens of pages in each block, a sparse bitmap one or two. With 4
+/// blocks instead of 16, a page of a full ring takes a fifth longer.
 const AHEAD: usize = 16;
 
 impl Mmu {
-    /// Arms the pages of `slot` whose bits are set in `words`, and waits for the TLB flush. Bit 0
-    /// is page `first_page` of the slot.
+    /// Re-arms the pages of `slot` that `words` names, and waits for the TLB flush. Bit 0 of
+    /// `words` is page `first_page` of the slot.
     pub(crate) fn rearm_words(&self, slot: &Slot<Rmap>, first_page: usize, words: &[u64]) {
         let mut flush = Flush::none(&self.stage2);
         self.rearm(
@@ -97,7 +97,7 @@ impl BlockPages {
     }
 }
 
-/// The pages of a slot at `gfns` whose bits are set in `words`, by block. Bit 0 is page
+/// The pages that `words` names, by block, of a slot with the frames `gfns`. Bit 0 is page
 /// `first_page` of the slot. Bits beyond the slot's end are ignored.
 fn blocks_of_words(
     gfns: GfnRange,

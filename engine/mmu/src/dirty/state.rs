@@ -96,7 +96,8 @@ impl Tracking {
 /// A slot's log. A slot that moves or changes its flags keeps it.
 #[derive(Default)]
 pub(crate) struct SlotLog {
-    /// Exact for a block whose range lock is held; otherwise a hint.
+    /// Whether the slot logs. For code that works on a block, the value is exact while that code
+    /// holds the block's range lock. Without the lock it may change at any time.
     on: AtomicBool,
     eager: AtomicBool,
     /// The number of [`crate::Writing`]s in progress.

@@ -95,7 +95,7 @@ impl Monitor {
         self.replay(fixture, &words);
     }
 
-    /// A harvest whose result is lost.
+    /// Harvests, and loses the result.
     pub fn lose(&self, fixture: &Fixture) {
         if fixture.mmu.delivery() != Delivery::Bitmap {
             let _alone = fixture.collecting.write().unwrap();

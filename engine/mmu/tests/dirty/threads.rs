@@ -190,8 +190,8 @@ fn a_slot_that_moves_during_a_reclaim_is_in_no_tlb() {
             first: 1550,
             pages: 1,
         });
-        // Small leaves of a block that the host has whole; many of them, whose table is removed at
-        // once.
+        // Many small leaves, which are removed at once with their table: those of a block that the
+        // host has whole, and those of a block that it has by pages.
         for huge in [HugePages::Always, HugePages::Never] {
             moved(&Taken {
                 huge,

@@ -126,7 +126,7 @@ idle: /* rdi = processor */
     jmp sched_resume
 
     .globl resume, resume_by_iret
-resume: /* rdi = thread, whose frame comes first */
+resume: /* rdi = thread, which begins with its frame */
     cmpl $VEC_SYSCALL, 8 * 15(%rdi)
     jne resume_by_iret
     movq %rdi, %rsp

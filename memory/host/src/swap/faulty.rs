@@ -25,7 +25,8 @@ pub enum Fault {
     EndsAt(u32),
 }
 
-/// A device in plain memory, outside the budget, whose faults are switched by its clones.
+/// A device in plain memory, outside the budget. A clone is the same device, by which a test
+/// switches its faults.
 #[derive(Clone)]
 pub struct FaultyStore(Arc<Shared>);
 
