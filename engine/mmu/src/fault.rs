@@ -1,20 +1,21 @@
 //! From a stage-2 violation to an installed leaf.
 //!
 //! ```text
-//! sequence -> slot -> max_level -> host.resolve
-//!     -> Ready   -> lock, retry? -> install, rmap -> Mapped
-//!     -> Pending -> the caller waits, then tries again
+//! Fault --find_slot--> SlotFault --resolve--> PageFault --map--> Outcome::Mapped
+//!  seq                  max_level             Ready               lock, retry? install, rmap
 //! ```
 //! `max_level` is the largest leaf that the slot allows around the page; the host answers with what
 //! it has. A 2 MiB leaf needs both. No function here sleeps, allocates on the resident path, or
 //! holds a lock while it asks the host.
 
 use crate::dirty::Count;
-use crate::{Mmu, VcpuMmu};
+use crate::vcpu_mmu::Marker;
+use crate::{Mmu, Rmap, VcpuMmu};
 use lacuna_addr::{Access, Gfn, Level, Pfn};
-use lacuna_host::{Frame, LostPage, Resolution, Ticket};
-use lacuna_slots::SlotFlags;
-use lacuna_stage2::{Exhausted, Leaf};
+use lacuna_host::{Frame, Host, LostPage, PerCpuPages, Resolution, Ticket};
+use lacuna_slots::{Reader, Slot, SlotFlags};
+use lacuna_stage2::{Exhausted, InvalidateSeq, Leaf};
+use std::sync::Arc;
 
 /// A page with which the access may continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,77 +52,84 @@ pub enum Outcome {
 /// After so many lost races a fault lets others go first.
 const ATTEMPTS: usize = 4;
 
+/// A fault that has begun. Each stage consumes the one before: no page is asked for without a slot,
+/// and none is mapped without an answer of the host.
+#[derive(Clone, Copy)]
+struct Fault {
+    gfn: Gfn,
+    access: Access,
+    /// Read before the slot is looked up: the deletion of a slot increments it.
+    seq: InvalidateSeq,
+}
+
+/// A fault whose slot is found, and allows the access.
+struct SlotFault<'v> {
+    fault: Fault,
+    slot: &'v Arc<Slot<Rmap>>,
+}
+
+/// A fault whose page is resolved: the host has a frame for it.
+struct PageFault<'v> {
+    found: SlotFault<'v>,
+    page: ResolvedPage,
+}
+
+/// What is to be mapped at `gfn`, and how much the host has around it.
+#[derive(Clone, Copy)]
+pub(crate) struct ResolvedPage {
+    pub(crate) gfn: Gfn,
+    /// The 4 KiB leaf of the page.
+    pub(crate) leaf: Leaf,
+    /// The host has this much in a row.
+    pub(crate) level: Level,
+}
+
 impl Mmu {
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
     #[inline]
     pub fn fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
         for _ in 0..ATTEMPTS {
-            // Before the slot is looked up: the deletion of a slot increments the sequence.
-            let seq = self.stage2.invalidate_seq(gfn);
-            if seq.invalidate_in_progress() {
-                return Outcome::Busy;
-            }
-            let Some(mut slot) = vcpu.reader.find(gfn) else {
-                return Outcome::Mmio;
-            };
-            let read_only = slot.flags.contains(SlotFlags::READONLY);
-            if read_only && access.is_write() {
-                return Outcome::Mmio;
-            }
-            if access.is_write() && slot.attach.log().is_on() {
-                if let Some(hit) = self.fast_page_fault(vcpu, gfn) {
-                    return Outcome::Mapped(Page {
-                        pfn: hit.pfn,
-                        level: hit.level,
-                        writable: true,
-                    });
-                }
-                let Some(again) = vcpu.reader.find(gfn) else {
-                    return Outcome::Mmio;
-                };
-                slot = again;
-            }
-            let (addr, max_level) = (slot.backing_of(gfn), slot.attach.max_level(gfn));
-            let found = self.host.resolve(addr, access, max_level, &mut vcpu.cache);
-            let Frame { pfn, level } = match found {
-                Resolution::Ready(frame) => frame,
-                Resolution::Pending(ticket) => return Outcome::Pending(ticket),
-                Resolution::Missing(ticket) => return Outcome::Missing(ticket),
-                Resolution::NoMemory => return Outcome::NoMemory,
-                Resolution::Lost(page) => return Outcome::Lost(page),
-            };
-            let leaf = match access {
-                _ if read_only => Leaf::read_only(pfn),
-                Access::Write => Leaf::dirty(pfn),
-                Access::Read | Access::Fetch => Leaf::clean(pfn),
-            };
-            let mut cursor = self.stage2.fault_cursor(gfn);
-            if cursor.invalidate_retry(seq) {
-                continue;
-            }
-            match self.install(&mut cursor, &slot.attach, gfn, leaf, level) {
-                Ok(level) => {
-                    // Under the range lock: the log's start has visited this block, or will.
-                    if access.is_write() && slot.attach.log().is_on() {
-                        vcpu.marker.mark(slot, gfn, Count::Fault);
-                    }
-                    return Outcome::Mapped(Page {
-                        pfn,
-                        level,
-                        writable: leaf.is_writable(),
-                    });
-                }
-                Err(error) => {
-                    drop(cursor);
-                    match self.tables_to_come() {
-                        Tables::Freed => continue,
-                        Tables::Waiting => return Outcome::Busy,
-                        Tables::None => return Outcome::NoTables(error),
-                    }
-                }
+            if let Some(outcome) = self.attempt(vcpu, gfn, access) {
+                return outcome;
             }
         }
         Outcome::Busy
+    }
+
+    /// `None`: an invalidation came between, or table pages became free. Begin again.
+    #[inline(always)]
+    fn attempt(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
+        let seq = self.stage2.invalidate_seq(gfn);
+        if seq.invalidate_in_progress() {
+            return Some(Outcome::Busy);
+        }
+        let fault = Fault { gfn, access, seq };
+        let Some(mut found) = fault.find_slot(&mut vcpu.reader) else {
+            return Some(Outcome::Mmio);
+        };
+        if found.is_logged_write() {
+            if let Some(page) = self.write_enabled(vcpu, gfn) {
+                return Some(Outcome::Mapped(page));
+            }
+            match fault.find_slot(&mut vcpu.reader) {
+                Some(again) => found = again,
+                None => return Some(Outcome::Mmio),
+            }
+        }
+        match found.resolve(&self.host, &mut vcpu.cache) {
+            Ok(resolved) => resolved.map(self, &mut vcpu.marker),
+            Err(outcome) => Some(outcome),
+        }
+    }
+
+    /// The page of a write fault whose leaf lacked only W, after a fast page fault.
+    fn write_enabled(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Page> {
+        let hit = self.fast_page_fault(vcpu, gfn)?;
+        Some(Page {
+            pfn: hit.pfn,
+            level: hit.level,
+            writable: true,
+        })
     }
 
     /// Whether a retry is useful when tables are exhausted.
@@ -137,6 +145,82 @@ impl Mmu {
             Tables::None
         }
     }
+}
+
+impl Fault {
+    /// `None`: the access is one to a device.
+    #[inline(always)]
+    fn find_slot(self, reader: &mut Reader<Rmap>) -> Option<SlotFault<'_>> {
+        let slot = reader.find(self.gfn)?;
+        let to_device = self.access.is_write() && is_read_only(slot);
+        (!to_device).then_some(SlotFault { fault: self, slot })
+    }
+}
+
+impl<'v> SlotFault<'v> {
+    /// Whether it is a write to a slot that logs.
+    #[inline(always)]
+    fn is_logged_write(&self) -> bool {
+        self.fault.access.is_write() && self.slot.attach.log().is_on()
+    }
+
+    #[inline(always)]
+    fn resolve(self, host: &Host, cache: &mut PerCpuPages) -> Result<PageFault<'v>, Outcome> {
+        let Fault { gfn, access, .. } = self.fault;
+        let (addr, max_level) = (self.slot.backing_of(gfn), self.slot.attach.max_level(gfn));
+        let Frame { pfn, level } = match host.resolve(addr, access, max_level, cache) {
+            Resolution::Ready(frame) => frame,
+            Resolution::Pending(ticket) => return Err(Outcome::Pending(ticket)),
+            Resolution::Missing(ticket) => return Err(Outcome::Missing(ticket)),
+            Resolution::NoMemory => return Err(Outcome::NoMemory),
+            Resolution::Lost(page) => return Err(Outcome::Lost(page)),
+        };
+        let leaf = match access {
+            _ if is_read_only(self.slot) => Leaf::read_only(pfn),
+            Access::Write => Leaf::dirty(pfn),
+            Access::Read | Access::Fetch => Leaf::clean(pfn),
+        };
+        let page = ResolvedPage { gfn, leaf, level };
+        Ok(PageFault { found: self, page })
+    }
+}
+
+impl PageFault<'_> {
+    /// `None`: begin again.
+    #[inline(always)]
+    fn map(self, mmu: &Mmu, marker: &mut Marker) -> Option<Outcome> {
+        let Self { found, page } = self;
+        let mut cursor = mmu.stage2.fault_cursor(page.gfn);
+        if cursor.invalidate_retry(found.fault.seq) {
+            return None;
+        }
+        match mmu.install(&mut cursor, &found.slot.attach, page) {
+            Ok(level) => {
+                // Under the range lock: the log's start has visited this block, or will.
+                if found.is_logged_write() {
+                    marker.mark(found.slot, page.gfn, Count::Fault);
+                }
+                Some(Outcome::Mapped(Page {
+                    pfn: page.leaf.pfn,
+                    level,
+                    writable: page.leaf.is_writable(),
+                }))
+            }
+            Err(error) => {
+                drop(cursor);
+                match mmu.tables_to_come() {
+                    Tables::Freed => None,
+                    Tables::Waiting => Some(Outcome::Busy),
+                    Tables::None => Some(Outcome::NoTables(error)),
+                }
+            }
+        }
+    }
+}
+
+#[inline]
+fn is_read_only(slot: &Slot<Rmap>) -> bool {
+    slot.flags.contains(SlotFlags::READONLY)
 }
 
 /// There are no free tables: the state of those that were unlinked.

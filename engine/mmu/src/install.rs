@@ -11,43 +11,43 @@
 //! small leaves found in it map the frames that a huge leaf maps. If they do not (a bug, or rights
 //! that cannot be combined), the page gets its small leaf.
 
+use crate::fault::ResolvedPage;
 use crate::rmap::{BLOCK, Rmap, block_range};
 use crate::{InBlock, Mmu};
 use lacuna_addr::{Gfn, Level, Pfn};
 use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
 
 impl Mmu {
-    /// Maps `gfn` by the small `leaf`, or the whole block with the same rights, if the host `has`
-    /// it whole. Returns the level of the leaf that is there then.
+    /// Maps the page by its small leaf, or the whole block with the same rights, if the host has
+    /// the block whole. Returns the level of the leaf that is there then.
     #[inline]
     pub(crate) fn install(
         &self,
         cursor: &mut Cursor<'_>,
         rmap: &Rmap,
-        gfn: Gfn,
-        leaf: Leaf,
-        has: Level,
+        page: ResolvedPage,
     ) -> Result<Level, Exhausted> {
+        let ResolvedPage { gfn, leaf, level } = page;
         // Checked again: it may have been disallowed since the host was asked.
         // While the slot logs, a huge leaf would count for 512 pages at the first write.
         let max_level = match rmap.log().is_on() {
             true => Level::L4K,
             false => rmap.max_level(gfn),
         };
-        if has.min(max_level) >= Level::L2M && self.install_huge(cursor, rmap, gfn, leaf)? {
+        if level.min(max_level) >= Level::L2M && self.install_huge(cursor, rmap, page)? {
             return Ok(Level::L2M);
         }
         install_small(cursor, rmap, gfn, leaf)
     }
 
-    /// Maps the block around `gfn` by one leaf. Returns whether it is mapped so now.
+    /// Maps the block around the page by one leaf. Returns whether it is mapped so now.
     fn install_huge(
         &self,
         cursor: &mut Cursor<'_>,
         rmap: &Rmap,
-        gfn: Gfn,
-        leaf: Leaf,
+        page: ResolvedPage,
     ) -> Result<bool, Exhausted> {
+        let ResolvedPage { gfn, leaf, .. } = page;
         let first = leaf.pfn.get() - gfn.get() % BLOCK;
         let huge = Leaf {
             pfn: Pfn::new(u32::try_from(first).expect("frame numbers have 32 bits")),
@@ -98,12 +98,14 @@ fn install_small(
     match cursor.map(gfn, leaf) {
         Ok(Mapped::New(at)) => rmap.set_page(gfn, at),
         Ok(Mapped::Split(at)) => rmap.split(gfn, at),
-        Ok(Mapped::Upgraded(_) | Mapped::Spurious(_)) => {}
+        Ok(Mapped::Upgraded(_) | Mapped::Spurious(_)) => {
+            return Ok(match rmap.block(gfn) {
+                InBlock::Huge(_) => Level::L2M,
+                InBlock::Nothing | InBlock::Small(_) => Level::L4K,
+            });
+        }
         Err(MapError::Exhausted(error)) => return Err(error),
         Err(error) => unreachable!("the recheck admits no stale frame: {error}"),
     }
-    Ok(match rmap.block(gfn) {
-        InBlock::Huge(_) => Level::L2M,
-        InBlock::Nothing | InBlock::Small(_) => Level::L4K,
-    })
+    Ok(Level::L4K)
 }

@@ -10,6 +10,7 @@ mod tables;
 mod threads;
 
 use crate::SlotSpec;
+use crate::fault::ResolvedPage;
 use crate::rmap::parts;
 use crate::{InBlock, Mmu, RmapWalk};
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Level, PAGE_SIZE, PageCount};
@@ -97,8 +98,13 @@ fn touch(mmu: &Mmu, at: u64, access: Access, has: Level) -> Option<Result<Level,
         Access::Write => Leaf::dirty(pfn),
         Access::Read | Access::Fetch => Leaf::clean(pfn),
     };
+    let page = ResolvedPage {
+        gfn: at,
+        leaf,
+        level: has,
+    };
     let mut cursor = mmu.stage2.fault_cursor(at);
-    Some(mmu.install(&mut cursor, &slot.attach, at, leaf, has))
+    Some(mmu.install(&mut cursor, &slot.attach, page))
 }
 
 /// Every leaf in the reverse maps: first frame, level, and whether it is young.

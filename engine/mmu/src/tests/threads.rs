@@ -7,6 +7,7 @@
 //! generation must not change.
 
 use super::*;
+use crate::fault::ResolvedPage;
 use lacuna_stage2::Walk;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -82,10 +83,15 @@ impl World {
             // The host's answer may become outdated.
             std::thread::yield_now();
         }
+        let page = ResolvedPage {
+            gfn: at,
+            leaf,
+            level: has,
+        };
         let mut cursor = mmu.stage2.fault_cursor(at);
         if !cursor.invalidate_retry(seq) {
             let _ = mmu
-                .install(&mut cursor, &slot.attach, at, leaf, has)
+                .install(&mut cursor, &slot.attach, page)
                 .expect("tables");
         }
     }
