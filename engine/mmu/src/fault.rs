@@ -20,36 +20,39 @@ use std::sync::Arc;
 /// A page with which the access may continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Page {
-    /// Its frame.
+    /// The frame behind the gfn of the fault.
     pub pfn: Pfn,
-    /// The size of the leaf around it.
+    /// The size of the leaf that maps it.
     pub level: Level,
-    /// Writes succeed without another fault.
+    /// Whether a write succeeds without another fault.
     pub writable: bool,
 }
 
 /// The result of a fault.
 #[must_use]
 pub enum Outcome {
-    /// Installed, or found installed: the access continues.
+    /// A leaf that allows the access maps the page: the access continues.
     Mapped(Page),
-    /// An invalidation is in progress near the page: pass a quiescent point, then try again.
+    /// Another thread is in the way: an invalidation is in progress near the page, or unlinked
+    /// tables wait for a vCPU. Pass a quiescent point, then try again.
     Busy,
-    /// The page is on its way, or will be once a thread starts the ticket.
+    /// The page is swapped out. Its read begins when a thread starts the ticket.
     Pending(Ticket),
-    /// The page was never provided: its region's page source is asked when the ticket is started.
+    /// The page was never provided. Its region's page source is asked when a thread starts the
+    /// ticket.
     Missing(Ticket),
     /// No frame is free: reclaim, then try again.
     NoMemory,
-    /// No slot, or a write to a read-only one.
+    /// The access is one to a device: no slot has the page, or it is a write to a read-only slot.
     Mmio,
-    /// The page's content is lost.
+    /// The page's content is lost, and waiting does not help.
     Lost(LostPage),
-    /// No table page is free.
+    /// No table page is free, and none will be.
     NoTables(Exhausted),
 }
 
-/// After so many lost races a fault lets others go first.
+/// After so many attempts a fault returns [`Outcome::Busy`], so that its vCPU passes a quiescent
+/// point.
 const ATTEMPTS: usize = 4;
 
 /// A fault that has begun. Each stage consumes the one before: no page is asked for without a slot,
@@ -58,13 +61,16 @@ const ATTEMPTS: usize = 4;
 struct Fault {
     gfn: Gfn,
     access: Access,
-    /// Read before the slot is looked up: the deletion of a slot increments it.
+    /// The invalidation sequence, read before the slot is looked up. The other order has this race:
+    /// the vCPU finds the slot; a thread deletes the slot, which increments the sequence; the vCPU
+    /// reads the new sequence, and maps a page of the deleted slot.
     seq: InvalidateSeq,
 }
 
 /// A fault whose slot is found, and allows the access.
 struct SlotFault<'v> {
     fault: Fault,
+    /// The slot in the newest snapshot. It may be deleted at any time: `fault.seq` tells.
     slot: &'v Arc<Slot<Rmap>>,
 }
 
@@ -74,13 +80,14 @@ struct PageFault<'v> {
     page: ResolvedPage,
 }
 
-/// What is to be mapped at `gfn`, and how much the host has around it.
+/// A page that the host has resolved: what to map, and where.
 #[derive(Clone, Copy)]
 pub(crate) struct ResolvedPage {
+    /// Where the page is mapped.
     pub(crate) gfn: Gfn,
-    /// The 4 KiB leaf of the page.
+    /// The 4 KiB leaf that maps the page.
     pub(crate) leaf: Leaf,
-    /// The host has this much in a row.
+    /// [`Level::L2M`]: the host has the whole block around the page in one block of frames.
     pub(crate) level: Level,
 }
 
@@ -96,7 +103,7 @@ impl Mmu {
         Outcome::Busy
     }
 
-    /// `None`: an invalidation came between, or table pages became free. Begin again.
+    /// `None`: begin again. An invalidation came between, or table pages became free.
     #[inline(always)]
     fn attempt(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
         let seq = self.stage2.invalidate_seq(gfn);
@@ -148,7 +155,7 @@ impl Mmu {
 }
 
 impl Fault {
-    /// `None`: the access is one to a device.
+    /// `None`: the access is one to a device. No slot has the page, or the slot is read-only.
     #[inline(always)]
     fn find_slot(self, reader: &mut Reader<Rmap>) -> Option<SlotFault<'_>> {
         let slot = reader.find(self.gfn)?;
@@ -196,7 +203,9 @@ impl PageFault<'_> {
         }
         match mmu.install(&mut cursor, &found.slot.attach, page) {
             Ok(level) => {
-                // Under the range lock: the log's start has visited this block, or will.
+                // The range lock is held. If the start of a log has visited this block, it had set
+                // the slot's state before, and the page is marked here. If it has not, it will find
+                // the leaf and rearm it.
                 if found.is_logged_write() {
                     marker.mark(found.slot, page.gfn, Count::Fault);
                 }
@@ -223,11 +232,12 @@ fn is_read_only(slot: &Slot<Rmap>) -> bool {
     slot.flags.contains(SlotFlags::READONLY)
 }
 
-/// There are no free tables: the state of those that were unlinked.
+/// What to expect after all tables were in use.
 enum Tables {
-    /// Some are free now.
+    /// Some unlinked tables are free now.
     Freed,
-    /// Some wait for a vCPU to pass a quiescent point, perhaps for this one.
+    /// Unlinked tables wait for a vCPU to pass a quiescent point, perhaps for this one.
     Waiting,
+    /// Every table is linked: none will be free.
     None,
 }

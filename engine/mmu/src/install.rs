@@ -28,8 +28,9 @@ impl Mmu {
         page: ResolvedPage,
     ) -> Result<Level, Exhausted> {
         let ResolvedPage { gfn, leaf, level } = page;
-        // Checked again: it may have been disallowed since the host was asked.
-        // While the slot logs, a huge leaf would count for 512 pages at the first write.
+        // Read again under the range lock: `disallow_huge` may have passed this block since the
+        // host was asked. While the slot logs, a huge leaf would count for 512 pages at the first
+        // write.
         let max_level = match rmap.log().is_on() {
             true => Level::L4K,
             false => rmap.max_level(gfn),

@@ -7,9 +7,10 @@
 //!         take each lock again: seq += 1, in_progress -= 1: faults are admitted
 //! ```
 //! Faults on pages that are not mapped are excluded too. A block in which nothing was mapped needs
-//! no shoot-down, with one exception: another invalidation was in progress under its range lock.
-//! That one may have unmapped the block a moment ago without having waited yet, and the frames will
-//! be reused when *this* call returns.
+//! no shoot-down, unless another invalidation is in progress under its range lock. The race:
+//! thread A unmaps the block and unlocks it, and has not waited for its shoot-down yet; thread B
+//! finds nothing mapped in the block; B returns, and its caller reuses the frames while a TLB still
+//! has A's leaf. So B adds the block to its own shoot-down (`Cursor::unsettled`).
 //!
 //! A huge leaf that reaches beyond the range is split in place, and only the part is unmapped. If
 //! no table is free for the split, the whole leaf is unmapped.
@@ -41,24 +42,32 @@ impl Counter for () {}
 #[must_use = "faults near the ranges wait until it is finished"]
 pub struct Invalidation<'m, C = ()> {
     mmu: &'m Mmu,
+    /// The frames near which faults must retry until this invalidation ends.
     begun: Begun,
+    /// What was unmapped, and what other invalidations may have unmapped there without having
+    /// waited yet.
     flush: Flush<'m>,
+    /// The steps so far.
     pub(crate) counter: C,
 }
 
-/// The places where an invalidation has begun. A single piece, the common case, needs no
-/// allocation.
+/// The ranges of guest frames in which an invalidation has begun. A single range, the common case,
+/// needs no allocation.
 #[derive(Default)]
 struct Begun {
     first: Option<GfnRange>,
     more: Vec<GfnRange>,
 }
 
-/// The state of a visit to a part of the range.
+/// A visit to a part of one block: its lock, and the results of the invalidation so far.
 pub(crate) struct Visit<'v, 's, C> {
+    /// Holds the block's range lock.
     pub(crate) cursor: &'v mut Cursor<'s>,
+    /// The reverse map of the slot that the part is in.
     pub(crate) rmap: &'v Rmap,
+    /// Gets what the visit unmaps.
     pub(crate) flush: &'v mut Flush<'s>,
+    /// Counts the visit's steps.
     pub(crate) counter: &'v mut C,
 }
 
@@ -170,7 +179,7 @@ impl Mmu {
             flush,
             counter,
         } = visit;
-        // Without a table the leaf stays huge, and goes whole.
+        // If no table is free for the split, the leaf stays huge and is removed as a whole.
         let _ = cursor.cut(part, |split| rmap.split(split.gfn, split.first));
         let (stale, entries) =
             cursor.unmap_counted(part, |removed| self.forget(rmap, *counter, removed));
@@ -182,7 +191,7 @@ impl Mmu {
     #[inline]
     pub(crate) fn cut(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) {
         if part.pages() < BLOCK {
-            // Without a table the leaf stays huge, and is removed as a whole.
+            // If no table is free for the split, the leaf stays huge and is removed as a whole.
             let _ = self.split(cursor, rmap, part.start());
         }
     }

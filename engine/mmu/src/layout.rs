@@ -95,7 +95,8 @@ impl Mmu {
     /// Runs `publish` while faults in `slot` are refused and none of its pages is mapped.
     fn exclude<T>(&self, slot: &Slot<Rmap>, publish: impl FnOnce() -> T) -> T {
         let mut cursor = self.stage2.cursor(slot.gfns);
-        // A TLB may hold what reclaim has unmapped without having waited yet.
+        // Reclaim may have unmapped a page here and unlocked, without having waited for its
+        // shoot-down yet. This thread then finds nothing to unmap, but a TLB still has the page.
         let mut flush = cursor.unsettled();
         cursor.invalidate_begin();
         flush.join(cursor.unmap(slot.gfns, |removed| {
@@ -107,7 +108,8 @@ impl Mmu {
         drop(cursor);
         flush.finish(&*self.qsbr);
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
-            // Logs have pages by their old address: mark them while that is still right.
+            // The vCPUs' logs name pages by their address in the old layout. They must be flushed
+            // into the slot's log before the new layout is published.
             self.kick();
         }
         let done = publish();

@@ -12,28 +12,33 @@ use std::sync::{Arc, Mutex};
 /// Why an [`Mmu`] cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum MmuError {
-    /// There is no address space for tables.
+    /// The arena of table pages cannot be made.
     #[error(transparent)]
     Arena(#[from] ArenaError),
-    /// There is no table for the root.
+    /// The arena has no table for the root.
     #[error(transparent)]
     Exhausted(#[from] Exhausted),
 }
 
 /// One VM's memory-management unit.
 pub struct Mmu {
+    /// The layout of guest memory. Each slot has its reverse map.
     pub(crate) slots: Slots<Rmap>,
+    /// The VM's tables.
     pub(crate) stage2: Stage2,
+    /// Supplies the pages.
     pub(crate) host: Arc<Host>,
+    /// Every vCPU that translates through this MMU: which of them are online, and which must flush.
     pub(crate) qsbr: Arc<Qsbr>,
     /// Serialises changes of the layout, of the disallow counts and of logging, and harvests.
     pub(crate) layout: Mutex<()>,
+    /// How the VM tracks written pages.
     pub(crate) dirty: Tracking,
 }
 
 impl Mmu {
-    /// An MMU without slots. `tables` is the most table pages it may use; `qsbr` has every vCPU
-    /// that will translate through it.
+    /// An MMU without slots. `tables` is the number of table pages that it may use. `qsbr` has
+    /// every vCPU that will translate through it.
     pub fn new(host: Arc<Host>, qsbr: Arc<Qsbr>, tables: u32) -> Result<Arc<Self>, MmuError> {
         let stage2 = Stage2::new(Arena::new(tables)?)?;
         let slots = Slots::new(Limits::default());

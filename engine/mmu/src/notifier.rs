@@ -22,7 +22,8 @@ impl MmuNotifier for Mmu {
         }
     }
 
-    /// Not waited for: a vCPU that continues with old TLB entries for a while only delays an A bit.
+    /// The flush is not waited for: a vCPU that uses its old TLB entries for a while longer only
+    /// sets an A bit later.
     fn end_of_aging(&self) {
         let _ = self.qsbr.request();
     }
@@ -64,7 +65,9 @@ impl Mmu {
     /// reaches beyond the range is split first; if no table is free for that, all of it is
     /// protected.
     pub fn write_protect(&self, range: BackingRange) {
-        // A harvest that finds W clear must not find TLBs that still have it.
+        // No harvest may come between, because of this race: this thread clears W, and has not
+        // waited for its flush; a harvest finds W clear, so it flushes nothing, and its caller
+        // copies the page; a vCPU writes to the page through its TLB. The copy lacks that write.
         let _no_harvest = self.lock_layout();
         let mut flush = Flush::none(&self.stage2);
         self.each_part(range, |cursor, rmap, part| {

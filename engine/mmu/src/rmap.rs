@@ -35,17 +35,20 @@ pub(crate) const BLOCK: u64 = Level::L2M.pages();
 
 /// The places of one slot's leaves.
 pub struct Rmap {
+    /// The slot's guest frames.
     gfns: GfnRange,
+    /// One element for each block that the slot has frames in.
     blocks: Box<[Block]>,
+    /// The slot's dirty log.
     log: Arc<SlotLog>,
 }
 
 #[derive(Default)]
 struct Block {
-    /// The place of the huge leaf, or any place in the table of the small leaves. Zero if nothing
-    /// is mapped.
+    /// The place of the block's huge leaf, or any place in the table of its small leaves. Zero if
+    /// this slot has nothing mapped in the block.
     at: AtomicU32,
-    /// The number of small leaves that map pages of this slot.
+    /// The number of small leaves in the block that map pages of this slot.
     small: AtomicU32,
     /// The disallow count: the number of reasons against a huge leaf. Bit 31 is [`CUT`].
     disallow: AtomicU32,
@@ -58,10 +61,11 @@ const CUT: u32 = 1 << 31;
 /// What is mapped in one block of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum InBlock {
+    /// No leaf.
     Nothing,
-    /// One leaf of 2 MiB, here.
+    /// One leaf of 2 MiB, at this place.
     Huge(EntryRef),
-    /// This number of 4 KiB leaves.
+    /// This number of 4 KiB leaves, at least one.
     Small(u32),
 }
 

@@ -12,21 +12,27 @@ use std::sync::Arc;
 
 /// The MMU context of one vCPU: its side of the fault path.
 pub struct VcpuMmu {
+    /// Finds slots in the newest snapshot.
     pub(crate) reader: Reader<Rmap>,
+    /// Frames of its own, and the pages that its current instruction keeps pinned.
     pub(crate) cache: PerCpuPages,
     pub(crate) marker: Marker,
+    /// The pages whose D its walks have set, while the VM's vCPUs log.
     log: PmlLog,
 }
 
-/// The target of its marks.
+/// Records the pages that one vCPU has written.
 pub(crate) struct Marker {
+    /// The vCPU's dirty ring; `None` if the VM records in bitmaps.
     ring: Option<RingProducer>,
+    /// Whether the ring had room after the last mark.
     room: Room,
     counts: Arc<Counts>,
 }
 
 impl Marker {
-    /// Marks a page that has got W or D. It must not be called before that.
+    /// Marks a page whose leaf has W or D now. It must not be called before the leaf has it: a
+    /// harvest that came between would take the mark, and miss the write.
     #[inline]
     pub(crate) fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, why: Count) {
         self.counts.add(why, 1);
@@ -124,7 +130,8 @@ impl Mmu {
     /// marks.
     pub(crate) fn fast_page_fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Translation> {
         let hit = self.stage2.fast_page_fault(gfn)?;
-        // Looked up again: if the slot has moved meanwhile, W was set in a leaf of the new place.
+        // Looked up again, because of this race: this vCPU finds the slot; another thread moves the
+        // slot; this vCPU sets W in a leaf of the slot that is there now.
         if let Some(slot) = vcpu.reader.find(gfn) {
             vcpu.marker.mark(slot, gfn, Count::FastPageFault);
         }

@@ -78,7 +78,7 @@ pub enum ClearError {
         slot_pages: usize,
     },
     /// The mask does not have one word for each word of the range.
-    #[error("{pages} pages need a mask of {needed} words, not of {given}")]
+    #[error("{pages} pages have a mask of {needed} words, not of {given}: pass {needed}")]
     Mask {
         /// Pages to be cleared.
         pages: usize,

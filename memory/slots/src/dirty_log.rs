@@ -96,7 +96,7 @@ pub enum HugeLeaves {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirtyError {
-    /// No such slot.
+    /// There is no such slot.
     #[error(transparent)]
     Slot(#[from] SlotError),
     /// The range breaks KVM's rules for what may be cleared.
@@ -105,20 +105,26 @@ pub enum DirtyError {
     /// The slot does not log.
     #[error("{0} does not log its writes: turn logging on first")]
     NotLogging(SlotId),
-    /// The VM records writes in rings alone.
-    #[error("this VM delivers by rings without a backup bitmap: reap the rings")]
+    /// The VM records writes only in rings.
+    #[error(
+        "this VM records written pages only in rings, so its slots have no dirty bitmaps: reap the \
+         rings, or choose rings with a backup bitmap"
+    )]
     NoBitmap,
     /// The VM has no rings.
-    #[error("this VM delivers by bitmaps: harvest those")]
+    #[error("this VM records written pages in bitmaps and has no rings: harvest the bitmaps")]
     NoRings,
-    /// There is a vCPU already.
-    #[error("the delivery of dirty pages is chosen once, before the first vCPU")]
+    /// There is a vCPU already, or a slot has logged.
+    #[error(
+        "where written pages are recorded cannot change any more: choose it once, before the first \
+         vCPU and the first log"
+    )]
     TooLate,
-    /// The VM has nothing that can be read without taking it.
+    /// The dirty log of this VM cannot be read and left as it is.
     #[error("only KVM's own bitmap can be read and cleared in two steps: use `get_dirty`")]
     OneStep,
     /// The backend has no such mode.
-    #[error("{0}: this backend cannot do that")]
+    #[error("this backend does not support {0}: choose another mode")]
     Unsupported(&'static str),
     /// The kernel has written over entries of a ring before they were reaped.
     #[error(
@@ -130,7 +136,7 @@ pub enum DirtyError {
         vcpu: usize,
     },
     /// A buffer that does not fit the slot.
-    #[error("{id} has {needed} words of dirty bits, not {given}")]
+    #[error("{id} has {needed} words of dirty bits, not {given}: pass a buffer of {needed} words")]
     Words {
         /// The slot.
         id: SlotId,
@@ -139,7 +145,7 @@ pub enum DirtyError {
         /// Words of the buffer.
         given: usize,
     },
-    /// The kernel refused.
+    /// The kernel refused a step.
     #[error("dirty logging: cannot {step}: {}", std::io::Error::from_raw_os_error(*errno))]
     Kernel {
         /// What the backend was doing.

@@ -9,7 +9,7 @@ use lacuna_addr::{BackingAddr, GfnRange, NoRoom};
 pub enum SlotError {
     /// Two slots would have the same guest frames.
     #[error(
-        "{id} (gfn {:#x}..{:#x}) overlaps {other} (gfn {:#x}..{:#x}): \
+        "{id} (gfn {:#x}..{:#x}) would overlap {other} (gfn {:#x}..{:#x}): \
          remove or move one of them first",
         gfns.start().get(), gfns.end_raw(), other_gfns.start().get(), other_gfns.end_raw()
     )]
@@ -34,7 +34,7 @@ pub enum SlotError {
         value: u64,
     },
     /// The size is zero.
-    #[error("{id} has no pages: give it a size, or remove it with `remove`")]
+    #[error("{id} would have no pages: give it a size, or remove the slot")]
     Empty {
         /// The slot.
         id: SlotId,
@@ -62,7 +62,7 @@ pub enum SlotError {
         /// The size.
         bytes: u64,
     },
-    /// The backing was not added for this VM, so no notice would come when it is removed.
+    /// The backing was not added for this VM, so this VM would not be told when it is removed.
     #[error(
         "{id}: the backing at {backing} was not added for this VM: give it a range that \
          `Host::add_region` has returned for its MMU"
@@ -85,7 +85,7 @@ pub enum SlotError {
         /// The slot.
         id: SlotId,
     },
-    /// The slot's tables do not fit.
+    /// The memory of this process has no room for the slot's tables.
     #[error("{id}: {room}")]
     NoRoom {
         /// The slot.

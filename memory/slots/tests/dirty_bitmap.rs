@@ -243,7 +243,7 @@ fn every_refusal_says_what_to_do() {
     );
     assert_eq!(
         clear(64, 36, 2),
-        "36 pages need a mask of 1 words, not of 2"
+        "36 pages have a mask of 1 words, not of 2: pass 1"
     );
 }
 

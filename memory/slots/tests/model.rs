@@ -245,7 +245,8 @@ fn every_refusal_says_what_to_do() {
     slots.add(spec(1, 8, 0, 8), |_, _| Tag(0)).expect("room");
     assert_eq!(
         add(spec(2, 15, 0, 2)),
-        "slot 2 (gfn 0xf..0x11) overlaps slot 1 (gfn 0x8..0x10): remove or move one of them first"
+        "slot 2 (gfn 0xf..0x11) would overlap slot 1 (gfn 0x8..0x10): \
+         remove or move one of them first"
     );
     let crooked = |guest, host, bytes| {
         let flags = SlotFlags::empty();
@@ -271,7 +272,7 @@ fn every_refusal_says_what_to_do() {
     );
     assert_eq!(
         add(spec(4, 0, 0, 0)),
-        "slot 4 has no pages: give it a size, or remove it with `remove`"
+        "slot 4 would have no pages: give it a size, or remove the slot"
     );
     assert_eq!(
         add(spec(4, 60, 0, 5)),

@@ -7,11 +7,11 @@ use lacuna_addr::Gfn;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Age {
-    /// Accessed since the last check.
+    /// A was set: a walk has used the leaf since A was last cleared.
     Young,
-    /// Mapped, not accessed.
+    /// A leaf maps the page, and its A was clear.
     Old,
-    /// Not mapped.
+    /// No leaf maps the page.
     Absent,
 }
 
@@ -19,9 +19,9 @@ impl<F: TableFormat> Cursor<'_, F> {
     /// Reads and clears A of the leaf that maps `gfn`. If that is a 2 MiB leaf, it has one A for
     /// the whole block.
     ///
-    /// A TLB that still holds the page is used without setting A again. There is no flush for each
-    /// page: end the *pass* with one shoot-down request that is not waited for, or hot pages look
-    /// old.
+    /// There is no TLB flush for each page. Instead end each *pass* with one shoot-down request,
+    /// and do not wait for it. Without that request, hot pages look old: this call clears A; a vCPU
+    /// continues to access the page through its TLB, which sets no A; the next pass finds A clear.
     ///
     /// # Panics
     /// If the cursor does not hold `gfn`.

@@ -4,7 +4,7 @@
 //! ```text
 //!  Absent --> Leaf, Table, Frozen      Leaf --> the same frames with other rights, A, D
 //!  Leaf, Table --> Absent, Frozen      Frozen --> nothing: its table is dead
-//!  Leaf W D --> W          arm only: the D goes to the caller
+//!  Leaf W D --> W          rearm only: the D goes to the caller
 //!  Leaf 2 MiB --> Table    link_split only: the table is filled with the leaf's parts
 //!  Table --> Leaf 2 MiB    link_collapsed only: the table's leaves are the leaf's parts
 //! ```
@@ -17,9 +17,9 @@ use lacuna_tables::{Index, TableId};
 /// What is mapped, by leaf size, and the number of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counts {
-    /// Leaves of 4 KiB, 2 MiB, 1 GiB.
+    /// The numbers of leaves of 4 KiB, of 2 MiB, and of 1 GiB.
     pub leaves: [u64; 3],
-    /// Tables below the root.
+    /// The number of tables below the root.
     pub tables: u64,
 }
 
@@ -50,8 +50,8 @@ impl Counts {
 }
 
 /// One range lock's share of the counts. It is written only under that lock, so counting costs a
-/// fault no shared cache line. A table linked under one range lock may be unlinked under another:
-/// shares wrap around, and only their sum has a meaning.
+/// fault no shared cache line. A table may be linked under one range lock and unlinked under
+/// another. So a share may go below zero and wrap around; only the sum of all shares has a meaning.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct RangeCounts {
@@ -202,19 +202,19 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// Arms the leaf at `at` if it is writable: `armed` is [`F::write_protected`] or
-    /// [`F::dirty_cleared`]. Returns the old leaf, or `None` if nothing had to change. This is
-    /// the only function that clears D and leaves W: the caller tells the host that the page is
-    /// dirty.
+    /// Rearms the leaf at `at` if it is writable, so that the next write is detected: `rearmed` is
+    /// [`F::write_protected`] or [`F::dirty_cleared`]. Returns the old leaf, or `None` if nothing
+    /// had to change. This is the only function that clears D and leaves W: the caller tells the
+    /// host that the page is dirty.
     ///
     /// It changes the raw bits, because a harvest calls it for every dirty page, and decoding and
     /// encoding an entry costs more than the exchange.
     #[inline]
-    pub(crate) fn arm(&self, at: EntryRef, armed: impl Fn(u64) -> u64) -> Option<Leaf> {
+    pub(crate) fn rearm(&self, at: EntryRef, rearmed: impl Fn(u64) -> u64) -> Option<Leaf> {
         let entry = self.entry(at);
         let mut old = entry.load(Ordering::Acquire);
         loop {
-            let new = armed(old);
+            let new = rearmed(old);
             if !F::is_writable_leaf(old) || new == old {
                 return None;
             }

@@ -39,7 +39,10 @@ use lacuna_tables::{Index, TableId};
 
 /// A table's leaves are not the parts of one 2 MiB leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("gfn {gfn} keeps its block from being one 2 MiB leaf: {found:?} is there")]
+#[error(
+    "the block of gfn {gfn} keeps its 4 KiB leaves: {found:?} is at that gfn; map the whole block \
+     to consecutive frames with equal rights, then collapse it"
+)]
 pub struct NotUniform {
     /// The first page that does not fit.
     pub gfn: Gfn,

@@ -26,7 +26,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     ) -> Flush<'s> {
         let mut flush = self.flush();
         self.each_leaf(runs, |at, gfn| {
-            if let Some(leaf) = self.stage2.arm(at, F::dirty_cleared) {
+            if let Some(leaf) = self.stage2.rearm(at, F::dirty_cleared) {
                 flush.add_stale(leaf.span(gfn));
                 if leaf.dirty {
                     cleared(Removed { gfn, at, leaf });

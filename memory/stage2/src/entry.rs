@@ -8,42 +8,46 @@ use lacuna_tables::{ENTRIES, Index, TableId};
 /// The meaning of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Entry {
-    /// Nothing is mapped.
+    /// Nothing is mapped here: an access is a violation.
     Absent,
-    /// It points to a table of the next lower height.
+    /// A pointer to the table of the next lower height, which translates the entry's frames.
     Table(TableId),
-    /// It maps frames.
+    /// A mapping of the entry's guest frames to host frames.
     Leaf(Leaf),
-    /// Its table was unlinked and is being taken apart. A walk that finds this starts again at the
-    /// root, from which it can no longer reach this table; `Absent` would be a false violation.
+    /// The entry's table was unlinked. It is not `Absent` because of this race: a vCPU's walk reads
+    /// the pointer to the table; another thread unlinks the table, and maps the page by another
+    /// one; then the walk reads this entry. For `Absent` it would report a violation of a page that
+    /// is mapped. For `Frozen` it starts again at the root, from which it cannot reach this table.
     Frozen,
 }
 
 /// A mapping of `level.pages()` guest frames to as many host frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Leaf {
-    /// The first host frame; a multiple of the level's pages.
+    /// The first host frame that it maps; a multiple of `level.pages()`.
     pub pfn: Pfn,
-    /// How much it maps.
+    /// Its size: it maps `level.pages()` frames.
     pub level: Level,
-    /// Whether writes are allowed.
+    /// What happens to a guest's write.
     pub write: Write,
-    /// Whether instruction fetches are allowed.
+    /// Whether the guest may fetch instructions from it.
     pub exec: bool,
-    /// Accessed since it was last aged.
+    /// The A bit: a walk has used the leaf since aging last cleared the bit.
     pub accessed: bool,
-    /// Written, or writable without a record by the walker.
+    /// The D bit: a walk for a write has used the leaf since the bit was last cleared, or the MMU
+    /// has set the bit before any write. Only a leaf that allows writes may have it.
     pub dirty: bool,
 }
 
 /// What happens to a write. In order of growing rights.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Write {
-    /// The backing is read-only: the write ends as MMIO or an error.
+    /// The slot is read-only. The write faults, and the MMU never sets W.
     Never,
-    /// It faults, and the MMU may set W without asking the host: the fault only records the write.
+    /// The write faults. The MMU may then set W without asking the host for the page: the fault has
+    /// only to record the write.
     OnFault,
-    /// It succeeds.
+    /// W is set: the write succeeds without a fault.
     Allowed,
 }
 

@@ -61,22 +61,27 @@ impl Shootdown for Qsbr {
     }
 }
 
-/// TLBs may hold what the tables no longer have, or walks may be inside unlinked tables.
+/// Changes of the tables that a vCPU may not follow yet: its TLB may hold a translation that the
+/// tables no longer have, or its walk may be inside an unlinked table.
 #[must_use = "frames and tables may be reused only after the flush is finished"]
 pub struct Flush<'s> {
+    /// The arena that owns `tables`.
     arena: &'s Arena,
-    /// The blocks in which something has changed; empty if there is nothing to do.
+    /// The blocks in which a leaf or a table was changed; empty if there is nothing to flush.
     blocks: Blocks,
+    /// What a vCPU may still use, at worst.
     stale: Stale,
+    /// The unlinked tables. They are freed when the shoot-down has passed.
     tables: Vec<Detached>,
 }
 
-/// What may be stale.
+/// What a vCPU may still use after the change. In order of growing harm.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Stale {
-    /// A walk may be inside an unlinked table; every TLB entry is valid.
+    /// An unlinked table, by a walk that has entered it before. Every TLB entry is valid, so only
+    /// the table's reuse must wait.
     Tables,
-    /// A TLB may allow what the tables do not: frames must wait.
+    /// A TLB entry that the tables no longer allow. The reuse of frames must wait, too.
     Translations,
 }
 
@@ -84,6 +89,7 @@ enum Stale {
 #[must_use = "frames may be reused only after the wait"]
 pub struct Waiting<'s> {
     arena: &'s Arena,
+    /// What to wait for; `None` if the flush was empty.
     grace: Option<GracePeriod>,
 }
 
@@ -104,8 +110,8 @@ impl<'s> Flush<'s> {
         self.blocks.is_empty()
     }
 
-    /// Whether a TLB may hold what the tables no longer have: then the flush must be waited for.
-    /// Otherwise [`Flush::retire`] is enough.
+    /// Whether a TLB may hold a translation that the tables no longer have. If so, the caller must
+    /// wait for the flush. If not, [`Flush::retire`] is enough.
     #[inline]
     pub fn must_wait(&self) -> bool {
         self.stale == Stale::Translations
@@ -150,8 +156,8 @@ impl<'s> Flush<'s> {
     /// tables. Only for a flush of tables; a vCPU's own thread may call it online.
     ///
     /// # Panics
-    /// If a TLB may hold what the tables no longer have, because the frames would not be waited
-    /// for.
+    /// If a TLB may hold a translation that the tables no longer have: its frame would be reused
+    /// without a wait.
     pub fn retire(self, shootdown: &impl Shootdown) {
         assert!(!self.must_wait(), "stale translations must be waited for");
         let arena = self.arena;

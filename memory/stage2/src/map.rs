@@ -11,10 +11,13 @@ pub enum MapError {
     /// No table page is free.
     #[error(transparent)]
     Exhausted(#[from] Exhausted),
-    /// Another mapping is in the way: unmap it, finish the flush, then map.
-    #[error("gfn {gfn} cannot be mapped to {wanted:?}: {found:?} is there")]
+    /// Another mapping is in the way.
+    #[error(
+        "gfn {gfn} cannot be mapped to {wanted:?}: {found:?} is there; unmap that and finish its \
+         flush, then map again"
+    )]
     Occupied {
-        /// The frame to be mapped.
+        /// The guest frame to be mapped.
         gfn: Gfn,
         /// The leaf to be mapped.
         wanted: Leaf,
@@ -22,17 +25,20 @@ pub enum MapError {
         found: Entry,
     },
     /// The gfn or the host frame is not a multiple of the leaf's pages.
-    #[error("gfn {gfn} and frame {pfn} do not both start a leaf of {level:?}")]
+    #[error(
+        "gfn {gfn} and frame {pfn} do not both start a leaf of {level:?}: align both to its \
+         size, or map 4 KiB leaves"
+    )]
     Misaligned {
-        /// The guest frame.
+        /// The first guest frame of the leaf.
         gfn: Gfn,
-        /// The host frame.
+        /// Its first host frame.
         pfn: lacuna_addr::Pfn,
-        /// The leaf's level.
+        /// Its level.
         level: Level,
     },
-    /// Leaves of 1 GiB span many blocks, while a fault locks one.
-    #[error("leaves of {0:?} can be walked but not mapped: use 2 MiB leaves")]
+    /// The leaf has 1 GiB. It would span many blocks, and a fault locks only one.
+    #[error("leaves of {0:?} can be walked but not mapped: map 2 MiB leaves")]
     Level(Level),
 }
 
@@ -40,20 +46,23 @@ pub enum MapError {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "a new leaf must enter the reverse map"]
 pub enum Mapped {
-    /// Nothing was mapped there.
+    /// Nothing was mapped there. The new leaf is at this place.
     New(EntryRef),
-    /// The same frame was mapped with fewer rights: the leaf now has both leaves' rights, A and D.
+    /// The leaf at this place mapped the same frame, with fewer rights. It now has the rights, A
+    /// and D of both leaves.
     Upgraded(EntryRef),
-    /// The same frame was mapped with everything that was asked for: another vCPU was faster.
+    /// The leaf at this place maps the same frame with all the rights that were asked for: another
+    /// vCPU has mapped it since the fault began.
     Spurious(EntryRef),
-    /// A 4 KiB leaf needs rights that the 2 MiB leaf over its frame does not have. That leaf was
-    /// split into 512 leaves, and this one was upgraded. All 512 are new to the reverse map
+    /// The 2 MiB leaf over the frame lacked rights that the 4 KiB leaf needs. It was split into 512
+    /// leaves, and the one at this place was upgraded. All 512 are new to the reverse map
     /// ([`EntryRef::beside`]).
     Split(EntryRef),
 }
 
 impl Mapped {
-    /// The place of the leaf; for a 4 KiB leaf inside an equivalent 2 MiB leaf, the place of that.
+    /// The place of the leaf. If a 2 MiB leaf grants a 4 KiB leaf that was asked for, this is the
+    /// place of the 2 MiB leaf.
     pub const fn at(self) -> EntryRef {
         match self {
             Self::New(at) | Self::Upgraded(at) | Self::Spurious(at) | Self::Split(at) => at,
@@ -65,10 +74,13 @@ impl Mapped {
 #[must_use = "nothing is mapped before commit"]
 pub struct Place<'c, 's, F: TableFormat = Ept> {
     cursor: &'c mut Cursor<'s, F>,
+    /// The first guest frame of `leaf`.
     gfn: Gfn,
+    /// Where `leaf` goes, or the large leaf that it is a part of.
     at: EntryRef,
+    /// The leaf to be mapped.
     leaf: Leaf,
-    /// A table for the split of the large leaf at `at`.
+    /// A table for the split of the large leaf at `at`; `None` if it need not be split.
     spare: Option<TableId>,
 }
 

@@ -13,12 +13,13 @@ use lacuna_addr::{Gfn, Gpa};
 /// The log of one vCPU.
 pub struct PmlLog {
     entries: Box<[Gpa; Self::ENTRIES]>,
+    /// Where the next entry goes: from 511 down, then `0xffff` when the log is full.
     index: u16,
 }
 
 /// The log has no room: flush it, then walk again. Neither A nor D was set.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("the page-modification log is full")]
+#[error("the page-modification log is full: flush it, then walk again")]
 pub struct LogFull;
 
 impl PmlLog {
@@ -45,7 +46,7 @@ impl PmlLog {
         self.index == Self::EMPTY
     }
 
-    /// Whether the next A or D must wait for a flush of the log.
+    /// Whether the log must be flushed before a walk may set A or D.
     #[inline]
     pub fn is_full(&self) -> bool {
         usize::from(self.index) >= Self::ENTRIES

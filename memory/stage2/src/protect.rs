@@ -20,7 +20,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     ) -> Flush<'s> {
         let mut flush = self.flush();
         self.each_leaf(runs, |at, gfn| {
-            if let Some(leaf) = self.stage2.arm(at, F::write_protected) {
+            if let Some(leaf) = self.stage2.rearm(at, F::write_protected) {
                 flush.add_stale(leaf.span(gfn));
                 protected(Removed { gfn, at, leaf });
             }

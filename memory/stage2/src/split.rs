@@ -2,9 +2,12 @@
 //!
 //! ```text
 //! a table, not yet linked: 512 leaves with the large leaf's frames, rights, A and D
-//! parent: Leaf -> Table     only from the value that was copied; if a walk has set A or D
-//!                           meanwhile, copy those bits and try again
+//! parent: Leaf -> Table     only from the value that was copied
 //! ```
+//! The race with a walk: this thread copies the large leaf into the table; a walk sets A or D in
+//! the large leaf; this thread links the table. The small leaves would lack that A or D. So the
+//! link is a compare-and-swap from the copied value: it fails then, and the copy is repeated.
+//!
 //! A walk finds either the large leaf or the small one. Each small leaf inherits D, so a written
 //! block is 512 dirty pages from then on.
 
@@ -19,7 +22,7 @@ use lacuna_tables::{Exhausted, TableId};
 pub struct Split {
     /// The first guest frame of the block.
     pub gfn: Gfn,
-    /// The large leaf as it was, with its last A and D.
+    /// The large leaf as it was when the table replaced it, with its last A and D.
     pub leaf: Leaf,
     /// The place of the first frame's leaf; [`EntryRef::beside`] gives the others.
     pub first: EntryRef,

@@ -12,19 +12,23 @@ use std::marker::PhantomData;
 
 /// The tables of one VM, in the format `F`, with the locks over them.
 pub struct Stage2<F = Ept> {
+    /// The pages of all tables.
     pub(crate) arena: Arena,
+    /// The table at which every walk begins.
     pub(crate) root: TableId,
+    /// The locks under which entries are changed, and their invalidation sequences.
     pub(crate) range_locks: RangeLocks,
+    /// What is mapped: one share for each range lock, written under that lock.
     pub(crate) counts: Box<[RangeCounts]>,
     format: PhantomData<F>,
 }
 
 impl Stage2 {
-    /// So many range locks that two of a few dozen vCPUs seldom contend, and few enough to lock all
-    /// of them.
+    /// The number of range locks. It is large, so that a few dozen vCPUs seldom contend for one. It
+    /// is small enough for a caller to take all of them.
     pub const RANGE_LOCKS: usize = 256;
 
-    /// Entries that share a cache line, aligned.
+    /// The number of entries in a cache line.
     pub const LINE: u64 = 64 / size_of::<u64>() as u64;
 
     /// Empty EPT tables: [`Stage2::with_format`] for [`Ept`].

@@ -19,21 +19,24 @@ use lacuna_tables::TableId;
 /// A leaf that was removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Removed {
-    /// The first guest frame it mapped.
+    /// The first guest frame that it mapped.
     pub gfn: Gfn,
-    /// Its place.
+    /// The place where it was.
     pub at: EntryRef,
-    /// The leaf, with its last A and D.
+    /// The leaf as it was when it was removed, with its last A and D.
     pub leaf: Leaf,
 }
 
-/// One pass over a range: what happens to removed leaves, and what the flush contains.
+/// One pass over a range that removes its leaves.
 struct Sweep<'a, 's, F> {
     cursor: &'a Cursor<'s, F>,
+    /// The frames to be unmapped.
     range: GfnRange,
+    /// What was removed so far.
     flush: Flush<'s>,
+    /// Called with each removed leaf.
     removed: &'a mut dyn FnMut(Removed),
-    /// The number of entries read.
+    /// The number of entries read so far.
     entries: u64,
 }
 

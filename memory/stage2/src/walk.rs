@@ -16,49 +16,52 @@ use lacuna_sync::shim::Ordering;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Walk {
-    /// The access succeeds.
+    /// The tables allow the access.
     Hit(Translation),
-    /// It fails (exit 48).
+    /// The tables do not allow the access: an Intel processor would exit with reason 48.
     Violation(Violation),
 }
 
 /// A translation that a TLB may cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Translation {
-    /// The host frame behind the gfn that was asked for, not the leaf's first frame.
+    /// The host frame behind the gfn of the walk. In a large leaf this is not the leaf's first
+    /// frame.
     pub pfn: Pfn,
-    /// The size of the leaf around it.
+    /// The size of the leaf that maps it.
     pub level: Level,
-    /// Writes succeed without another walk: W, and D already set.
+    /// A TLB may allow writes: the leaf has W and D, so that no write has to set D.
     pub writable: bool,
-    /// Fetches are allowed.
+    /// A TLB may allow instruction fetches.
     pub exec: bool,
 }
 
 /// An access that the tables do not allow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Violation {
-    /// The access.
+    /// The access that was asked for.
     pub access: Access,
-    /// Its cause.
+    /// Why the tables do not allow it.
     pub cause: Cause,
 }
 
 /// Why an access fails.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cause {
-    /// Nothing is mapped there.
+    /// No leaf maps the gfn.
     Absent,
-    /// This leaf does not grant it.
+    /// This leaf maps the gfn, and does not grant the access.
     Denied(Leaf),
 }
 
-/// The result of a check of one entry.
+/// How one descent from the root ended.
 enum Step {
+    /// With the result of the walk.
     Done(Walk),
-    /// Another thread changed the entry between the load and the update.
+    /// The walk must start again: it was inside an unlinked table, or another thread changed the
+    /// leaf after this walk had loaded it and before it set A or D.
     Again,
-    /// A or D must be set, and the log has no room.
+    /// The walk must set A or D, and the log has no room. It has set neither.
     Full,
 }
 

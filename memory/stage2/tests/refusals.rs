@@ -25,7 +25,8 @@ fn a_leaf_must_be_aligned_and_small_enough() {
     let large = Leaf::dirty(Pfn::new(512)).at(Level::L2M);
     assert_eq!(
         refusal(&stage2, 1, large).to_string(),
-        "gfn 0x1 and frame 0x200 do not both start a leaf of L2M"
+        "gfn 0x1 and frame 0x200 do not both start a leaf of L2M: align both to its size, or map \
+         4 KiB leaves"
     );
     let crooked = Leaf::dirty(Pfn::new(3)).at(Level::L2M);
     assert!(matches!(
@@ -142,7 +143,7 @@ fn a_table_with_a_stranger_in_it_stays_a_table() {
     let refused = stage2.fault_cursor(gfn(0)).collapse(gfn(0));
     let text = refused.err().expect("not uniform").to_string();
     assert!(
-        text.starts_with("gfn 0x12c keeps its block from being one 2 MiB leaf: Leaf"),
+        text.starts_with("the block of gfn 0x12c keeps its 4 KiB leaves: Leaf"),
         "{text}"
     );
     assert_eq!(stage2.verify(), before);

@@ -13,7 +13,7 @@ use std::collections::VecDeque;
      give the VM a larger table cap"
 )]
 pub struct Exhausted {
-    /// The most tables that may exist.
+    /// The number of tables that the arena may have at once.
     pub cap: u32,
     /// Tables that the next shoot-down may free.
     pub limbo: u32,
@@ -23,7 +23,10 @@ pub struct Exhausted {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ArenaError {
     /// The cap is zero, or larger than the largest id.
-    #[error("a cap of {0} table pages is not between 1 and {max}", max = Arena::MAX_CAP)]
+    #[error(
+        "a VM cannot have a cap of {0} table pages: choose one between 1 and {max}",
+        max = Arena::MAX_CAP
+    )]
     Cap(u32),
     /// The kernel refused the reservation.
     #[error(

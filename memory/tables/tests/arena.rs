@@ -122,7 +122,7 @@ fn the_cap_is_checked_and_errors_say_what_to_do() {
         .expect("too many to name");
     assert_eq!(
         error.to_string(),
-        "a cap of 8388608 table pages is not between 1 and 8388607"
+        "a VM cannot have a cap of 8388608 table pages: choose one between 1 and 8388607"
     );
     let largest = Arena::new(Arena::MAX_CAP).expect("address space is cheap");
     assert!(largest.alloc().is_ok());

@@ -22,8 +22,11 @@ use std::sync::Arc;
 /// A write to one page of a slot, from before its first byte to after its last.
 #[must_use = "the page is marked only when the write is reported as done"]
 pub struct Writing {
+    /// The slot as it was when the write began.
     slot: Arc<Slot<Rmap>>,
+    /// The page that is written.
     gfn: Gfn,
+    /// Whether the slot logged when the write began. Then the end of the write marks the page.
     logs: bool,
 }
 
@@ -53,8 +56,8 @@ impl Writing {
         log.writers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let logs = log.is_on();
-        // The start of a log does not wait for this writer. If it waited for writers that have
-        // seen the log, a steady stream of them would delay it for ever.
+        // This write will mark its page, so the start of the log need not wait for it. If it were
+        // counted, a steady stream of writes could keep the count above zero for ever.
         if logs {
             log.writers.fetch_sub(1, Ordering::Release);
         }

@@ -58,7 +58,8 @@ impl Mmu {
         match detection {
             Detection::Pml => {
                 self.dirty.vcpus_log.store(true, Ordering::SeqCst);
-                // Before the first D is cleared, every walk must log.
+                // Before the first D is cleared, every walk must log. Otherwise: a vCPU begins a
+                // walk that does not log; this thread clears a D; the walk sets it unrecorded.
                 self.kick();
                 self.dirty.set_detection(detection);
             }
@@ -77,8 +78,8 @@ impl Mmu {
     }
 
     /// Turns the log of slot `id` on or off. After it returns, later writes are reported (on), or
-    /// are no longer logged (off). A page that write protection has armed, and that no huge leaf
-    /// maps, costs one more fault. A vCPU's own thread must not call this: it waits for all vCPUs.
+    /// are no longer logged (off). A write-protected page that no huge leaf maps
+    /// costs one more fault. A vCPU's own thread must not call this: it waits for all vCPUs.
     /// A slot that is already in the state is not changed.
     ///
     /// # Errors
@@ -122,7 +123,9 @@ impl Mmu {
     fn log_off(&self, slot: &Slot<Rmap>) {
         let rmap = &slot.attach;
         rmap.log().turn_off();
-        // For vCPUs in the middle of a fast page fault, which they began because the slot logged.
+        // Because of this race: a vCPU reads that the slot logs; this thread turns the log off and
+        // looks for W in a block; the vCPU sets W there by a fast page fault. After the kick, every
+        // such fault has ended, and each later fault sees that the log is off.
         self.kick();
         // If vCPUs do not log, every leaf with W has D already.
         let no_d = self.dirty.vcpus_log.load(Ordering::Relaxed);
@@ -140,12 +143,12 @@ impl Mmu {
             }
         }
         flush.retire(&*self.qsbr);
-        // Pages were logged until their D was set again. They must be taken now, or a later harvest
-        // would find them.
+        // vCPUs have logged pages of this slot until the pages had D again. Their logs are flushed
+        // now, while the slot does not log: otherwise they would mark these pages in its next log.
         self.sync();
     }
 
-    /// Arms all pages of a slot, and waits.
+    /// Rearms all pages of a slot, and waits for the TLB flush.
     fn rearm_all(&self, slot: &Slot<Rmap>) {
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {
@@ -164,13 +167,14 @@ impl Mmu {
         flush: &mut Flush<'s>,
     ) {
         let mut cursor = self.stage2.fault_cursor(part.start());
-        // A TLB may hold what another thread has unmapped without having waited yet.
+        // Reclaim may have unmapped a page here and unlocked, without having waited for its
+        // shoot-down yet. The page then has no W or D to clear, but a TLB may still allow writes.
         flush.join(cursor.unsettled());
         if rmap.block(part.start()) == InBlock::Nothing {
             return;
         }
         if rmap.log().huge() == HugeLeaves::Eager {
-            // Without a table the leaf stays huge, and the first write splits it.
+            // If no table is free, the leaf stays huge, and the first write splits it.
             let _ = self.split(&mut cursor, rmap, part.start());
         }
         let mut dirty = Told::new(&self.host);
@@ -195,7 +199,7 @@ impl Mmu {
     }
 }
 
-/// Leaves in a [`Told`].
+/// The number of leaves that a [`Told`] can have.
 const TOLD_AT_ONCE: usize = 32;
 
 /// Leaves that have lost D and are not reported to the host yet. They are reported some at a time,
@@ -203,6 +207,7 @@ const TOLD_AT_ONCE: usize = 32;
 /// while the next entries are exchanged.
 struct Told<'h> {
     host: &'h Host,
+    /// The first `count` are not reported yet.
     leaves: [Option<Leaf>; TOLD_AT_ONCE],
     count: usize,
 }

@@ -1,9 +1,9 @@
 //! Rearming after a harvest: the harvested pages are write-protected again, or their D bits are
-//! cleared (PML), block by block. *Arming* a page means either, as in `logging`.
+//! cleared (PML), block by block. To *rearm* a page means either.
 //!
 //! A vCPU has written a dirty page's entry last, so the entry's cache line is in the cache of that
 //! vCPU's core. An atomic exchange on it waits for the line: some 100 ns a page where pages are far
-//! apart. Therefore the entries of the next [`AHEAD`] blocks are prefetched while a block is armed.
+//! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is rearmed.
 
 use crate::Mmu;
 use crate::rmap::{BLOCK, Rmap, block_range, parts};
@@ -35,7 +35,7 @@ impl Mmu {
         flush.finish(&*self.qsbr);
     }
 
-    /// Arms the pages of `blocks`, which are in `slot`, and adds to `flush` the TLB flush that this
+    /// Rearms the pages of `blocks`, which are in `slot`, and adds to `flush` the TLB flush that this
     /// needs. The caller waits for it.
     pub(crate) fn rearm<'s>(
         &'s self,
@@ -52,7 +52,7 @@ impl Mmu {
     }
 }
 
-/// Pages to arm in one 2 MiB block of a slot.
+/// Pages to rearm in one 2 MiB block of a slot.
 pub(crate) struct BlockPages {
     /// The slot's part of the block.
     part: GfnRange,

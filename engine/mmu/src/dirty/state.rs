@@ -17,10 +17,15 @@ pub(crate) struct Counts([AtomicU64; 5]);
 /// The events that are counted.
 #[derive(Clone, Copy)]
 pub(crate) enum Count {
+    /// A write fault marked a page under its range lock.
     Fault,
+    /// A fast page fault marked a page.
     FastPageFault,
+    /// A walk ended because the vCPU's log was full.
     LogFull,
+    /// A log with something in it was flushed.
     Flush,
+    /// A page was marked when a log was flushed.
     Logged,
 }
 
@@ -48,12 +53,16 @@ impl Counts {
 /// The dirty tracking of a VM.
 #[derive(Default)]
 pub(crate) struct Tracking {
-    /// Pages are rearmed by clearing D. Exact while `layout` is held.
+    /// Whether pages are rearmed by clearing D ([`Detection::Pml`]), not by write protection. It is
+    /// exact while `layout` is held.
     by_log: AtomicBool,
-    /// Whether vCPUs log. False only while no leaf has W without D.
+    /// Whether vCPUs log the pages whose D they set. False only while no leaf has W without D.
     pub(crate) vcpus_log: AtomicBool,
+    /// Where marks go; unset until a caller chooses it or relies on the default.
     delivery: OnceLock<Delivery>,
+    /// The reading ends of all vCPUs' rings.
     pub(crate) rings: Mutex<Vec<RingConsumer>>,
+    /// The counters of all vCPUs.
     pub(crate) counts: Mutex<Vec<Arc<Counts>>>,
 }
 
@@ -99,9 +108,11 @@ pub(crate) struct SlotLog {
     /// Whether the slot logs. For code that works on a block, the value is exact while that code
     /// holds the block's range lock. Without the lock it may change at any time.
     on: AtomicBool,
+    /// Whether huge leaves are split when logging begins ([`HugeLeaves::Eager`]).
     eager: AtomicBool,
-    /// The number of [`crate::Writing`]s in progress.
+    /// The number of [`crate::Writing`]s in progress that have not seen that the slot logs.
     pub(crate) writers: AtomicU32,
+    /// The marked pages. Made when logging first begins, if the VM has bitmaps.
     bitmap: OnceLock<DirtyBitmap>,
 }
 
