@@ -327,11 +327,11 @@ impl Tlb {
     }
 
     /// Drops every entry that came from the guest's leaf around `va`. No leaf inserted was larger
-    /// than `most`, so the entries lie in the aligned range of that size around `va`.
-    pub fn forget(&mut self, va: u64, most: Level) {
-        let shift = most.byte_shift();
+    /// than `max_level`, so the entries lie in the aligned range of that size around `va`.
+    pub fn forget(&mut self, va: u64, max_level: Level) {
+        let shift = max_level.byte_shift();
         self.pages.forget(va, shift);
-        if most > Level::L4K {
+        if max_level > Level::L4K {
             self.blocks.forget(va, shift);
         }
     }

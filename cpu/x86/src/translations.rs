@@ -47,12 +47,12 @@ pub(crate) struct Switched {
 #[derive(Default)]
 pub(crate) struct Learned {
     pub(crate) tlb: Tlb,
-    /// Some of them are from a page that is not global.
+    /// Whether the TLB may have a translation from a page that is not global.
     local: bool,
-    /// Some of them are from a global page.
+    /// Whether the TLB may have a translation from a global page.
     global: bool,
-    /// The size of the largest leaf from which any of them is; `None`: there is none.
-    most: Option<Level>,
+    /// The level of the largest leaf that a translation came from; `None` if the TLB is empty.
+    max_level: Option<Level>,
 }
 
 impl Learned {
@@ -64,7 +64,7 @@ impl Learned {
         };
         self.local |= !mapping.global;
         self.global |= mapping.global;
-        self.most = self.most.max(Some(mapping.level));
+        self.max_level = self.max_level.max(Some(mapping.level));
         let span = match mapping.level {
             Level::L4K => Span::Page,
             Level::L2M | Level::L1G => Span::Block,
@@ -73,8 +73,8 @@ impl Learned {
     }
 
     fn forget(&mut self, va: u64) {
-        if let Some(most) = self.most {
-            self.tlb.forget(va, most);
+        if let Some(max_level) = self.max_level {
+            self.tlb.forget(va, max_level);
         }
     }
 
@@ -83,10 +83,10 @@ impl Learned {
             tlb,
             local,
             global,
-            most,
+            max_level,
         } = self;
         tlb.flush();
-        (*local, *global, *most) = (false, false, None);
+        (*local, *global, *max_level) = (false, false, None);
     }
 }
 

@@ -235,7 +235,7 @@ fn forget_takes_all_of_the_leaf_and_no_more() {
         base + GIB,
         base - 0x1000,
     ];
-    for (most, span) in [
+    for (max_level, span) in [
         (Level::L4K, Span::Page),
         (Level::L2M, Span::Block),
         (Level::L1G, Span::Block),
@@ -250,13 +250,13 @@ fn forget_takes_all_of_the_leaf_and_no_more() {
                 tlb.readable_page(va).is_some() || tlb.refill(va, Access::Read).is_some()
             };
             let before = places.map(|va| known(&mut tlb, va));
-            tlb.forget(at + 0x123, most);
+            tlb.forget(at + 0x123, max_level);
             for (va, before) in places.into_iter().zip(before) {
-                let away = va >> most.byte_shift() == at >> most.byte_shift();
+                let away = va >> max_level.byte_shift() == at >> max_level.byte_shift();
                 assert_eq!(
                     known(&mut tlb, va),
                     before && !away,
-                    "{most:?} {at:#x} {va:#x}"
+                    "{max_level:?} {at:#x} {va:#x}"
                 );
             }
             tlb.flush();
