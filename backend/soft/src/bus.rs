@@ -68,7 +68,7 @@ impl SoftBus {
         let vm = &self.vm;
         // This note comes before the walk. So a thread that unmaps the leaf after the walk sees
         // that this vCPU's TLB may hold it, and requests a flush from this vCPU.
-        vm.qsbr().vcpu(self.index).note(gfn.block());
+        vm.qsbr().vcpu(self.index).note(gfn.block().get());
         if let Walk::Hit(hit) = vm.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
                 pfn: hit.pfn,

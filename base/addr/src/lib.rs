@@ -1,6 +1,6 @@
 //! Address types that cannot be confused with each other.
 //!
-//! A guest-memory engine has five kinds of number that all look like `u64`:
+//! A guest-memory engine has six kinds of number that all look like `u64`:
 //!
 //! | type | names | unit |
 //! |---|---|---|
@@ -9,6 +9,7 @@
 //! | [`BackingAddr`] | address in the host memory manager's numbering: the same for soft | byte |
 //! | [`Pfn`] | a real 4 KiB frame of the resident budget | page |
 //! | [`Level`] | size of one table leaf | – |
+//! | [`BlockNumber`] | an aligned block of 512 guest frames | 2 MiB |
 //!
 //! [`room_for`] checks that there is room for the tables that are indexed by them.
 //!
@@ -16,11 +17,13 @@
 //! knows the mapping. This crate imports nothing and holds no `unsafe`.
 #![forbid(unsafe_code)]
 
+mod block;
 mod frame;
 mod level;
 mod range;
 mod room;
 
+pub use block::BlockNumber;
 pub use frame::{BackingAddr, Gfn, Gpa, Hva, PageCount, Pfn, SlotAddress};
 pub use level::Level;
 pub use range::{BackingRange, GfnRange, HvaRange, SlotAddressRange};

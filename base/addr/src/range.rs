@@ -33,8 +33,15 @@ impl GfnRange {
     }
 
     /// First frame.
-    pub fn start(self) -> Gfn {
-        Gfn::new(self.start).expect("checked at construction")
+    #[inline]
+    pub const fn start(self) -> Gfn {
+        Gfn::checked_before(self.start)
+    }
+
+    /// Last frame.
+    #[inline]
+    pub const fn last(self) -> Gfn {
+        Gfn::checked_before(self.end - 1)
     }
 
     /// Raw end, one past the last frame.
@@ -61,7 +68,7 @@ impl GfnRange {
 
     /// Every frame, ascending.
     pub fn iter(self) -> impl Iterator<Item = Gfn> {
-        (self.start..self.end).map(|g| Gfn::new(g).expect("checked at construction"))
+        (self.start..self.end).map(Gfn::checked_before)
     }
 }
 

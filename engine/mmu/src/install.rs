@@ -12,7 +12,7 @@
 //! that cannot be combined), the page gets its small leaf.
 
 use crate::fault::ResolvedPage;
-use crate::rmap::{BLOCK, Rmap, block_range};
+use crate::rmap::{BLOCK, Rmap};
 use crate::{InBlock, Mmu};
 use lacuna_addr::{Gfn, Level, Pfn};
 use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
@@ -54,7 +54,7 @@ impl Mmu {
             pfn: Pfn::new(u32::try_from(first).expect("frame numbers have 32 bits")),
             ..leaf.at(Level::L2M)
         };
-        match cursor.map(block_range(gfn).start(), huge) {
+        match cursor.map(gfn.block().range().start(), huge) {
             Ok(mapped) => {
                 if let Mapped::New(at) = mapped {
                     rmap.set_huge(gfn, at);

@@ -16,7 +16,7 @@
 //! Elements are written only under the block's range lock, together with the leaves. `Mmu::verify`
 //! checks that they agree.
 //!
-//! Blocks are numbered by guest frame (`gfn >> 9`), so the first and the last may extend beyond the
+//! Blocks are numbered by guest frame ([`BlockNumber`]), so the first and the last may extend beyond the
 //! slot. Such a block never has a 2 MiB leaf. If guest frames and backing are aligned differently,
 //! no block of the slot has one. The *disallow count* of a block contains these reasons for the
 //! life of the slot. Code that needs 4 KiB leaves for a while increments it.
@@ -24,7 +24,9 @@
 //! The reverse map takes 12 bytes for each block ([`Rmap::bytes`]).
 
 use crate::dirty::SlotLog;
-use lacuna_addr::{BackingAddr, BackingRange, Gfn, GfnRange, Level, NoRoom, PAGE_SIZE, room_for};
+use lacuna_addr::{
+    BackingAddr, BackingRange, BlockNumber, Gfn, GfnRange, Level, NoRoom, PAGE_SIZE, room_for,
+};
 use lacuna_slots::SlotData;
 use lacuna_stage2::{EntryRef, Removed, Stage2};
 use lacuna_sync::shim::{AtomicU32, Ordering};
@@ -35,9 +37,9 @@ pub(crate) const BLOCK: u64 = Level::L2M.pages();
 
 /// The places of one slot's leaves.
 pub struct Rmap {
-    /// The slot's guest frames.
-    gfns: GfnRange,
-    /// One element for each block that the slot has frames in.
+    /// The block of the slot's first frame.
+    first: BlockNumber,
+    /// One element for each block that the slot has frames in, from `first` on.
     blocks: Box<[Block]>,
     /// The slot's dirty log.
     log: Arc<SlotLog>,
@@ -87,20 +89,17 @@ impl Rmap {
 
     /// An empty map for a slot that keeps this log.
     pub(crate) fn with_log(gfns: GfnRange, backing: BackingRange, log: Arc<SlotLog>) -> Self {
-        let first = gfns.start().block();
-        let end = gfns.end_raw().div_ceil(BLOCK);
         let alike = gfns.start().get() % BLOCK == backing.start().get() / PAGE_SIZE as u64 % BLOCK;
-        let block = |number: u64| {
-            let whole =
-                gfns.start().get() <= number * BLOCK && (number + 1) * BLOCK <= gfns.end_raw();
+        let block = |number: BlockNumber| {
+            let whole = gfns.intersect(number.range()) == Some(number.range());
             Block {
                 disallow: AtomicU32::new(if whole && alike { 0 } else { CUT }),
                 ..Block::default()
             }
         };
         Self {
-            gfns,
-            blocks: (first..end).map(block).collect(),
+            first: gfns.start().block(),
+            blocks: gfns.blocks().map(block).collect(),
             log,
         }
     }
@@ -265,7 +264,7 @@ impl Rmap {
 
     #[inline]
     fn block_of(&self, gfn: Gfn) -> &Block {
-        &self.blocks[(gfn.block() - self.gfns.start().block()) as usize]
+        &self.blocks[gfn.block().index_from(self.first)]
     }
 }
 
@@ -285,18 +284,10 @@ impl Block {
 
 const MOST_SMALL: u32 = BLOCK as u32;
 
-/// The block around `gfn`.
-pub(crate) fn block_range(gfn: Gfn) -> GfnRange {
-    let first = Gfn::new(gfn.get() & !(BLOCK - 1)).expect("below gfn");
-    GfnRange::new(first, BLOCK).expect("2^36 frames are whole blocks")
-}
-
 /// Cuts `range` at the boundaries of blocks. Ascending.
 pub(crate) fn parts(range: GfnRange) -> impl Iterator<Item = GfnRange> {
-    (range.start().block()..range.end_raw().div_ceil(BLOCK)).map(move |number| {
-        let first = Gfn::new(number * BLOCK).expect("a block of the range");
-        block_range(first)
-            .intersect(range)
-            .expect("a block of the range")
+    range.blocks().map(move |block| {
+        let part = block.range().intersect(range);
+        part.expect("a block of the range")
     })
 }

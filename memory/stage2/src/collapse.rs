@@ -31,7 +31,7 @@
 //! [`Write::Never`](crate::Write::Never) beside any other value, or pages that differ in exec, are
 //! not uniform: rights that the backing does not grant are never added.
 
-use crate::format::{self, block_range};
+use crate::format;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Write};
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_sync::shim::Ordering;
@@ -77,7 +77,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
             return Ok(None);
         };
-        let block = block_range(gfn);
+        let block = gfn.block().range();
         let leaf = self.whole(table, block, None)?;
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
@@ -103,7 +103,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
             return Ok(None);
         };
-        let block = block_range(gfn);
+        let block = gfn.block().range();
         let leaf = self.known(table, block, first)?;
         self.stage2.link_collapsed(at, block, table, leaf);
         self.stage2.forget_leaves(block);
@@ -130,7 +130,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         let Some((at, Entry::Table(table))) = self.stage2.block_entry(gfn) else {
             return Ok(None);
         };
-        let block = block_range(gfn);
+        let block = gfn.block().range();
         let leaf = self.whole(table, block, Some(leaf))?;
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
@@ -161,8 +161,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
             Entry::Leaf(page) if page.pfn == format::frame_of(first, Level::L2M, gfn) => Ok(page),
             found => Err(NotUniform { gfn, found }),
         };
-        let last = Gfn::new(block.end_raw() - 1).expect("the last of a range");
-        let (one, _) = (page(block.start())?, page(last)?);
+        let (one, _) = (page(block.start())?, page(block.last())?);
         debug_assert!(
             block.iter().all(|gfn| page(gfn).is_ok()) && self.whole(table, block, None).is_ok(),
             "{block:?} is not mapped to the frames from {first} on"

@@ -4,7 +4,7 @@ use crate::format::Height;
 use crate::unmap::Removed;
 use crate::walk::translation;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Translation, Write};
-use lacuna_addr::{Gfn, GfnRange, Level};
+use lacuna_addr::{BlockNumber, Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
@@ -107,8 +107,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 /// Finds the tables of 4 KiB leaves, each once, if calls come block after block.
 struct BlockTables<'s, F> {
     stage2: &'s Stage2<F>,
-    /// The number of the last block, and its table if it has one.
-    last: Option<(u64, Option<TableId>)>,
+    /// The block of the last call, and its table if it has one.
+    last: Option<(BlockNumber, Option<TableId>)>,
 }
 
 impl<'s, F: TableFormat> BlockTables<'s, F> {
@@ -119,8 +119,7 @@ impl<'s, F: TableFormat> BlockTables<'s, F> {
     /// The table that translates all of `run`; `None` if a larger leaf does, or no single table.
     #[inline]
     fn of_run(&mut self, run: GfnRange) -> Option<TableId> {
-        let last = (run.end_raw() - 1) / Level::L2M.pages();
-        if last != run.start().block() {
+        if run.last().block() != run.start().block() {
             return None;
         }
         self.of(run.start())

@@ -11,7 +11,7 @@
 //!   \--retire--> done, if only tables are in it: not waited for, a later reap frees them
 //! ```
 
-use crate::format::blocks_of;
+use crate::format::block_numbers;
 use crate::{Stage2, TableFormat};
 use lacuna_addr::GfnRange;
 use lacuna_sync::shim::{spin_loop, yield_now};
@@ -117,7 +117,7 @@ impl<'s> Flush<'s> {
         self.stale == Stale::Translations
     }
 
-    /// The blocks to be flushed (gfn >> 9).
+    /// The blocks to be flushed.
     pub fn blocks(&self) -> &Blocks {
         &self.blocks
     }
@@ -169,13 +169,13 @@ impl<'s> Flush<'s> {
     #[inline]
     pub(crate) fn add_stale(&mut self, span: GfnRange) {
         self.stale = Stale::Translations;
-        self.blocks.add(blocks_of(span));
+        self.blocks.add(block_numbers(span));
     }
 
     /// Adds `table`, which translated `span` and is unlinked.
     #[inline]
     pub(crate) fn add_table(&mut self, table: Detached, span: GfnRange) {
-        self.blocks.add(blocks_of(span));
+        self.blocks.add(block_numbers(span));
         self.tables.push(table);
     }
 }

@@ -11,7 +11,7 @@
 //! A walk finds either the large leaf or the small one. Each small leaf inherits D, so a written
 //! block is 512 dirty pages from then on.
 
-use crate::format::{Height, block_range};
+use crate::format::Height;
 use crate::{Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange, Level};
 use lacuna_tables::{Exhausted, TableId};
@@ -56,9 +56,8 @@ impl<F: TableFormat> Cursor<'_, F> {
     /// If the cursor does not hold `range`.
     pub fn cut(&mut self, range: GfnRange, mut split: impl FnMut(Split)) -> Result<(), Exhausted> {
         self.assert_holds_all(range);
-        let last = Gfn::new(range.end_raw() - 1).expect("the last of a range");
-        for edge in [range.start(), last] {
-            let block = block_range(edge);
+        for edge in [range.start(), range.last()] {
+            let block = edge.block().range();
             if range.intersect(block) != Some(block)
                 && let Some(done) = self.split(edge)?
             {
@@ -70,7 +69,7 @@ impl<F: TableFormat> Cursor<'_, F> {
 
     /// Splits the 2 MiB leaf at `at`, which maps `gfn`, into the new `table`.
     pub(crate) fn split_into(&self, at: EntryRef, gfn: Gfn, table: TableId) -> Split {
-        let block = block_range(gfn);
+        let block = gfn.block().range();
         loop {
             let Entry::Leaf(leaf) = self.stage2.read(at) else {
                 unreachable!("only a cursor takes a leaf away")

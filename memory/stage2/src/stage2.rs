@@ -2,7 +2,7 @@
 
 use crate::change::RangeCounts;
 use crate::cursor::{Cursor, Guards};
-use crate::format::{block_of, block_range, blocks_of};
+use crate::format::block_numbers;
 use crate::{Counts, EntryRef, Ept, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::AtomicU64;
@@ -63,19 +63,19 @@ impl<F: TableFormat> Stage2<F> {
     /// host for the page, and pass it to [`Cursor::invalidate_retry`].
     #[inline]
     pub fn invalidate_seq(&self, gfn: Gfn) -> InvalidateSeq {
-        self.range_locks.invalidate_seq(block_of(gfn))
+        self.range_locks.invalidate_seq(gfn.block().get())
     }
 
     /// Locks the block of 512 frames around `gfn`. Allocates nothing.
     #[inline]
     pub fn fault_cursor(&self, gfn: Gfn) -> Cursor<'_, F> {
-        let guard = self.range_locks.lock(block_of(gfn));
-        Cursor::new(self, block_range(gfn), Guards::One(guard))
+        let guard = self.range_locks.lock(gfn.block().get());
+        Cursor::new(self, gfn.block().range(), Guards::One(guard))
     }
 
     /// Takes every range lock of `range`, ascending.
     pub fn cursor(&self, range: GfnRange) -> Cursor<'_, F> {
-        let indices = self.range_locks.indices(blocks_of(range));
+        let indices = self.range_locks.indices(block_numbers(range));
         let guards = indices
             .into_iter()
             .map(|index| self.range_locks.lock_index(index))
@@ -103,6 +103,6 @@ impl<F: TableFormat> Stage2<F> {
 
     #[inline]
     pub(crate) fn counts_of(&self, gfn: Gfn) -> &RangeCounts {
-        &self.counts[self.range_locks.index_of(block_of(gfn))]
+        &self.counts[self.range_locks.index_of(gfn.block().get())]
     }
 }

@@ -6,7 +6,7 @@
 //! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is rearmed.
 
 use crate::Mmu;
-use crate::rmap::{BLOCK, Rmap, block_range, parts};
+use crate::rmap::{BLOCK, Rmap, parts};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_slots::{Slot, SlotId};
 use lacuna_stage2::{Flush, Stage2};
@@ -212,7 +212,7 @@ impl<'a> SlotPages<'a> {
         sort_by_bits(self.0, BLOCK.ilog2()..u64::BITS);
         let blocks = self.0.chunk_by(|a, b| a / BLOCK == b / BLOCK);
         blocks.filter_map(move |some| {
-            let part = block_range(Gfn::new(some[0])?).intersect(gfns)?;
+            let part = Gfn::new(some[0])?.block().range().intersect(gfns)?;
             let mut mask = [0; BLOCK_WORDS];
             for gfn in some.iter().filter(|gfn| **gfn < part.end_raw()) {
                 let at = (gfn - part.start().get()) as usize;

@@ -217,7 +217,7 @@ impl Vcpu {
     }
 
     fn miss(&mut self, fixture: &Fixture, gfn: Gfn, access: Access) -> Result<Hit, Outcome> {
-        fixture.qsbr.vcpu(self.index).note(gfn.block());
+        fixture.qsbr.vcpu(self.index).note(gfn.block().get());
         let hit = match fixture.mmu.walk(&mut self.vcpu, gfn, access) {
             Walk::Hit(hit) => Hit {
                 pfn: hit.pfn,

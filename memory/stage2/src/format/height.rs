@@ -88,22 +88,11 @@ impl Height {
     }
 }
 
-/// The block of 512 frames that `gfn` lies in: the unit of locking.
+/// The numbers of the blocks that `range` overlaps, as the locks and filters of `lacuna_sync` take
+/// them.
 #[inline]
-pub(crate) const fn block_of(gfn: Gfn) -> u64 {
-    gfn.get() >> INDEX_BITS
-}
-
-/// The blocks that `range` overlaps.
-#[inline]
-pub(crate) fn blocks_of(range: GfnRange) -> Range<u64> {
-    range.start().get() >> INDEX_BITS..((range.end_raw() - 1) >> INDEX_BITS) + 1
-}
-
-/// All frames of the block of `gfn`.
-#[inline]
-pub(crate) fn block_range(inside: Gfn) -> GfnRange {
-    GfnRange::new(gfn(block_of(inside) << INDEX_BITS), 1 << INDEX_BITS).expect("a block's span")
+pub(crate) fn block_numbers(range: GfnRange) -> Range<u64> {
+    range.start().block().get()..range.last().block().get() + 1
 }
 
 /// The frame behind `gfn` in a leaf of `level` that starts at `base`.

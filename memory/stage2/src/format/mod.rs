@@ -18,7 +18,7 @@ use lacuna_addr::Access;
 use lacuna_tables::TableId;
 
 pub use ept::Ept;
-pub(crate) use height::{Height, block_of, block_range, blocks_of, frame_of, leaf_span};
+pub(crate) use height::{Height, block_numbers, frame_of, leaf_span};
 
 /// How a table entry is written in 64 bits, and what the walker does to those bits.
 ///

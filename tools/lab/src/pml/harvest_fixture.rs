@@ -251,7 +251,7 @@ impl Writer<'_> {
 
     fn write(&mut self, page: u64) -> Result<(), String> {
         let gfn = FIRST.checked_add(page).expect("inside the slot");
-        self.qsbr.vcpu(0).note(gfn.block());
+        self.qsbr.vcpu(0).note(gfn.block().get());
         loop {
             if let Walk::Hit(_) = self.mmu.walk(&mut self.vcpu_mmu, gfn, Access::Write) {
                 return Ok(());
