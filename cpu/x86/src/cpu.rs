@@ -356,8 +356,17 @@ impl Cpu {
     }
 
     /// Drops decoded pages that this processor has written, and lets the bus tell the other
-    /// processors.
+    /// processors. There are seldom any, so only the check is inlined.
+    #[inline(always)]
     fn drop_written<B: Bus>(&mut self, bus: &mut B) {
+        if !self.core.code_written.is_empty() || self.core.translations.walk.wrote_code() {
+            self.drop_written_pages(bus);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn drop_written_pages<B: Bus>(&mut self, bus: &mut B) {
         while let Some(gfn) = self.core.code_written.pop() {
             self.code.drop_page(gfn);
             bus.code_written(gfn);

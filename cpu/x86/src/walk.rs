@@ -114,6 +114,12 @@ impl WalkCache {
         }
     }
 
+    /// Whether a walk has set an A or D bit in a page that holds decoded instructions since the last
+    /// [`Self::take_wrote_code`].
+    pub(crate) fn wrote_code(&self) -> bool {
+        self.wrote_code
+    }
+
     /// Whether a walk since the last call has set an A or D bit in a page that holds decoded
     /// instructions. The bus has told the other vCPUs; the caller drops its own.
     pub(crate) fn take_wrote_code(&mut self) -> bool {
