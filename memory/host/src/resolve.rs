@@ -121,7 +121,7 @@ impl Core {
                 PageState::Swapped { .. } => self.begin_read(page, state, cache),
                 PageState::Reading { .. } => self.join(page, cache).map(Resolution::Pending),
                 PageState::Fetching { .. } => self.join(page, cache).map(Resolution::Missing),
-                PageState::Zero => self.fill(page, PageState::Zero, access, cache),
+                PageState::Zero => self.refill(page, access, cache),
                 PageState::Collapsed => {
                     match cache.region().block_word(page).map(BlockWord::load) {
                         Some(block_word) => {
@@ -236,8 +236,15 @@ impl Core {
         Some(self.ready_in(block, page, access))
     }
 
-    /// First touch, or a page of zeros that reclaim has dropped: a frame of zeros.
-    #[inline]
+    /// A page of zeros that reclaim has dropped: a frame of zeros. Out of line, so that the only
+    /// copy of [`Self::fill`] in the fault path is that of a first touch.
+    #[cold]
+    fn refill(&self, page: PageNo, access: Access, cache: &mut PerCpuPages) -> Option<Resolution> {
+        self.fill(page, PageState::Zero, access, cache)
+    }
+
+    /// A frame of zeros for a page that has none.
+    #[inline(always)]
     fn fill(
         &self,
         page: PageNo,
