@@ -95,12 +95,20 @@ impl Mmu {
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
     #[inline]
     pub fn fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
-        for _ in 0..ATTEMPTS {
-            if let Some(outcome) = self.attempt(vcpu, gfn, access) {
-                return outcome;
-            }
+        match self.attempt(vcpu, gfn, access) {
+            Some(outcome) => outcome,
+            None => self.fault_again(vcpu, gfn, access),
         }
-        Outcome::Busy
+    }
+
+    /// The attempts after the first. They are out of line: in a loop around all attempts, the
+    /// compiler computes and spills in advance what a second attempt would use again.
+    #[cold]
+    #[inline(never)]
+    fn fault_again(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
+        (1..ATTEMPTS)
+            .find_map(|_| self.attempt(vcpu, gfn, access))
+            .unwrap_or(Outcome::Busy)
     }
 
     /// `None`: begin again. An invalidation came between, or table pages became free.

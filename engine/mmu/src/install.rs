@@ -20,7 +20,7 @@ use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
 impl Mmu {
     /// Maps the page by its small leaf, or the whole block with the same rights, if the host has
     /// the block whole. Returns the level of the leaf that is there then.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn install(
         &self,
         cursor: &mut Cursor<'_>,
@@ -35,20 +35,20 @@ impl Mmu {
             true => Level::L4K,
             false => rmap.max_level(gfn),
         };
-        if level.min(max_level) >= Level::L2M && self.install_huge(cursor, rmap, page)? {
+        if level.min(max_level) >= Level::L2M && self.install_huge(cursor, rmap, gfn, leaf)? {
             return Ok(Level::L2M);
         }
         install_small(cursor, rmap, gfn, leaf)
     }
 
-    /// Maps the block around the page by one leaf. Returns whether it is mapped so now.
+    /// Maps the block around `gfn` by one leaf. Returns whether it is mapped so now.
     fn install_huge(
         &self,
         cursor: &mut Cursor<'_>,
         rmap: &Rmap,
-        page: ResolvedPage,
+        gfn: Gfn,
+        leaf: Leaf,
     ) -> Result<bool, Exhausted> {
-        let ResolvedPage { gfn, leaf, .. } = page;
         let first = leaf.pfn.get() - gfn.get() % BLOCK;
         let huge = Leaf {
             pfn: Pfn::new(u32::try_from(first).expect("frame numbers have 32 bits")),

@@ -181,7 +181,11 @@ impl Rmap {
             }
             // If the leaf were in another table, an invalidation would not find it, and its frame
             // would be reused while it is mapped.
-            _ => assert_eq!(self.place(gfn), Some(at), "gfn {gfn}: another table"),
+            _ => assert_eq!(
+                block.at().map(|place| place.beside(gfn)),
+                Some(at),
+                "gfn {gfn}: another table"
+            ),
         }
         block.small.store(count + 1, Ordering::Relaxed);
     }

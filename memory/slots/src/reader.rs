@@ -24,7 +24,8 @@ impl<X: SlotData> Reader<X> {
     }
 
     /// The slot that `gfn` is in, now. Take the invalidation snapshot first (see the crate's page).
-    #[inline]
+    // Always inlined: a call would cost a fault as much as the look-up.
+    #[inline(always)]
     pub fn find(&mut self, gfn: Gfn) -> Option<&Arc<Slot<X>>> {
         let snapshot = self.cache.load();
         let hit = snapshot

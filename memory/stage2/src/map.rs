@@ -84,6 +84,19 @@ pub struct Place<'c, 's, F: TableFormat = Ept> {
     spare: Option<TableId>,
 }
 
+/// The place of a leaf, and what is there.
+struct Way {
+    at: EntryRef,
+    found: AtPlace,
+}
+
+/// What is at the place of a leaf.
+enum AtPlace {
+    Nothing,
+    /// A leaf of the same frame and level.
+    SameFrame,
+}
+
 /// Why a leaf cannot simply have an entry of its own.
 enum Detour {
     /// A 2 MiB leaf, at this place, maps the same frame.
@@ -100,7 +113,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     #[inline]
     pub fn map(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Mapped, MapError> {
         match self.way(gfn, leaf) {
-            Ok(at) => Ok(install(self.stage2, at, gfn, leaf)),
+            Ok(way) => Ok(install(self.stage2, way, gfn, leaf)),
             Err(Detour::Inside(at)) => Ok(self.inside(at, gfn, leaf)?.commit()),
             Err(Detour::No(error)) => Err(error),
         }
@@ -120,7 +133,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         match self.way(gfn, leaf) {
             Err(Detour::Inside(at)) => self.inside(at, gfn, leaf),
             Err(Detour::No(error)) => Err(error),
-            Ok(at) => Ok(Place {
+            Ok(Way { at, .. }) => Ok(Place {
                 cursor: self,
                 gfn,
                 at,
@@ -132,7 +145,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 
     /// The place of `leaf` at `gfn`, with every table above it.
     #[inline]
-    fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<EntryRef, Detour> {
+    fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<Way, Detour> {
         self.assert_holds(gfn);
         check_shape(gfn, leaf).map_err(Detour::No)?;
         // Not a loop over the heights: a fault is faster without its branches.
@@ -144,11 +157,14 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
             Level::L2M => EntryRef::new(blocks, block.index(gfn)),
             _ => EntryRef::page_of(self.below((blocks, block), gfn, leaf)?, gfn),
         };
-        match self.stage2.read(at) {
-            Entry::Absent => Ok(at),
-            Entry::Leaf(found) if (found.pfn, found.level) == (leaf.pfn, leaf.level) => Ok(at),
-            found => Err(Detour::No(occupied(gfn, leaf, found))),
-        }
+        let found = match self.stage2.read(at) {
+            Entry::Absent => AtPlace::Nothing,
+            Entry::Leaf(found) if (found.pfn, found.level) == (leaf.pfn, leaf.level) => {
+                AtPlace::SameFrame
+            }
+            found => return Err(Detour::No(occupied(gfn, leaf, found))),
+        };
+        Ok(Way { at, found })
     }
 
     /// The table below `table`, on the way to the place of `leaf` at `gfn`.
@@ -222,14 +238,14 @@ impl<F: TableFormat> Place<'_, '_, F> {
     pub fn commit(mut self) -> Mapped {
         match self.spare.take() {
             Some(table) => self.split_and_upgrade(table),
-            None => install(self.cursor.stage2, self.at, self.gfn, self.leaf),
+            None => join(self.cursor.stage2, self.at, self.gfn, self.leaf),
         }
     }
 
     fn split_and_upgrade(&self, table: TableId) -> Mapped {
         let split = self.cursor.split_into(self.at, self.gfn, table);
         let at = split.first.beside(self.gfn);
-        let _ = install(self.cursor.stage2, at, self.gfn, self.leaf);
+        let _ = join(self.cursor.stage2, at, self.gfn, self.leaf);
         Mapped::Split(at)
     }
 }
@@ -242,9 +258,25 @@ impl<F: TableFormat> Drop for Place<'_, '_, F> {
     }
 }
 
-/// `wanted`, joined with the leaf of the same frame if there is one.
+/// Puts `wanted` at the end of its way.
 #[inline(always)]
-fn install<F: TableFormat>(stage2: &Stage2<F>, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
+fn install<F: TableFormat>(stage2: &Stage2<F>, way: Way, gfn: Gfn, wanted: Leaf) -> Mapped {
+    let Way { at, found } = way;
+    // The common case does not call `join`, so that the compiler knows the old entry's bits. It
+    // succeeds: no other thread puts an entry here, because the cursor holds the block.
+    if let AtPlace::Nothing = found
+        && stage2
+            .change(at, gfn, Entry::Absent, Entry::Leaf(wanted))
+            .is_ok()
+    {
+        return Mapped::New(at);
+    }
+    join(stage2, at, gfn, wanted)
+}
+
+/// Puts `wanted` at its place, joined with the leaf of the same frame if there is one.
+#[inline(never)]
+fn join<F: TableFormat>(stage2: &Stage2<F>, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
     let found = stage2.update(at, gfn, |found| match found {
         Entry::Leaf(present) => Entry::Leaf(present.merged(wanted)),
         _ => Entry::Leaf(wanted),
