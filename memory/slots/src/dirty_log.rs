@@ -107,8 +107,8 @@ pub enum DirtyError {
     NotLogging(SlotId),
     /// The VM records writes only in rings.
     #[error(
-        "this VM records written pages only in rings, so its slots have no dirty bitmaps: reap the \
-         rings, or choose rings with a backup bitmap"
+        "this VM records written pages in rings without a backup bitmap: reap the rings, or choose \
+         rings with a bitmap"
     )]
     NoBitmap,
     /// The VM has no rings.
