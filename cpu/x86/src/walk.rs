@@ -114,8 +114,8 @@ impl WalkCache {
         }
     }
 
-    /// Whether a walk has set an A or D bit in a page that holds decoded instructions since the last
-    /// [`Self::take_wrote_code`].
+    /// Whether a walk since the last [`Self::take_wrote_code`] has set an A or D bit in a page that
+    /// holds decoded instructions.
     pub(crate) fn wrote_code(&self) -> bool {
         self.wrote_code
     }

@@ -16,10 +16,10 @@
 //! Elements are written only under the block's range lock, together with the leaves. `Mmu::verify`
 //! checks that they agree.
 //!
-//! Blocks are numbered by guest frame ([`BlockNumber`]), so the first and the last may extend beyond the
-//! slot. Such a block never has a 2 MiB leaf. If guest frames and backing are aligned differently,
-//! no block of the slot has one. The *disallow count* of a block contains these reasons for the
-//! life of the slot. Code that needs 4 KiB leaves for a while increments it.
+//! Blocks are numbered by guest frame ([`BlockNumber`]), so the first and the last may extend
+//! beyond the slot. Such a block never has a 2 MiB leaf. If guest frames and backing are aligned
+//! differently, no block of the slot has one. The *disallow count* of a block contains these
+//! reasons for the life of the slot. Code that needs 4 KiB leaves for a while increments it.
 //!
 //! The reverse map takes 12 bytes for each block ([`Rmap::bytes`]).
 

@@ -35,8 +35,8 @@ impl Mmu {
         flush.finish(&*self.qsbr);
     }
 
-    /// Rearms the pages of `blocks`, which are in `slot`, and adds to `flush` the TLB flush that this
-    /// needs. The caller waits for it.
+    /// Rearms the pages of `blocks`, which are in `slot`. Adds to `flush` the TLB flush that this
+    /// needs; the caller waits for it.
     pub(crate) fn rearm<'s>(
         &'s self,
         slot: &Slot<Rmap>,
