@@ -1,7 +1,7 @@
-//! Harvests the pages written since the last time: reads the marks, clears them, and rearms the
+//! Harvests the pages written since the last time: reads the marks, clears them, and re-arms the
 //! pages.
 //!
-//! The order is essential: *kick* (what vCPUs have logged becomes visible), *take*, *rearm*,
+//! The order is essential: *kick* (what vCPUs have logged becomes visible), *take*, *re-arm*,
 //! *flush*, and only then may the caller copy pages. A write that the copy lacks comes after the
 //! flush, so it is detected again.
 
@@ -14,7 +14,7 @@ use lacuna_stage2::Flush;
 use lacuna_sync::shim::Ordering;
 
 impl Mmu {
-    /// Moves the slot's dirty bits into `out` and rearms those pages: KVM's GET without manual
+    /// Moves the slot's dirty bits into `out` and re-arms those pages: KVM's GET without manual
     /// protect. Copy the pages afterwards. A vCPU's own thread must not call this: it waits for all
     /// vCPUs.
     ///
@@ -46,7 +46,7 @@ impl Mmu {
         Ok(())
     }
 
-    /// Of `pages` pages of the slot from `first_page` on, clears and rearms those that `mask`
+    /// Of `pages` pages of the slot from `first_page` on, clears and re-arms those that `mask`
     /// names. Leaves in `mask` those that were dirty. Copy the pages afterwards.
     ///
     /// # Errors
@@ -101,8 +101,8 @@ impl Mmu {
         rings.iter_mut().for_each(|ring| ring.put_back());
     }
 
-    /// Frees the entries that were reaped and rearms their pages; returns the number of entries. On
-    /// return the pages may be copied. A vCPU's own thread must not call this.
+    /// Frees the entries that were reaped, re-arms their pages, and returns the number of entries.
+    /// Then the pages may be copied. A vCPU's own thread must not call this.
     pub fn reset_rings(&self) -> usize {
         let _no_change = self.lock_layout();
         let slots = self.slots.snapshot();

@@ -148,7 +148,7 @@ impl Mmu {
         self.sync();
     }
 
-    /// Rearms all pages of a slot, and waits for the TLB flush.
+    /// Re-arms all pages of a slot, and waits for the TLB flush.
     fn rearm_all(&self, slot: &Slot<Rmap>) {
         let mut flush = Flush::none(&self.stage2);
         for part in parts(slot.gfns) {

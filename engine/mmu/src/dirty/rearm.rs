@@ -1,9 +1,9 @@
-//! Rearming after a harvest: the harvested pages are write-protected again, or their D bits are
-//! cleared (PML), block by block. To *rearm* a page means either.
+//! Re-arming after a harvest: the harvested pages are write-protected again, or their D bits are
+//! cleared (PML), block by block. To *re-arm* a page means either.
 //!
 //! A vCPU has written a dirty page's entry last, so the entry's cache line is in the cache of that
 //! vCPU's core. An atomic exchange on it waits for the line: some 100 ns a page where pages are far
-//! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is rearmed.
+//! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is re-armed.
 
 use crate::Mmu;
 use crate::rmap::{BLOCK, Rmap, parts};
@@ -35,7 +35,7 @@ impl Mmu {
         flush.finish(&*self.qsbr);
     }
 
-    /// Rearms the pages of `blocks`, which are in `slot`. Adds to `flush` the TLB flush that this
+    /// Re-arms the pages of `blocks`, which are in `slot`. Adds to `flush` the TLB flush that this
     /// needs; the caller waits for it.
     pub(crate) fn rearm<'s>(
         &'s self,

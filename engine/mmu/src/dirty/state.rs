@@ -53,8 +53,8 @@ impl Counts {
 /// The dirty tracking of a VM.
 #[derive(Default)]
 pub(crate) struct Tracking {
-    /// Whether pages are rearmed by clearing D ([`Detection::Pml`]), not by write protection. It is
-    /// exact while `layout` is held.
+    /// Whether pages are re-armed by clearing D ([`Detection::Pml`]), not by write protection. The
+    /// value is exact while `layout` is held.
     by_log: AtomicBool,
     /// Whether vCPUs log the pages whose D they set. False only while no leaf has W without D.
     pub(crate) vcpus_log: AtomicBool,
