@@ -91,7 +91,7 @@ pub struct GuestApf {
 pub struct Thread {
     /// The name the guest gave it.
     pub name: String,
-    /// What it does: `fault`, `work`, `verify`.
+    /// What it does: `fault`, `work` or `other`.
     pub kind: String,
     /// Steps it has done.
     pub counter: u64,
@@ -159,11 +159,11 @@ pub struct RunOptions {
     pub resident_bytes: u64,
     /// Virtual processors.
     pub vcpus: u32,
-    /// The swap device in `--swap`'s own words.
+    /// The swap device, as `--swap` takes it.
     pub swap: String,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: bool,
-    /// Where host memory is given out in 2 MiB pages, in `--thp`'s own words.
+    /// Where host memory is allocated in 2 MiB pages, as `--thp` takes it.
     pub thp: String,
     /// The seed of a deterministic run.
     pub seed: Option<u64>,

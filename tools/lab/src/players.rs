@@ -159,7 +159,7 @@ impl Player<'_> {
         })
     }
 
-    /// A turn whose second part is counted.
+    /// Lets it run for a slice; returns the counts.
     ///
     /// # Errors
     /// The end of the guest.

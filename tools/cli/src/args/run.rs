@@ -38,7 +38,7 @@ pub struct RunArgs {
     /// Whether the guest is offered asynchronous page faults
     #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
     pub apf: Apf,
-    /// Where host memory is allocated in 2 MiB pages; soft only
+    /// Where host memory is allocated in 2 MiB pages; soft only [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
     /// Run all vCPUs on one thread under a virtual clock: the same seed gives the same run; soft

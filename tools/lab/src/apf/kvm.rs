@@ -93,12 +93,12 @@ pub fn measure(
     };
     // All shares before the first result: on a busy machine all are skipped.
     let (with, without) = (share(&on, Arm::On)?, share(&off, Arm::Off)?);
-    for (at, (_, word, bar)) in LATENCIES.into_iter().enumerate() {
+    for (at, (ms, word, bar)) in LATENCIES.into_iter().enumerate() {
         let (runs, with, without) = (&on.runs[at], with[at], without[at]);
-        report.detail(runs.table(&format!("/dev/kvm, {word} of latency, on")));
-        report.detail(off.runs[at].table(&format!("/dev/kvm, {word} of latency, off")));
+        report.detail(runs.table(&format!("/dev/kvm, {ms} ms of latency, on")));
+        report.detail(off.runs[at].table(&format!("/dev/kvm, {ms} ms of latency, off")));
         report.say(format!(
-            "/dev/kvm, {word} of latency: beside a faulter, a worker keeps {:.0} % of its speed \
+            "/dev/kvm, {ms} ms of latency: beside a faulter, a worker keeps {:.0} % of its speed \
              with asynchronous faults, and {:.0} % without. Both are threads of one process.",
             with.median, without.median,
         ));
@@ -153,7 +153,7 @@ fn words() -> String {
 struct Shares {
     /// One for each of [`LATENCIES`].
     runs: Vec<Runs>,
-    /// What the guest had counted when no page was on its way any more.
+    /// The guest's counters when no page was on its way any more.
     counters: Counters,
 }
 
