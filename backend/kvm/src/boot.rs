@@ -3,7 +3,7 @@
 use crate::ring::Ring;
 use crate::{KvmError, Vcpu, Vm};
 use kvm_ioctls::VcpuFd;
-use lacuna_machine::{Boot, Image};
+use lacuna_machine::{Boot, CpuModel, Image};
 use lacuna_slots::Delivery;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -45,6 +45,12 @@ impl Vm {
                 .fd
                 .create_vcpu(index as u64)
                 .map_err(KvmError::step("make a vCPU"))?;
+            if let CpuModel::Common { tsc_khz: Some(khz) } = self.config.cpu {
+                let set = self.features.set_tsc(&fd, index, khz);
+                if !set.map_err(KvmError::step("set the TSC's frequency"))? {
+                    return Err(KvmError::TscFrequency { khz });
+                }
+            }
             self.features
                 .start(&fd, index, boot)
                 .map_err(KvmError::step("set up a vCPU"))?;

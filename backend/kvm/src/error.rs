@@ -31,6 +31,15 @@ pub enum KvmError {
     /// KVM has no asynchronous page faults.
     #[error("this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14)")]
     NoApf,
+    /// The common processor model has a feature that KVM does not offer here.
+    #[error("this KVM does not offer {0}, which the common processor model has")]
+    NoFeature(&'static str),
+    /// KVM cannot run the guest's TSC at this frequency.
+    #[error("a TSC of {khz} kHz: this KVM does not run one at that frequency")]
+    TscFrequency {
+        /// The frequency that was asked for.
+        khz: u32,
+    },
     /// KVM has no dirty rings.
     #[error("this KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING): use its bitmap")]
     NoRing,
@@ -97,6 +106,8 @@ impl KvmError {
             Self::Boot(error) | Self::Memory(MapError::Boot(error)) => error.kind(),
             Self::Unavailable(_)
             | Self::NoApf
+            | Self::NoFeature(_)
+            | Self::TscFrequency { .. }
             | Self::NoRing
             | Self::Dirty(_)
             | Self::Memory(MapError::Map { .. })

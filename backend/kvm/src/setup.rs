@@ -1,11 +1,12 @@
 //! The state in which a vCPU starts: CPUID, registers, control registers.
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, kvm_cpuid_entry2, kvm_mp_state, kvm_regs,
-    kvm_segment, kvm_sregs,
+    CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE,
+    kvm_cpuid_entry2, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
 };
 use kvm_ioctls::{Cap, Error, Kvm, VcpuFd};
-use lacuna_machine::{Apf, Boot, CpuModel, VmConfig};
+use lacuna_machine::x86::cpuid::{Answer, Common, Leaf};
+use lacuna_machine::{Apf, Boot, CpuModel, VmConfig, x86};
 
 /// KVM's features, `KVM_CPUID_FEATURES`.
 const FEATURES: u32 = 0x4000_0001;
@@ -14,6 +15,9 @@ const CLOCKS: u32 = 0x4000_0010;
 /// KVM's local APIC counts nanoseconds.
 const APIC_KHZ: u32 = 1_000_000;
 const SIGNATURE: u32 = 0x4000_0000;
+/// The leaves that look at ECX, of those that the common model has.
+const STRUCTURED: u32 = 7;
+const TOPOLOGY: u32 = 0xb;
 
 /// `KVM_FEATURE_ASYNC_PF` and `KVM_FEATURE_ASYNC_PF_INT`; neither is useful alone.
 pub const APF_BITS: u32 = 1 << 4 | 1 << 14;
@@ -29,9 +33,18 @@ const HYPERVISOR: u32 = 1 << 31;
 pub struct Features {
     supported: CpuId,
     tsc_deadline: bool,
+    tsc_scales: Scaling,
     apf: Apf,
     model: CpuModel,
+    vcpus: u32,
     msrs: Vec<u32>,
+}
+
+/// Whether a guest's TSC may run at another rate than the host's.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scaling {
+    Yes,
+    No,
 }
 
 impl Features {
@@ -40,8 +53,13 @@ impl Features {
         Ok(Self {
             supported: kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?,
             tsc_deadline: kvm.check_extension(Cap::TscDeadlineTimer),
+            tsc_scales: match kvm.check_extension(Cap::TscControl) {
+                true => Scaling::Yes,
+                false => Scaling::No,
+            },
             apf: config.apf,
             model: config.cpu,
+            vcpus: config.vcpus as u32,
             msrs: kvm.get_msr_index_list()?.as_slice().to_vec(),
         })
     }
@@ -58,8 +76,70 @@ impl Features {
         &self.msrs
     }
 
+    /// Why KVM cannot run the model that was asked for: the feature that is missing.
+    pub fn missing(&self) -> Option<&'static str> {
+        match self.model {
+            CpuModel::Host => None,
+            CpuModel::Common { .. } => {
+                let entries = self.host_entries(0);
+                Common::missing_in(self.apf, |function, index| {
+                    answer(&entries, function, index)
+                })
+            }
+        }
+    }
+
+    /// The features that a guest is told.
+    pub fn told(&self) -> x86::cpuid::Features {
+        let entries = self.entries(0, 0);
+        x86::cpuid::Features::of(|function, index| answer(&entries, function, index))
+    }
+
+    /// Makes the TSC of vCPU `index` run at `khz`, and its CPUID say so. `false` if KVM cannot.
+    pub fn set_tsc(&self, vcpu: &VcpuFd, index: usize, khz: u32) -> Result<bool, Error> {
+        let own = vcpu.get_tsc_khz()?;
+        if khz == own {
+            return Ok(true);
+        }
+        let set = set_tsc_khz(vcpu, khz, self.tsc_scales)?;
+        if set && self.tell(vcpu, index).is_err() {
+            // The vCPU has run: its guest knows the old frequency.
+            let _ = vcpu.set_tsc_khz(own);
+            return Ok(false);
+        }
+        Ok(set)
+    }
+
+    /// Makes `vcpu` announce the frequency that its TSC has. KVM takes it until the vCPU has run.
+    pub fn tell(&self, vcpu: &VcpuFd, index: usize) -> Result<(), Error> {
+        let entries = self.entries(index as u32, vcpu.get_tsc_khz()?);
+        let cpuid = CpuId::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))?;
+        vcpu.set_cpuid2(&cpuid)
+    }
+
     /// CPUID of vCPU `index`, whose APIC id is the same.
-    fn cpuid(&self, index: u32, tsc_khz: u32) -> Result<CpuId, Error> {
+    fn entries(&self, index: u32, tsc_khz: u32) -> Vec<kvm_cpuid_entry2> {
+        if let CpuModel::Common { .. } = self.model {
+            let common = Common {
+                index,
+                vcpus: self.vcpus,
+                tsc_khz,
+                apf: self.apf,
+            };
+            return common.leaves().iter().map(entry).collect();
+        }
+        let mut entries = self.host_entries(index);
+        entries.push(kvm_cpuid_entry2 {
+            function: CLOCKS,
+            eax: tsc_khz,
+            ebx: APIC_KHZ,
+            ..Default::default()
+        });
+        entries
+    }
+
+    /// All that KVM has, without the clocks.
+    fn host_entries(&self, index: u32) -> Vec<kvm_cpuid_entry2> {
         let mut entries = self.supported.as_slice().to_vec();
         entries.retain(|e| e.function != CLOCKS);
         for e in &mut entries {
@@ -77,27 +157,12 @@ impl Features {
                 _ => {}
             }
         }
-        if let CpuModel::Common { .. } = self.model {
-            entries.iter_mut().for_each(common);
-        }
-        entries.push(kvm_cpuid_entry2 {
-            function: CLOCKS,
-            eax: tsc_khz,
-            ebx: APIC_KHZ,
-            ..Default::default()
-        });
-        CpuId::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))
+        entries
     }
 
     /// Puts a fresh vCPU at the guest's entry point.
     pub fn start(&self, vcpu: &VcpuFd, index: usize, boot: Option<&Boot>) -> Result<(), Error> {
-        if let CpuModel::Common { tsc_khz: Some(khz) } = self.model
-            && khz != vcpu.get_tsc_khz()?
-        {
-            vcpu.set_tsc_khz(khz)?;
-        }
-        let tsc_khz = vcpu.get_tsc_khz()?;
-        vcpu.set_cpuid2(&self.cpuid(index as u32, tsc_khz)?)?;
+        self.tell(vcpu, index)?;
         let Some(boot) = boot else {
             return Ok(());
         };
@@ -118,32 +183,47 @@ impl Features {
     }
 }
 
-/// Hides what not every backend has: FPU, vectors, and most extensions. The features that remain
-/// are those of the soft backend's processor.
-fn common(e: &mut kvm_cpuid_entry2) {
-    const PCID: u32 = 1 << 17;
-    const POPCNT: u32 = 1 << 23;
-    match (e.function, e.index) {
-        (1, _) => {
-            e.ecx &= PCID | X2APIC | POPCNT | TSC_DEADLINE | HYPERVISOR;
-            // DE PSE TSC MSR PAE CX8 APIC PGE CMOV PAT CLFSH HTT
-            e.edx &= 0b11_1100 | 1 << 6 | 0b11 << 8 | 1 << 13 | 0b11 << 15 | 1 << 19 | 1 << 28;
-        }
-        (7, 0) => {
-            const SMEP: u32 = 1 << 7;
-            (e.eax, e.ebx, e.ecx, e.edx) = (0, e.ebx & SMEP, 0, 0);
-        }
-        (6 | 7 | 0xa | 0xd | 0x10 | 0x12 | 0x14, _) => {
-            (e.eax, e.ebx, e.ecx, e.edx) = (0, 0, 0, 0);
-        }
-        (FEATURES, _) => e.eax &= 1 << 1 | APF_BITS,
-        (0x8000_0001, _) => {
-            e.ecx &= 1 << 0 | 1 << 5;
-            // SYSCALL NX, 1 GiB pages, RDTSCP, long mode
-            e.edx &= 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
-        }
-        _ => {}
+fn entry(leaf: &Leaf) -> kvm_cpuid_entry2 {
+    let [eax, ebx, ecx, edx] = leaf.answer;
+    kvm_cpuid_entry2 {
+        function: leaf.function,
+        index: leaf.index,
+        flags: match leaf.function {
+            STRUCTURED | TOPOLOGY => KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+            _ => 0,
+        },
+        eax,
+        ebx,
+        ecx,
+        edx,
+        ..Default::default()
     }
+}
+
+fn answer(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> Answer {
+    let is_it = |e: &&kvm_cpuid_entry2| {
+        let looks = e.flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX != 0;
+        e.function == function && (!looks || e.index == index)
+    };
+    let found = entries.iter().find(is_it);
+    found.map_or([0; 4], |e| [e.eax, e.ebx, e.ecx, e.edx])
+}
+
+/// Makes the TSC of `vcpu` run at `khz`. `false` if KVM cannot.
+///
+/// Without scaling, KVM takes a higher frequency and makes up for it at each exit, so that a guest
+/// sees leaps: that is refused. KVM notes a frequency before it refuses it, so the old one is put
+/// back.
+fn set_tsc_khz(vcpu: &VcpuFd, khz: u32, scaling: Scaling) -> Result<bool, Error> {
+    let own = vcpu.get_tsc_khz()?;
+    if khz == own {
+        return Ok(true);
+    }
+    let set = scaling == Scaling::Yes && khz != 0 && vcpu.set_tsc_khz(khz).is_ok();
+    if !set {
+        let _ = vcpu.set_tsc_khz(own);
+    }
+    Ok(set)
 }
 
 /// As [`Boot`] says: 64-bit code at CPL 0, flat segments, the identity map.

@@ -10,7 +10,8 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VcpuFd;
 use lacuna_machine::x86::{
-    Apic, AsyncFaults, Debug, Events, Exception, Regs, RunState, Segment, State, System, Table, Tsc,
+    Apic, AsyncFaults, COMMON_MSRS, Debug, Events, Exception, Regs, RunState, Segment, State,
+    System, Table, Tsc,
 };
 use lacuna_machine::{CpuModel, SaveRestore, StateError, VcpuState};
 use std::collections::BTreeMap;
@@ -77,7 +78,7 @@ impl SaveRestore for Vcpu {
         let lapic = fd.get_lapic().map_err(refused("read the local APIC"))?;
         let fresh = self.fresh().iter();
         let now = fresh.filter_map(|(index, fresh)| Some((*index, *fresh, read_msr(fd, *index)?)));
-        let msrs = now.filter(|(_, fresh, now)| fresh != now);
+        let msrs = now.filter(|(index, fresh, now)| fresh != now || COMMON_MSRS.contains(index));
         let (xsave, xcr0) = match self.model() {
             CpuModel::Common { .. } => (None, 1),
             CpuModel::Host => (Some(xsave(fd)?), xcr0(fd)?),
@@ -91,6 +92,7 @@ impl SaveRestore for Vcpu {
                 dr7: debug.dr7,
             },
             msrs: msrs.map(|(index, _, now)| (index, now)).collect(),
+            features: self.features().told(),
             tsc: Tsc {
                 value: msr(TSC),
                 khz: fd
@@ -118,10 +120,17 @@ impl SaveRestore for Vcpu {
         let VcpuState::X86(state) = state else {
             return Err(StateError::Architecture);
         };
-        check(state, self.model())?;
+        self.check(state)?;
+        let index = lacuna_machine::Vcpu::index(self);
+        let fd = self.fd();
+        let khz = state.tsc.khz;
+        let set = self.features().set_tsc(fd, index, khz);
+        if !set.map_err(refused("set the TSC's frequency"))? {
+            return unsupported("tsc.khz", khz);
+        }
+        set_tsc(fd, &state.tsc)?;
         self.forget_access();
         let fd = self.fd();
-        set_tsc_khz(fd, state.tsc.khz)?;
         let mut sregs = fd.get_sregs().map_err(refused("read system registers"))?;
         put_system(&mut sregs, state);
         fd.set_sregs(&sregs)
@@ -134,12 +143,6 @@ impl SaveRestore for Vcpu {
                 write_msr(fd, *index, value)?;
             }
         }
-        let unknown = |index: &&u32| !self.fresh().contains_key(index);
-        if let Some(index) = state.msrs.keys().find(unknown) {
-            let (index, value) = (*index, state.msrs[index]);
-            return Err(StateError::Msr { index, value });
-        }
-        write_msr(fd, TSC, state.tsc.value)?;
         let lapic = lapic(&state.apic);
         fd.set_lapic(&lapic)
             .map_err(refused("set the local APIC"))?;
@@ -167,42 +170,77 @@ impl SaveRestore for Vcpu {
     }
 }
 
-/// What KVM would take without a word, or refuse after half of the state is set.
-fn check(state: &State, model: CpuModel) -> Result<(), StateError> {
-    if let Some(exception) = state.events.exception
-        && (exception.vector > 31 || exception.cr2.is_some() != (exception.vector == PAGE_FAULT))
-    {
-        return Err(StateError::Invalid {
-            field: "events.exception",
-            value: exception.vector.into(),
-        });
+impl Vcpu {
+    /// What KVM would take without a word, or refuse after a part of the state is set.
+    fn check(&self, state: &State) -> Result<(), StateError> {
+        if let Some((field, value)) = state.features.missing_in(&self.features().told()) {
+            return unsupported(field, value);
+        }
+        let unknown = |index: &&u32| !self.fresh().contains_key(index);
+        if let Some(index) = state.msrs.keys().find(unknown) {
+            let (index, value) = (*index, state.msrs[index]);
+            return Err(StateError::Msr { index, value });
+        }
+        if let Some(exception) = state.events.exception
+            && (exception.vector > 31
+                || exception.cr2.is_some() != (exception.vector == PAGE_FAULT))
+        {
+            return Err(StateError::Invalid {
+                field: "events.exception",
+                value: exception.vector.into(),
+            });
+        }
+        match self.model() {
+            CpuModel::Host => Ok(()),
+            CpuModel::Common { .. } => check_common(state),
+        }
     }
-    let has_fpu = model == CpuModel::Host;
-    if state.xsave.is_some() && !has_fpu {
-        return Err(StateError::Unsupported {
-            field: "xsave",
-            value: 0,
-        });
+}
+
+/// The control bits that the common model has, and no FPU.
+fn check_common(state: &State) -> Result<(), StateError> {
+    /// PE MP EM TS ET NE WP AM NW CD PG.
+    const CR0: u64 = 0xe005_003f;
+    /// TSD DE PSE PAE MCE PGE SMEP.
+    const CR4: u64 = 0x10_00fc;
+    /// SCE LME LMA NXE.
+    const EFER: u64 = 0xd01;
+    if let Some(area) = &state.xsave {
+        return unsupported("xsave", area.len() as u64);
+    }
+    if state.xcr0 > 1 {
+        return unsupported("xcr0", state.xcr0);
+    }
+    let system = &state.system;
+    for (field, value, valid) in [
+        ("system.cr0", system.cr0, CR0),
+        ("system.cr4", system.cr4, CR4),
+        ("system.efer", system.efer, EFER),
+    ] {
+        if value & !valid != 0 {
+            return unsupported(field, value & !valid);
+        }
     }
     Ok(())
 }
 
-/// KVM notes a frequency that it cannot run at before it refuses it: the old one is put back.
-fn set_tsc_khz(fd: &VcpuFd, khz: u32) -> Result<(), StateError> {
-    let old = fd
-        .get_tsc_khz()
-        .map_err(refused("read the TSC's frequency"))?;
-    if khz == old {
-        return Ok(());
+fn unsupported<T>(field: &'static str, value: impl Into<u64>) -> Result<T, StateError> {
+    let value = value.into();
+    Err(StateError::Unsupported { field, value })
+}
+
+/// Sets the TSC, before anything else is changed.
+///
+/// Some KVMs ignore the write, and the guest reads the host's TSC. A state whose TSC would go back
+/// is refused. A TSC that leaps ahead is as after a long stop. KVM makes the TSCs of a VM's vCPUs
+/// agree if they are set to values that are nearly equal, so up to a second may be missing.
+fn set_tsc(fd: &VcpuFd, tsc: &Tsc) -> Result<(), StateError> {
+    write_msr(fd, TSC, tsc.value)?;
+    let second = u64::from(tsc.khz) * 1000;
+    match read_msr(fd, TSC) {
+        Some(now) if now.saturating_add(second) >= tsc.value => Ok(()),
+        _ => unsupported("tsc.value", tsc.value),
     }
-    if khz == 0 || fd.set_tsc_khz(khz).is_err() {
-        let _ = fd.set_tsc_khz(old);
-        return Err(StateError::Unsupported {
-            field: "tsc.khz",
-            value: khz.into(),
-        });
-    }
-    Ok(())
 }
 
 fn regs(fd: &VcpuFd) -> Result<Regs, StateError> {
@@ -394,17 +432,11 @@ fn events(fd: &VcpuFd, cr2: u64) -> Result<Events, StateError> {
     let events = fd
         .get_vcpu_events()
         .map_err(refused("read pending events"))?;
-    let unsupported = |field, value: u8| {
-        Err(StateError::Unsupported {
-            field,
-            value: value.into(),
-        })
-    };
     if events.interrupt.injected != 0 && events.interrupt.soft != 0 {
         return unsupported("events.software_interrupt", events.interrupt.nr);
     }
     if events.smi.smm != 0 || events.smi.pending != 0 {
-        return unsupported("events.smi", 1);
+        return unsupported("events.smi", 1u32);
     }
     let e = &events.exception;
     let exception = (e.injected != 0 || e.pending != 0).then(|| Exception {

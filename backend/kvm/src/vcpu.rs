@@ -6,6 +6,7 @@
 //! enters only after all accesses are answered.
 
 use crate::Vm;
+use crate::setup::Features;
 use crate::state::fresh_msrs;
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
@@ -73,6 +74,10 @@ impl Vcpu {
 
     pub(crate) fn fresh(&self) -> &BTreeMap<u32, u64> {
         &self.fresh
+    }
+
+    pub(crate) fn features(&self) -> &Features {
+        &self.vm.features
     }
 
     pub(crate) fn model(&self) -> CpuModel {

@@ -66,6 +66,9 @@ impl Vm {
         if config.apf == Apf::On && !features.has_apf() {
             return Err(KvmError::NoApf);
         }
+        if let Some(feature) = features.missing() {
+            return Err(KvmError::NoFeature(feature));
+        }
         let memory = Arc::new(Memory::new(config.memory)?);
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
         let dirty = Dirty::new(config.delivery, tracker)?;

@@ -10,7 +10,7 @@ use lacuna_host::{
     MemoryStore, SwapStore,
 };
 use lacuna_machine::{
-    Apf, Console, Ending, Image, Layout, Observed, PlatformDevices, RunEnd, run_watched,
+    Apf, Console, CpuModel, Ending, Image, Layout, Observed, PlatformDevices, RunEnd, run_watched,
     status_page,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
@@ -44,6 +44,8 @@ pub struct VmBuilder {
     pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
+    /// Which processor the guest sees.
+    pub cpu: CpuModel,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
     /// threads and real time. A VMM's own run loop over a VM from `build` ignores it.
     pub seed: Option<u64>,
@@ -87,6 +89,7 @@ impl VmBuilder {
             swap: Swap::Memory,
             latency: LatencySetting::default(),
             apf: Apf::On,
+            cpu: CpuModel::default(),
             seed: None,
             command_line: String::new(),
         }
@@ -212,6 +215,7 @@ impl VmBuilder {
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,
+            cpu: self.cpu,
             ..VmConfig::default()
         }
     }

@@ -15,7 +15,9 @@ impl SoftError {
     /// Where the cause lies.
     pub const fn kind(&self) -> ErrorKind {
         match self {
-            Self::Vcpus(_) | Self::Booted | Self::Dirty(_) => ErrorKind::Request,
+            Self::Vcpus(_) | Self::TscFrequency | Self::Booted | Self::Dirty(_) => {
+                ErrorKind::Request
+            }
             // The only one that is due to the host. The type is open to new ones.
             Self::Slot(SlotError::NoRoom { .. }) | Self::Tables(_) => ErrorKind::Host,
             Self::Slot(_) => ErrorKind::Request,

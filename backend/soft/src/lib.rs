@@ -54,7 +54,7 @@ pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
     Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuNotifier,
 };
-pub use lacuna_machine::{Apf, ErrorKind, Observed, VmConfig};
+pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
     Room,

@@ -6,7 +6,7 @@ use crate::vcpu::{Step, VcpuOf};
 use crate::vm::Vm;
 use lacuna_apf::Tell;
 use lacuna_cpu::Processor;
-use lacuna_machine::{Apf, BootError, Image};
+use lacuna_machine::{Apf, BootError, Image, VmConfig};
 
 /// An architecture that VMs of this backend can have. A vCPU is generic over it, so all calls are
 /// resolved at compile time. The memory below the vCPU does not depend on the architecture.
@@ -26,9 +26,9 @@ pub trait Platform: Processor + 'static {
     /// The contract of a vCPU, in a VM that offers asynchronous page faults as `offered` says.
     fn contract(offered: Apf) -> Self::Apf;
 
-    /// Puts a processor, which has just been reset, into the state `boot`. `None` for a vCPU that
-    /// gets its state by a restore.
-    fn start(&mut self, offered: Apf, boot: Option<&Self::Boot>);
+    /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` for a
+    /// vCPU that gets its state by a restore.
+    fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Self::Boot>);
 
     /// Handles an exit that only this architecture has.
     fn finish(vcpu: &mut VcpuOf<Self>, exit: Self::Own) -> Step;

@@ -4,9 +4,10 @@
 use crate::Vcpu;
 use lacuna_apf::x86::Msr;
 use lacuna_cpu::Processor as _;
+use lacuna_machine::x86::cpuid::Features;
 use lacuna_machine::x86::{
-    Apic, AsyncFaults, Debug, Events, Exception, Regs, RunState, Segment, State, System, Table,
-    Tsc, segment,
+    Apic, AsyncFaults, COMMON_MSRS, Debug, Events, Exception, Regs, RunState, Segment, State,
+    System, Table, Tsc, segment,
 };
 use lacuna_machine::{SaveRestore, StateError, VcpuState};
 use lacuna_sync::Nanos;
@@ -58,15 +59,24 @@ impl SaveRestore for Vcpu {
             enable: msr(Msr::Enable),
             vector: msr(Msr::Vector),
         };
-        Ok(VcpuState::X86(Box::new(neutral(state, apf))))
+        let features = self.features();
+        Ok(VcpuState::X86(Box::new(State {
+            features,
+            apf,
+            ..neutral(state)
+        })))
     }
 
     fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
         let VcpuState::X86(state) = state else {
             return Err(StateError::Architecture);
         };
+        if let Some((field, value)) = state.features.missing_in(&self.features()) {
+            return unsupported(field, value);
+        }
         let processor = processor(state)?;
         self.entry.cpu.check(&processor).map_err(refused)?;
+        self.check_apf(&state.apf)?;
         // Nothing is in flight, and no failure waits to be told.
         self.apf.reset();
         (self.entry.failed, self.entry.bus.blocked) = (None, None);
@@ -76,17 +86,31 @@ impl SaveRestore for Vcpu {
     }
 }
 
+/// The vector first: the wake-all that EN causes comes with it.
+fn apf_msrs(apf: &AsyncFaults) -> impl Iterator<Item = (&'static str, Msr, u64)> {
+    let fields = [
+        ("apf.vector", Msr::Vector, apf.vector),
+        ("apf.enable", Msr::Enable, apf.enable),
+    ];
+    fields.into_iter().filter(|(_, _, value)| *value != 0)
+}
+
 impl Vcpu {
-    /// The vector first: the wake-all that EN causes comes with it.
-    fn restore_apf(&mut self, apf: &AsyncFaults) -> Result<(), StateError> {
-        let fields = [
-            ("apf.vector", Msr::Vector, apf.vector),
-            ("apf.enable", Msr::Enable, apf.enable),
-        ];
-        for (field, msr, value) in fields {
-            if value == 0 {
-                continue;
+    fn features(&self) -> Features {
+        Features::of(|function, index| self.entry.cpu.cpuid(function, index))
+    }
+
+    fn check_apf(&mut self, apf: &AsyncFaults) -> Result<(), StateError> {
+        for (field, msr, value) in apf_msrs(apf) {
+            if self.apf.check_msr(msr, value, &mut self.entry).is_err() {
+                return unsupported(field, value);
             }
+        }
+        Ok(())
+    }
+
+    fn restore_apf(&mut self, apf: &AsyncFaults) -> Result<(), StateError> {
+        for (field, msr, value) in apf_msrs(apf) {
             let now = self.vm.clock.now();
             let written = self.apf.write_msr(msr, value, now, &mut self.entry);
             if written.is_err() {
@@ -97,8 +121,8 @@ impl Vcpu {
     }
 }
 
-/// The neutral form of the processor's state.
-fn neutral(state: lacuna_x86::State, apf: AsyncFaults) -> State {
+/// The neutral form of the processor's state, without features and async faults.
+fn neutral(state: lacuna_x86::State) -> State {
     let lacuna_x86::State {
         regs,
         system: mut sys,
@@ -135,7 +159,6 @@ fn neutral(state: lacuna_x86::State, apf: AsyncFaults) -> State {
             interrupt_shadow: sys.interrupt_shadow,
             ..Events::default()
         },
-        apf,
         xsave: None,
         xcr0: 1,
         run: match sys.halted {
@@ -143,6 +166,7 @@ fn neutral(state: lacuna_x86::State, apf: AsyncFaults) -> State {
             false => RunState::Runnable,
         },
         msrs: msrs(&mut sys),
+        ..State::default()
     }
 }
 
@@ -201,12 +225,12 @@ fn apic_registers(state: &State) -> Result<ApicRegisters, StateError> {
     })
 }
 
-/// Those that differ from a fresh processor's.
+/// Those that every state has, and those that differ from a fresh processor's.
 fn msrs(sys: &mut lacuna_x86::System) -> BTreeMap<u32, u64> {
     let mut fresh = lacuna_x86::System::long_mode(0);
     let both = MSRS.into_iter();
     let both = both.map(|(index, place)| (index, *place(sys), *place(&mut fresh)));
-    both.filter(|(_, value, fresh)| value != fresh)
+    both.filter(|(index, value, fresh)| value != fresh || COMMON_MSRS.contains(index))
         .map(|(index, value, _)| (index, value))
         .collect()
 }

@@ -108,7 +108,8 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     fn start(&mut self) {
-        self.entry.cpu.start(self.vm.config.apf, self.boot.as_ref());
+        let (config, boot) = (&self.vm.config, self.boot.as_ref());
+        self.entry.cpu.start(config, self.index, boot);
     }
 
     /// The processor, between two steps.

@@ -10,7 +10,9 @@ use lacuna_addr::{BackingRange, NoRoom, PAGE_SIZE, PageCount, room_for_threads};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
-use lacuna_machine::{Apf, BootError, Delivery, DirtyError, Image, Kick, Layout, VmConfig};
+use lacuna_machine::{
+    Apf, BootError, CpuModel, Delivery, DirtyError, Image, Kick, Layout, VmConfig,
+};
 use lacuna_mmu::{Mmu, MmuError, SlotSpec};
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
 use lacuna_sync::{Clock, Qsbr, VcpuSlot};
@@ -24,6 +26,9 @@ pub enum SoftError {
     /// The configuration is not valid.
     #[error("{0} vCPUs: give 1 to 64")]
     Vcpus(usize),
+    /// No TSC has that frequency.
+    #[error("a TSC of 0 kHz: give a frequency, or none for 1 GHz")]
+    TscFrequency,
     /// The host's memory manager refuses.
     #[error(transparent)]
     Host(#[from] HostError),
@@ -110,6 +115,9 @@ impl Vm {
         } = config;
         if !(1..=64).contains(&vcpus) {
             return Err(SoftError::Vcpus(vcpus));
+        }
+        if config.cpu == (CpuModel::Common { tsc_khz: Some(0) }) {
+            return Err(SoftError::TscFrequency);
         }
         let layout = Layout::new(memory)?;
         let qsbr = Arc::new(Qsbr::new(vcpus));

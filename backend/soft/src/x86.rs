@@ -4,8 +4,10 @@ use crate::platform::Platform;
 use crate::vcpu::{Step, VcpuOf, width};
 use crate::vm::Vm;
 use lacuna_apf::x86::{Control, Features, Msr};
-use lacuna_machine::{Apf, Boot, BootError, Exit, Image};
-use lacuna_x86::{Cpu, Own, Regs, Shutdown, System, Table};
+use lacuna_machine::x86::cpuid::{Common, Leaf};
+use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, VmConfig};
+use lacuna_x86::{Cpu, CpuidLeaf, Own, Regs, Shutdown, System, Table, TscRate};
+use std::num::NonZeroU32;
 
 impl Platform for Cpu {
     type Boot = Boot;
@@ -19,8 +21,14 @@ impl Platform for Cpu {
         Control::new(features(offered))
     }
 
-    fn start(&mut self, offered: Apf, boot: Option<&Boot>) {
-        self.set_kvm_features(features(offered).bits());
+    fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Boot>) {
+        self.set_kvm_features(features(config.apf).bits());
+        if let CpuModel::Common { tsc_khz } = config.cpu {
+            let asked = tsc_khz.and_then(NonZeroU32::new).map(TscRate::new);
+            let rate = asked.unwrap_or(TscRate::GIGAHERTZ);
+            self.set_tsc_rate(rate);
+            self.set_cpuid(common_leaves(config, index, rate));
+        }
         if let Some(boot) = boot {
             self.set_system(boot_system(boot));
             self.set_regs(&boot_regs(boot));
@@ -76,6 +84,22 @@ fn features(offered: Apf) -> Features {
         Apf::Off => Features::empty(),
         Apf::On => Features::ASYNC_PF | Features::ASYNC_PF_INT,
     }
+}
+
+/// CPUID of the common model.
+fn common_leaves(config: &VmConfig, index: usize, rate: TscRate) -> Vec<CpuidLeaf> {
+    let common = Common {
+        index: index as u32,
+        vcpus: config.vcpus as u32,
+        tsc_khz: rate.khz(),
+        apf: config.apf,
+    };
+    let leaf = |leaf: Leaf| CpuidLeaf {
+        function: leaf.function,
+        index: leaf.index,
+        answer: leaf.answer,
+    };
+    common.leaves().into_iter().map(leaf).collect()
 }
 
 fn boot_regs(boot: &Boot) -> Regs {

@@ -258,7 +258,7 @@ impl Platform for Toy {
         Silence
     }
 
-    fn start(&mut self, _offered: Apf, boot: Option<&u64>) {
+    fn start(&mut self, _config: &VmConfig, _index: usize, boot: Option<&u64>) {
         self.state.pc = boot.copied().unwrap_or(0);
     }
 

@@ -54,6 +54,7 @@ impl Backend for Kvm {
             Ok(vm) => vm,
             Err(
                 why @ (KvmError::NoApf
+                | KvmError::NoFeature(_)
                 | KvmError::NoRing
                 | KvmError::Ring { .. }
                 | KvmError::Userfaultfd { .. }),

@@ -59,6 +59,7 @@ impl Backend for Soft {
             swap: Swap::File(std::env::temp_dir()),
             latency: LatencySetting::default(),
             apf: request.apf,
+            cpu: request.cpu,
             seed: None,
             command_line: request.command_line.clone(),
         };

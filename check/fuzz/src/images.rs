@@ -6,7 +6,7 @@ use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _};
 use lacuna_soft::{
-    Apf, Host, HugePages, LatencySetting, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait,
+    Apf, CpuModel, Host, HugePages, LatencySetting, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -32,6 +32,7 @@ pub fn run(run: &mut Run<'_>) {
         swap: Swap::Memory,
         latency: LatencySetting::default(),
         apf: Apf::Off,
+        cpu: CpuModel::Host,
         seed: Some(run.seed),
         command_line: String::new(),
     };

@@ -7,7 +7,7 @@ use crate::runtime::Manners;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_soft::{
-    Apf, Backup, Delivery, Host, HugePages, LatencySetting, RingSize, Swap, VmBuilder,
+    Apf, Backup, CpuModel, Delivery, Host, HugePages, LatencySetting, RingSize, Swap, VmBuilder,
 };
 use lacuna_sync::Clock;
 use std::path::PathBuf;
@@ -111,6 +111,7 @@ impl Plan {
                 0 => Apf::Off,
                 _ => Apf::On,
             },
+            cpu: CpuModel::Host,
             seed: match mode {
                 Mode::Seeded(seed) => Some(seed),
                 Mode::Threads => None,

@@ -1,4 +1,5 @@
-//! CPUID: exactly what the executor implements, and KVM's interface.
+//! CPUID: exactly what the executor implements, and KVM's interface; or the leaves that the machine
+//! has set, of a model with less.
 //!
 //! The vendor is Intel, because Intel and AMD differ in corner cases, and the executor follows
 //! Intel (SYSRET faults at CPL 0, a null selector clears the FS and GS base). Leaves past the last
@@ -6,6 +7,7 @@
 
 use crate::apic::Lapic;
 use crate::state::System;
+use std::sync::Arc;
 
 /// The values that CPUID returns in four registers.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -16,7 +18,14 @@ pub(crate) struct Leaf {
     pub edx: u32,
 }
 
-/// TSC and APIC timer frequency in kHz: both count the soft backend's nanoseconds.
+impl From<[u32; 4]> for Leaf {
+    fn from([eax, ebx, ecx, edx]: [u32; 4]) -> Self {
+        Self { eax, ebx, ecx, edx }
+    }
+}
+
+/// TSC and APIC timer frequency in kHz: both count the clock's nanoseconds. A machine that sets
+/// another rate of the TSC sets the leaves as well.
 const TICKS_KHZ: u32 = 1_000_000;
 
 const MAX_BASIC: u32 = 0x15;
@@ -71,16 +80,71 @@ const INVARIANT_TSC: u32 = 1 << 8;
 /// [`crate::Cpu::set_kvm_features`].
 const KVM_FEATURES: u32 = 1 << 1;
 
-/// CPUID for `leaf` and `subleaf` on the vCPU of `apic`, with `more` KVM features.
-pub(crate) fn cpuid(sys: &System, apic: &Lapic, more: u32, leaf: u32, subleaf: u32) -> Leaf {
+/// One answer of CPUID.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct CpuidLeaf {
+    /// EAX before.
+    pub function: u32,
+    /// ECX before, for a function that looks at it.
+    pub index: u32,
+    /// EAX, EBX, ECX, EDX after.
+    pub answer: [u32; 4],
+}
+
+/// What the machine has told the processor to announce. A reset keeps it.
+#[derive(Clone, Default, Debug)]
+pub(crate) struct Told {
+    /// KVM features besides the processor's own.
+    pub(crate) kvm_features: u32,
+    /// Leaves in place of the processor's own.
+    pub(crate) leaves: Option<Arc<[CpuidLeaf]>>,
+}
+
+const MODEL: u32 = 1;
+const STRUCTURED: u32 = 7;
+const TOPOLOGY: u32 = 0xb;
+const EXTENDED: u32 = 0x8000_0001;
+
+/// CPUID for `leaf` and `subleaf` on the vCPU of `apic`.
+pub(crate) fn cpuid(sys: &System, apic: &Lapic, told: &Told, leaf: u32, subleaf: u32) -> Leaf {
+    let mut answer = match &told.leaves {
+        None => own(apic, told.kvm_features, leaf, subleaf),
+        Some(leaves) => set(leaves, leaf, subleaf),
+    };
+    match leaf {
+        MODEL if !apic.is_enabled() => answer.edx &= !one::APIC,
+        EXTENDED if !sys.has_nx() => answer.edx &= !NX,
+        _ => {}
+    }
+    answer
+}
+
+/// The answer that the machine has set. A level of the topology beyond the last has the APIC ID.
+fn set(leaves: &[CpuidLeaf], leaf: u32, subleaf: u32) -> Leaf {
+    let looks = matches!(leaf, STRUCTURED | TOPOLOGY);
+    let mut of_leaf = leaves.iter().filter(|l| l.function == leaf);
+    let exact = of_leaf.clone().find(|l| !looks || l.index == subleaf);
+    match (exact, of_leaf.next()) {
+        (Some(found), _) => Leaf::from(found.answer),
+        (None, Some(first)) if leaf == TOPOLOGY => Leaf {
+            ecx: subleaf & 0xff,
+            edx: first.answer[3],
+            ..Leaf::default()
+        },
+        (None, _) => Leaf::default(),
+    }
+}
+
+/// The processor's own answer, with `more` KVM features.
+fn own(apic: &Lapic, more: u32, leaf: u32, subleaf: u32) -> Leaf {
     match leaf {
         0 => vendor(MAX_BASIC, INTEL),
-        1 => features(apic),
-        7 if subleaf == 0 => Leaf {
+        MODEL => features(apic),
+        STRUCTURED if subleaf == 0 => Leaf {
             ebx: SEVEN_EBX,
             ..Leaf::default()
         },
-        0xb => topology(apic, subleaf),
+        TOPOLOGY => topology(apic, subleaf),
         // TSC = crystal * 1 / 1.
         0x15 => Leaf {
             eax: 1,
@@ -102,9 +166,9 @@ pub(crate) fn cpuid(sys: &System, apic: &Lapic, more: u32, leaf: u32, subleaf: u
             eax: MAX_EXTENDED,
             ..Leaf::default()
         },
-        0x8000_0001 => Leaf {
+        EXTENDED => Leaf {
             ecx: EXTENDED_ECX,
-            edx: EXTENDED_EDX | if sys.has_nx() { NX } else { 0 },
+            edx: EXTENDED_EDX | NX,
             ..Leaf::default()
         },
         0x8000_0002..=0x8000_0004 => brand(leaf - 0x8000_0002),
@@ -137,10 +201,7 @@ fn features(apic: &Lapic) -> Leaf {
     let logical = (apic.vcpus() as u32).min(0xff) << 16;
     // In units of 8 bytes.
     let cache_line = (64 / 8) << 8;
-    let mut edx = one::EDX;
-    if apic.is_enabled() {
-        edx |= one::APIC;
-    }
+    let mut edx = one::EDX | one::APIC;
     if apic.vcpus() > 1 {
         edx |= one::HTT;
     }

@@ -53,6 +53,7 @@ mod walk;
 
 pub use apic::{ApicBus, ApicRegisters};
 pub use cpu::{Cpu, Regs};
+pub use cpuid::CpuidLeaf;
 pub use exit::{Exit, Shutdown};
 pub use saved::Refused;
 pub use seam::{Ept, Own, State};

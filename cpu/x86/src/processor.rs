@@ -1,6 +1,7 @@
 //! The state of one processor, without its decoded instructions.
 
 use crate::apic::Lapic;
+use crate::cpuid::Told;
 use crate::deliver::Flow;
 use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags, IF};
@@ -74,8 +75,8 @@ pub(crate) struct Core {
     pub(crate) code_written: Vec<Gfn>,
     pub(crate) replay: Replay,
     pub(crate) apic: Lapic,
-    /// KVM features of the machine, which CPUID announces beside the processor's own.
-    pub(crate) kvm_features: u32,
+    /// The CPUID that the machine has set.
+    pub(crate) told: Told,
     pub(crate) clock: Arc<dyn Clock>,
 }
 
@@ -96,7 +97,7 @@ impl Core {
             code_written: Vec::with_capacity(8),
             replay: Replay::default(),
             apic,
-            kvm_features: 0,
+            told: Told::default(),
             clock,
         }
     }

@@ -233,6 +233,7 @@ fn soft(args: &RunArgs) -> lacuna_soft::VmBuilder {
         },
         latency: LatencySetting::new(swap.latency),
         apf: apf(args),
+        cpu: CpuModel::default(),
         seed: args.seed,
         command_line: args.append.clone(),
     }

@@ -11,8 +11,8 @@ use crate::experiment::LabError;
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Image, Segment};
 use lacuna_soft::{
-    Apf, Delivery, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId, SlotSpec,
-    Swap, Vcpu, Vm, VmBuilder, VmConfig,
+    Apf, CpuModel, Delivery, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
+    SlotSpec, Swap, Vcpu, Vm, VmBuilder, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::sync::Arc;
@@ -28,6 +28,7 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
         swap: Swap::Memory,
         latency: LatencySetting::default(),
         apf: Apf::Off,
+        cpu: CpuModel::Host,
         seed: None,
         command_line: String::new(),
     }

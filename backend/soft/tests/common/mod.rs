@@ -7,7 +7,7 @@ pub mod shadow;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image, PlatformDevices};
 use lacuna_soft::{
-    Apf, HugePages, LatencySetting, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig,
+    Apf, CpuModel, HugePages, LatencySetting, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig,
 };
 use std::sync::{Arc, Mutex};
 
@@ -49,6 +49,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         swap: Swap::File(std::env::temp_dir()),
         latency: LatencySetting::default(),
         apf: Apf::Off,
+        cpu: CpuModel::default(),
         seed: None,
         command_line: command_line.to_owned(),
     }

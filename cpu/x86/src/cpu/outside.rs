@@ -2,6 +2,7 @@
 
 use super::events::Pending;
 use super::{Cpu, Regs};
+use crate::cpuid::{CpuidLeaf, cpuid};
 use crate::processor::Core;
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
@@ -95,7 +96,20 @@ impl Cpu {
     /// processor itself. They are the features of the MSRs that the machine answers. At first there
     /// are none; a reset keeps them.
     pub fn set_kvm_features(&mut self, bits: u32) {
-        self.core.kvm_features = bits;
+        self.core.told.kvm_features = bits;
+    }
+
+    /// Sets what CPUID answers, in place of the processor's own. The caller announces nothing that
+    /// the processor has not, except by a leaf for the TSC's rate. A reset keeps it.
+    pub fn set_cpuid(&mut self, leaves: impl IntoIterator<Item = CpuidLeaf>) {
+        self.core.told.leaves = Some(leaves.into_iter().collect());
+    }
+
+    /// What CPUID answers now, in EAX, EBX, ECX, EDX.
+    pub fn cpuid(&self, function: u32, index: u32) -> [u32; 4] {
+        let core = &self.core;
+        let leaf = cpuid(&core.sys, &core.apic, &core.told, function, index);
+        [leaf.eax, leaf.ebx, leaf.ecx, leaf.edx]
     }
 
     /// Sets the rate of the TSC, which is 1 GHz at first. A reset keeps the rate, because the guest
@@ -164,12 +178,13 @@ impl Cpu {
 
     /// Puts the processor back into the state that [`Cpu::new`] makes: registers, the APIC with its
     /// timer and its requested interrupts, translations, half-done instructions, pending events.
-    /// The caller sets the initial state afterwards. [`Cpu::retired`] goes on counting, and the KVM
-    /// features and the TSC's rate stay. Decoded code stays too, because it still matches memory.
+    /// The caller sets the initial state afterwards. [`Cpu::retired`] goes on counting. The CPUID
+    /// that was set and the TSC's rate stay. Decoded code stays too, because it still matches
+    /// memory.
     pub fn reset(&mut self) {
-        let (features, rate) = (self.core.kvm_features, self.core.sys.tsc.rate());
+        let (told, rate) = (self.core.told.clone(), self.core.sys.tsc.rate());
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
-        self.core.kvm_features = features;
+        self.core.told = told;
         self.set_tsc_rate(rate);
         self.code.new_epoch();
         self.pending = Pending::Nothing;

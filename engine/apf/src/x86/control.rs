@@ -88,6 +88,22 @@ impl Control {
         }
     }
 
+    /// Whether WRMSR would take the value.
+    pub(super) fn check(
+        &self,
+        msr: Msr,
+        value: u64,
+        guest: &mut impl Guest,
+    ) -> Result<(), GeneralProtection> {
+        let taken = match msr {
+            _ if !self.has(msr) => false,
+            Msr::Enable => self.decode(value, guest).is_ok(),
+            Msr::Vector => u8::try_from(value).is_ok(),
+            Msr::Acknowledge => true,
+        };
+        taken.then_some(()).ok_or(GeneralProtection)
+    }
+
     fn has(&self, msr: Msr) -> bool {
         self.features.contains(match msr {
             Msr::Enable => Features::ASYNC_PF,

@@ -30,6 +30,19 @@ impl Queue {
         self.abi().read(msr)
     }
 
+    /// Whether [`Queue::write_msr`] would take the value now.
+    ///
+    /// # Errors
+    /// The write would raise #GP(0).
+    pub fn check_msr<G: Guest>(
+        &self,
+        msr: Msr,
+        value: u64,
+        guest: &mut G,
+    ) -> Result<(), GeneralProtection> {
+        self.abi().check(msr, value, guest)
+    }
+
     /// WRMSR.
     ///
     /// # Errors

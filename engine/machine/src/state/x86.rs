@@ -3,6 +3,9 @@
 //! Values are as the guest would read them, in the form of KVM's ioctls where the architecture
 //! leaves a choice. Every number is plain: a backend checks it when it restores.
 
+pub mod cpuid;
+
+use cpuid::Features;
 use std::collections::BTreeMap;
 
 /// The whole state of a vCPU.
@@ -14,9 +17,12 @@ pub struct State {
     pub system: System,
     /// Debug registers.
     pub debug: Debug,
-    /// Model-specific registers by index, except those that have a field of their own here. A
-    /// register that has the value of a fresh vCPU is left out.
+    /// Model-specific registers by index, except those that have a field of their own here.
+    /// [`COMMON_MSRS`] are always there. Another register is left out where it has the value that a
+    /// fresh vCPU of its backend has.
     pub msrs: BTreeMap<u32, u64>,
+    /// The features that the guest has been told. A vCPU that lacks one of them refuses the state.
+    pub features: Features,
     /// The time-stamp counter.
     pub tsc: Tsc,
     /// The local interrupt controller with its timer.
@@ -32,6 +38,18 @@ pub struct State {
     /// Whether the vCPU runs, halts or waits for its start-up.
     pub run: RunState,
 }
+
+/// Model-specific registers that every state has, because backends differ in their first values:
+/// MISC_ENABLE, PAT, STAR, LSTAR, CSTAR, FMASK, KERNEL_GS_BASE.
+pub const COMMON_MSRS: [u32; 7] = [
+    0x1a0,
+    0x277,
+    0xc000_0081,
+    0xc000_0082,
+    0xc000_0083,
+    0xc000_0084,
+    0xc000_0102,
+];
 
 /// General registers, RIP and RFLAGS.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
