@@ -2,6 +2,7 @@
 //! is a panic, as in every test.
 
 pub mod async_faults;
+pub mod between;
 pub mod dirty;
 pub mod exits;
 pub mod guests;

@@ -86,14 +86,14 @@ pub fn copy_memory(from: &(impl GuestMemory + MemorySlots), to: &impl GuestMemor
     }
 }
 
-/// Makes a VM, and moves the guest of `from` there; the old VM is dropped.
+/// Makes a VM of `backend`, and moves the guest of `from` there; the old VM is dropped.
 ///
 /// # Panics
 /// If a state is refused.
-pub fn move_to_fresh<B: Backend>(
+pub fn move_to<A: Backend, B: Backend>(
     backend: &B,
     request: &Request,
-    mut from: Made<B>,
+    mut from: Made<A>,
     devices: &PlatformDevices,
 ) -> Result<Made<B>, Lacks> {
     let mut to = backend.make_bare(request)?;

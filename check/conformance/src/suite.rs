@@ -31,10 +31,13 @@ macro_rules! suite {
             slots:
                 a_slot_comes_moves_and_goes, writes_to_a_read_only_slot_exit,
                 slots_that_cannot_be_are_refused, slots_change_beside_a_guest;
+            between:
+                verify_goes_to_the_other_backend_and_back, bm_goes_to_the_other_backend_and_back,
+                interrupts_and_registers_go_to_the_other_backend_and_back,
+                the_common_model_has_its_cpuid;
             state:
                 a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
                 a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
-                a_state_of_the_other_backend_is_taken_or_refused,
                 verify_moves_through_fresh_vms, litmus_moves_through_fresh_vms,
                 bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
         );

@@ -4,18 +4,17 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use iced_x86::code_asm::*;
+use lacuna_machine::x86::cpuid::Features;
 use lacuna_machine::{
     Apf, CpuModel, Ending, Exit, Kick as _, PlatformDevices, SaveRestore as _, StateError,
-    Vcpu as _, VcpuState, Vm as _, x86,
+    Vcpu as _, VcpuState, x86,
 };
 
 use super::Outcome;
-use crate::backend::{Backend, Lacks, Made, Request, VcpuOf};
-use crate::kvm::Kvm;
-use crate::moving::{copy_memory, move_to_fresh, run_for};
+use crate::backend::{Backend, Made, Request, VcpuOf};
+use crate::moving::{move_to, run_for};
 use crate::program::{assemble, image};
 use crate::running::{guest, within};
-use crate::soft::Soft;
 
 /// How often a guest moves.
 const MOVES: usize = 6;
@@ -23,7 +22,8 @@ const MOVES: usize = 6;
 /// Without an FPU, and at the backend's own TSC frequency.
 const COMMON: CpuModel = CpuModel::Common { tsc_khz: None };
 
-fn small() -> Request {
+/// A VM of one vCPU with the common model.
+pub(super) fn small() -> Request {
     Request {
         cpu: COMMON,
         ..Request::new(16, 16, 1, "")
@@ -45,7 +45,7 @@ fn counter() -> Vec<u8> {
 }
 
 /// The next number, and the instruction that tells it is complete.
-fn told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
+pub(super) fn told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
     let number = loop {
         match vcpu.run().expect("a vCPU that can go on") {
             Exit::IoOut { value, .. } => break value,
@@ -59,7 +59,7 @@ fn told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
     number
 }
 
-fn registers(state: &VcpuState) -> &x86::State {
+pub(super) fn registers(state: &VcpuState) -> &x86::State {
     match state {
         VcpuState::X86(state) => state,
         other => panic!("{other:?}"),
@@ -123,12 +123,18 @@ pub fn half_an_instruction_is_not_saved<B: Backend>(backend: &B) -> Outcome {
 pub fn a_damaged_state_is_refused_by_name<B: Backend>(backend: &B) -> Outcome {
     type Damage = fn(&mut x86::State);
     // KVM refuses the system registers as a whole.
-    let damages: [(&[&str], Damage); 5] = [
+    let damages: [(&[&str], Damage); 7] = [
         (&["system.cr4", "system registers"], |s| {
             s.system.cr4 |= 1 << 40
         }),
         (&["system.efer", "system registers"], |s| s.system.efer = 0),
         (&["tsc.khz"], |s| s.tsc.khz = 1),
+        (&["features.fpu"], |s| {
+            s.features = Features::of(|_, _| [0, 0, 0, 1])
+        }),
+        (&["features."], |s| {
+            s.features = Features::of(|_, _| [!0; 4])
+        }),
         (&["xsave"], |s| s.xsave = Some(Vec::new())),
         (&["MSR 0xdead:"], |s| _ = s.msrs.insert(0xdead, 1)),
     ];
@@ -148,6 +154,10 @@ pub fn a_damaged_state_is_refused_by_name<B: Backend>(backend: &B) -> Outcome {
             let refused = vcpu.restore(&damaged).expect_err(names[0]).to_string();
             let is_named = names.iter().any(|name| refused.contains(name));
             assert!(is_named, "{names:?}: {refused}");
+            let now = vcpu.save().expect("between two instructions");
+            let (now, before) = (registers(&now), registers(&state));
+            assert_eq!((&now.regs, &now.system), (&before.regs, &before.system));
+            assert_eq!((&now.msrs, now.tsc.khz), (&before.msrs, before.tsc.khz));
         }
         vcpu.restore(&state).expect("its own state");
         assert_eq!(told::<B>(&vm, vcpu), 2);
@@ -176,37 +186,6 @@ pub fn a_restored_state_is_saved_again<B: Backend>(backend: &B) -> Outcome {
         assert_eq!((again.xcr0, again.run), (state.xcr0, state.run));
         Ok(())
     })
-}
-
-/// A guest of the other backend goes on here if its TSC may run at that frequency; else its state
-/// is refused with that reason.
-pub fn a_state_of_the_other_backend_is_taken_or_refused<B: Backend>(backend: &B) -> Outcome {
-    let backend = backend.clone();
-    within(move || match B::Vm::BACKEND {
-        lacuna_machine::Backend::Soft => comes_from(&Kvm, &backend),
-        lacuna_machine::Backend::Kvm => comes_from(&Soft::default(), &backend),
-    })
-}
-
-fn comes_from<A: Backend, B: Backend>(from: &A, to: &B) -> Outcome {
-    let code = counter();
-    let mut old = from.make(&small(), &image(&code))?;
-    assert_eq!(told::<A>(&old.vm, &mut old.vcpus[0]), 1);
-    let state = old.vcpus[0].save().expect("between two instructions");
-    let mut new = to.make_bare(&small())?;
-    copy_memory(&*old.vm, &*new.vm);
-    match new.vcpus[0].restore(&state) {
-        Ok(()) => {
-            assert_eq!(told::<B>(&new.vm, &mut new.vcpus[0]), 2);
-            Ok(())
-        }
-        Err(refused) => {
-            let is_tsc = refused.to_string().contains("tsc.khz");
-            assert!(is_tsc, "{refused}");
-            let (from, to) = (A::Vm::BACKEND.name(), B::Vm::BACKEND.name());
-            Err(Lacks::because(format!("from {from} to {to}: {refused}")))
-        }
-    }
 }
 
 /// `verify` moves from VM to VM, and misses nothing.
@@ -257,7 +236,7 @@ fn moves<B: Backend>(backend: &B, request: Request, name: &'static str) -> Outco
             if devices.ending().is_some() {
                 break;
             }
-            made = move_to_fresh(&backend, &request, made, &devices)?;
+            made = move_to(&backend, &request, made, &devices)?;
             moves += 1;
         }
         run_for(&mut made, &devices, Duration::MAX);

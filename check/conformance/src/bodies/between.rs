@@ -1,0 +1,293 @@
+//! A guest of the common processor model moves from one backend to the other and back.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use iced_x86::IcedError;
+use iced_x86::code_asm::*;
+use lacuna_addr::Gpa;
+use lacuna_machine::x86::cpuid::Common;
+use lacuna_machine::{
+    Apf, CpuModel, Ending, GuestMemory as _, PlatformDevices, SaveRestore as _, Vm as _,
+};
+
+use super::Outcome;
+use super::state::{registers, small, told};
+use crate::backend::{Backend, Lacks, Made, Request};
+use crate::kvm::Kvm;
+use crate::moving::{move_to, run_for};
+use crate::program::{STACK, assemble, image};
+use crate::running::{guest, within};
+use crate::soft::Soft;
+
+/// How often a guest goes to the other backend and comes back.
+const ROUND_TRIPS: usize = 3;
+/// Each has save points of its own.
+const SEEDS: u64 = 2;
+
+/// The common model with the frequency that `/dev/kvm` gives a TSC here: most hosts have no other.
+fn common() -> Result<CpuModel, Lacks> {
+    let mut made = Kvm.make_bare(&small())?;
+    let state = made.vcpus[0].save().expect("a fresh vCPU");
+    let tsc_khz = Some(registers(&state).tsc.khz);
+    Ok(CpuModel::Common { tsc_khz })
+}
+
+/// Runs `body` with this backend and the other one.
+macro_rules! with_other {
+    ($backend:expr, $body:expr) => {{
+        let backend = $backend.clone();
+        within(move || match B::Vm::BACKEND {
+            lacuna_machine::Backend::Soft => $body(&backend, &Kvm),
+            lacuna_machine::Backend::Kvm => $body(&backend, &Soft::default()),
+        })
+    }};
+}
+
+/// `verify` finds its memory as it left it, on whichever backend.
+pub fn verify_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome {
+    with_other!(backend, |here: &_, there: &_| {
+        let request = Request::new(8, 6, 2, "rounds=30 pages=600");
+        round_trips(here, there, request, "verify")
+    })
+}
+
+/// `bm` with asynchronous page faults: pages on their way stay behind, and are asked for again.
+pub fn bm_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome {
+    with_other!(backend, |here: &_, there: &_| {
+        let request = Request {
+            apf: Apf::On,
+            latency: Duration::from_micros(200),
+            ..Request::new(16, 8, 2, "faulters=4 workers=2 accesses=4000 populate=1")
+        };
+        round_trips(here, there, request, "bm")
+    })
+}
+
+fn round_trips<A: Backend, B: Backend>(
+    first: &A,
+    second: &B,
+    request: Request,
+    name: &str,
+) -> Outcome {
+    let cpu = common()?;
+    let request = Request { cpu, ..request };
+    for seed in 1..=SEEDS {
+        let (mut rng, mut trips) = (Rng::with_seed(seed), 0);
+        let mut time = || Duration::from_micros(rng.u64(2_000..30_000));
+        let devices = PlatformDevices::new(|_: &str| ());
+        let mut here = first.make(&request, &guest(name))?;
+        while trips < ROUND_TRIPS {
+            run_for(&mut here, &devices, time());
+            if devices.ending().is_some() {
+                break;
+            }
+            let mut there = move_to(second, &request, here, &devices)?;
+            run_for(&mut there, &devices, time());
+            here = move_to(first, &request, there, &devices)?;
+            trips += 1;
+        }
+        if devices.ending().is_none() {
+            run_for(&mut here, &devices, Duration::MAX);
+        }
+        let ending = devices.ending();
+        let is_passed = matches!(ending, Some(Ending::Exited(0)));
+        assert!(is_passed, "{name}, seed {seed}: {ending:?} after {trips}");
+        assert!(trips > 0, "{name}, seed {seed}: it ended before it moved");
+    }
+    Ok(())
+}
+
+/// Where the program has its interrupt table, and what its handlers count.
+const IDT: u64 = 0x30_0000;
+const IDTR: u64 = 0x30_2000;
+const COUNTS: u64 = 0x30_3000;
+const IPI: u32 = 0x40;
+const TIMER: u32 = 0x41;
+/// What the program tells when a register has changed.
+const WRONG: u32 = 0xbad;
+const X2APIC_EOI: u32 = 0x80b;
+const X2APIC_SVR: u32 = 0x80f;
+const X2APIC_LVT_TIMER: u32 = 0x832;
+const X2APIC_SELF_IPI: u32 = 0x83f;
+const APIC_BASE: u32 = 0x1b;
+const TSC_DEADLINE: u32 = 0x6e0;
+/// Some milliseconds, at any frequency that a TSC has.
+const SOON: i32 = 40_000_000;
+
+/// Requests an interrupt and arms the timer with interrupts off, tells its round, and is moved
+/// there. Then both interrupts must come, and every register must be as it was.
+fn waiting() -> Vec<u8> {
+    assemble(|a| {
+        let (mut ipi, mut timer) = (a.create_label(), a.create_label());
+        let (mut round, mut wait, mut wrong) =
+            (a.create_label(), a.create_label(), a.create_label());
+        a.mov(rsp, STACK)?;
+        gate(a, IPI, ipi)?;
+        gate(a, TIMER, timer)?;
+        a.mov(rdi, IDTR)?;
+        a.mov(word_ptr(rdi), 0xfff)?;
+        a.mov(rax, IDT)?;
+        a.mov(qword_ptr(rdi + 2), rax)?;
+        a.lidt(ptr(rdi))?;
+        a.mov(ecx, APIC_BASE)?;
+        a.rdmsr()?;
+        a.or(eax, 0xc00)?;
+        a.wrmsr()?;
+        msr(a, X2APIC_SVR, 0x1ff)?;
+        msr(a, X2APIC_LVT_TIMER, TIMER | 2 << 17)?;
+        a.xor(ebx, ebx)?;
+        a.set_label(&mut round)?;
+        a.mov(rdi, COUNTS)?;
+        a.mov(dword_ptr(rdi), 0)?;
+        a.mov(dword_ptr(rdi + 4), 0)?;
+        msr(a, X2APIC_SELF_IPI, IPI)?;
+        a.rdtsc()?;
+        a.add(eax, SOON)?;
+        a.adc(edx, 0)?;
+        a.mov(ecx, TSC_DEADLINE)?;
+        a.wrmsr()?;
+        for (n, register) in (1..).zip([r8, r9, r10, r11, r12, r13, r14, r15, rbp, rsi]) {
+            a.mov(register, 0x0123_4567_89ab_cdef_u64.rotate_left(n))?;
+        }
+        a.inc(ebx)?;
+        a.mov(eax, ebx)?;
+        a.out(0x80, eax)?;
+        a.sti()?;
+        a.set_label(&mut wait)?;
+        a.pause()?;
+        a.cmp(dword_ptr(rdi), 0)?;
+        a.je(wait)?;
+        a.cmp(dword_ptr(rdi + 4), 0)?;
+        a.je(wait)?;
+        a.cli()?;
+        for (n, register) in (1..).zip([r8, r9, r10, r11, r12, r13, r14, r15, rbp, rsi]) {
+            a.mov(rax, 0x0123_4567_89ab_cdef_u64.rotate_left(n))?;
+            a.cmp(register, rax)?;
+            a.jne(wrong)?;
+        }
+        // Each has come once.
+        a.cmp(dword_ptr(rdi), 1)?;
+        a.jne(wrong)?;
+        a.cmp(dword_ptr(rdi + 4), 1)?;
+        a.je(round)?;
+        a.set_label(&mut wrong)?;
+        a.mov(eax, WRONG)?;
+        a.out(0x80, eax)?;
+        a.hlt()?;
+        handler(a, &mut ipi, 0)?;
+        handler(a, &mut timer, 4)
+    })
+}
+
+fn msr(a: &mut CodeAssembler, index: u32, value: u32) -> Result<(), IcedError> {
+    a.mov(ecx, index)?;
+    a.mov(eax, value)?;
+    a.xor(edx, edx)?;
+    a.wrmsr()
+}
+
+/// An interrupt gate for code below 4G.
+fn gate(a: &mut CodeAssembler, vector: u32, handler: CodeLabel) -> Result<(), IcedError> {
+    a.mov(rdi, IDT + u64::from(vector) * 16)?;
+    a.lea(rax, ptr(handler))?;
+    a.mov(word_ptr(rdi), ax)?;
+    a.mov(word_ptr(rdi + 2), cs)?;
+    a.mov(word_ptr(rdi + 4), 0x8e00)?;
+    a.shr(rax, 16)?;
+    a.mov(word_ptr(rdi + 6), ax)
+}
+
+/// Counts, and ends the interrupt.
+fn handler(a: &mut CodeAssembler, label: &mut CodeLabel, at: i32) -> Result<(), IcedError> {
+    a.set_label(label)?;
+    a.push(rax)?;
+    a.push(rcx)?;
+    a.push(rdx)?;
+    a.inc(dword_ptr(rdi + at))?;
+    msr(a, X2APIC_EOI, 0)?;
+    a.pop(rdx)?;
+    a.pop(rcx)?;
+    a.pop(rax)?;
+    a.iretq()
+}
+
+/// A requested interrupt, an armed timer and the registers go along.
+pub fn interrupts_and_registers_go_to_the_other_backend_and_back<B: Backend>(
+    backend: &B,
+) -> Outcome {
+    with_other!(backend, |here: &_, there: &_| wait_in_turns(here, there))
+}
+
+fn wait_in_turns<A: Backend, B: Backend>(first: &A, second: &B) -> Outcome {
+    let request = Request {
+        cpu: common()?,
+        ..small()
+    };
+    let code = waiting();
+    let devices = PlatformDevices::new(|_: &str| ());
+    let mut here = first.make(&request, &image(&code))?;
+    for trip in 0..ROUND_TRIPS as u32 {
+        assert_eq!(told::<A>(&here.vm, &mut here.vcpus[0]), 2 * trip + 1);
+        let mut there = move_to(second, &request, here, &devices)?;
+        assert_eq!(told::<B>(&there.vm, &mut there.vcpus[0]), 2 * trip + 2);
+        here = move_to(first, &request, there, &devices)?;
+    }
+    Ok(())
+}
+
+/// CPUID of the common model is its table, at CPL 0.
+pub fn the_common_model_has_its_cpuid<B: Backend>(backend: &B) -> Outcome {
+    const ANSWERS: u64 = 0x30_0000;
+    let backend = backend.clone();
+    within(move || {
+        let request = Request {
+            cpu: common()?,
+            ..small()
+        };
+        let CpuModel::Common { tsc_khz: Some(khz) } = request.cpu else {
+            unreachable!("as asked for");
+        };
+        let model = Common {
+            index: 0,
+            vcpus: 1,
+            tsc_khz: khz,
+            apf: request.apf,
+        };
+        let leaves = model.leaves();
+        let code = assemble(|a| {
+            let mut end = a.create_label();
+            a.mov(rdi, ANSWERS)?;
+            for leaf in &leaves {
+                a.mov(eax, leaf.function)?;
+                a.mov(ecx, leaf.index)?;
+                a.cpuid()?;
+                for (at, register) in (0..).step_by(4).zip([eax, ebx, ecx, edx]) {
+                    a.mov(dword_ptr(rdi + at), register)?;
+                }
+                a.add(rdi, 16)?;
+            }
+            a.set_label(&mut end)?;
+            a.mov(eax, 1)?;
+            a.out(0x80, eax)?;
+            a.jmp(end)
+        });
+        let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+        assert_eq!(told::<B>(&vm, &mut vcpus[0]), 1);
+        for (n, leaf) in (0..).zip(&leaves) {
+            let mut bytes = [0; 16];
+            let at = Gpa::truncate(ANSWERS + n * 16);
+            vm.read(at, &mut bytes).expect("guest memory");
+            let (words, _) = bytes.as_chunks::<4>();
+            let answer: Vec<_> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
+            if answer != leaf.answer && B::Vm::BACKEND == lacuna_machine::Backend::Kvm {
+                let function = leaf.function;
+                return Err(Lacks::because(format!(
+                    "this KVM answers CPUID {function:#x} by itself, whatever it was told"
+                )));
+            }
+            assert_eq!(answer, leaf.answer, "{leaf:x?}");
+        }
+        Ok(())
+    })
+}
