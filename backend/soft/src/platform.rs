@@ -26,8 +26,8 @@ pub trait Platform: Processor + 'static {
     /// The contract of a vCPU, in a VM that offers asynchronous page faults as `offered` says.
     fn contract(offered: Apf) -> Self::Apf;
 
-    /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` for a
-    /// vCPU that gets its state by a restore.
+    /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` for
+    /// a vCPU that gets its state by a restore.
     fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Self::Boot>);
 
     /// Handles an exit that only this architecture has.
