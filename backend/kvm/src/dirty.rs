@@ -17,9 +17,9 @@ use kvm_bindings::{
 use kvm_ioctls::VmFd;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_slots::{Delivery, DirtyError, Initially, Logging, SlotId};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Pagemap, Written, clear_dirty_log, reset_dirty_rings};
 use rustix::fd::{AsRawFd, BorrowedFd};
-use std::sync::{Mutex, MutexGuard};
 
 /// For `map_err`: the kernel refused to `step`.
 fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
@@ -33,7 +33,7 @@ fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
 pub struct Dirty {
     delivery: Delivery,
     tracker: Tracker,
-    state: Mutex<State>,
+    state: Mutex<State, lock_order::KvmDirty>,
 }
 
 /// One switch or harvest at a time.

@@ -16,10 +16,11 @@
 //! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
 //! thread and the page exist while the vCPU is entered. It leaves under its `VcpuKick`'s lock.
 
+use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::os::raw::c_int;
 use std::ptr::NonNull;
+use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, Once};
 
 /// A vCPU that is in `KVM_RUN`, or about to enter it.
 struct Entered {
@@ -56,7 +57,7 @@ struct State {
 /// The kick state of one vCPU.
 #[derive(Default)]
 struct VcpuKick {
-    state: Mutex<State>,
+    state: Mutex<State, lock_order::KvmKick>,
     left: Condvar,
 }
 
@@ -72,7 +73,7 @@ pub struct VcpuKicks {
     vcpus: Box<[VcpuKick]>,
     /// No vCPU may enter the guest.
     holding: AtomicBool,
-    turn: Mutex<()>,
+    turn: Mutex<(), lock_order::KvmHold>,
 }
 
 /// While it lives, no vCPU is in the guest.

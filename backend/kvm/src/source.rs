@@ -21,7 +21,7 @@ use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
 use crate::tracker::Tracker;
 use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
-use lacuna_sync::LatencySetting;
+use lacuna_sync::{LatencySetting, Mutex, lock_order};
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
@@ -29,7 +29,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -82,7 +82,7 @@ fn count(counter: &AtomicU64, by: u64) {
 #[derive(Default)]
 struct Shared {
     counters: Counters,
-    failure: Mutex<Option<String>>,
+    failure: Mutex<Option<String>, lock_order::KvmSourceFailure>,
     quit: AtomicBool,
 }
 

@@ -18,8 +18,7 @@
 
 use crate::frame_set::FrameSet;
 use lacuna_addr::{Gfn, NoRoom, room_for};
-use lacuna_sync::{Qsbr, VcpuSlot};
-use std::sync::Mutex;
+use lacuna_sync::{Mutex, Qsbr, VcpuSlot, lock_order};
 use std::sync::atomic::AtomicU64;
 
 /// The most pages in an inbox. One page more turns the inbox into [`Stale::All`].
@@ -38,7 +37,7 @@ pub(crate) enum Stale {
 pub(crate) struct CodeMap {
     tracked: FrameSet,
     settled: FrameSet,
-    inboxes: Box<[Mutex<Stale>]>,
+    inboxes: Box<[Mutex<Stale, lock_order::SoftInbox>]>,
 }
 
 impl CodeMap {

@@ -5,8 +5,7 @@
 //! that wants to come online meanwhile steps back. Split locks are rare: compilers do not emit
 //! them.
 
-use lacuna_sync::{Qsbr, VcpuSlot};
-use std::sync::Mutex;
+use lacuna_sync::{Mutex, Qsbr, VcpuSlot, lock_order};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::thread::yield_now;
 
@@ -14,7 +13,7 @@ use std::thread::yield_now;
 #[derive(Default)]
 pub(crate) struct Exclusive {
     active: AtomicBool,
-    turn: Mutex<()>,
+    turn: Mutex<(), lock_order::ExclusiveTurn>,
 }
 
 /// The raised flag; drop lowers it, also after a panic of the body.

@@ -1,13 +1,12 @@
 //! Sleep of a vCPU thread in a halt: until an interrupt, a kick, or its timer.
 
-use lacuna_sync::{Clock, Nanos};
-use std::sync::{Condvar, Mutex, MutexGuard};
+use lacuna_sync::{Clock, Condvar, Mutex, MutexGuard, Nanos, lock_order};
 use std::time::Duration;
 
 /// The place where one thread sleeps; a wake-up before the sleep is not lost.
 #[derive(Default)]
 pub(crate) struct Parker {
-    state: Mutex<State>,
+    state: Mutex<State, lock_order::SoftParker>,
     condvar: Condvar,
 }
 
@@ -42,7 +41,7 @@ impl Parker {
                 Some(ns) => {
                     let timeout = Duration::from_nanos(ns);
                     let waited = self.condvar.wait_timeout(state, timeout);
-                    waited.expect(UNPOISONED).0
+                    waited.expect(UNPOISONED)
                 }
             };
         }

@@ -15,10 +15,10 @@ use lacuna_machine::{
 };
 use lacuna_mmu::{Mmu, MmuError, SlotSpec};
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
-use lacuna_sync::{Clock, Qsbr, VcpuSlot};
+use lacuna_sync::{Clock, Mutex, Qsbr, VcpuSlot, lock_order};
 use lacuna_x86::Cpu;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 /// Why a VM cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -81,8 +81,8 @@ pub(crate) struct Meter {
     pub(crate) exits: AtomicU64,
     /// A kick that no run has taken yet.
     pub(crate) kicked: AtomicBool,
-    pub(crate) stalls: Mutex<Stalls>,
-    pub(crate) apf: Mutex<ApfStats>,
+    pub(crate) stalls: Mutex<Stalls, lock_order::SoftStalls>,
+    pub(crate) apf: Mutex<ApfStats, lock_order::SoftApfStats>,
 }
 
 /// One virtual machine.
@@ -100,7 +100,7 @@ pub struct Vm {
     apf_paused: AtomicBool,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
     /// with that slot.
-    pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>>,
+    pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
 }
 
 impl Vm {

@@ -7,6 +7,8 @@
 //! * [`LatencySetting`]: a latency that can be changed while a device works.
 //! * [`Qsbr`]: which vCPUs may still hold a translation of which [`Blocks`] (the shoot-down
 //!   protocol).
+//! * [`Mutex`], [`RwLock`], [`Condvar`]: locks with a place in the [order of all
+//!   locks](lock_order), which debug builds assert.
 //! * [`CachePadded`]: values on cache lines of their own.
 //! * [`RangeLocks`]: the range locks of the stage-2 cursor, with their invalidation sequences.
 //!
@@ -14,7 +16,10 @@
 #![forbid(unsafe_code)]
 
 mod clock;
+mod held;
 mod latency_setting;
+pub mod lock_order;
+mod locks;
 mod padded;
 mod qsbr;
 mod range_locks;
@@ -23,6 +28,9 @@ mod tlb_filter;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use latency_setting::LatencySetting;
+pub use locks::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, assert_may_wait,
+};
 pub use padded::CachePadded;
 pub use qsbr::{GracePeriod, KickAll, Qsbr, VcpuSlot};
 pub use range_locks::{InvalidateSeq, RangeGuard, RangeLocks};

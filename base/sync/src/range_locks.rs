@@ -19,6 +19,8 @@
 //! `seq`. `seq` moves at the end, as in KVM (`Documentation/virt/kvm/locking.rst`), but per range
 //! lock: an invalidation makes only faults near it retry.
 
+use crate::held::Held;
+use crate::lock_order;
 use crate::shim::{AtomicU64, Ordering, spin_loop, yield_now};
 use std::ops::Range;
 
@@ -47,6 +49,7 @@ pub struct RangeLocks {
 pub struct RangeGuard<'a> {
     word: &'a AtomicU64,
     value: u64,
+    _held: Held,
 }
 
 impl RangeLocks {
@@ -93,37 +96,47 @@ impl RangeLocks {
 
     /// Takes the range lock of `block`.
     #[inline]
+    #[track_caller]
     pub fn lock(&self, block: u64) -> RangeGuard<'_> {
         self.lock_index(self.index_of(block))
     }
 
     /// Takes range lock `index`. A thread takes several only in ascending order.
     #[inline]
+    #[track_caller]
     pub fn lock_index(&self, index: usize) -> RangeGuard<'_> {
         let word = &self.locks[index].0;
-        let mut spins = 0u32;
-        loop {
-            let seen = word.load(Ordering::Relaxed);
-            if seen & LOCKED == 0
-                && word
-                    .compare_exchange_weak(
-                        seen,
-                        seen | LOCKED,
-                        Ordering::Acquire,
-                        Ordering::Relaxed,
-                    )
-                    .is_ok()
-            {
-                return RangeGuard { word, value: seen };
-            }
-            // Critical sections are a few hundred instructions, but the holder's thread may have
-            // been preempted: after some spins, yield the core.
-            spins += 1;
-            if spins.is_multiple_of(64) {
-                yield_now()
-            } else {
-                spin_loop()
-            }
+        let locks = self.locks.as_ptr().addr();
+        let (value, held) =
+            Held::take_range::<lock_order::RangeLock, _>(locks, index, || lock_word(word));
+        RangeGuard {
+            word,
+            value,
+            _held: held,
+        }
+    }
+}
+
+/// Sets the lock bit; returns the word without it.
+#[inline]
+fn lock_word(word: &AtomicU64) -> u64 {
+    let mut spins = 0u32;
+    loop {
+        let seen = word.load(Ordering::Relaxed);
+        let locked = || {
+            let (success, failure) = (Ordering::Acquire, Ordering::Relaxed);
+            word.compare_exchange_weak(seen, seen | LOCKED, success, failure)
+        };
+        if seen & LOCKED == 0 && locked().is_ok() {
+            return seen;
+        }
+        // Critical sections are a few hundred instructions, but the holder's thread may have been
+        // preempted: after some spins, yield the core.
+        spins += 1;
+        if spins.is_multiple_of(64) {
+            yield_now()
+        } else {
+            spin_loop()
         }
     }
 }

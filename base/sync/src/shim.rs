@@ -4,7 +4,7 @@
 pub use loom::{
     hint::spin_loop,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{self, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
     },
     thread::{self, yield_now},
@@ -13,7 +13,7 @@ pub use loom::{
 pub use std::{
     hint::spin_loop,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{self, AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
     },
     thread::{self, yield_now},

@@ -21,12 +21,13 @@
 //! needs its kick.
 
 use lacuna_addr::Gfn;
-use lacuna_sync::shim::{Arc, AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering};
+use lacuna_sync::shim::{Arc, AtomicBool, AtomicUsize, Ordering};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
 struct Shared {
-    list: Mutex<List>,
+    list: Mutex<List, lock_order::ApfArrivals>,
     /// Whether the list has anything. It is written under the lock, and read without it as a hint.
     any: AtomicBool,
     /// Completions that exist, of any generation.

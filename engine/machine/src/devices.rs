@@ -2,11 +2,13 @@
 
 use crate::{Kick, VcpuError, Width};
 use lacuna_addr::{Gfn, Gpa};
+use lacuna_sync::{Mutex, lock_order};
 use std::convert::Infallible;
 use std::fmt;
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use vm_superio::serial::NoEvents;
 use vm_superio::{Serial, Trigger};
 
 /// Port numbers.
@@ -183,9 +185,9 @@ const NO_STATUS: u64 = u64::MAX;
 /// starts. Every other port and address reads as ones and ignores writes, as an empty bus does.
 /// A device cannot interrupt the guest yet.
 pub struct PlatformDevices {
-    serial: Mutex<Serial<NoInterrupt, vm_superio::serial::NoEvents, Lines>>,
+    serial: Mutex<Serial<NoInterrupt, NoEvents, Lines>, lock_order::Serial>,
     status: AtomicU64,
-    ending: Mutex<Option<Ending>>,
+    ending: Mutex<Option<Ending>, lock_order::PlatformEnding>,
     ports: Space,
     mmio: Space,
 }

@@ -15,8 +15,9 @@
 use crate::{Mmu, Rmap, SlotSpec};
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE};
 use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId};
+use lacuna_sync::MutexGuard;
 use lacuna_sync::shim::Ordering;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 /// The flags that a slot may have.
 const SUPPORTED: SlotFlags = SlotFlags::READONLY;

@@ -6,8 +6,8 @@ use lacuna_addr::Gfn;
 use lacuna_host::Host;
 use lacuna_slots::{Limits, Slots, Snapshot};
 use lacuna_stage2::{Arena, ArenaError, Counts, Exhausted, Stage2};
-use lacuna_sync::Qsbr;
-use std::sync::{Arc, Mutex};
+use lacuna_sync::{Mutex, Qsbr, lock_order};
+use std::sync::Arc;
 
 /// Why an [`Mmu`] cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +31,7 @@ pub struct Mmu {
     /// Every vCPU that translates through this MMU: which of them are online, and which must flush.
     pub(crate) qsbr: Arc<Qsbr>,
     /// Serialises changes of the layout, of the disallow counts and of logging, and harvests.
-    pub(crate) layout: Mutex<()>,
+    pub(crate) layout: Mutex<(), lock_order::MmuLayout>,
     /// How the VM tracks written pages.
     pub(crate) dirty: Tracking,
 }

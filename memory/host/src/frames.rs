@@ -18,9 +18,9 @@ use crate::pool::{FramePtr, Pool, prefetch, table_of};
 use crate::region::Span;
 use crate::turns::{Turn, Turns};
 use lacuna_addr::{Level, Pfn};
-use lacuna_sync::CachePadded;
+use lacuna_sync::{CachePadded, Mutex, MutexGuard, lock_order};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// Frames that a per-CPU page cache takes at once while free frames are few.
 pub(crate) const BATCH: usize = 32;
@@ -37,7 +37,7 @@ pub(crate) struct Frames {
     pub high: usize,
     /// Padded, as is `count`: a vCPU writes both when it refills its per-CPU page cache, and reads
     /// the fields above at every fault.
-    free: CachePadded<Mutex<Free>>,
+    free: CachePadded<Mutex<Free, lock_order::FreeFrames>>,
     count: CachePadded<Count>,
 }
 

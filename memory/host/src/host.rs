@@ -18,10 +18,11 @@ use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::writeback::Failure;
 use lacuna_addr::{BackingAddr, BackingRange, Level, PageCount, Pfn, room_for, room_for_threads};
-use lacuna_sync::{Clock, Nanos};
+use lacuna_sync::lock_order::{self, LockClass};
+use lacuna_sync::{Clock, Mutex, MutexGuard, Nanos};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::thread::Thread;
 
 /// Frames that must exist besides those of the vCPUs: a cluster that is being written out, and the
@@ -70,22 +71,22 @@ pub(crate) struct Core {
     pub huge: HugePages,
     pub store: Box<dyn SwapStore>,
     pub device: String,
-    pub entries: Mutex<SwapMap>,
+    pub entries: Mutex<SwapMap, lock_order::SwapEntries>,
     /// Pages in flight, from swap or from a source, by page.
-    pub tickets: Mutex<BTreeMap<PageNo, Ticket>>,
-    pub lost: Mutex<BTreeMap<PageNo, Arc<str>>>,
-    caches: Mutex<Vec<Arc<Shared>>>,
+    pub tickets: Mutex<BTreeMap<PageNo, Ticket>, lock_order::Tickets>,
+    pub lost: Mutex<BTreeMap<PageNo, Arc<str>>, lock_order::LostPages>,
+    caches: Mutex<Vec<Arc<Shared>>, lock_order::PageCaches>,
     /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
     /// Which whole block is to be split next though it is in use.
-    pub sampled_splits: Mutex<SampledSplits>,
+    pub sampled_splits: Mutex<SampledSplits, lock_order::SampledSplit>,
     /// Held while a collapse changes page words to Collapsed and then the block word to Compound. A
     /// fault that sees a state in between waits for this lock.
-    pub collapsing: Mutex<()>,
+    pub collapsing: Mutex<(), lock_order::Collapsing>,
     /// Where the collapse in the background is.
-    pub collapser: Mutex<Collapser>,
+    pub collapser: Mutex<Collapser, lock_order::CollapseHand>,
     /// Room for copies of pages on their way out.
-    pub buffers: Mutex<Vec<Vec<Page>>>,
+    pub buffers: Mutex<Vec<Vec<Page>>, lock_order::WriteBuffers>,
     /// Pages being written out.
     pub writing: AtomicUsize,
     /// Completions that some thread is delivering.
@@ -98,14 +99,15 @@ pub(crate) struct Core {
     pub stats: Counters,
     pub clock: Arc<dyn Clock>,
     /// The last write-out's failure, until one succeeds.
-    pub failure: Mutex<Option<Failure>>,
-    pub background: Mutex<Option<Thread>>,
+    pub failure: Mutex<Option<Failure>, lock_order::WriteFailure>,
+    pub background: Mutex<Option<Thread>, lock_order::BackgroundThread>,
 }
 
 /// The stop flag of a wait that nothing stops.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+#[track_caller]
+pub(crate) fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
     // Every critical section of this crate leaves its data whole at each step that may panic.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

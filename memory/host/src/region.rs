@@ -20,9 +20,9 @@ use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::source::PageSource;
 use lacuna_addr::{BackingRange, PAGE_SHIFT, PageCount};
-use lacuna_sync::CachePadded;
+use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError};
 
 /// Knows the mappings of the manager's pages, and is called before a page loses its frame. The
 /// calling thread is the one that reclaims; it holds no lock.
@@ -195,10 +195,10 @@ pub(crate) type RegionList = Arc<Vec<Arc<Region>>>;
 
 #[derive(Default)]
 pub(crate) struct Regions {
-    list: RwLock<RegionList>,
+    list: RwLock<RegionList, lock_order::RegionTable>,
     /// Only its address counts.
     home: Arc<()>,
-    numbers: Mutex<Numbers>,
+    numbers: Mutex<Numbers, lock_order::RegionNumbers>,
 }
 
 struct Numbers {

@@ -1,13 +1,14 @@
 //! Something in flight has come to rest: what direct reclaim and region removal wait for.
 
 use crate::host::lock;
-use std::sync::{Condvar, Mutex, PoisonError};
+use lacuna_sync::{Condvar, Mutex, lock_order};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 /// A generation that moves whenever frames are freed or an operation completes.
 #[derive(Default)]
 pub(crate) struct Settled {
-    generation: Mutex<u64>,
+    generation: Mutex<u64, lock_order::SettledCount>,
     moved: Condvar,
 }
 

@@ -10,7 +10,8 @@ use crate::flight::Flight;
 use crate::region::Region;
 use crate::residency::PageNo;
 use lacuna_addr::{BackingAddr, Pfn};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 type Callback = Box<dyn FnOnce() + Send>;
@@ -24,7 +25,7 @@ struct Inner {
     region: Arc<Region>,
     frame: Pfn,
     flight: Flight,
-    done: Mutex<Outcome>,
+    done: Mutex<Outcome, lock_order::TicketResult>,
     wake: Condvar,
 }
 
@@ -125,7 +126,7 @@ impl Ticket {
             .0
             .wake
             .wait_timeout_while(self.lock(), patience, |done| done.result.is_none());
-        let (done, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let done = waited.unwrap_or_else(PoisonError::into_inner);
         done.result.clone()
     }
 

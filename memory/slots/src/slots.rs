@@ -3,7 +3,7 @@
 use crate::{Generation, Reader, Slot, SlotData, SlotError, SlotId, SlotSpec, Snapshot};
 use arc_swap::ArcSwap;
 use lacuna_addr::{GPA_BITS, GfnRange, PAGE_SIZE, SlotAddressRange};
-use lacuna_sync::shim::Mutex;
+use lacuna_sync::{Mutex, lock_order};
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Default for Limits {
 /// The memory slots of one VM. Changes are serialised; readers never wait for them.
 pub struct Slots<X: SlotData> {
     current: Arc<ArcSwap<Snapshot<X>>>,
-    writer: Mutex<()>,
+    writer: Mutex<(), lock_order::SlotsWriter>,
     limits: Limits,
 }
 

@@ -15,7 +15,7 @@ use crate::format::block_numbers;
 use crate::{Stage2, TableFormat};
 use lacuna_addr::GfnRange;
 use lacuna_sync::shim::{spin_loop, yield_now};
-use lacuna_sync::{Blocks, GracePeriod, Qsbr};
+use lacuna_sync::{Blocks, GracePeriod, Qsbr, assert_may_wait};
 use lacuna_tables::{Arena, Detached};
 
 /// Makes the vCPUs flush their TLBs. Called without any lock held.
@@ -37,6 +37,7 @@ pub trait Shootdown {
     /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline before, or it
     /// waits for itself.
     fn wait(&self, grace: GracePeriod) {
+        assert_may_wait();
         let mut spins = 0u32;
         while !self.passed(grace) {
             // A vCPU passes within a basic block, unless its thread was preempted: then yield the

@@ -2,8 +2,8 @@
 
 use crate::backing::Backing;
 use crate::{Index, TableId};
-use lacuna_sync::GracePeriod;
-use lacuna_sync::shim::{AtomicU64, Mutex, MutexGuard, Ordering};
+use lacuna_sync::shim::{AtomicU64, Ordering};
+use lacuna_sync::{GracePeriod, Mutex, MutexGuard, lock_order};
 use std::collections::VecDeque;
 
 /// No table is left: the arena is at its cap.
@@ -62,7 +62,7 @@ pub struct Detached(TableId);
 pub struct Arena {
     pages: Backing,
     cap: u32,
-    lists: Mutex<Lists>,
+    lists: Mutex<Lists, lock_order::TableLists>,
 }
 
 struct Lists {

@@ -19,6 +19,7 @@ use lacuna_addr::GfnRange;
 use lacuna_host::Host;
 use lacuna_slots::{Slot, SlotId};
 use lacuna_stage2::{Flush, Leaf, Removed};
+use lacuna_sync::assert_may_wait;
 use lacuna_sync::shim::Ordering;
 use std::thread::yield_now;
 
@@ -192,6 +193,7 @@ impl Mmu {
 
     /// Every vCPU in guest code leaves it, and flushes its log.
     pub(crate) fn kick(&self) {
+        assert_may_wait();
         let kick = self.qsbr.kick_all();
         while !self.qsbr.all_left(&kick) {
             yield_now();

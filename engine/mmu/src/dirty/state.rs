@@ -6,7 +6,8 @@ use lacuna_slots::{
     Delivery, Detection, DirtyBitmap, DirtyError, DirtyStats, HugeLeaves, RingConsumer, Slot,
 };
 use lacuna_sync::shim::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence, yield_now};
-use std::sync::{Arc, Mutex, OnceLock};
+use lacuna_sync::{Mutex, assert_may_wait, lock_order};
+use std::sync::{Arc, OnceLock};
 
 /// The counters of one vCPU: the vCPU writes them, any thread reads them. They have cache lines of
 /// their own, because those of two vCPUs are allocated one after the other.
@@ -61,9 +62,9 @@ pub(crate) struct Tracking {
     /// Where marks go; unset until a caller chooses it or relies on the default.
     delivery: OnceLock<Delivery>,
     /// The reading ends of all vCPUs' rings.
-    pub(crate) rings: Mutex<Vec<RingConsumer>>,
+    pub(crate) rings: Mutex<Vec<RingConsumer>, lock_order::DirtyRings>,
     /// The counters of all vCPUs.
-    pub(crate) counts: Mutex<Vec<Arc<Counts>>>,
+    pub(crate) counts: Mutex<Vec<Arc<Counts>>, lock_order::DirtyCounts>,
 }
 
 impl Tracking {
@@ -140,6 +141,7 @@ impl SlotLog {
 
     /// After it returns, each host write in progress has seen that the log is on, or has ended.
     pub(crate) fn wait_for_writers(&self) {
+        assert_may_wait();
         // Pairs with the fence in `Writing::begin`.
         fence(Ordering::SeqCst);
         while self.writers.load(Ordering::Acquire) > 0 {

@@ -4,21 +4,21 @@ use super::Completion;
 use super::timer::Timer;
 use crate::host::{Core, lock};
 use crate::ticket::Ticket;
-use lacuna_sync::Nanos;
+use lacuna_sync::{Condvar, Mutex, Nanos, lock_order};
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 
 pub(crate) struct Readers {
     shared: Arc<Shared>,
-    handles: Mutex<Vec<JoinHandle<()>>>,
+    handles: Mutex<Vec<JoinHandle<()>>, lock_order::ReaderHandles>,
     most: usize,
 }
 
 struct Shared {
     core: Arc<Core>,
     timer: Arc<Timer>,
-    queue: Mutex<Queue>,
+    queue: Mutex<Queue, lock_order::ReaderQueue>,
     read: Condvar,
 }
 

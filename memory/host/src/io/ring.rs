@@ -22,10 +22,10 @@ use crate::host::{Core, lock};
 use crate::ticket::Ticket;
 use io_uring::{IoUring, opcode, squeue, types};
 use lacuna_addr::PAGE_SIZE;
-use lacuna_sync::Nanos;
+use lacuna_sync::{Mutex, MutexGuard, Nanos, lock_order};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -53,10 +53,10 @@ struct Shared {
     ring: IoUring,
     onward: Onward,
     /// The right to use the submission queue. Not held while the kernel takes from it.
-    submission: Mutex<()>,
+    submission: Mutex<(), lock_order::RingSubmission>,
     /// The right to use the completion queue.
-    completion: Mutex<()>,
-    flights: Mutex<Flights>,
+    completion: Mutex<(), lock_order::RingCompletion>,
+    flights: Mutex<Flights, lock_order::RingFlights>,
     /// The number of flights, for statistics.
     pending: AtomicUsize,
     /// The kernel has not taken everything from the submission queue yet.

@@ -7,11 +7,11 @@ use super::watch::{POLLERS_LATE, Watch};
 use super::{Completion, join};
 use crate::host::{Core, lock};
 use crate::region::Region;
-use lacuna_sync::Nanos;
+use lacuna_sync::{Mutex, Nanos, lock_order};
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -20,13 +20,13 @@ const NEVER: u64 = u64::MAX;
 
 pub(crate) struct Timer {
     shared: Arc<Shared>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<JoinHandle<()>>, lock_order::TimerThread>,
 }
 
 struct Shared {
     core: Arc<Core>,
     watch: Arc<Watch>,
-    queue: Mutex<Queue>,
+    queue: Mutex<Queue, lock_order::TimerQueue>,
     /// The earliest time in the queue, as a hint.
     first: AtomicU64,
     stop: AtomicBool,

@@ -3,17 +3,16 @@
 
 use super::Completion;
 use crate::host::{Core, lock};
-use lacuna_sync::Nanos;
+use lacuna_sync::{Mutex, Nanos, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Mutex;
 
 pub(crate) struct Virtual {
-    world: Mutex<World>,
+    queue: Mutex<Queue, lock_order::VirtualQueue>,
     latency_ns: Range<u64>,
 }
 
-struct World {
+struct Queue {
     rng: fastrand::Rng,
     /// By due time, then by the order of submission, so that the order of delivery is determined.
     due: BTreeMap<(Nanos, u64), Completion>,
@@ -24,7 +23,7 @@ impl Virtual {
     pub fn new(seed: u64, latency_ns: Range<u64>) -> Self {
         let rng = fastrand::Rng::with_seed(seed);
         Self {
-            world: Mutex::new(World {
+            queue: Mutex::new(Queue {
                 rng,
                 due: BTreeMap::new(),
                 submitted: 0,
@@ -34,21 +33,21 @@ impl Virtual {
     }
 
     pub fn submit(&self, core: &Core, completion: Completion) {
-        let mut world = lock(&self.world);
+        let mut queue = lock(&self.queue);
         let range = self.latency_ns.clone();
         let extra = if range.is_empty() {
             range.start
         } else {
-            world.rng.u64(range)
+            queue.rng.u64(range)
         };
         let due = core.deadline().after(extra);
-        world.submitted += 1;
-        let number = world.submitted;
-        world.due.insert((due, number), completion);
+        queue.submitted += 1;
+        let number = queue.submitted;
+        queue.due.insert((due, number), completion);
     }
 
     pub fn next_due(&self) -> Option<Nanos> {
-        lock(&self.world)
+        lock(&self.queue)
             .due
             .first_key_value()
             .map(|(&(due, _), _)| due)
@@ -56,7 +55,7 @@ impl Virtual {
 
     /// Delivers the next completion, even before it is due. Returns false if there is none.
     pub fn deliver_next(&self, core: &Core) -> bool {
-        let next = lock(&self.world).due.pop_first();
+        let next = lock(&self.queue).due.pop_first();
         next.map(|(_, completion)| core.complete(completion))
             .is_some()
     }

@@ -5,8 +5,9 @@ use super::{SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::pool::Page;
 use lacuna_addr::PageCount;
+use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// How an operation goes wrong.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,7 +32,7 @@ pub enum Fault {
 pub struct FaultyStore(Arc<Shared>);
 
 struct Shared {
-    inner: Mutex<Inner>,
+    inner: Mutex<Inner, lock_order::FaultyDevice>,
     healed: Condvar,
 }
 

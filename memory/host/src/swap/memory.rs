@@ -14,11 +14,12 @@ use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
 use crate::pool::Page;
 use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lz4_flex::block::{
     CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
 };
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 /// The sizes of places in bytes: multiples of 8, chosen so that little of a frame is wasted. A page
 /// that does not fit the last but one is stored uncompressed.
@@ -47,7 +48,7 @@ const _: () = assert!(
 #[derive(Default)]
 pub struct MemoryStore {
     frames: Option<StoreFrames>,
-    inner: Mutex<Inner>,
+    inner: Mutex<Inner, lock_order::CompressedStore>,
 }
 
 #[derive(Default)]

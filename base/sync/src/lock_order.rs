@@ -1,0 +1,113 @@
+//! The order of the locks: the one of `docs/locking.md`.
+//!
+//! Each lock of the memory, engine and backend crates has a type here, which is a parameter of the
+//! lock's own type:
+//!
+//! ```
+//! use lacuna_sync::{Mutex, lock_order};
+//!
+//! struct Slots {
+//!     writer: Mutex<(), lock_order::SlotsWriter>,
+//! }
+//! ```
+//! A thread takes locks in ascending order of their [`Rank`]s. It never holds two locks of one
+//! rank, except range locks of one [`RangeLocks`](crate::RangeLocks), in ascending order. Debug
+//! builds assert this at each lock, and that no thread waits while it holds a lock of
+//! [`Rank::Slots`] or a later one. In release builds a lock is exactly the standard library's.
+
+/// The ranks, from the outermost to the innermost.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Rank {
+    /// One operation on a VM at a time. The holder may wait for vCPUs, I/O and other threads.
+    Vm,
+    /// Taken by the holder of a [`Rank::Vm`] lock, and may wait as well.
+    Vcpus,
+    /// The writer of the memory slots. From here on the holder waits for no event.
+    Slots,
+    /// Range locks of stage 2.
+    Blocks,
+    /// Locks whose holders take one leaf lock, or call a console.
+    Outer,
+    /// Locks under which no other lock is taken.
+    Leaf,
+}
+
+impl Rank {
+    /// Whether the holder of a lock of this rank may wait for an event.
+    pub const fn may_wait(self) -> bool {
+        matches!(self, Self::Vm | Self::Vcpus)
+    }
+}
+
+/// A lock of the order.
+pub trait LockClass {
+    /// Its place in the order.
+    const RANK: Rank;
+    /// Its name in messages: the field that holds it.
+    const NAME: &'static str;
+}
+
+macro_rules! classes {
+    ($($rank:ident: $($class:ident $name:literal),+;)+) => {$($(
+        #[doc = concat!("`", $name, "`, of [`Rank::", stringify!($rank), "`].")]
+        pub enum $class {}
+
+        impl LockClass for $class {
+            const RANK: Rank = Rank::$rank;
+            const NAME: &'static str = $name;
+        }
+    )+)+};
+}
+
+classes! {
+    Vm:
+        MmuLayout "Mmu::layout",
+        KvmDirty "Dirty::state (kvm)",
+        ExclusiveTurn "Exclusive::turn (soft)";
+    Vcpus:
+        DirtyRings "Tracking::rings (mmu)",
+        KvmHold "VcpuKicks::turn (kvm)";
+    Slots:
+        SlotsWriter "Slots::writer";
+    Blocks:
+        RangeLock "range lock";
+    Outer:
+        RegionNumbers "Regions::numbers (host)",
+        CompressedStore "MemoryStore::inner (host)",
+        Serial "PlatformDevices::serial";
+    Leaf:
+        TableLists "Arena::lists",
+        FreeFrames "Frames::free (host)",
+        RegionTable "Regions::list (host)",
+        SwapEntries "Core::entries (host)",
+        Tickets "Core::tickets (host)",
+        LostPages "Core::lost (host)",
+        PageCaches "Core::caches (host)",
+        SampledSplit "Core::sampled_splits (host)",
+        Collapsing "Core::collapsing (host)",
+        CollapseHand "Core::collapser (host)",
+        WriteBuffers "Core::buffers (host)",
+        WriteFailure "Core::failure (host)",
+        BackgroundThread "Core::background (host)",
+        SettledCount "Settled::generation (host)",
+        TicketResult "Ticket::done (host)",
+        RingSubmission "Ring::submission (host)",
+        RingCompletion "Ring::completion (host)",
+        RingFlights "Ring::flights (host)",
+        TimerThread "Timer::thread (host)",
+        TimerQueue "Timer::queue (host)",
+        ReaderQueue "Readers::queue (host)",
+        ReaderHandles "Readers::handles (host)",
+        VirtualQueue "Virtual::queue (host)",
+        FaultyDevice "FaultyStore::inner (host)",
+        ApfArrivals "Arrivals::list (apf)",
+        DirtyCounts "Tracking::counts (mmu)",
+        PlatformEnding "PlatformDevices::ending",
+        SoftParker "Parker::state (soft)",
+        SoftInbox "CodeMap::inboxes (soft)",
+        SoftStalls "Meter::stalls (soft)",
+        SoftApfStats "Meter::apf (soft)",
+        SoftBacking "Vm::backing (soft)",
+        KvmKick "VcpuKick::state (kvm)",
+        KvmSourceFailure "Source::failure (kvm)";
+}
