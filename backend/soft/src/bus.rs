@@ -2,7 +2,7 @@
 
 use crate::Vm;
 use lacuna_addr::{Access, Gfn, Gpa, Level};
-use lacuna_cpu::{Bus, HostPage, Stop};
+use lacuna_cpu::{Bus, HostPage, Stop, Stores};
 use lacuna_host::{HostError, Ticket};
 use lacuna_mmu::{Outcome, Page, Room, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
@@ -110,7 +110,10 @@ impl SoftBus {
             writable,
         } = page;
         let base = self.vm.host.frame(pfn).as_non_null();
-        let tracked = self.vm.code.is_write_tracked(gfn);
+        let stores = Stores {
+            allowed: writable,
+            tracked: self.vm.code.is_write_tracked(gfn),
+        };
         // SAFETY: `base` is the start of a pool frame. It is page-aligned, and it is readable and
         // writable as long as the host lives, which the VM holds. The frame belongs to this page at
         // least until this vCPU's next quiescent point, for two reasons. The vCPU was online when
@@ -118,7 +121,7 @@ impl SoftBus {
         // waits for this vCPU before the frame is reused (`Invalidation::finish`,
         // `Mmu::delete_slot`). All code that accesses frames of mapped pages uses atomics: that is
         // the contract of `Host::frame`.
-        let page = unsafe { HostPage::new(base, writable, tracked) };
+        let page = unsafe { HostPage::new(base, stores) };
         if level == Level::L4K || self.vm.code.is_block_write_tracked(gfn) {
             return page;
         }

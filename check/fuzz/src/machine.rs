@@ -196,8 +196,7 @@ impl World {
             0 => runner.stuck + 1,
             _ => 0,
         };
-        let was_halted = matches!(runner.state, State::Halted);
-        runner.state = State::Ready;
+        let before = std::mem::replace(&mut runner.state, State::Ready);
         run.tally.instructions += retired;
         let mut goes_on = false;
         match step {
@@ -205,7 +204,7 @@ impl World {
                 goes_on = true;
                 run.tally.note("steps", "ran");
             }
-            Step::Wait(wait) => self.wait(index, wait, was_halted, run),
+            Step::Wait(wait) => self.wait(index, wait, &before, run),
             Step::Exit(exit) => {
                 goes_on = !matches!(exit, Exit::Shutdown(_) | Exit::DirtyRingFull);
                 self.exit(index, exit, run);
@@ -217,19 +216,19 @@ impl World {
         goes_on
     }
 
-    fn wait(&mut self, index: usize, wait: Wait, was_halted: bool, run: &mut Run<'_>) {
+    fn wait(&mut self, index: usize, wait: Wait, before: &State, run: &mut Run<'_>) {
         let runner = &mut self.runners[index];
         match wait {
             Wait::Busy => run.tally.note("steps", "wait: busy"),
             Wait::Halt(until) => {
-                match (was_halted, until) {
-                    (false, _) => run.tally.note("steps", "wait: halt"),
+                match (before, until) {
                     // No event has woken the vCPU yet, so the time advances faster.
-                    (true, Some(until)) => {
+                    (State::Halted, Some(until)) => {
                         let soon = self.clock.now().after(HALT_NS);
                         self.clock.advance_to(until.min(soon));
                     }
-                    (true, None) => {}
+                    (State::Halted, None) => {}
+                    _ => run.tally.note("steps", "wait: halt"),
                 }
                 runner.state = State::Halted;
             }

@@ -3,7 +3,7 @@
 
 use crate::monitor::BALLAST;
 use crate::place::{EXTRAS, PER_CPU};
-use crate::runtime::Manners;
+use crate::runtime::{ApicMode, Manners};
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_soft::{
@@ -124,7 +124,10 @@ impl Plan {
             delivery,
             manners: Manners {
                 hostile: rng.u8(..4) == 0,
-                x2apic: rng.bool(),
+                apic: match rng.bool() {
+                    true => ApicMode::X2Apic,
+                    false => ApicMode::XApic,
+                },
             },
         }
     }

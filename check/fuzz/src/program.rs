@@ -13,6 +13,13 @@ use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
 
+/// The privilege of a block.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Kernel,
+    User,
+}
+
 /// The names of acts. Each has a counter.
 #[derive(Default)]
 pub struct Labels(Vec<String>);
@@ -64,7 +71,10 @@ const LIMIT: usize = BLOCK_SIZE as usize - 112;
 impl Author<'_> {
     /// Generates the block for `index`.
     pub fn block(&mut self, index: u64) -> Block {
-        let user = self.rng.u8(..8) < 3;
+        let mode = match self.rng.u8(..8) {
+            ..3 => Mode::User,
+            _ => Mode::Kernel,
+        };
         let mut a = Asm::default();
         for reg in POINTERS {
             if self.rng.u8(..4) != 0 {
@@ -74,26 +84,22 @@ impl Author<'_> {
         }
         let mut acts = self.rng.u8(2..24);
         while acts > 0 && a.bytes.len() < LIMIT {
-            self.act(&mut a, user);
+            self.act(&mut a, mode);
             acts -= 1;
         }
         a.raw(&[0xcd, END_VECTOR]);
         debug_assert!(a.bytes.len() <= BLOCK_SIZE as usize, "{}", a.bytes.len());
         Block {
             code: a.bytes,
-            state: self.state(index, user),
+            state: self.state(index, mode),
         }
     }
 
-    fn state(&mut self, index: u64, user: bool) -> Vec<u8> {
+    fn state(&mut self, index: u64, mode: Mode) -> Vec<u8> {
         let rng = &mut *self.rng;
-        let start = match user {
-            true => USER_BLOCKS,
-            false => BLOCKS,
-        };
-        let (cs, ss) = match user {
-            true => (USER_CS, USER_SS),
-            false => (KERNEL_CS, KERNEL_SS),
+        let (start, cs, ss) = match mode {
+            Mode::User => (USER_BLOCKS, USER_CS, USER_SS),
+            Mode::Kernel => (BLOCKS, KERNEL_CS, KERNEL_SS),
         };
         let mut flags = 2 | u64::from(rng.u8(..4) != 0) << 9;
         for (bit, odds) in [(8, 40), (10, 8), (12, 4), (13, 4), (18, 8)] {
@@ -107,10 +113,10 @@ impl Author<'_> {
         words(&[rip, cs.into(), flags, stack, ss.into()])
     }
 
-    fn act(&mut self, a: &mut Asm, user: bool) {
+    fn act(&mut self, a: &mut Asm, mode: Mode) {
         let mut drawn = self.rng.u8(..100);
         // CPL 3 may execute few of these acts: most would only raise #GP.
-        if user && (64..97).contains(&drawn) && self.rng.u8(..4) != 0 {
+        if mode == Mode::User && (64..97).contains(&drawn) && self.rng.u8(..4) != 0 {
             drawn = self.rng.u8(..64);
         }
         let label = match drawn {
@@ -127,7 +133,7 @@ impl Author<'_> {
             84..87 => self.port(a),
             87..90 => self.apic(a),
             90..92 => self.async_faults(a),
-            92..97 => self.system(a, user),
+            92..97 => self.system(a, mode),
             97..99 => self.transfer(a),
             _ => self.noise(a),
         };

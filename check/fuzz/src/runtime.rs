@@ -39,19 +39,28 @@ pub const APF_VECTOR: u32 = 0x4b56_4d06;
 /// Acknowledges a page-ready interrupt.
 pub const APF_ACK: u32 = 0x4b56_4d07;
 
+/// A mode of the local APIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ApicMode {
+    /// Registers in memory.
+    XApic,
+    /// Registers are MSRs.
+    X2Apic,
+}
+
 /// The runtime's settings.
 #[derive(Clone, Copy, Debug)]
 pub struct Manners {
     /// The runtime never acknowledges async page faults.
     pub hostile: bool,
-    /// vCPUs begin with their local APIC in x2APIC mode.
-    pub x2apic: bool,
+    /// The mode in which vCPUs begin.
+    pub apic: ApicMode,
 }
 
 /// The parts that are the same for all vCPUs and blocks of a guest with `memory` bytes of main
 /// memory.
 pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
-    let (code, handler) = code(manners.x2apic);
+    let (code, handler) = code(manners.apic);
     let mut pieces = vec![(RUNTIME, code)];
     pieces.push((GDT, words(&descriptors(vcpus))));
     pieces.push((POINTERS, pointers()));
@@ -75,9 +84,9 @@ pub fn words(words: &[u64]) -> Vec<u8> {
 }
 
 /// Entry, handler and stubs; returns also the address of the first stub.
-fn code(x2apic: bool) -> (Vec<u8>, u64) {
+fn code(apic: ApicMode) -> (Vec<u8>, u64) {
     let mut a = Asm::default();
-    enter(&mut a, x2apic);
+    enter(&mut a, apic);
     let syscall = RUNTIME + a.bytes.len() as u64;
     a.raw(&[0xcd, SYSCALL_VECTOR]);
     let common = a.bytes.len();
@@ -113,7 +122,7 @@ fn find(code: &[u8], msr: u32) -> usize {
 }
 
 /// The first instructions of a vCPU: its own task state, tables, SYSCALL. Then it ends a block.
-fn enter(a: &mut Asm, x2apic: bool) {
+fn enter(a: &mut Asm, apic: ApicMode) {
     a.mov_imm32(RAX, 1).raw(&[0x0f, 0xa2]); // cpuid
     a.raw(&[0xc1, 0xeb, 24]); // shr ebx, 24: the APIC id
     a.mov_imm(RAX, POINTERS);
@@ -133,9 +142,9 @@ fn enter(a: &mut Asm, x2apic: bool) {
     );
     a.wrmsr(0xc000_0080, 0xd01); // EFER: SCE, LME, LMA, NXE
     // The local APIC, enabled.
-    match x2apic {
-        true => a.wrmsr(0x1b, APIC | 0xc00).wrmsr(0x80f, 0x1ff),
-        false => a
+    match apic {
+        ApicMode::X2Apic => a.wrmsr(0x1b, APIC | 0xc00).wrmsr(0x80f, 0x1ff),
+        ApicMode::XApic => a
             .mov_imm(RAX, APIC + 0xf0)
             .raw(&[0xc7, 0x00, 0xff, 0x01, 0, 0]), // mov dword [rax], 0x1ff
     };

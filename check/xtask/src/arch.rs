@@ -90,21 +90,18 @@ pub fn check(path: &str, text: &str) -> Vec<Finding> {
 mod tests {
     use super::*;
 
-    fn condition(not: bool) -> String {
-        let arch = format!("{} = \"x86_64\"", MARKS[0]);
-        match not {
-            true => format!("#[cfg(not({arch}))]\nfn f() {{}}\n"),
-            false => format!("#[cfg({arch})]\nfn f() {{}}\n"),
-        }
+    fn conditional(condition: impl Fn(String) -> String) -> String {
+        let condition = condition(format!("{} = \"x86_64\"", MARKS[0]));
+        format!("#[cfg({condition})]\nfn f() {{}}\n")
     }
 
     #[test]
     fn only_listed_files_have_it_and_each_has_a_portable_form() {
-        let one = condition(false);
+        let one = conditional(|arch| arch);
         assert_eq!(check("base/addr/src/lib.rs", &one).len(), 1);
         assert_eq!(check("base/addr/src/lib.rs", &format!("// {one}")).len(), 0);
         assert_eq!(check("memory/host/src/pool.rs", &one).len(), 1);
-        let both = one.clone() + &condition(true);
+        let both = one.clone() + &conditional(|arch| format!("not({arch})"));
         assert_eq!(check("memory/host/src/pool.rs", &both).len(), 0);
         assert_eq!(
             check("memory/host/src/pool.rs", "fn f() {}").len(),

@@ -50,11 +50,19 @@ fn everything(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
+/// Where a file is in its crate.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Root,
+    Module,
+}
+
 /// The Rust files that the crate roots `roots` reach through their `mod` declarations.
 pub fn reachable(roots: &[PathBuf]) -> BTreeSet<PathBuf> {
     let mut reached = BTreeSet::new();
-    let mut open: Vec<(PathBuf, bool)> = roots.iter().map(|root| (root.clone(), true)).collect();
-    while let Some((file, is_root)) = open.pop() {
+    let root = |path: &PathBuf| (path.clone(), Place::Root);
+    let mut open: Vec<(PathBuf, Place)> = roots.iter().map(root).collect();
+    while let Some((file, place)) = open.pop() {
         let Ok(text) = fs::read_to_string(&file) else {
             continue;
         };
@@ -63,19 +71,19 @@ pub fn reachable(roots: &[PathBuf]) -> BTreeSet<PathBuf> {
         }
         let modules = scan(&text).map(|scan| scan.modules).unwrap_or_default();
         for module in modules {
-            open.extend(candidates(&file, is_root, &module).map(|path| (path, false)));
+            open.extend(candidates(&file, place, &module).map(|path| (path, Place::Module)));
         }
     }
     reached
 }
 
 /// The possible paths of the file of `module`, which `file` declares.
-fn candidates(file: &Path, is_root: bool, module: &Module) -> impl Iterator<Item = PathBuf> {
+fn candidates(file: &Path, place: Place, module: &Module) -> impl Iterator<Item = PathBuf> {
     let dir = file.parent().unwrap_or(Path::new("")).to_path_buf();
     let paths = match &module.file {
         Some(path) => vec![dir.join(path)],
         None => {
-            let owns_dir = is_root || file.ends_with("mod.rs");
+            let owns_dir = place == Place::Root || file.ends_with("mod.rs");
             let base = if owns_dir {
                 dir
             } else {

@@ -30,7 +30,7 @@ mod tlb;
 mod word;
 
 pub use bus::{Bus, Stop, Wake};
-pub use page::{HostPage, Span};
+pub use page::{HostPage, Span, Stores};
 pub use processor::{Event, Exit, Privilege, Processor, Refused, SecondStage};
 pub use tlb::{Rights, Tlb};
 pub use word::Word;

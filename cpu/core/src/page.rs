@@ -15,12 +15,20 @@ pub enum Span {
     Block,
 }
 
+/// What a [`HostPage`] says of stores to it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stores {
+    /// Stores are allowed.
+    pub allowed: bool,
+    /// Decoded instructions of the page exist: see [`HostPage::is_write_tracked`].
+    pub tracked: bool,
+}
+
 /// A host pointer to a guest page, and the accesses that the page allows.
 #[derive(Clone, Copy, Debug)]
 pub struct HostPage {
     base: NonNull<u8>,
-    writable: bool,
-    tracked: bool,
+    stores: Stores,
     span: Span,
 }
 
@@ -48,7 +56,7 @@ macro_rules! access {
                 offset & !(PAGE_SIZE - $width) == 0,
                 "misaligned or outside the page"
             );
-            debug_assert!(self.writable);
+            debug_assert!(self.is_writable());
             // SAFETY: as for the load; writability is the caller's check of `is_writable`.
             unsafe {
                 (*self.base.as_ptr().add(offset).cast::<$atomic>()).store(value, Ordering::Release)
@@ -59,14 +67,13 @@ macro_rules! access {
 
 impl HostPage {
     /// # Safety
-    /// `base` is page-aligned and valid for reads of a page (and writes, if `writable`) by any
+    /// `base` is page-aligned and valid for reads of a page (and writes, if stores are allowed) by any
     /// thread until the vCPU that gets it passes its next quiescent point. All code that accesses
     /// the page meanwhile uses atomics.
-    pub const unsafe fn new(base: NonNull<u8>, writable: bool, tracked: bool) -> Self {
+    pub const unsafe fn new(base: NonNull<u8>, stores: Stores) -> Self {
         Self {
             base,
-            writable,
-            tracked,
+            stores,
             span: Span::Page,
         }
     }
@@ -101,13 +108,13 @@ impl HostPage {
 
     /// Whether stores are allowed.
     pub const fn is_writable(self) -> bool {
-        self.writable
+        self.stores.allowed
     }
 
     /// Whether decoded instructions of this page exist: a writer must call `Bus::code_written`, and
     /// no TLB may hold it as writable.
     pub const fn is_write_tracked(self) -> bool {
-        self.tracked
+        self.stores.tracked
     }
 
     /// The first byte's address, for a TLB's addend.
@@ -154,7 +161,7 @@ impl HostPage {
             offset & !(PAGE_SIZE - T::BYTES) == 0,
             "misaligned or outside the page"
         );
-        debug_assert!(self.writable);
+        debug_assert!(self.is_writable());
         // SAFETY: as for the stores above.
         unsafe { T::store(self.base.as_ptr().add(offset), value) }
     }
@@ -166,7 +173,7 @@ impl HostPage {
             offset & !(PAGE_SIZE - T::BYTES) == 0,
             "misaligned or outside the page"
         );
-        debug_assert!(self.writable);
+        debug_assert!(self.is_writable());
         // SAFETY: as for the loads and stores above.
         unsafe { T::update_locked(self.base.as_ptr().add(offset), new) }
     }

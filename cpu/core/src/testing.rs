@@ -1,6 +1,6 @@
 //! Guest memory without a hypervisor, for the tests of the processor crates (feature `testing`).
 
-use crate::{Bus, HostPage, Span, Stop};
+use crate::{Bus, HostPage, Span, Stop, Stores};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SIZE};
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
@@ -89,7 +89,11 @@ impl Ram {
         // Those of a block were leaked as one piece.
         unsafe {
             let tracked = self.tracked.contains(&gfn);
-            let page = HostPage::new(NonNull::from(&page.0).cast(), true, tracked);
+            let stores = Stores {
+                allowed: true,
+                tracked,
+            };
+            let page = HostPage::new(NonNull::from(&page.0).cast(), stores);
             let block = first..first + BLOCK;
             if self.blocks.contains(&first)
                 && !self.tracked.iter().any(|gfn| block.contains(&gfn.get()))

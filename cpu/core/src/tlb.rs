@@ -23,7 +23,7 @@
 //! vCPU's owner then flushes its TLBs before it enters the processor again. That is part of the
 //! contract of the `unsafe trait Bus`.
 
-use crate::{HostPage, Span, Word};
+use crate::{HostPage, Span, Stores, Word};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT, PAGE_SIZE};
 use std::ptr::NonNull;
 
@@ -63,7 +63,26 @@ const EMPTY: Entry = Entry {
     frame: INVALID,
 };
 
+/// What a page says of stores that a writable entry was made of.
+const UNTRACKED: Stores = Stores {
+    allowed: true,
+    tracked: false,
+};
+/// What a page of any other entry is taken to say.
+const TRACKED: Stores = Stores {
+    allowed: false,
+    tracked: true,
+};
+
 impl Entry {
+    fn stores(&self) -> Stores {
+        if self.write == self.read {
+            UNTRACKED
+        } else {
+            TRACKED
+        }
+    }
+
     fn allows(&self, access: Access, tag: u64) -> bool {
         match access {
             Access::Read => self.read == tag,
@@ -237,14 +256,14 @@ impl Tlb {
     #[inline]
     pub fn readable_page(&self, va: u64) -> Option<HostPage> {
         let entry = self.pages.entry(va);
-        (entry.read == va & PAGE_MASK).then(|| Self::page(entry, va, entry.write == entry.read))
+        (entry.read == va & PAGE_MASK).then(|| Self::page(entry, va, entry.stores()))
     }
 
     /// The page that holds `va`, if stores may use it.
     #[inline]
     pub fn writable_page(&self, va: u64) -> Option<HostPage> {
         let entry = self.pages.entry(va);
-        (entry.write == va & PAGE_MASK).then(|| Self::page(entry, va, true))
+        (entry.write == va & PAGE_MASK).then(|| Self::page(entry, va, UNTRACKED))
     }
 
     /// The page that holds `va` and its frame, if instructions may be fetched from it.
@@ -256,16 +275,16 @@ impl Tlb {
         }
         Some((
             Gfn::new(entry.frame >> 1)?,
-            Self::page(entry, va, entry.write == entry.read),
+            Self::page(entry, va, entry.stores()),
         ))
     }
 
-    fn page(entry: &Entry, va: u64, writable: bool) -> HostPage {
+    fn page(entry: &Entry, va: u64, stores: Stores) -> HostPage {
         let base = entry.host.wrapping_add((va & PAGE_MASK) as usize);
         let base = NonNull::new(base).expect("a valid entry points to a page");
         // SAFETY: a copy of the HostPage that the entry was made of, with no more rights than it
         // had.
-        unsafe { HostPage::new(base, writable, !writable) }
+        unsafe { HostPage::new(base, stores) }
     }
 
     /// Caches that the page of `va` is `page`, with frame `gfn`; if `page` describes its whole
@@ -317,7 +336,7 @@ impl Tlb {
             frame: gfn.get() << 1 | block.frame & 1,
         };
         self.pages.insert(va, entry);
-        Some((gfn, Self::page(&entry, va, writable)))
+        Some((gfn, Self::page(&entry, va, entry.stores())))
     }
 
     /// Forgets everything.

@@ -22,8 +22,18 @@ pub(crate) fn hot_load(kind: u8, width: u8) -> Option<Code> {
     (width >= 2).then(|| by_width(width, codes))
 }
 
+/// The register operands of an instruction.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Registers {
+    /// None is AH, BH, CH or DH.
+    Plain,
+    /// One of them is.
+    SecondByte,
+}
+
 /// `op e, g` forms that `dispatch` has.
-pub(crate) fn hot_alu(kind: u8, op: &Op, plain: bool) -> Option<Code> {
+pub(crate) fn hot_alu(kind: u8, op: &Op, registers: Registers) -> Option<Code> {
+    let plain = registers == Registers::Plain;
     let (memory, immediate, width) = (op.has(MEMORY), op.has(IMMEDIATE), op.width());
     let codes = match (kind, memory, immediate) {
         _ if op.has(LOCKED) => return None,

@@ -385,12 +385,12 @@ fn load_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     let limit = read_operand(m, op, 0, Width::W16)? as u16;
     let base = read_operand(m, op, 2, Width::W64)?;
     let table = segments::pseudo_descriptor(&m.core.sys, limit, base)?;
-    *table_register(&mut m.core.sys, kind == Sys::Lgdt) = table;
+    *table_register(&mut m.core.sys, kind) = table;
     Ok(Done::Next)
 }
 
 fn store_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
-    let table = *table_register(&mut m.core.sys, kind == Sys::Sgdt);
+    let table = *table_register(&mut m.core.sys, kind);
     // The base is stored first: if the second store is blocked, the first is repeated with the same
     // value.
     write_operand(m, op, 2, Width::W64, table.base)?;
@@ -398,6 +398,9 @@ fn store_table<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     Ok(Done::Next)
 }
 
-fn table_register(sys: &mut System, global: bool) -> &mut Table {
-    if global { &mut sys.gdtr } else { &mut sys.idtr }
+fn table_register(sys: &mut System, kind: Sys) -> &mut Table {
+    match kind {
+        Sys::Lgdt | Sys::Sgdt => &mut sys.gdtr,
+        _ => &mut sys.idtr,
+    }
 }

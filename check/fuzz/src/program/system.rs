@@ -1,6 +1,6 @@
 //! Acts on the machine: tables, MSRs, control registers, devices, events.
 
-use super::Author;
+use super::{Author, Mode};
 use crate::asm::{Asm, RAX, RCX, RDX, Rm, Size};
 use crate::place::*;
 use crate::runtime::{APF_ACK, APF_ENABLE, APF_VECTOR};
@@ -193,7 +193,7 @@ impl Author<'_> {
     }
 
     /// Small system instructions.
-    pub(super) fn system(&mut self, a: &mut Asm, user: bool) -> String {
+    pub(super) fn system(&mut self, a: &mut Asm, mode: Mode) -> String {
         const SMALL: [(&str, &[u8]); 22] = [
             ("cpuid", &[0x0f, 0xa2]),
             ("rdtsc", &[0x0f, 0x31]),
@@ -244,7 +244,7 @@ impl Author<'_> {
                 "lgdt of anything".into()
             }
             // Rare, because only the VMM can wake it.
-            2 if !user && self.rng.u8(..8) == 0 => {
+            2 if mode == Mode::Kernel && self.rng.u8(..8) == 0 => {
                 a.raw(&[0xfa, 0xf4]);
                 "cli hlt".into()
             }

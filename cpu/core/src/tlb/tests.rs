@@ -3,14 +3,19 @@
 use super::*;
 use proptest::prelude::*;
 
+const READ_ONLY: Stores = Stores {
+    allowed: false,
+    tracked: false,
+};
+
 #[repr(align(4096))]
 struct Frame([u8; PAGE_SIZE]);
 
-fn frame(writable: bool, tracked: bool) -> (Box<Frame>, HostPage) {
+fn frame(stores: Stores) -> (Box<Frame>, HostPage) {
     let mut memory = Box::new(Frame([0; PAGE_SIZE]));
     let base = NonNull::from(&mut memory.0).cast();
     // SAFETY: page-aligned, and the box outlives the test's use of the page.
-    let page = unsafe { HostPage::new(base, writable, tracked) };
+    let page = unsafe { HostPage::new(base, stores) };
     (memory, page)
 }
 
@@ -25,7 +30,7 @@ const ALL: Rights = Rights {
 
 #[test]
 fn hits_only_the_page_right_and_alignment_it_holds() {
-    let (_memory, page) = frame(true, false);
+    let (_memory, page) = frame(UNTRACKED);
     let mut tlb = Tlb::default();
     let va = 0xffff_8000_1234_5000;
     assert_eq!(tlb.load::<u8>(va), None);
@@ -63,9 +68,13 @@ fn an_empty_entry_matches_no_address() {
 }
 
 #[test]
-fn read_only_and_watched_pages_take_no_stores() {
-    for (writable, tracked) in [(false, false), (true, true)] {
-        let (_memory, page) = frame(writable, tracked);
+fn read_only_and_write_tracked_pages_take_no_stores() {
+    let tracked = Stores {
+        tracked: true,
+        ..UNTRACKED
+    };
+    for stores in [READ_ONLY, tracked] {
+        let (_memory, page) = frame(stores);
         let mut tlb = Tlb::default();
         tlb.insert(0x1000, gfn(1), page, ALL);
         assert!(!tlb.store(0x1000, 1_u8));
@@ -76,7 +85,7 @@ fn read_only_and_watched_pages_take_no_stores() {
 
 #[test]
 fn protect_and_flush() {
-    let (_memory, page) = frame(true, false);
+    let (_memory, page) = frame(UNTRACKED);
     let mut tlb = Tlb::default();
     tlb.insert(0x1000, gfn(1), page, ALL);
     tlb.insert(0x5000, gfn(1), page, ALL);
@@ -94,7 +103,7 @@ struct BlockMemory([[u8; PAGE_SIZE]; BLOCK_FRAMES as usize]);
 
 /// A block of memory, and the [`HostPage`] of each of its pages, which describes the whole block.
 /// Each page has its own number in its bytes.
-fn block(writable: bool) -> (Box<BlockMemory>, impl Fn(u64) -> HostPage) {
+fn block(stores: Stores) -> (Box<BlockMemory>, impl Fn(u64) -> HostPage) {
     let layout = std::alloc::Layout::new::<BlockMemory>();
     // SAFETY: the layout has a size, and zeros are bytes.
     let mut memory =
@@ -107,7 +116,7 @@ fn block(writable: bool) -> (Box<BlockMemory>, impl Fn(u64) -> HostPage) {
         // SAFETY: a page of the block, which outlives the test's use of it.
         unsafe {
             let page = base.add((n % BLOCK_FRAMES) as usize * PAGE_SIZE);
-            HostPage::new(page, writable, false).of_block()
+            HostPage::new(page, stores).of_block()
         }
     };
     (memory, page)
@@ -122,7 +131,7 @@ fn va(page: u64) -> u64 {
 
 #[test]
 fn a_block_refills_each_of_its_pages() {
-    let (_memory, page) = block(true);
+    let (_memory, page) = block(UNTRACKED);
     let mut tlb = Tlb::default();
     assert!(tlb.refill(va(3), Access::Read).is_none());
     tlb.insert(va(3), gfn(BLOCK_GFN + 3), page(3), ALL);
@@ -152,7 +161,7 @@ fn a_block_refills_each_of_its_pages() {
 
 #[test]
 fn a_block_gives_the_rights_it_has() {
-    let (_memory, page) = block(true);
+    let (_memory, page) = block(UNTRACKED);
     for (write, exec) in [(false, false), (false, true), (true, false), (true, true)] {
         let mut tlb = Tlb::default();
         tlb.insert(va(0), gfn(BLOCK_GFN), page(0), Rights { write, exec });
@@ -162,7 +171,7 @@ fn a_block_gives_the_rights_it_has() {
         assert_eq!(tlb.store(va(9), 1_u8), write);
         assert_eq!(tlb.executable_page(va(9)).is_some(), exec);
     }
-    let (_memory, page) = block(false);
+    let (_memory, page) = block(READ_ONLY);
     let mut tlb = Tlb::default();
     tlb.insert(va(0), gfn(BLOCK_GFN), page(0), ALL);
     assert!(
@@ -175,13 +184,17 @@ fn a_block_gives_the_rights_it_has() {
 
 #[test]
 fn a_smaller_leaf_of_the_guest_or_a_watched_page_makes_no_block() {
-    let (_memory, page) = block(true);
+    let (_memory, page) = block(UNTRACKED);
     let mut tlb = Tlb::default();
     let elsewhere = va(5);
     tlb.insert(elsewhere, gfn(BLOCK_GFN), page(0).within(Span::Page), ALL);
     assert!(tlb.refill(va(5), Access::Read).is_none());
+    let stores = Stores {
+        tracked: true,
+        ..UNTRACKED
+    };
     // SAFETY: as `page`, with nothing claimed for the block.
-    let tracked = unsafe { HostPage::new(page(0).base(), true, true).of_block() };
+    let tracked = unsafe { HostPage::new(page(0).base(), stores).of_block() };
     tlb.insert(va(0), gfn(BLOCK_GFN), tracked, ALL);
     assert!(tlb.refill(va(1), Access::Read).is_none());
     assert_eq!(page(0).within(Span::Block).span(), Span::Block);
@@ -190,13 +203,13 @@ fn a_smaller_leaf_of_the_guest_or_a_watched_page_makes_no_block() {
 #[test]
 #[should_panic(expected = "lies in guest-virtual space as in guest-physical")]
 fn a_block_at_another_place_in_its_block_is_refused() {
-    let (_memory, page) = block(true);
+    let (_memory, page) = block(UNTRACKED);
     Tlb::default().insert(va(1), gfn(BLOCK_GFN), page(0), ALL);
 }
 
 #[test]
 fn protect_and_flush_reach_blocks() {
-    let (_memory, page) = block(true);
+    let (_memory, page) = block(UNTRACKED);
     let mut tlb = Tlb::default();
     let alias = va(0) + (4 << 20);
     let other = va(0) + (6 << 20);
@@ -224,7 +237,7 @@ fn protect_and_flush_reach_blocks() {
 #[test]
 fn forget_takes_all_of_the_leaf_and_no_more() {
     const GIB: u64 = 1 << 30;
-    let (_memory, page) = block(true);
+    let (_memory, page) = block(UNTRACKED);
     let base = 0xffff_8000_0000_0000;
     let places = [
         base,
@@ -271,7 +284,7 @@ proptest! {
     /// none that was cleared since.
     #[test]
     fn hits_are_what_was_inserted(steps in prop::collection::vec(step(), 1..60)) {
-        let (_memory, page) = block(true);
+        let (_memory, page) = block(UNTRACKED);
         let (mut tlb, mut model) = (Tlb::default(), Model::default());
         for step in steps {
             match step {

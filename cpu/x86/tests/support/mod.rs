@@ -14,7 +14,7 @@ pub mod signals;
 
 use iced_x86::code_asm::CodeAssembler;
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_cpu::{Bus, HostPage, Stop, Wake};
+use lacuna_cpu::{Bus, HostPage, Stop, Stores, Wake};
 use lacuna_sync::{Qsbr, VirtualClock};
 use lacuna_x86::{ApicBus, Cpu, Exit, Regs, System};
 use std::alloc::Layout;
@@ -81,7 +81,11 @@ impl Flat {
         // that ends inside the memory lies in it as one piece.
         unsafe {
             let base = self.memory.add(gfn as usize * 4096);
-            let page = HostPage::new(base, true, self.tracked[gfn as usize]);
+            let stores = Stores {
+                allowed: true,
+                tracked: self.tracked[gfn as usize],
+            };
+            let page = HostPage::new(base, stores);
             if self.whole[block] && self.watched_in[block] == 0 {
                 assert!((gfn | (BLOCK - 1)) < self.frames(), "a whole block");
                 page.of_block()
