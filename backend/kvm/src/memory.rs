@@ -5,7 +5,7 @@
 //! reference to guest memory other than to an atomic is ever formed, since vCPUs write it at the
 //! same time, and the mapping lives as long as the [`Memory`] that hands out the addresses.
 
-use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount, aligned_piece};
 use lacuna_machine::{BootError, Layout};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -132,7 +132,7 @@ pub unsafe fn copy_in(at: u64, bytes: &[u8]) {
     let mut address = at as usize;
     let mut rest = bytes;
     while !rest.is_empty() {
-        let size = piece(rest.len(), address);
+        let size = aligned_piece(address, rest.len());
         let (now, later) = rest.split_at(size);
         // SAFETY: 1. the contract. 2. A piece lies on a multiple of its size.
         unsafe {
@@ -157,7 +157,7 @@ pub unsafe fn copy_out(at: u64, into: &mut [u8]) {
     let mut address = at as usize;
     let mut rest = into;
     while !rest.is_empty() {
-        let size = piece(rest.len(), address);
+        let size = aligned_piece(address, rest.len());
         let (now, later) = rest.split_at_mut(size);
         // SAFETY: 1. the contract. 2. A piece lies on a multiple of its size.
         unsafe {
@@ -171,16 +171,6 @@ pub unsafe fn copy_out(at: u64, into: &mut [u8]) {
         address += size;
         rest = later;
     }
-}
-
-/// How many of `left` bytes at `address` are moved at once: the largest aligned integer, so that an
-/// aligned access of 2, 4 or 8 bytes is one atomic access.
-fn piece(left: usize, address: usize) -> usize {
-    let mut size = 8;
-    while size > left || !address.is_multiple_of(size) {
-        size /= 2;
-    }
-    size
 }
 
 /// The bytes of an integer.

@@ -12,6 +12,7 @@
 //! | [`BlockNumber`] | an aligned block of 512 guest frames | 2 MiB |
 //!
 //! [`room_for`] checks that there is room for the tables that are indexed by them.
+//! [`aligned_piece`] divides a copy of guest memory into integers that do not tear.
 //!
 //! There are no operators between kinds. Each conversion is a named function of the crate that
 //! knows the mapping. This crate imports nothing and holds no `unsafe`.
@@ -20,12 +21,14 @@
 mod block;
 mod frame;
 mod level;
+mod piece;
 mod range;
 mod room;
 
 pub use block::BlockNumber;
 pub use frame::{BackingAddr, Gfn, Gpa, Hva, PageCount, Pfn, SlotAddress};
 pub use level::Level;
+pub use piece::aligned_piece;
 pub use range::{BackingRange, GfnRange, HvaRange, SlotAddressRange};
 pub use room::{NoRoom, room_for, room_for_threads};
 

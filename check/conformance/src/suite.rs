@@ -14,7 +14,8 @@ macro_rules! suite {
                 a_kick_ends_an_endless_guest, the_watcher_reads_and_writes_guest_memory;
             memory:
                 every_word_is_where_it_was_written, nothing_is_lost_at_4x_overcommit,
-                nothing_is_lost_with_late_pages, memory_outside_of_slots_is_refused;
+                nothing_is_lost_with_late_pages, memory_outside_of_slots_is_refused,
+                aligned_copies_do_not_tear;
             async_faults:
                 every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
                 nothing_is_lost_with_async_faults;

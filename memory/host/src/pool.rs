@@ -11,13 +11,13 @@
 //!
 //! # Unsafe
 //! A frame is shared between vCPU threads, reclaim and I/O. Everything that may race goes through
-//! [`FramePtr`]: 8-byte or 1-byte relaxed atomics, never a `&` to the bytes. Only a frame that no
+//! [`FramePtr`]: relaxed atomics of 1 to 8 bytes, never a `&` to the bytes. Only a frame that no
 //! page word, block word or table names yet is written with plain stores ([`Pool::zero`],
 //! [`Pool::zero_block`], [`Pool::exclusive`]).
 
 use crate::block_word::{BLOCK, BlockNo};
 use crate::error::HostError;
-use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
+use lacuna_addr::{PAGE_SIZE, PageCount, Pfn, aligned_piece};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
 use std::ptr::{NonNull, null_mut};
@@ -295,7 +295,7 @@ impl FramePtr<'_> {
     /// atomic load. Panics outside the page.
     pub fn read(self, mut offset: usize, mut out: &mut [u8]) {
         while !out.is_empty() {
-            let size = atom(offset, out.len());
+            let size = aligned_piece(offset, out.len());
             let (now, rest) = out.split_at_mut(size);
             match size {
                 8 => self.atomic::<AtomicU64>(offset).copy_out(now),
@@ -311,7 +311,7 @@ impl FramePtr<'_> {
     /// atomic store. Panics outside the page.
     pub fn write(self, mut offset: usize, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            let size = atom(offset, bytes.len());
+            let size = aligned_piece(offset, bytes.len());
             let (now, rest) = bytes.split_at(size);
             match size {
                 8 => self.atomic::<AtomicU64>(offset).copy_in(now),
@@ -335,16 +335,6 @@ impl FramePtr<'_> {
         }
         Content::Data
     }
-}
-
-/// The size of the largest aligned integer at `offset` that has no more than `left` bytes.
-#[inline]
-fn atom(offset: usize, left: usize) -> usize {
-    let mut size = 8;
-    while size > left || !offset.is_multiple_of(size) {
-        size /= 2;
-    }
-    size
 }
 
 /// An atomic integer. Its size divides the size of a page.
