@@ -1,7 +1,8 @@
 //! Translates one instruction to ops: the hot forms here, the rest in `lower_rare.rs`.
 
 use crate::arith::{alu, shift};
-use crate::lower_tables::{Registers, by_width, hot_alu, hot_load};
+use crate::lower_tables::Registers::{Plain, SecondByte};
+use crate::lower_tables::{by_width, hot_alu, hot_load};
 use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, ZERO};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
@@ -263,14 +264,6 @@ impl Lower<'_> {
         !self.is_register(n) || self.slot(n) < HIGH
     }
 
-    /// The registers among the first two operands.
-    fn registers(&self) -> Registers {
-        match self.is_plain(0) && self.is_plain(1) {
-            true => Registers::Plain,
-            false => Registers::SecondByte,
-        }
-    }
-
     fn lea(&mut self) -> Flow {
         let width = self.width(0);
         let mut op = Op {
@@ -317,7 +310,9 @@ impl Lower<'_> {
         // TEST is symmetric; iced may put memory second.
         let (e, g) = if self.is_memory(1) { (1, 0) } else { (0, 1) };
         let op = self.form(Code::Alu, width, e, Some(g));
-        let Some(code) = hot_alu(kind, &op, self.registers()) else {
+        let plain = self.is_plain(0) && self.is_plain(1);
+        let registers = if plain { Plain } else { SecondByte };
+        let Some(code) = hot_alu(kind, &op, registers) else {
             return self.emit(Op { aux: kind, ..op });
         };
         let op = Op { code, ..op };
