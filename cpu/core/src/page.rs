@@ -67,9 +67,9 @@ macro_rules! access {
 
 impl HostPage {
     /// # Safety
-    /// `base` is page-aligned. Any thread may read a page there, and write it if stores are allowed,
-    /// until the vCPU that gets it passes its next quiescent point. All code that accesses the page
-    /// meanwhile uses atomics.
+    /// `base` is page-aligned. Any thread may read a page there, and write it if stores are
+    /// allowed, until the vCPU that gets it passes its next quiescent point. All code that accesses
+    /// the page meanwhile uses atomics.
     pub const unsafe fn new(base: NonNull<u8>, stores: Stores) -> Self {
         Self {
             base,
