@@ -1,5 +1,6 @@
 //! Whether this machine can run the backend, and if not, why.
 
+use crate::arch;
 use kvm_ioctls::{Cap, Kvm};
 use lacuna_sys::{Errno, Userfaultfd};
 
@@ -10,6 +11,9 @@ const API_VERSION: i32 = 12;
 /// Why this machine cannot run the backend.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum Unavailable {
+    /// The host's processor has another architecture.
+    #[error("the kvm backend runs on x86-64 hosts only: use the soft backend (`--backend soft`)")]
+    Architecture,
     /// There is no device.
     #[error("no {DEVICE}: this machine has no KVM, or its module is not loaded")]
     NoDevice,
@@ -49,6 +53,7 @@ pub fn available() -> Result<(), Unavailable> {
 
 /// Opens `/dev/kvm`, if everything else is there too.
 pub(crate) fn open() -> Result<Kvm, Unavailable> {
+    arch::check()?;
     let kvm = Kvm::new().map_err(|e| match Errno::from_raw_os_error(e.errno()) {
         Errno::NOENT | Errno::NODEV | Errno::NXIO => Unavailable::NoDevice,
         Errno::ACCESS | Errno::PERM => Unavailable::NoPermission,

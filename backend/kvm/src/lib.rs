@@ -11,11 +11,12 @@
 //! | `memory` | the guest's memory in this process |
 //! | `pages` | the state of each page, and the choice of the page to evict |
 //! | `source` | the page source: a thread on userfaultfd that provides and evicts pages |
-//! | `setup` | a vCPU's first state: CPUID, registers |
+//! | `arch` | what depends on the host's architecture, for x86-64 and for others |
+//! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
 //! | `boot` | from a VM to its vCPUs |
-//! | `state` | a vCPU's whole state, saved and restored |
+//! | `arch/x86/state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and what KVM is told |
 //! | `tracker` | what detects the guest's writes |
 //! | `interface` | the backend interface of `lacuna_machine` |
@@ -30,6 +31,7 @@
 //! shared page), `ring` (its dirty ring), `vm`, `dirty` and `source` (registration of ranges). The
 //! header of each of these files has its reason.
 
+mod arch;
 mod available;
 mod boot;
 mod builder;
@@ -40,10 +42,8 @@ mod kick;
 mod memory;
 mod pages;
 mod ring;
-mod setup;
 mod slots;
 mod source;
-mod state;
 mod tracker;
 mod vcpu;
 mod vm;

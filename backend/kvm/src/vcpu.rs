@@ -6,15 +6,13 @@
 //! enters only after all accesses are answered.
 
 use crate::Vm;
-use crate::setup::Features;
-use crate::state::fresh_msrs;
+use crate::arch::{Fresh, program_counter};
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
 };
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::Gpa;
-use lacuna_machine::{CpuModel, Exit, VcpuError, Width};
-use std::collections::BTreeMap;
+use lacuna_machine::{Exit, VcpuError, Width};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -23,12 +21,12 @@ use std::sync::atomic::Ordering;
 pub struct Vcpu {
     /// Dropped before `vm`, which may unmap the guest's memory: KVM uses that memory until the last
     /// descriptor of the VM and its vCPUs is closed.
-    fd: VcpuFd,
-    vm: Arc<Vm>,
+    pub(crate) fd: VcpuFd,
+    pub(crate) vm: Arc<Vm>,
     index: usize,
     io: Option<Io>,
-    /// The values that KVM gave to model-specific registers of the new vCPU.
-    fresh: BTreeMap<u32, u64>,
+    /// What KVM gave to registers of the new vCPU.
+    pub(crate) fresh: Fresh,
 }
 
 // SAFETY: 1. the pointer in `io` is the only field that is not `Send`. It points into the mapping
@@ -60,28 +58,12 @@ enum Place {
 impl Vcpu {
     pub(crate) fn new(vm: Arc<Vm>, fd: VcpuFd, index: usize) -> Self {
         Self {
-            fresh: fresh_msrs(&fd, vm.features.msrs()),
+            fresh: vm.features.fresh(&fd),
             fd,
             vm,
             index,
             io: None,
         }
-    }
-
-    pub(crate) fn fd(&self) -> &VcpuFd {
-        &self.fd
-    }
-
-    pub(crate) fn fresh(&self) -> &BTreeMap<u32, u64> {
-        &self.fresh
-    }
-
-    pub(crate) fn features(&self) -> &Features {
-        &self.vm.features
-    }
-
-    pub(crate) fn model(&self) -> CpuModel {
-        self.vm.config.cpu
     }
 
     /// Whether an instruction that accessed a device is not complete. KVM completes it when the
@@ -207,8 +189,8 @@ impl Vcpu {
     }
 
     fn describe(&self, what: &str) -> String {
-        match self.fd.get_regs() {
-            Ok(regs) => format!("{what} at rip {:#x}", regs.rip),
+        match program_counter(&self.fd) {
+            Ok(place) => format!("{what} at {place}"),
             Err(e) => format!("{what}; its registers: {e}"),
         }
     }

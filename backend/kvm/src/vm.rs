@@ -5,13 +5,13 @@
 //! outlive the descriptors. [`Vm`] declares its fields in that order, and Rust drops them in it.
 
 use crate::KvmError;
+use crate::arch::{self, Features};
 use crate::available::open;
 use crate::dirty::{Dirty, Log};
 use crate::kick::VcpuKicks;
 use crate::memory::{self, Memory};
 use crate::pages::Pages;
 use crate::ring;
-use crate::setup::Features;
 use crate::slots::{Refusal, SlotSpec, SlotTable};
 use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
@@ -43,10 +43,6 @@ pub struct Vm {
     pub(crate) booted: AtomicBool,
 }
 
-/// The address of three guest pages that KVM uses on Intel processors without *unrestricted guest*
-/// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB where other machines have firmware, so no
-/// memory slot overlaps it.
-const TSS_ADDRESS: usize = 0xfffb_d000;
 /// The most vCPUs of a VM; `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
 const VCPUS_MAX: usize = 64;
 
@@ -153,10 +149,7 @@ fn check(
 /// The VM's descriptor, with interrupt controllers.
 fn make(kvm: &Kvm) -> Result<VmFd, KvmError> {
     let fd = kvm.create_vm().map_err(KvmError::step("make a VM"))?;
-    fd.set_tss_address(TSS_ADDRESS)
-        .map_err(KvmError::step("place the TSS"))?;
-    fd.create_irq_chip()
-        .map_err(KvmError::step("make interrupt controllers"))?;
+    arch::make_controllers(&fd)?;
     Ok(fd)
 }
 

@@ -34,6 +34,8 @@ const FILES: &[Listed] = &[
     here("memory/tables/src/backing.rs"),
     // Prefetches, and zeros past the caches.
     here("memory/host/src/pool.rs"),
+    // KVM's guests have the host's architecture.
+    here("backend/kvm/src/arch.rs"),
     // The native benchmark runs on the processor that the guests are made for.
     here("guest/build.rs"),
     // Comparison of the software processor with the host's.

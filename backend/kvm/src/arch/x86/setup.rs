@@ -1,5 +1,6 @@
 //! The state in which a vCPU starts: CPUID, registers, control registers.
 
+use super::state::{Fresh, fresh_msrs};
 use kvm_bindings::{
     CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE,
     kvm_cpuid_entry2, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
@@ -37,6 +38,7 @@ pub struct Features {
     apf: Apf,
     model: CpuModel,
     vcpus: u32,
+    /// Those that KVM saves and restores.
     msrs: Vec<u32>,
 }
 
@@ -71,9 +73,9 @@ impl Features {
         features.fold(0, |all, eax| all | eax) & APF_BITS == APF_BITS
     }
 
-    /// Model-specific registers that KVM saves and restores.
-    pub fn msrs(&self) -> &[u32] {
-        &self.msrs
+    /// The values that KVM gives to the model-specific registers of a new vCPU.
+    pub fn fresh(&self, vcpu: &VcpuFd) -> Fresh {
+        fresh_msrs(vcpu, &self.msrs)
     }
 
     /// Why KVM cannot run the model that was asked for: the feature that is missing.

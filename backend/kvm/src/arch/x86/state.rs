@@ -2,6 +2,7 @@
 //!
 //! UNSAFETY: KVM reads an XSAVE area of a size that the caller has to know.
 
+use super::Features;
 use crate::Vcpu;
 use kvm_bindings::{
     KVM_MP_STATE_HALTED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED,
@@ -33,8 +34,11 @@ fn refused(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
     }
 }
 
+/// The values that model-specific registers have before the vCPU runs.
+pub type Fresh = BTreeMap<u32, u64>;
+
 /// The values that a vCPU has before it runs, of those registers that KVM can read.
-pub fn fresh_msrs(fd: &VcpuFd, indices: &[u32]) -> BTreeMap<u32, u64> {
+pub fn fresh_msrs(fd: &VcpuFd, indices: &[u32]) -> Fresh {
     let known = indices.iter().filter(|index| !ELSEWHERE.contains(index));
     known
         .filter_map(|index| Some((*index, read_msr(fd, *index)?)))
@@ -61,6 +65,24 @@ fn one_msr(index: u32, data: u64) -> Msrs {
         ..Default::default()
     };
     Msrs::from_entries(&[entry]).expect("one entry is within KVM's limit")
+}
+
+impl Vcpu {
+    fn fd(&self) -> &VcpuFd {
+        &self.fd
+    }
+
+    fn fresh(&self) -> &Fresh {
+        &self.fresh
+    }
+
+    fn features(&self) -> &Features {
+        &self.vm.features
+    }
+
+    fn model(&self) -> CpuModel {
+        self.vm.config.cpu
+    }
 }
 
 impl SaveRestore for Vcpu {

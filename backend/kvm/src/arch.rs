@@ -1,0 +1,19 @@
+//! What depends on the host's architecture: KVM's guests have the same one.
+//!
+//! | | `x86` | `other` |
+//! |---|---|---|
+//! | [`check`] | | the error that the backend cannot run here |
+//! | [`make_controllers`] | interrupt controllers of a VM | |
+//! | [`Features`] | CPUID, and a vCPU's first state | has no values |
+//! | [`program_counter`] | RIP, for messages | |
+//! | `impl SaveRestore for Vcpu` | the state of an x86-64 vCPU | refuses |
+
+#[cfg(not(target_arch = "x86_64"))]
+mod other;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[cfg(not(target_arch = "x86_64"))]
+pub use other::{Features, Fresh, check, make_controllers, program_counter};
+#[cfg(target_arch = "x86_64")]
+pub use x86::{Features, Fresh, check, make_controllers, program_counter};

@@ -1,0 +1,71 @@
+//! The parts of the backend on architectures that it does not run on. [`check`] refuses before
+//! anything is made, so no VM exists and no vCPU is set up.
+
+use crate::available::Unavailable;
+use crate::{KvmError, Vcpu};
+use kvm_ioctls::{Error, Kvm, VcpuFd, VmFd};
+use lacuna_machine::{Boot, SaveRestore, StateError, VcpuState, VmConfig};
+use std::convert::Infallible;
+
+/// Refuses every VM.
+pub fn check() -> Result<(), Unavailable> {
+    Err(Unavailable::Architecture)
+}
+
+/// Makes nothing.
+pub fn make_controllers(_: &VmFd) -> Result<(), KvmError> {
+    Err(Unavailable::Architecture.into())
+}
+
+/// Knows no register.
+pub fn program_counter(_: &VcpuFd) -> Result<String, Error> {
+    Err(Error::new(libc::EOPNOTSUPP))
+}
+
+/// What the processors of a guest have. There is no value of this type.
+pub struct Features(Infallible);
+
+/// The registers of a new vCPU.
+pub struct Fresh;
+
+impl Features {
+    pub fn of(_: &Kvm, _: &VmConfig) -> Result<Self, Error> {
+        Err(Error::new(libc::EOPNOTSUPP))
+    }
+
+    pub fn missing(&self) -> Option<&'static str> {
+        match self.0 {}
+    }
+
+    pub fn set_tsc(&self, _: &VcpuFd, _: usize, _: u32) -> Result<bool, Error> {
+        match self.0 {}
+    }
+
+    pub fn has_apf(&self) -> bool {
+        match self.0 {}
+    }
+
+    pub fn start(&self, _: &VcpuFd, _: usize, _: Option<&Boot>) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    pub fn fresh(&self, _: &VcpuFd) -> Fresh {
+        Fresh
+    }
+}
+
+impl SaveRestore for Vcpu {
+    fn save(&mut self) -> Result<VcpuState, StateError> {
+        let Fresh = self.fresh;
+        if self.is_mid_instruction() {
+            let vcpu = lacuna_machine::Vcpu::index(self);
+            return Err(StateError::MidInstruction { vcpu });
+        }
+        Err(StateError::Architecture)
+    }
+
+    fn restore(&mut self, _: &VcpuState) -> Result<(), StateError> {
+        self.forget_access();
+        Err(StateError::Architecture)
+    }
+}

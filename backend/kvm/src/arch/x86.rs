@@ -1,0 +1,35 @@
+//! The parts of the backend for x86-64.
+
+mod setup;
+mod state;
+
+pub use setup::Features;
+pub use state::Fresh;
+
+use crate::KvmError;
+use crate::available::Unavailable;
+use kvm_ioctls::{Error, VcpuFd, VmFd};
+
+/// The address of three guest pages that KVM uses on Intel processors without *unrestricted guest*
+/// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB where other machines have firmware, so no
+/// memory slot overlaps it.
+const TSS_ADDRESS: usize = 0xfffb_d000;
+
+/// Whether the backend runs on this architecture.
+pub fn check() -> Result<(), Unavailable> {
+    Ok(())
+}
+
+/// Makes the interrupt controllers of a new VM.
+pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
+    vm.set_tss_address(TSS_ADDRESS)
+        .map_err(KvmError::step("place the TSS"))?;
+    vm.create_irq_chip()
+        .map_err(KvmError::step("make interrupt controllers"))
+}
+
+/// Where a vCPU is, for messages.
+pub fn program_counter(vcpu: &VcpuFd) -> Result<String, Error> {
+    let regs = vcpu.get_regs()?;
+    Ok(format!("rip {:#x}", regs.rip))
+}
