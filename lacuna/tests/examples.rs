@@ -1,7 +1,16 @@
 //! Runs every example, as a user would. `cargo test -p lacuna` builds them first.
 
+use lacuna_skip::test;
 use std::path::PathBuf;
 use std::process::Command;
+
+/// What an example prints that runs a built-in guest.
+fn output_with_guest(example: &str, arguments: &[&str]) -> String {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    output_of(example, arguments)
+}
 
 /// What an example prints. It must succeed.
 fn output_of(example: &str, arguments: &[&str]) -> String {
@@ -29,7 +38,7 @@ fn run(example: &str, arguments: &[&str]) -> (bool, String) {
 
 #[test]
 fn boot_runs_a_guest_in_a_quarter_of_its_memory() {
-    let text = output_of("boot", &[]);
+    let text = output_with_guest("boot", &[]);
     assert!(text.contains("guest: "), "{text}");
     let swapped = text.lines().last().unwrap_or_default();
     assert!(swapped.contains("pages went to swap"), "{text}");
@@ -38,7 +47,7 @@ fn boot_runs_a_guest_in_a_quarter_of_its_memory() {
 
 #[test]
 fn boot_kvm_runs_or_says_why_not() {
-    let text = output_of("boot_kvm", &[]);
+    let text = output_with_guest("boot_kvm", &[]);
     assert!(
         text.contains("guest: ") || text.starts_with("skipped: "),
         "{text}"
@@ -53,7 +62,7 @@ fn devices_answers_the_guest() {
 
 #[test]
 fn dirty_pages_prints_what_the_guest_writes() {
-    let text = output_of("dirty_pages", &["2"]);
+    let text = output_with_guest("dirty_pages", &["2"]);
     let counts = text
         .lines()
         .filter_map(|line| line.strip_suffix(" pages written"));
@@ -96,7 +105,7 @@ fn vmm_says_what_is_wrong_with_its_arguments() {
 #[cfg(feature = "vm-memory")]
 #[test]
 fn vm_memory_joins_both_ways() {
-    let text = output_of("vm_memory", &[]);
+    let text = output_with_guest("vm_memory", &[]);
     assert!(text.contains("the guest sees: from the device"), "{text}");
     assert!(text.contains("loaded"), "{text}");
 }

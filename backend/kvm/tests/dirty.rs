@@ -13,6 +13,7 @@ use lacuna_machine::{
     DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemoryError, Next,
     PlatformDevices, SlotError, TwoStepLog as _, Vcpu, dispatch, set_logging_everywhere,
 };
+use lacuna_skip::test;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;

@@ -5,6 +5,7 @@ mod common;
 
 use common::{builder, can_run, image, pass};
 use lacuna_kvm::{FirstTouch, KvmError, VmBuilder};
+use lacuna_skip::test;
 use std::time::Duration;
 
 /// With `Delayed` even the boot data arrive late: nothing may depend on the time.

@@ -11,6 +11,7 @@ use lacuna_machine::{
     MemorySlots as _, PlatformDevices, SlotError, SlotFlags, Vcpu as _, harvest, run,
     set_logging_everywhere,
 };
+use lacuna_skip::test;
 use std::thread;
 
 const LATER: SlotId = SlotId(7);

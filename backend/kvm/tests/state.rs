@@ -10,6 +10,7 @@ use lacuna_machine::{
     Ending, Exit, GuestMemory as _, Kick as _, MemorySlots as _, Next, PlatformDevices,
     SaveRestore, Vcpu as _, dispatch,
 };
+use lacuna_skip::test;
 use std::thread;
 use std::time::{Duration, Instant};
 

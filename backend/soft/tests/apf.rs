@@ -7,6 +7,7 @@ use common::{Lines, boot, builder, image, pass, run};
 use lacuna_addr::PageCount;
 use lacuna_host::{Fault, FaultyStore, HostConfig, HugePages, Io};
 use lacuna_machine::{Ending, Next, PlatformDevices, VcpuError, dispatch};
+use lacuna_skip::test;
 use lacuna_soft::{
     Apf, ApfStats, Host, LatencySetting, RunSummary, SimulatedVm, Simulator, SimulatorConfig, Step,
     Trace, Vcpu, Vm, VmBuilder, Wait,

@@ -8,6 +8,7 @@ use common::{boot_with, builder};
 use lacuna_machine::{
     Apf, Ending, Exit, GuestMemory as _, MemoryError, PlatformDevices, Vcpu as _,
 };
+use lacuna_skip::test;
 use lacuna_soft::{
     Backup, Delivery, Detection, HugePages, Logging, SlotFlags, SlotId, Vm, VmBuilder,
 };

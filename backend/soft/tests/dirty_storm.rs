@@ -11,6 +11,7 @@ use common::{boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{Apf, Ending};
+use lacuna_skip::test;
 use lacuna_soft::{Backup, Delivery, Host, HugePages, SlotFlags, Vm, VmBuilder};
 use lacuna_sync::HostClock;
 use std::io::Write as _;

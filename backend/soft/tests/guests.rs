@@ -8,6 +8,7 @@ use lacuna_addr::PageCount;
 use lacuna_guest::status::Status;
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
 use lacuna_machine::{Ending, GuestMemory, Kick, Next, PlatformDevices, VcpuError, dispatch};
+use lacuna_skip::test;
 use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Step, Vcpu, Vm, VmBuilder, Wait};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;

@@ -10,6 +10,7 @@ use common::{Lines, boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{Ending, GuestMemory as _, PlatformDevices};
+use lacuna_skip::test;
 use lacuna_soft::{
     Apf, Backup, Delivery, Host, HugePages, LatencySetting, SimulatedVm, Simulator,
     SimulatorConfig, SlotFlags, SlotId, Swap, Trace, Vm, VmBuilder,

@@ -16,6 +16,7 @@ use lacuna_machine::{
     Apf, Ending, GuestMemory as _, MemorySlots as _, PlatformDevices, SaveRestore as _, StateError,
     VcpuState,
 };
+use lacuna_skip::test;
 use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, VirtualClock};
 

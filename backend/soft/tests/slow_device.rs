@@ -4,6 +4,7 @@ mod common;
 
 use common::{Lines, MIB, builder, image, run};
 use lacuna_machine::Ending;
+use lacuna_skip::test;
 use lacuna_soft::{Apf, HostStats, LatencySetting, Swap, VmBuilder};
 use std::io::Write;
 use std::path::{Path, PathBuf};

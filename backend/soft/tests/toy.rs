@@ -9,6 +9,7 @@ use lacuna_apf::{Abi, Tell, Token, TokenFormat, Untold};
 use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, SecondStage, Stop, Wake};
 use lacuna_machine::{Apf, Arch, BootError, Exit as Left, GuestMemory as _, Image, Segment, Width};
 use lacuna_machine::{Vcpu as _, VmConfig};
+use lacuna_skip::test;
 use lacuna_soft::{Entry, Platform, Step, VcpuOf, Vm};
 use lacuna_sync::{Clock, HostClock, Nanos, VcpuSlot};
 use std::sync::Arc;

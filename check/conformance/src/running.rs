@@ -37,11 +37,14 @@ pub fn within<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> T
     }
 }
 
-/// A built-in guest.
+/// A built-in guest. In a build without guests, the calling test ends as skipped.
 ///
 /// # Panics
 /// If there is none of this name.
 pub fn guest(name: &str) -> Image<'static> {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
     let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
     Image::parse(image.elf).expect("the image of a built-in guest")
 }

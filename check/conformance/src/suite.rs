@@ -46,7 +46,7 @@ macro_rules! suite {
     (@ $backend:expr; $($module:ident: $($body:ident),+;)+) => {
         $(mod $module {
             use super::*;
-            $(#[test]
+            $(#[::lacuna_skip::test]
             fn $body() {
                 let backend = $backend;
                 if let Err(lacks) = $crate::bodies::$module::$body(&backend) {

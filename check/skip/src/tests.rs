@@ -1,4 +1,7 @@
 use super::*;
+use crate::record::Skipped;
+use core::prelude::v1::test;
+use std::panic::catch_unwind;
 
 fn skipped(test: &str, why: &str) -> Skipped {
     Skipped {
@@ -38,13 +41,18 @@ fn records_of_dead_runs_are_removed() {
     assert_eq!(left[0].file_name().to_string_lossy(), mine);
 }
 
+#[test]
+fn a_panic_is_no_skip() {
+    assert!(catch_unwind(|| run(|| assert_eq!(1, 2))).is_err());
+}
+
 /// Starts this test program again as a child. The child's skip must be on its stderr, although the
 /// harness keeps the output of tests that pass. It must also be in a folder named after the child's
 /// parent, which is this process.
 #[test]
 fn a_skip_reaches_stderr_and_the_list() {
     if std::env::var_os("SKIP_HERE").is_some() {
-        skip("only an\nexample");
+        run(|| skip_test("only an\nexample"));
         return;
     }
     let program = std::env::current_exe().unwrap();

@@ -115,7 +115,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-skip",
         ],
     ),
-    ("lacuna-skip", &[]),
+    ("lacuna-skip", &["lacuna-skip-attribute"]),
+    ("lacuna-skip-attribute", &[]),
     ("xtask", &[]),
 ];
 

@@ -1,8 +1,19 @@
 //! The command as a script uses it: what a successful run prints. `table` has those that fail.
 
 use assert_cmd::Command;
+use lacuna_skip::test;
 
+/// In a build without guests, a test that runs one ends as skipped.
 fn lacuna(line: &str) -> assert_cmd::assert::Assert {
+    if let Some(reason) = lacuna_guest::unavailable()
+        && !line.starts_with("doctor")
+    {
+        lacuna_skip::skip_test(reason);
+    }
+    command(line)
+}
+
+fn command(line: &str) -> assert_cmd::assert::Assert {
     let mut command = Command::cargo_bin("lacuna").expect("cargo builds it for this test");
     command.args(line.split_whitespace()).assert()
 }
@@ -36,6 +47,18 @@ fn doctor_examines_the_folder_it_is_given() {
 
 fn json_of(assert: &assert_cmd::assert::Assert) -> serde_json::Value {
     serde_json::from_str(&stdout(assert)).expect("stdout carries the JSON and nothing else")
+}
+
+#[test]
+fn a_build_without_guests_says_so() {
+    let Some(reason) = lacuna_guest::unavailable() else {
+        return;
+    };
+    for line in ["run hello", "lab apf --quick"] {
+        let assert = command(line).failure();
+        let errors = String::from_utf8_lossy(&assert.get_output().stderr).into_owned();
+        assert!(errors.contains(reason), "{line}: {errors}");
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Ctrl-C and SIGTERM: the first signal ends the command, which still prints its result; the second
 //! one ends it at once.
 
+use lacuna_skip::test;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{PipeReader, Write};
@@ -17,6 +18,9 @@ struct Running(Child);
 
 impl Running {
     fn start(line: &str, stdout: Stdio) -> Self {
+        if let Some(reason) = lacuna_guest::unavailable() {
+            lacuna_skip::skip_test(reason);
+        }
         let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
         command.args(line.split_whitespace());
         command.stdout(stdout).stderr(Stdio::null());

@@ -26,7 +26,9 @@ pub fn can_run() -> bool {
 /// the test fails.
 pub fn within<T: Send + 'static>(seconds: u64, body: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = channel();
-    let thread = thread::spawn(move || done.send(body()));
+    let name = thread::current().name().unwrap_or("body").to_owned();
+    let thread = thread::Builder::new().name(name);
+    let thread = thread.spawn(move || done.send(body())).unwrap();
     match result.recv_timeout(Duration::from_secs(seconds)) {
         Ok(value) => value,
         Err(_) if thread.is_finished() => match thread.join() {
@@ -37,7 +39,11 @@ pub fn within<T: Send + 'static>(seconds: u64, body: impl FnOnce() -> T + Send +
     }
 }
 
+/// A built-in guest. In a build without guests, the calling test ends as skipped.
 pub fn image(name: &str) -> Image<'static> {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
     let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
     Image::parse(image.elf).unwrap()
 }

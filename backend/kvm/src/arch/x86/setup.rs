@@ -1,6 +1,7 @@
 //! The state in which a vCPU starts: CPUID, registers, control registers.
 
-use super::state::{Fresh, fresh_msrs};
+use super::Fresh;
+use super::state::fresh_msrs;
 use kvm_bindings::{
     CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE,
     kvm_cpuid_entry2, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,

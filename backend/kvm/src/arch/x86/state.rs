@@ -2,7 +2,7 @@
 //!
 //! UNSAFETY: KVM reads an XSAVE area of a size that the caller has to know.
 
-use super::Features;
+use super::Fresh;
 use crate::Vcpu;
 use kvm_bindings::{
     KVM_MP_STATE_HALTED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED,
@@ -15,7 +15,6 @@ use lacuna_machine::x86::{
     System, Table, Tsc,
 };
 use lacuna_machine::{CpuModel, SaveRestore, StateError, VcpuState};
-use std::collections::BTreeMap;
 
 const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
@@ -33,9 +32,6 @@ fn refused(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
         cause: error.to_string(),
     }
 }
-
-/// The values that model-specific registers have before the vCPU runs.
-pub type Fresh = BTreeMap<u32, u64>;
 
 /// The values that a vCPU has before it runs, of those registers that KVM can read.
 pub fn fresh_msrs(fd: &VcpuFd, indices: &[u32]) -> Fresh {
@@ -65,24 +61,6 @@ fn one_msr(index: u32, data: u64) -> Msrs {
         ..Default::default()
     };
     Msrs::from_entries(&[entry]).expect("one entry is within KVM's limit")
-}
-
-impl Vcpu {
-    fn fd(&self) -> &VcpuFd {
-        &self.fd
-    }
-
-    fn fresh(&self) -> &Fresh {
-        &self.fresh
-    }
-
-    fn features(&self) -> &Features {
-        &self.vm.features
-    }
-
-    fn model(&self) -> CpuModel {
-        self.vm.config.cpu
-    }
 }
 
 impl SaveRestore for Vcpu {
