@@ -4,12 +4,11 @@
 mod common;
 
 use common::{builder, can_run, image, within};
-use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE};
+use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_kvm::SlotId;
 use lacuna_machine::{
-    Ending, Exit, GuestMemory as _, Kick as _, Logging, MemoryError, MemorySlotError,
-    MemorySlots as _, PlatformDevices, SlotError, SlotFlags, Vcpu as _, harvest, run,
-    set_logging_everywhere,
+    Ending, Exit, GuestMemory as _, Kick as _, Logging, MemorySlotError, MemorySlots as _,
+    PlatformDevices, SlotError, SlotFlags, Vcpu as _, harvest, run, set_logging_everywhere,
 };
 use lacuna_skip::test;
 use std::thread;
@@ -18,44 +17,6 @@ const LATER: SlotId = SlotId(7);
 
 fn gfns(first: u64, pages: u64) -> GfnRange {
     GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap()
-}
-
-fn byte(vm: &lacuna_kvm::Vm, gfn: u64) -> Result<u8, MemoryError> {
-    let mut into = [0];
-    let gpa = Gpa::truncate(gfn * PAGE_SIZE as u64);
-    vm.read(gpa, &mut into).map(|()| into[0])
-}
-
-#[test]
-fn a_slot_comes_moves_with_its_content_and_goes() {
-    if !can_run() {
-        return;
-    }
-    let vm = builder(16, 16, 1, "").vm().unwrap();
-    assert_eq!(
-        byte(&vm, 0x10_0000),
-        Err(MemoryError::NoSlot(Gpa::truncate(0x1_0000_0000)))
-    );
-    vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
-        .unwrap();
-    vm.write(Gpa::truncate(0x1_0000_0fff), &[7, 8]).unwrap();
-    assert_eq!(byte(&vm, 0x10_0001), Ok(8));
-    vm.move_slot(LATER, Gfn::new(0x20_0000).unwrap()).unwrap();
-    assert_eq!(byte(&vm, 0x20_0001), Ok(8));
-    assert!(byte(&vm, 0x10_0001).is_err());
-    vm.set_slot_flags(LATER, SlotFlags::READONLY).unwrap();
-    assert_eq!(byte(&vm, 0x20_0001), Ok(8), "the content stays");
-    let flags = vm.memory_slots().pop().unwrap();
-    assert_eq!((flags.id, flags.flags), (LATER, SlotFlags::READONLY));
-    vm.remove_slot(LATER).unwrap();
-    assert!(byte(&vm, 0x20_0001).is_err());
-    let unknown = MemorySlotError::Slot(SlotError::Unknown { id: LATER });
-    assert_eq!(vm.remove_slot(LATER), Err(unknown));
-    let overlap = vm.add_memory(LATER, gfns(1, 1), SlotFlags::empty());
-    assert!(matches!(
-        overlap,
-        Err(MemorySlotError::Slot(SlotError::Overlap { .. }))
-    ));
 }
 
 #[test]

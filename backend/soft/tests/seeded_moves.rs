@@ -1,8 +1,13 @@
 //! Whole vCPU states at points that a seed chooses: the guest is saved there, and goes on in a
 //! fresh VM with a fresh host and a fresh clock.
 //!
-//! `LACUNA_SAVE_POINTS` is the number of points for each guest, 10 by default; 200 is the long
-//! form.
+//! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 10 by
+//! default:
+//!
+//! ```sh
+//! LACUNA_SAVE_POINTS=200 cargo test --release -p lacuna-soft --test seeded_moves -- --nocapture
+//! ```
+//! A guest that has not ended after [`SLICES_MAX`] slices hangs, and the test fails.
 
 mod common;
 
@@ -20,10 +25,15 @@ use lacuna_skip::test;
 use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, VirtualClock};
 
+/// The slices of one guest in one VM, at most. A guest moves after at most some thousand, and takes
+/// far fewer than this from its last move to its end.
+const SLICES_MAX: u64 = 5_000_000;
+
 /// A VM whose vCPUs run in virtual time.
 struct Machine {
     vm: Arc<Vm>,
     simulator: Simulator,
+    slices: u64,
 }
 
 impl Machine {
@@ -49,14 +59,25 @@ impl Machine {
             vm: Arc::clone(&vm),
             devices: Arc::clone(devices),
         });
-        Self { vm, simulator }
+        Self {
+            vm,
+            simulator,
+            slices: 0,
+        }
+    }
+
+    /// Whether the guest goes on.
+    fn run_slice(&mut self) -> bool {
+        self.slices += 1;
+        assert!(self.slices < SLICES_MAX, "the guest hangs");
+        self.simulator.run_slice()
     }
 
     /// Runs `slices`, and on until every vCPU is between two instructions; their states. `None` if
     /// the guest ends before.
     fn run_and_save(&mut self, slices: u64) -> Option<Vec<VcpuState>> {
         for _ in 0..slices {
-            if !self.simulator.run_slice() {
+            if !self.run_slice() {
                 return None;
             }
         }
@@ -71,7 +92,7 @@ impl Machine {
                 Err(StateError::MidInstruction { .. }) => {}
                 Err(refused) => panic!("{refused}"),
             }
-            if !self.simulator.run_slice() {
+            if !self.run_slice() {
                 return None;
             }
         }
@@ -119,8 +140,8 @@ fn moves_at_seeded_points(name: &str, command_line: &str, apf: Apf, slices: u64)
     println!("{name}: {done} save points");
 }
 
-/// One run of the guest to its end, which must be a success, with at most `most` save points.
-fn run(name: &str, command_line: &str, apf: Apf, seed: u64, slices: u64, most: u64) -> u64 {
+/// One run of the guest to its end, which must be a success, with at most `limit` save points.
+fn run(name: &str, command_line: &str, apf: Apf, seed: u64, slices: u64, limit: u64) -> u64 {
     let mut builder = builder(16, 8, 2, command_line);
     builder.apf = apf;
     builder.seed = Some(seed);
@@ -132,14 +153,14 @@ fn run(name: &str, command_line: &str, apf: Apf, seed: u64, slices: u64, most: u
         vm.boot(&image(name), &command_line).unwrap()
     });
     let mut points = 0;
-    while points < most
+    while points < limit
         && let Some(states) = machine.run_and_save(rng.u64(1..slices))
     {
         let seed = rng.u64(..);
         machine = moved(&machine.vm, &states, &builder, &devices, seed);
         points += 1;
     }
-    machine.simulator.run(|| ());
+    while machine.run_slice() {}
     let ending = devices.ending();
     let text = lines.text();
     assert!(

@@ -39,6 +39,7 @@ macro_rules! suite {
             state:
                 a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
                 a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
+                a_guest_with_the_hosts_processor_moves,
                 verify_moves_through_fresh_vms, litmus_moves_through_fresh_vms,
                 bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
         );

@@ -17,7 +17,7 @@ use crate::program::{assemble, image};
 use crate::running::{guest, within};
 
 /// How often a guest moves.
-const MOVES: usize = 6;
+const MOVES: usize = 4;
 
 /// Without an FPU, and at the backend's own TSC frequency.
 const COMMON: CpuModel = CpuModel::Common { tsc_khz: None };
@@ -191,13 +191,19 @@ pub fn a_restored_state_is_saved_again<B: Backend>(backend: &B) -> Outcome {
 /// `verify` moves from VM to VM, and misses nothing.
 pub fn verify_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     let request = Request::new(8, 6, 2, "rounds=40 pages=600");
-    moves(backend, request, "verify")
+    moves(backend, request, COMMON, "verify")
+}
+
+/// `verify` with the host's processor model, whose guests have an FPU on KVM.
+pub fn a_guest_with_the_hosts_processor_moves<B: Backend>(backend: &B) -> Outcome {
+    let request = Request::new(8, 6, 2, "rounds=30 pages=600");
+    moves(backend, request, CpuModel::Host, "verify")
 }
 
 /// `litmus` moves from VM to VM. Its vCPUs check the order of each other's accesses.
 pub fn litmus_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     let request = Request::new(16, 16, 2, "iters=3000 adds=3000");
-    moves(backend, request, "litmus")
+    moves(backend, request, COMMON, "litmus")
 }
 
 /// `bm` with asynchronous page faults moves from VM to VM.
@@ -207,7 +213,7 @@ pub fn bm_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
         latency: Duration::from_micros(200),
         ..Request::new(16, 8, 2, "faulters=4 workers=2 accesses=4000 populate=1")
     };
-    moves(backend, request, "bm")
+    moves(backend, request, COMMON, "bm")
 }
 
 /// `apfstorm`, which enables and disables asynchronous page faults all the time, moves from VM to
@@ -217,16 +223,13 @@ pub fn apfstorm_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
         apf: Apf::On,
         ..Request::new(16, 8, 2, "accesses=4000 switches=50")
     };
-    moves(backend, request, "apfstorm")
+    moves(backend, request, COMMON, "apfstorm")
 }
 
-fn moves<B: Backend>(backend: &B, request: Request, name: &'static str) -> Outcome {
+fn moves<B: Backend>(backend: &B, request: Request, cpu: CpuModel, name: &'static str) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let request = Request {
-            cpu: COMMON,
-            ..request
-        };
+        let request = Request { cpu, ..request };
         let (mut rng, mut moves) = (Rng::with_seed(1), 0);
         let devices = PlatformDevices::new(|_: &str| ());
         let mut made = backend.make(&request, &guest(name))?;
