@@ -1,4 +1,4 @@
-//! Copies bytes into and out of pages, for code that is no vCPU: image loading, the status page,
+//! Copies bytes into and out of pages, for code that is not a vCPU: image loading, the status page,
 //! tests.
 //!
 //! A copy needs the frame to stay at once. A pin is not enough, because reclaim reads the pins only

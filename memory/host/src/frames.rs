@@ -152,7 +152,7 @@ impl Frames {
             .saturating_sub(self.count.reserve.load(Ordering::Relaxed))
     }
 
-    /// The fewest free frames there ever were.
+    /// The smallest number of free frames so far.
     pub fn free_min(&self) -> usize {
         self.count.free_min.load(Ordering::Relaxed)
     }
@@ -176,7 +176,7 @@ impl Frames {
         self.lock().turns.join()
     }
 
-    /// Gives a place in the queue up.
+    /// Leaves the queue.
     pub fn leave_queue(&self, turn: Turn) {
         self.lock().turns.leave(turn);
     }
@@ -256,7 +256,7 @@ impl Frames {
         self.available() >= self.high + BLOCK
     }
 
-    /// Puts frames back, whatever their last use was.
+    /// Frees frames, in whatever state their descriptors are.
     pub fn give(&self, frames: impl IntoIterator<Item = u32>) {
         let mut free = self.lock();
         for index in frames {

@@ -1,4 +1,4 @@
-//! Something in flight has come to rest: what direct reclaim and region removal wait for.
+//! The end of operations in flight, for which direct reclaim and region removal wait.
 
 use crate::host::lock;
 use lacuna_sync::{Condvar, Mutex, lock_order};
@@ -13,12 +13,12 @@ pub(crate) struct Settled {
 }
 
 impl Settled {
-    /// Read before looking, so that nothing is missed.
+    /// The caller reads it before it looks, so that it misses no later change.
     pub fn generation(&self) -> u64 {
         *lock(&self.generation)
     }
 
-    /// Something came to rest.
+    /// An operation has ended, or frames were freed.
     pub fn bump(&self) {
         *lock(&self.generation) += 1;
         self.moved.notify_all();

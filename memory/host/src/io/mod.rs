@@ -55,7 +55,7 @@ pub enum Io {
     },
     /// Only the caller, under a virtual clock: repeats bit for bit from a seed.
     Virtual {
-        /// Where the latencies are drawn from.
+        /// The seed from which the latencies are drawn.
         seed: u64,
         /// Their range in nanoseconds, on top of the device's own.
         latency_ns: Range<u64>,
@@ -224,7 +224,7 @@ impl Executor {
         }
     }
 
-    /// The caller polls no more.
+    /// The caller stops polling.
     pub fn leave(&self) {
         if let Self::Real(real) = self {
             real.leave();

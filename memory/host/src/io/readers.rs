@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 pub(crate) struct Readers {
     shared: Arc<Shared>,
     handles: Mutex<Vec<JoinHandle<()>>, lock_order::ReaderHandles>,
-    most: usize,
+    max: usize,
 }
 
 struct Shared {
@@ -31,7 +31,7 @@ struct Queue {
 }
 
 impl Readers {
-    pub fn new(core: Arc<Core>, timer: Arc<Timer>, most: usize) -> Self {
+    pub fn new(core: Arc<Core>, timer: Arc<Timer>, max: usize) -> Self {
         let shared = Shared {
             core,
             timer,
@@ -41,7 +41,7 @@ impl Readers {
         Self {
             shared: Arc::new(shared),
             handles: Mutex::default(),
-            most: most.max(1),
+            max: max.max(1),
         }
     }
 
@@ -49,14 +49,14 @@ impl Readers {
     pub fn read(&self, ticket: Ticket, due: Nanos) {
         let mut queue = lock(&self.shared.queue);
         queue.reads.push_back((ticket, due));
-        let spawn = queue.idle < queue.reads.len() && queue.readers < self.most;
+        let spawn = queue.idle < queue.reads.len() && queue.readers < self.max;
         queue.readers += usize::from(spawn);
         drop(queue);
         if spawn && !self.spawn() {
             let mut queue = lock(&self.shared.queue);
             queue.readers -= 1;
             if queue.readers == 0 {
-                // No thread to be had: the read is still owed.
+                // No thread can be started, so this one carries the read out.
                 let next = queue.reads.pop_front();
                 drop(queue);
                 next.into_iter()

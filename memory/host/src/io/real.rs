@@ -35,13 +35,12 @@ fn cores() -> usize {
 pub(crate) struct Real {
     core: Arc<Core>,
     watch: Arc<Watch>,
-    // Dropped before what it hands its arrivals on to.
     /// One for each core, so that vCPUs that submit do not wait for each other; none where
-    /// io_uring is refused.
+    /// io_uring is refused. Dropped before `readers` and `timer`, which take their completions.
     rings: Vec<Ring>,
     /// Tells this executor from others, from 1.
     number: u64,
-    /// Threads that have a ring.
+    /// How many threads were given a ring.
     dealt: AtomicUsize,
     readers: Arc<Readers>,
     timer: Arc<Timer>,

@@ -59,7 +59,7 @@ struct Shared {
     flights: Mutex<Flights, lock_order::RingFlights>,
     /// The number of flights, for statistics.
     pending: AtomicUsize,
-    /// The kernel has not taken everything from the submission queue yet.
+    /// Whether the submission queue has entries that the kernel has not taken.
     owed: AtomicBool,
     stop: AtomicBool,
 }
@@ -135,7 +135,7 @@ impl Ring {
         }
     }
 
-    /// Lets the kernel finish what has come for this thread's own reads.
+    /// Lets the kernel post the completions of this thread's own reads.
     pub fn finish(&self) {
         let shared = &*self.shared;
         if shared.pending.load(Ordering::Relaxed) == 0 {
@@ -154,7 +154,7 @@ impl Ring {
         }
     }
 
-    /// No thread polls any more.
+    /// The last poller has stopped.
     pub fn take_over(&self) {
         if self.shared.pending.load(Ordering::Relaxed) > 0 {
             self.wake();
@@ -169,7 +169,7 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// Ends the reaper. What is in flight arrives first: the kernel writes into frames.
+    /// Ends the reaper, after all reads in flight have arrived: the kernel writes into frames.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared

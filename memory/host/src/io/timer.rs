@@ -105,7 +105,7 @@ impl Timer {
             .map(Nanos)
     }
 
-    /// No thread polls any more.
+    /// The last poller has stopped.
     pub fn take_over(&self) {
         if self.shared.first() != NEVER {
             self.wake();

@@ -28,7 +28,7 @@ impl Watch {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The caller polls no more. True if no other thread does: then operations that are pending,
+    /// The caller stops polling. True if no other thread does: then operations that are pending,
     /// read after this call, need the device's thread.
     #[must_use]
     pub fn leave(&self) -> bool {

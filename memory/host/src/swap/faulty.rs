@@ -1,5 +1,4 @@
-//! A device that fails, stalls or damages pages when told to: for tests of whatever must survive
-//! it.
+//! A swap device that fails, stalls or damages pages on request, for tests.
 
 use super::{SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
