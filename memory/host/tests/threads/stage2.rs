@@ -1,4 +1,4 @@
-//! A stage 2 that is a map behind a lock: an access and an invalidation exclude each other. So these
+//! A stage 2 that is a map behind a lock: an access and an invalidation exclude each other. These
 //! tests are of the manager, not of a shoot-down protocol.
 
 use lacuna_addr::{BackingAddr, BackingRange, Level, PAGE_SIZE, Pfn};
