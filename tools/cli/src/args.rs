@@ -21,7 +21,8 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::exit::EXIT_CODES;
 
-/// A guest runs in a fraction of the memory it believes it has.
+/// A guest-memory engine: runs virtual machines in a fraction of the memory that they believe they
+/// have, and measures what each of its mechanisms gains and costs
 #[derive(Clone, PartialEq, Eq, Debug, Parser)]
 #[command(name = "lacuna", version, after_help = EXIT_CODES)]
 pub struct Cli {

@@ -2,7 +2,7 @@
 
 use crate::args::{Chosen, Experiment, LabArgs, Parts};
 use crate::exit::Exit;
-use crate::output::{complain, tell};
+use crate::output::{check_target, complain, tell};
 use crate::signals::Signals;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
@@ -19,6 +19,10 @@ pub fn lab(args: &LabArgs) -> Exit {
             return Exit::Host;
         }
     };
+    if let Err(error) = check_target(&args.output) {
+        complain(&error.to_string());
+        return Exit::Host;
+    }
     let command = std::env::args().collect::<Vec<_>>().join(" ");
     let (exit, text, json) = match args.chosen() {
         Chosen::FirstLook => first_look(args, command, &signals),
@@ -34,9 +38,9 @@ pub fn lab(args: &LabArgs) -> Exit {
 }
 
 /// The exit code, the text, and the JSON.
-type Told = (Exit, String, String);
+type Results = (Exit, String, String);
 
-fn first_look(args: &LabArgs, command: String, signals: &Signals) -> Told {
+fn first_look(args: &LabArgs, command: String, signals: &Signals) -> Results {
     let mut look = FirstLook::new(command);
     let done = options(args).and_then(|options| look.run(&options));
     let (exit, why) = settled(done, signals);
@@ -44,7 +48,7 @@ fn first_look(args: &LabArgs, command: String, signals: &Signals) -> Told {
     (exit, look.text(), look.report.to_json())
 }
 
-fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signals) -> Told {
+fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signals) -> Results {
     let mut report = Report::new(command);
     if args.quick {
         report.say(

@@ -8,6 +8,7 @@
 //! error.
 
 use std::borrow::Cow;
+use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 
 use crate::args::{JsonTarget, Output};
@@ -31,6 +32,26 @@ impl WriteError {
             advice: "run again, with --json and a file that can be written",
         }
     }
+}
+
+/// Checks before a command begins its work that a file for JSON can be written. The file's content
+/// stays as it is. A pipe or a device is not opened: its reader would see an end.
+///
+/// # Errors
+/// The file cannot be opened for writing.
+pub fn check_target(output: &Output) -> Result<(), WriteError> {
+    let Some(JsonTarget::File(path)) = &output.json else {
+        return Ok(());
+    };
+    if path
+        .metadata()
+        .is_ok_and(|found| !found.is_file() && !found.is_dir())
+    {
+        return Ok(());
+    }
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    let failed = |source| WriteError::json(path.display().to_string(), source);
+    opened.map(drop).map_err(failed)
 }
 
 /// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text.
@@ -133,7 +154,14 @@ mod tests {
             quiet: false,
         };
         tell(&to(path.clone()), "", "{}\n").unwrap();
-        assert_eq!(std::fs::read_to_string(path).unwrap(), "{}\n");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{}\n");
+        check_target(&to(path.clone())).unwrap();
+        assert_eq!(
+            std::fs::read_to_string(&path).unwrap(),
+            "{}\n",
+            "the check keeps a result"
+        );
+        check_target(&to(dir.path().into())).unwrap_err();
         let error = tell(&to("/nonexistent/out.json".into()), "", "{}\n").unwrap_err();
         assert!(
             error

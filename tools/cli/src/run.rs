@@ -5,7 +5,7 @@ use crate::exit::Exit;
 use crate::image::{check_limits, load};
 use crate::live::{Live, summary};
 use crate::observe::{Observer, Watched};
-use crate::output::{complain, print_guest_line, tell, visible};
+use crate::output::{check_target, complain, print_guest_line, tell, visible};
 use crate::sample::{RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use lacuna_addr::PageCount;
@@ -27,6 +27,9 @@ pub fn run(args: &RunArgs) -> Exit {
     };
     if let Err(error) = check_limits(args) {
         return refuse(Exit::Usage, &error.to_string());
+    }
+    if let Err(error) = check_target(&args.output) {
+        return refuse(Exit::Host, &error.to_string());
     }
     let file = match load(&args.image) {
         Ok(file) => file,

@@ -279,6 +279,12 @@ const TABLE: &[Row] = &[
     ),
     (
         Nothing,
+        "$LACUNA lab base --json nosuch/out.json",
+        3,
+        &["cannot write the JSON to nosuch/out.json: No such file"],
+    ),
+    (
+        Nothing,
         "$LACUNA run hello --memory 16M --resident 16M 2> /dev/full",
         0,
         &["outcome   done"],
