@@ -19,9 +19,10 @@ tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 link="-nostdlib -static -no-pie -Wl,--build-id=none -Wl,-z,max-page-size=4096 -Wl,-z,noexecstack"
 # shellcheck disable=SC2086 # lists of words, on purpose
-$cc "@$here/user/arch/x86/cflags" -I"$here/include" -I"$here/workloads" $link -T "$here/user/arch/x86/user.ld" -o "$tmp/program.elf" \
+$cc "@$here/user/arch/x86/cflags" -I"$here/include" -I"$here/workloads" -I"$here/user/arch/x86" $link -T "$here/user/arch/x86/user.ld" -o "$tmp/program.elf" \
     "$here"/user/arch/x86/*.S "$here"/user/*.c $sources
 # shellcheck disable=SC2086
-$cc "@$here/kernel/arch/x86/cflags" -I"$here/include" -I"$here/kernel" -I"$here/kernel/arch/x86" -I"$tmp" -Wa,-I"$tmp" $link \
+$cc "@$here/kernel/arch/x86/cflags" -I"$here/include" -I"$here/kernel" -I"$here/kernel/arch/x86" \
+    -I"$here/user/arch/x86" -I"$tmp" -Wa,-I"$tmp" $link \
     -T "$here/kernel/arch/x86/kernel.ld" -o "$out" "$here"/kernel/*.S "$here"/kernel/*.c "$here"/kernel/arch/x86/*.S "$here"/kernel/arch/x86/*.c \
     "$here/user/format.c" "$here/user/memory.c"

@@ -123,8 +123,8 @@ impl Build {
         let mut cc = Command::new(&self.cc);
         cc.arg(format!("@{flags}/arch/{ARCH}/cflags"));
         let folders = ["include", "kernel", "workloads"].map(Path::new);
-        let arch = Path::new("kernel/arch").join(ARCH);
-        for folder in folders.into_iter().chain([arch.as_path()]) {
+        let arch = ["kernel", "user"].map(|part| format!("{part}/arch/{ARCH}"));
+        for folder in folders.iter().copied().chain(arch.iter().map(Path::new)) {
             cc.arg("-I").arg(folder);
         }
         cc

@@ -7,9 +7,10 @@
 #define LACUNA_H
 
 #include "lacuna/abi.h"
+#include "lacuna/arch.h"
 #include <stdbool.h>
 
-/* A program is one static piece: addresses are relative to rip, without a detour by the GOT. */
+/* A program is one static piece: addresses are relative to its code, and no GOT is needed. */
 #pragma GCC visibility push(hidden)
 
 /* The first process begins at `int main(void)`; its result is the machine's exit code. */
@@ -39,13 +40,10 @@ uint64_t lacuna_now_ns(void);
 uint64_t lacuna_tsc_to_ns(uint64_t cycles);
 void lacuna_sleep_ns(uint64_t ns);
 
-static inline uint64_t lacuna_tsc(void) {
-    uint32_t lo, hi;
-    __asm__ volatile("rdtsc" : "=a"(lo), "=d"(hi));
-    return (uint64_t)hi << 32 | lo;
-}
-
-static inline void lacuna_pause(void) { __asm__ volatile("pause" : : : "memory"); }
+/* The processor's header has two more functions:
+ *     uint64_t lacuna_tsc(void);   cycles, for lacuna_tsc_to_ns
+ *     void lacuna_pause(void);     in a loop that waits for another processor
+ */
 
 /* ---- threads and processes; cpu: a processor's number, or LACUNA_ANY_CPU ---- */
 #define LACUNA_ANY_CPU (~0ull)

@@ -1,9 +1,5 @@
 /*
- * Async page faults, the guest's side of KVM's interface (Documentation/virt/kvm/x86/msr.rst).
- *
- *                    page not present               page ready
- *   today's          #PF, reason 1, CR2 = token     interrupt, token in the area; then ACK
- *   original (2010)  #PF, reason 1, CR2 = token     #PF, reason 2, CR2 = token
+ * Async page faults, the guest's side. The host's side is in apf_host.h.
  *
  * If a thread's page is not present, the thread sleeps in its processor's table, under the token,
  * until that token is ready. The host sends both events to the processor that faulted, so only that
@@ -16,24 +12,11 @@
  * Two threads may have the same token, because the host's counter wraps. Page-ready wakes both. A
  * thread that is woken too early only faults once more. A thread that is not woken waits for ever.
  */
+#include "apf_host.h"
 #include "kernel.h"
 #include "lacuna/format.h"
 
-#define MSR_APF_EN 0x4b564d02
-#define MSR_APF_INT 0x4b564d06
-#define MSR_APF_ACK 0x4b564d07
-
-#define EN_ENABLED 1u
-#define EN_SEND_ALWAYS 2u /* at CPL 0, too */
-#define EN_BY_INTERRUPT 8u
-
-#define FEATURE_APF 4
-#define FEATURE_APF_INT 14
-
-#define REASON_NOT_PRESENT 1u
-#define TOKEN_EVERYBODY (~0u)
-
-static u32 control; /* low bits of MSR_APF_EN; 0: no async page faults */
+static u32 control; /* for apf_host_enable; 0: no async page faults */
 
 /* Adds the counts of processor c to the status page. No event is added twice, whichever processor
  * calls. At the end of the run another processor calls. Then an event that c counts at that moment
@@ -47,7 +30,7 @@ void apf_publish(struct cpu *c) {
 
 /* Chooses the ABI: the one in apf=off|int|pf, else the first one that the host offers. */
 void apf_init(void) {
-    u32 features = kvm_leaves() ? cpuid(0x40000001).eax : 0;
+    u32 features = apf_host_features();
     bool by_interrupt = features >> FEATURE_APF_INT & 1;
     const char *how = lacuna_find_param(info->cmdline, "apf");
     char delivery = how ? how[0] : by_interrupt ? 'i' : 'p';
@@ -64,9 +47,9 @@ void apf_init(void) {
 bool apf_enable(struct cpu *c) {
     if (!control)
         return false;
-    if (control & EN_BY_INTERRUPT && msr_write(MSR_APF_INT, VEC_APF_READY))
+    if (control & EN_BY_INTERRUPT && apf_host_set_vector(VEC_APF_READY))
         return false;
-    return !msr_write(MSR_APF_EN, (u64)&c->apf.area | control);
+    return !apf_host_enable(&c->apf.area, control);
 }
 
 static void count(u32 *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
@@ -163,7 +146,7 @@ static void ready(struct cpu *c, u32 token) {
 }
 
 bool apf_sleep(struct cpu *c, struct thread *t) {
-    u32 token = (u32)read_cr2();
+    u32 token = apf_host_token();
     struct apf_node **at = bucket(c, token);
     if (c->apf.area.reason != REASON_NOT_PRESENT || *at)
         return false;
@@ -184,8 +167,8 @@ struct thread *apf_sleeper(struct cpu *c) {
     *at = NULL;
     c->apf.ready++;
     c->apf.area.token = 0;
-    wrmsr(MSR_APF_ACK, 1); /* cannot fail: the host has announced the token */
-    apic_eoi();
+    apf_host_acknowledge_token();
+    interrupt_end();
     return thread_of(n);
 }
 
@@ -194,7 +177,7 @@ bool apf_page_fault(struct cpu *c) {
     if (!reason)
         return false;
     c->apf.area.reason = 0;
-    u32 token = (u32)read_cr2();
+    u32 token = apf_host_token();
     if (reason & REASON_NOT_PRESENT)
         not_present(c, token);
     else
@@ -209,15 +192,15 @@ void apf_interrupt(struct cpu *c) {
         return;
     ready(c, token);
     c->apf.area.token = 0;
-    msr_write(MSR_APF_ACK, 1);
+    apf_host_acknowledge();
 }
 
-/* After the write to EN, the host has forgotten the faults of this processor, and does not write to
+/* Once disabled, the host has forgotten the faults of this processor, and does not write to
  * the area any more. */
 void apf_disable(struct cpu *c) {
     if (!control)
         return;
-    msr_write(MSR_APF_EN, 0);
+    apf_host_disable();
     c->apf.area.reason = c->apf.area.token = 0;
     wake_all(c);
 }

@@ -1,5 +1,5 @@
-/* Output on COM1, and the end of the machine. No status is polled, because no device here is ever
- * busy. */
+/* Output on the console, and the end of the machine. The kernel polls no status, because no device
+ * here is ever busy. */
 #include "kernel.h"
 #include "lacuna/format.h"
 
@@ -9,8 +9,8 @@ void console_write(const char *s, size_t n) {
     lock(&console_lock);
     for (size_t i = 0; i < n; i++) {
         if (s[i] == '\n')
-            outb(LACUNA_PORT_COM1, '\r');
-        outb(LACUNA_PORT_COM1, (u8)s[i]);
+            console_out('\r');
+        console_out((u8)s[i]);
     }
     unlock(&console_lock);
 }
@@ -29,7 +29,7 @@ void kprintf(const char *fmt, ...) {
 
 void panic(const char *fmt, ...) {
     va_list args;
-    asm volatile("cli");
+    interrupts_off();
     kprintf("\npanic: ");
     va_start(args, fmt);
     vprint(fmt, args);
@@ -45,7 +45,7 @@ void shutdown(u32 code) {
         status->exit_code = code;
         __atomic_store_n(&status->state, LACUNA_STATE_DONE, __ATOMIC_RELEASE);
     }
-    outl(LACUNA_PORT_EXIT, code);
+    exit_machine(code);
     for (;;)
-        asm volatile("cli; hlt");
+        halt();
 }

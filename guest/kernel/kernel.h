@@ -2,16 +2,8 @@
 #ifndef KERNEL_H
 #define KERNEL_H
 
+#include "arch.h"
 #include "lacuna/abi.h"
-#include "layout.h"
-#include "x86.h"
-
-/* Registers as trap.S saves them. */
-struct frame {
-    u64 r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi;
-    u64 vector, error;
-    u64 rip, cs, rflags, rsp, ss;
-};
 
 typedef struct {
     volatile u32 held;
@@ -28,8 +20,8 @@ static inline void unlock(spinlock *l) { __atomic_store_n(&l->held, 0, __ATOMIC_
 
 /* ---- mm.c: memory ---- */
 struct space {
-    u64 *pml4;
-    u64 cr3;
+    u64 *root;
+    u64 tables; /* for load_tables: the root, and the tag of the space */
     u32 index, generation; /* its place in the table of spaces; which user of that place this is */
     spinlock lock; /* the private part of the tables */
     u32 threads;
@@ -59,7 +51,7 @@ void space_release(struct space *s); /* one thread less; the last one frees the 
 
 /* The area that the host writes, one for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
 struct apf_area {
-    u32 reason; /* of a #PF: 0 a real fault, 1 page not present, 2 page ready (original ABI) */
+    u32 reason; /* of a page fault: 0 a real one, 1 not present, 2 ready (original ABI) */
     u32 token;  /* the page that is ready, 0 if none (today's ABI) */
     u8 reserved[56];
 } __attribute__((aligned(64)));
@@ -100,12 +92,12 @@ struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page
 enum thread_state { FREE, ALIVE, WAITING }; /* WAITING: for its children */
 
 struct thread {
-    struct frame frame; /* first: RSP0 points at its end */
+    struct frame frame; /* first: set_trap_frame */
     struct space *space;
     struct cpu *cpu; /* fixed, until that processor goes offline */
     struct thread *next; /* in a list of its processor's */
     struct thread *parent;
-    u64 wake_at, kill_at; /* TSC; kill_at 0 = unconfined */
+    u64 wake_at, kill_at; /* by clock_read; kill_at 0 = unconfined */
     u32 ticks; /* left of its slice; 0 only while it runs and has to stop */
     enum thread_state state;
     bool woken; /* it is in an inbox because of a wake-up */
@@ -118,24 +110,15 @@ struct list {
     struct thread *head, *tail; /* the list is empty if head is NULL, whatever tail is */
 };
 
-struct tss {
-    u32 reserved0;
-    u64 rsp[3], reserved1, ist[7], reserved2;
-    u16 reserved3, io_map;
-} __attribute__((packed));
-
 struct cpu {
-    u64 scratch;
-    u32 pad;
-    struct tss tss;
-    u64 gdt[7];
-    u32 apic_id;
+    struct arch_cpu arch;
+    u32 hardware_id;
     bool resched; /* choose a thread again before leaving the kernel */
     bool offline; /* it runs no threads; set once, under `lock` */
     struct thread *current;
     struct list woken, queue; /* `woken` runs before `queue` */
     struct thread *sleepers; /* by wake_at */
-    struct space *space; /* the one CR3 points at; NULL: the kernel's own tables */
+    struct space *space; /* the one whose tables are in use; NULL: the kernel's own tables */
     u32 generation[LACUNA_MAX_THREADS]; /* of each space, when it was last entered here */
     u64 tick_at; /* of the running thread, NEVER in idle */
     u64 timer_at; /* when the timer will fire, NEVER if it will not */
@@ -145,11 +128,9 @@ struct cpu {
     u8 fatal_stack[1024] __attribute__((aligned(16)));
 };
 
-_Static_assert(offsetof(struct cpu, scratch) == CPU_SCRATCH, "layout.h");
-_Static_assert(offsetof(struct cpu, tss.rsp) == CPU_RSP0, "layout.h");
+_Static_assert(offsetof(struct cpu, arch) == 0, "layout.h");
 _Static_assert(offsetof(struct thread, cpu) == THREAD_CPU, "layout.h");
 _Static_assert(sizeof(struct cpu) <= CPU_SIZE - 4096, "a page of stack");
-_Static_assert(sizeof(struct frame) % 16 == 0, "the processor aligns RSP0 down");
 
 #define NEVER (~0ull)
 
@@ -176,41 +157,8 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
 void thread_exit(struct thread *t, u32 status_code);
 void thread_wait(struct cpu *c);
 
-/* ---- trap.S, trap.c ---- */
-extern u8 trap_stubs[], msr_read_insn[], msr_write_insn[], msr_failed[];
-void syscall_entry(void);
-void page_fault_entry(void);
-void page_ready_entry(void);
-_Noreturn void idle(struct cpu *c);
-_Noreturn void resume(struct thread *t);
-void resume_by_iret(struct thread *t); /* not _Noreturn: gcc then jumps instead of calling */
-void load_segments(void);
-int msr_read(u32 index, u64 *value);
-int msr_write(u32 index, u64 value);
-void trap_init(void);
-void trap_cpu_init(struct cpu *c);
-
 /* ---- syscall.c ---- */
 void syscall(struct cpu *c, struct thread *t);
-
-/* ---- apic.c: interrupts, timer, other processors; time.c: clock frequencies ---- */
-void apic_init(void);
-void apic_timer(u64 at); /* NEVER stops it */
-void apic_send(u32 apic_id, u32 vector);
-void apic_start_others(void);
-void apic_timer_free_run(void);
-u32 apic_timer_elapsed(void);
-#define APIC_EOI 0xfee000b0ull
-extern bool x2apic;
-static inline void apic_eoi(void) {
-    if (x2apic)
-        wrmsr(MSR_X2APIC_EOI, 0);
-    else
-        *(volatile u32 *)APIC_EOI = 0;
-}
-
-extern u64 tsc_khz, apic_khz;
-void time_init(void);
 
 /* ---- console.c ---- */
 void console_write(const char *s, size_t n);

@@ -25,7 +25,7 @@ struct ram {
 };
 
 extern u8 kernel_end[];
-extern u64 kernel_pml4[], kernel_pdpt[];
+extern u64 kernel_root[], kernel_pdpt[];
 
 struct lacuna_status *status;
 struct lacuna_info *info;
@@ -52,11 +52,8 @@ void *page_alloc(void) {
         heap_next += PAGE;
     }
     unlock(&heap_lock);
-    if (page) {
-        void *to = page;
-        u64 words = PAGE / 8;
-        asm volatile("rep stosq" : "+D"(to), "+c"(words) : "a"(0) : "memory");
-    }
+    if (page)
+        zero_page(page);
     return page;
 }
 
@@ -89,7 +86,7 @@ static u64 *entry_for(u64 *table, u64 va, int level_shift) {
 
 bool map_page(struct space *s, u64 va, u64 pa, u64 flags) {
     lock(&s->lock);
-    u64 *entry = entry_for(s->pml4, va, 12);
+    u64 *entry = entry_for(s->root, va, 12);
     bool vacant = entry && !(*entry & PTE_P);
     if (vacant)
         *entry = pa | flags;
@@ -98,7 +95,7 @@ bool map_page(struct space *s, u64 va, u64 pa, u64 flags) {
 }
 
 u64 translate(struct space *s, u64 va) {
-    u64 *table = s->pml4;
+    u64 *table = s->root;
     if (va < LACUNA_IMAGE_BASE || va >= LACUNA_USER_END)
         return NEVER;
     for (int shift = 39;; shift -= 9) {
@@ -160,7 +157,7 @@ static void make_heap(u64 total, u64 top) {
 
 /* The next entry of the arena, for a page or a block. */
 static u64 *arena_entry(int level_shift) {
-    u64 *entry = entry_for(kernel_pml4, LACUNA_ARENA_BASE + info->arena_bytes, level_shift);
+    u64 *entry = entry_for(kernel_root, LACUNA_ARENA_BASE + info->arena_bytes, level_shift);
     if (!entry)
         panic("no memory for the arena's page tables: give more memory");
     return entry;

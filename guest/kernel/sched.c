@@ -18,12 +18,12 @@
  */
 #include "kernel.h"
 
-static u64 tick_tsc;
+static u64 tick_cycles;
 static u32 slice_ticks;
 
 void sched_init(u64 tick_us, u64 slice_us) {
     tick_us = tick_us ? tick_us : 1;
-    tick_tsc = tick_us * tsc_khz / 1000;
+    tick_cycles = tick_us * clock_khz / 1000;
     slice_ticks = slice_us > tick_us ? (u32)(slice_us / tick_us) : 1;
 }
 
@@ -56,7 +56,7 @@ static void arm(struct cpu *c) {
         at = c->sleepers->wake_at;
     if (at < c->timer_at) {
         c->timer_at = at;
-        apic_timer(at);
+        timer_set(at);
     }
 }
 
@@ -66,7 +66,7 @@ static void arm_for_idle(struct cpu *c) {
     c->tick_at = NEVER;
     if (at != c->timer_at) {
         c->timer_at = at;
-        apic_timer(at);
+        timer_set(at);
     }
 }
 
@@ -91,7 +91,7 @@ static struct thread *pop(struct cpu *c) {
 
 static inline void make_current(struct cpu *c, struct thread *t) {
     c->current = t;
-    c->tss.rsp[0] = (u64)(&t->frame + 1);
+    set_trap_frame(&c->arch, &t->frame);
     if (c->space != t->space)
         space_enter(c, t->space);
 }
@@ -132,7 +132,7 @@ void sched_resume(struct cpu *c) {
         idle(c);
     }
     if (c->tick_at == NEVER) {
-        c->tick_at = rdtsc() + tick_tsc;
+        c->tick_at = clock_read() + tick_cycles;
         arm(c);
     }
     resume(t);
@@ -146,7 +146,7 @@ void sched_next(struct cpu *c) {
     struct thread *next = c->queue.head;
     c->queue.head = next->next;
     make_current(c, next);
-    resume_by_iret(next);
+    resume_any(next);
 }
 
 /* Runs a thread that has waited, before the current one. No other thread runs before it. */
@@ -154,11 +154,11 @@ void sched_preempt(struct cpu *c, struct thread *running, struct thread *woken) 
     prepend(&c->queue, running);
     woken->ticks = slice_ticks;
     make_current(c, woken);
-    resume_by_iret(woken);
+    resume_any(woken);
 }
 
 void sched_tick(struct cpu *c) {
-    u64 now = rdtsc();
+    u64 now = clock_read();
     c->timer_at = NEVER;
     apf_publish(c);
     /* New threads: while woken threads run one after another, only this reads the inbox. */
@@ -171,7 +171,7 @@ void sched_tick(struct cpu *c) {
     }
     struct thread *t = c->current;
     if (t && now >= c->tick_at) {
-        c->tick_at = now + tick_tsc;
+        c->tick_at = now + tick_cycles;
         if (!--t->ticks)
             c->resched = true;
     }
@@ -195,7 +195,7 @@ static void post(struct thread *t, bool woken) {
     bool is_urgent = woken || !to->current; /* idle: it may be about to read the inbox, after us */
     unlock(&to->lock);
     if (is_urgent)
-        apic_send(to->apic_id, VEC_RESCHED);
+        interrupt_send(to->hardware_id, VEC_RESCHED);
 }
 
 /* In this and the following functions, c is the calling processor. */

@@ -7,35 +7,35 @@
 #include <elf.h>
 
 extern const u8 program[]; /* the workload, an ELF file, page-aligned (program.S) */
-extern u64 kernel_pml4[];
+extern u64 kernel_root[];
 
 static struct space spaces[LACUNA_MAX_THREADS];
 static spinlock spaces_lock;
-static u64 keep; /* CR3_KEEP where there are PCIDs, else 0 */
+static u64 keep; /* TABLES_KEEP where the processor has tags, else 0 */
 
 /*
- * PCIDs: a switch keeps the TLB entries of both spaces. A space has the PCID of its place in the
+ * Tags: a switch keeps the TLB entries of both spaces. A space has the tag of its place in the
  * table of spaces, and an earlier space may have had that place. So when a processor enters a space
- * for the first time, it flushes that PCID. No other flush is needed, because the kernel only adds
+ * for the first time, it flushes that tag. No other flush is needed, because the kernel only adds
  * mappings to a space.
  */
 void space_cpu_init(void) {
-    if (!(cpuid(1).ecx >> 17 & 1) || !boot_param("pcid", 1))
+    if (!has_tags() || !boot_param("pcid", 1))
         return;
-    keep = CR3_KEEP;
-    write_cr4(read_cr4() | CR4_PCIDE); /* legal, because CR3 is kernel_pml4 with PCID 0 */
+    keep = TABLES_KEEP;
+    enable_tags(); /* legal, because kernel_root has tag 0 */
 }
 
 void space_enter(struct cpu *c, struct space *s) {
     bool knows = c->generation[s->index] == s->generation;
     c->space = s;
     c->generation[s->index] = s->generation;
-    write_cr3(s->cr3 | (knows ? keep : 0));
+    load_tables(s->tables | (knows ? keep : 0));
 }
 
 void space_leave(struct cpu *c) {
     c->space = NULL;
-    write_cr3((u64)kernel_pml4);
+    load_tables((u64)kernel_root);
 }
 
 static struct space *claim(void) {
@@ -100,11 +100,11 @@ struct space *space_create(u64 *entry) {
     struct space *s = claim();
     if (!s)
         return NULL;
-    s->pml4 = page_alloc();
-    if (s->pml4) {
-        s->cr3 = (u64)s->pml4 | (keep ? s->index + 1 : 0);
-        s->pml4[0] = kernel_pml4[0];
-        s->pml4[LACUNA_ARENA_BASE >> 39] = kernel_pml4[LACUNA_ARENA_BASE >> 39];
+    s->root = page_alloc();
+    if (s->root) {
+        s->tables = (u64)s->root | (keep ? s->index + 1 : 0);
+        s->root[0] = kernel_root[0];
+        s->root[LACUNA_ARENA_BASE >> 39] = kernel_root[LACUNA_ARENA_BASE >> 39];
         if (load_program(s) &&
             map_page(s, LACUNA_STATUS_VA, (u64)status, PTE_P | PTE_W | PTE_U | PTE_NX) &&
             map_page(s, LACUNA_INFO_VA, (u64)info, PTE_P | PTE_U | PTE_NX)) {
@@ -143,10 +143,10 @@ static void free_table(u64 *table, int level) {
 void space_release(struct space *s) {
     if (__atomic_sub_fetch(&s->threads, 1, __ATOMIC_ACQ_REL))
         return;
-    if (s->pml4) {
-        s->pml4[LACUNA_ARENA_BASE >> 39] = 0; /* shared by all spaces */
-        free_table(s->pml4, 4);
-        s->pml4 = NULL;
+    if (s->root) {
+        s->root[LACUNA_ARENA_BASE >> 39] = 0; /* shared by all spaces */
+        free_table(s->root, 4);
+        s->root = NULL;
     }
     __atomic_store_n(&s->used, false, __ATOMIC_RELEASE); /* only now may claim() take it */
 }

@@ -17,7 +17,7 @@ static void cpu_init(u32 i) {
     c->tick_at = c->timer_at = NEVER;
     trap_cpu_init(c);
     space_cpu_init();
-    apic_init();
+    interrupts_init();
     apf_enable(c);
 }
 
@@ -43,24 +43,24 @@ static void start_cpus(void) {
     }
     /* Before any other processor runs, because threads may be assigned to it before it runs. */
     for (u32 i = 0; i < ncpus; i++)
-        cpu_at(i)->apic_id = i;
+        cpu_at(i)->hardware_id = i;
     cpu_init(0);
     time_init();
-    info->tsc_khz = tsc_khz;
+    info->tsc_khz = clock_khz;
     const char *how = lacuna_find_param(info->cmdline, "syscall");
     info->syscall_by_ud2 = how && how[0] == 'u';
     sched_init(boot_param("tick_us", 1000), boot_param("slice_us", 4000));
     __atomic_store_n(&cpus_released, 1, __ATOMIC_SEQ_CST);
     const char *ap = lacuna_find_param(info->cmdline, "ap");
     if (ncpus > 1 && !(ap && ap[0] == 'd')) /* ap=direct: they run already */
-        apic_start_others();
+        start_other_cpus();
 }
 
 _Noreturn void kernel_main(const struct hvm_start_info *start) {
     if (start->magic != HVM_START_MAGIC)
         panic("start_info magic is %x: boot this image by PVH", start->magic);
     mm_init(start);
-    outl(LACUNA_PORT_STATUS, (u32)((u64)status / PAGE));
+    announce_status((u64)status / PAGE);
     trap_init();
     start_cpus();
 

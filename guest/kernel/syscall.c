@@ -4,10 +4,10 @@
 #define FAIL (~0ull)
 #define MAX_SLEEP_NS 1000000000000000000ull
 
-static u64 tsc_after(u64 ns) {
+static u64 clock_after(u64 ns) {
     if (ns > MAX_SLEEP_NS)
         ns = MAX_SLEEP_NS;
-    return rdtsc() + muldiv(ns, tsc_khz, 1000000);
+    return clock_read() + muldiv(ns, clock_khz, 1000000);
 }
 
 /* Copies only within pages that the table walk found, so no fault can happen here. */
@@ -28,7 +28,8 @@ static u64 sys_write(struct thread *t, u64 va, u64 bytes) {
 }
 
 static u64 sys_thread(struct thread *t, u64 cpu) {
-    const u64 args[3] = {t->frame.rdi, t->frame.rsi, t->frame.rdx};
+    const u64 args[3] = {frame_argument(&t->frame, 0), frame_argument(&t->frame, 1),
+                         frame_argument(&t->frame, 2)};
     __atomic_fetch_add(&t->space->threads, 1, __ATOMIC_RELAXED);
     int slot = thread_create(t, t->space, args, cpu);
     if (slot < 0)
@@ -37,7 +38,8 @@ static u64 sys_thread(struct thread *t, u64 cpu) {
 }
 
 static u64 sys_spawn(struct thread *t, u64 cpu) {
-    const u64 args[3] = {t->frame.rdi, t->frame.rsi, t->frame.rdx};
+    const u64 args[3] = {frame_argument(&t->frame, 0), frame_argument(&t->frame, 1),
+                         frame_argument(&t->frame, 2)};
     u64 entry;
     struct space *space = space_create(&entry);
     if (!space)
@@ -69,7 +71,7 @@ static u64 sys_rdmsr(struct thread *t, u64 index, u64 va) {
 static u64 privileged(struct thread *t, u64 a, u64 b) {
     if (t->kill_at)
         return FAIL;
-    switch (t->frame.rax) {
+    switch (frame_call(&t->frame)) {
     case LACUNA_SYS_RDMSR: return sys_rdmsr(t, a, b);
     case LACUNA_SYS_WRMSR: return msr_write((u32)a, b) ? FAIL : 0;
     case LACUNA_SYS_APF_ENABLE: return apf_enable(t->cpu) ? 0 : FAIL;
@@ -79,14 +81,14 @@ static u64 privileged(struct thread *t, u64 a, u64 b) {
 }
 
 static void sys_sleep(struct cpu *c, struct thread *t, u64 ns) {
-    u64 at = tsc_after(ns);
+    u64 at = clock_after(ns);
     if (t->kill_at && at > t->kill_at)
         at = t->kill_at;
     sched_sleep(c, at);
 }
 
 static void sys_confine(struct thread *t, u64 ns) {
-    u64 at = tsc_after(ns);
+    u64 at = clock_after(ns);
     if (!t->kill_at || at < t->kill_at)
         t->kill_at = at;
 }
@@ -94,7 +96,7 @@ static void sys_confine(struct thread *t, u64 ns) {
 /* Once the thread has moved, it may run on CPU 0 at once, so its frame must not be used here. */
 static void sys_cpu_offline(struct cpu *c, struct thread *t) {
     if (t->kill_at || c == cpu_at(0)) {
-        t->frame.rax = FAIL;
+        frame_set_result(&t->frame, FAIL);
         return;
     }
     apf_disable(c);
@@ -103,30 +105,30 @@ static void sys_cpu_offline(struct cpu *c, struct thread *t) {
 
 void syscall(struct cpu *c, struct thread *t) {
     struct frame *f = &t->frame;
-    u64 a = f->rdi, b = f->rsi, number = f->rax;
-    f->rax = 0;
+    u64 a = frame_argument(f, 0), b = frame_argument(f, 1), number = frame_call(f);
+    frame_set_result(f, 0);
     switch (number) {
     case LACUNA_SYS_EXIT: thread_exit(t, (u32)a); break;
-    case LACUNA_SYS_WRITE: f->rax = sys_write(t, a, b); break;
+    case LACUNA_SYS_WRITE: frame_set_result(f, sys_write(t, a, b)); break;
     case LACUNA_SYS_YIELD: sched_yield(c); break;
     case LACUNA_SYS_SLEEP: sys_sleep(c, t, a); break;
-    case LACUNA_SYS_NOW: f->rax = muldiv(rdtsc(), 1000000, tsc_khz); break;
-    case LACUNA_SYS_THREAD: f->rax = sys_thread(t, f->r10); break;
-    case LACUNA_SYS_SPAWN: f->rax = sys_spawn(t, f->r10); break;
+    case LACUNA_SYS_NOW: frame_set_result(f, muldiv(clock_read(), 1000000, clock_khz)); break;
+    case LACUNA_SYS_THREAD: frame_set_result(f, sys_thread(t, frame_argument(f, 3))); break;
+    case LACUNA_SYS_SPAWN: frame_set_result(f, sys_spawn(t, frame_argument(f, 3))); break;
     case LACUNA_SYS_WAIT: thread_wait(c); break;
-    case LACUNA_SYS_SELF: f->rax = t->slot; break;
-    case LACUNA_SYS_GPA: f->rax = translate(t->space, a); break;
-    case LACUNA_SYS_ALIAS: f->rax = sys_alias(t, a, b); break;
+    case LACUNA_SYS_SELF: frame_set_result(f, t->slot); break;
+    case LACUNA_SYS_GPA: frame_set_result(f, translate(t->space, a)); break;
+    case LACUNA_SYS_ALIAS: frame_set_result(f, sys_alias(t, a, b)); break;
     case LACUNA_SYS_CONFINE: sys_confine(t, a); break;
     case LACUNA_SYS_RDMSR:
     case LACUNA_SYS_WRMSR:
     case LACUNA_SYS_KCALL:
     case LACUNA_SYS_APF_ENABLE:
     case LACUNA_SYS_APF_DISABLE:
-        f->rax = number;
-        f->rax = privileged(t, a, b);
+        frame_set_call(f, number);
+        frame_set_result(f, privileged(t, a, b));
         break;
     case LACUNA_SYS_CPU_OFFLINE: sys_cpu_offline(c, t); break;
-    default: f->rax = FAIL; break;
+    default: frame_set_result(f, FAIL); break;
     }
 }

@@ -42,8 +42,8 @@ static struct cpu *choose_cpu(u64 hint) {
     return cpu_at(__atomic_fetch_add(&next_cpu, 1, __ATOMIC_RELAXED) % ncpus);
 }
 
-/* Makes a thread in `space`. The space's count of threads includes it already. args: entry, rdi,
- * rsi. */
+/* Makes a thread in `space`. The space's count of threads includes it already. args: see
+ * frame_start. */
 int thread_create(struct thread *parent, struct space *space, const u64 args[3], u64 cpu) {
     u64 stack_top;
     struct thread *t = claim(parent);
@@ -55,17 +55,11 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
     }
     t->space = space;
     t->cpu = choose_cpu(cpu);
-    t->frame.rip = args[0];
-    t->frame.rdi = args[1];
-    t->frame.rsi = args[2];
-    t->frame.rsp = stack_top - 8; /* as if called: the compiler relies on that alignment */
-    t->frame.rflags = 0x202;
-    t->frame.cs = SEL_UCODE;
-    t->frame.ss = SEL_UDATA;
+    frame_start(&t->frame, args, stack_top);
     struct lacuna_status_entry *e = &status->entry[t->slot];
     __builtin_memset(e, 0, sizeof *e);
     e->kind = LACUNA_KIND_OTHER;
-    e->cpu = t->cpu->apic_id;
+    e->cpu = t->cpu->hardware_id;
     int slot = (int)t->slot; /* once started, t may end before this function returns */
     sched_start(parent ? parent->cpu : cpu_at(0), t);
     return slot;
@@ -86,7 +80,7 @@ static void tell_parent(struct cpu *c, struct thread *parent, u32 status_code) {
         parent->worst_status = status_code;
     if (--parent->children || parent->state != WAITING)
         return;
-    parent->frame.rax = parent->worst_status;
+    frame_set_result(&parent->frame, parent->worst_status);
     parent->worst_status = 0;
     parent->state = ALIVE;
     sched_wake(c, parent);
@@ -114,7 +108,7 @@ void thread_wait(struct cpu *c) {
     if (t->children) {
         sched_block(c, WAITING);
     } else {
-        t->frame.rax = t->worst_status;
+        frame_set_result(&t->frame, t->worst_status);
         t->worst_status = 0;
     }
     unlock(&tree_lock);

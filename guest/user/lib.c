@@ -1,26 +1,14 @@
 /* The implementation of lacuna.h. */
 #include "lacuna.h"
 #include "lacuna/format.h"
+#include "library.h"
 
 #define INFO ((const struct lacuna_info *)LACUNA_INFO_VA)
 
 __attribute__((visibility("hidden"))) void thread_start(void);
 
 static uint64_t call(uint64_t number, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-    register uint64_t r10 __asm__("r10") = d;
-    if (INFO->syscall_by_ud2) {
-        number |= LACUNA_UD2_MARK << 32;
-        __asm__ volatile("ud2"
-                         : "+a"(number)
-                         : "D"(a), "S"(b), "d"(c), "r"(r10)
-                         : "memory");
-    } else {
-        __asm__ volatile("syscall"
-                         : "+a"(number)
-                         : "D"(a), "S"(b), "d"(c), "r"(r10)
-                         : "rcx", "r11", "memory");
-    }
-    return number;
+    return system_call(INFO, number, a, b, c, d);
 }
 
 int lacuna_printf(const char *fmt, ...) {
@@ -67,10 +55,7 @@ int lacuna_alias(void *at, const void *arena_page) {
 uint64_t lacuna_now_ns(void) { return lacuna_tsc_to_ns(lacuna_tsc()); }
 
 uint64_t lacuna_tsc_to_ns(uint64_t cycles) {
-    uint64_t lo = cycles, hi;
-    __asm__("mulq %2" : "+a"(lo), "=d"(hi) : "r"(1000000ull));
-    __asm__("divq %2" : "+a"(lo), "+d"(hi) : "r"(INFO->tsc_khz));
-    return lo;
+    return multiply_divide(cycles, 1000000, INFO->tsc_khz);
 }
 
 void lacuna_sleep_ns(uint64_t ns) { call(LACUNA_SYS_SLEEP, ns, 0, 0, 0); }

@@ -1,22 +1,14 @@
 /* The four functions that the compiler may call in a freestanding program. */
-#include <stddef.h>
+#include "library.h"
 
 void *memcpy(void *restrict to, const void *restrict from, size_t n) {
-    void *result = to;
-    size_t words = n / 8;
-    n %= 8;
-    asm volatile("rep movsq" : "+D"(to), "+S"(from), "+c"(words) : : "memory");
-    asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(n) : : "memory");
-    return result;
+    copy_up(to, from, n);
+    return to;
 }
 
 void *memset(void *to, int v, size_t n) {
-    void *result = to;
-    size_t words = n / 8, pattern = (unsigned char)v * 0x0101010101010101ull;
-    n %= 8;
-    asm volatile("rep stosq" : "+D"(to), "+c"(words) : "a"(pattern) : "memory");
-    asm volatile("rep stosb" : "+D"(to), "+c"(n) : "a"(pattern) : "memory");
-    return result;
+    fill(to, (unsigned char)v, n);
+    return to;
 }
 
 void *memmove(void *to, const void *from, size_t n) {

@@ -42,7 +42,7 @@ static int faulter(uint64_t index) {
     return 0;
 }
 
-/* Starts a process; with processes=0 a thread of this process, so that CR3 does not change. */
+/* Starts a process; with processes=0 a thread of this process, which keeps the address space. */
 static int begin(lacuna_main_fn *fn, uint64_t index, uint64_t cpu) {
     return (lacuna_param("processes", 1) ? lacuna_spawn : lacuna_thread)(fn, index, cpu);
 }

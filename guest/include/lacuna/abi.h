@@ -46,13 +46,8 @@
 #define LACUNA_KIND_FAULTER 2
 #define LACUNA_KIND_OTHER 3
 
-/*
- * ---- system calls: number in rax, arguments in rdi rsi rdx r10, result in rax ----
- * The call is the syscall instruction. With the boot parameter syscall=ud2, which the info page
- * passes on, it is ud2 with a mark in the upper half of rax. That is for hosts that deliver
- * exceptions from CPL 3 but neither syscall nor int (kvm_pvm, seen on Linux 6.18: syscall arrives
- * at LSTAR still in CPL 3, and int n is #UD).
- */
+/* ---- system calls: a number, up to four arguments, one result. The processor's instruction and
+ * registers are in user/arch/ARCH/library.h. ---- */
 #define LACUNA_UD2_MARK 0x4c414355ull
 #define LACUNA_SYS_EXIT 0    /* (status) */
 #define LACUNA_SYS_WRITE 1   /* (buffer, bytes) -> bytes or -1 */

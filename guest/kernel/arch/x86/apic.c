@@ -28,18 +28,18 @@ static void write(u32 reg, u32 v) {
 
 static u32 read(u32 reg) { return x2apic ? (u32)rdmsr(MSR_X2APIC + reg) : *mmio(reg); }
 
-static void send(u32 apic_id, u32 command) {
+static void send(u32 hardware_id, u32 command) {
     if (x2apic) {
-        wrmsr(MSR_X2APIC + ICR, (u64)apic_id << 32 | command);
+        wrmsr(MSR_X2APIC + ICR, (u64)hardware_id << 32 | command);
         return;
     }
-    *mmio(ICR_HIGH) = apic_id << 24;
+    *mmio(ICR_HIGH) = hardware_id << 24;
     *mmio(ICR) = command;
     while (*mmio(ICR) & ICR_BUSY)
         pause();
 }
 
-void apic_init(void) {
+void interrupts_init(void) {
     struct cpuid features = cpuid(1);
     x2apic = features.ecx >> 21 & 1;
     tsc_deadline = features.ecx >> 24 & 1;
@@ -56,7 +56,7 @@ void apic_init(void) {
 }
 
 /* Programs the timer for a TSC value. It may fire too early: the scheduler then reads the clock. */
-void apic_timer(u64 at) {
+void timer_set(u64 at) {
     if (tsc_deadline) {
         wrmsr(MSR_TSC_DEADLINE, at == NEVER ? 0 : at);
         return;
@@ -66,9 +66,9 @@ void apic_timer(u64 at) {
         return;
     }
     u64 now = rdtsc(), wait = at > now ? at - now : 1;
-    if (wait > tsc_khz * 1000)
-        wait = tsc_khz * 1000; /* a second fits 32 bits of any bus clock */
-    u64 count = muldiv(wait, apic_khz, tsc_khz);
+    if (wait > clock_khz * 1000)
+        wait = clock_khz * 1000; /* a second fits 32 bits of any bus clock */
+    u64 count = muldiv(wait, apic_khz, clock_khz);
     write(TIMER_INITIAL, count ? (u32)count : 1);
 }
 
@@ -79,15 +79,15 @@ void apic_timer_free_run(void) {
 
 u32 apic_timer_elapsed(void) { return ~0u - read(TIMER_CURRENT); }
 
-void apic_send(u32 apic_id, u32 vector) { send(apic_id, vector | 0x4000); }
+void interrupt_send(u32 hardware_id, u32 vector) { send(hardware_id, vector | 0x4000); }
 
 static void delay_us(u64 us) {
-    for (u64 end = rdtsc() + us * tsc_khz / 1000; rdtsc() < end;)
+    for (u64 end = rdtsc() + us * clock_khz / 1000; rdtsc() < end;)
         pause();
 }
 
 /* INIT, then SIPI to each by id. Processors count from 0 without gaps. */
-void apic_start_others(void) {
+void start_other_cpus(void) {
     extern u8 trampoline[], trampoline_end[];
     __builtin_memcpy((void *)TRAMPOLINE, trampoline, (size_t)(trampoline_end - trampoline));
     for (u32 i = 1; i < ncpus; i++) {

@@ -29,7 +29,7 @@ start32:
     cld
     movl $CR4_BITS, %eax
     movl %eax, %cr4
-    movl $kernel_pml4, %eax
+    movl $kernel_root, %eax
     movl %eax, %cr3
     movl $0xc0000080, %ecx
     movl $EFER_BITS, %eax
@@ -48,7 +48,7 @@ trampoline:
     movw %ax, %ds
     movl $CR4_BITS, %eax
     movl %eax, %cr4
-    movl $kernel_pml4, %eax
+    movl $kernel_root, %eax
     movl %eax, %cr3
     movl $0xc0000080, %ecx
     movl $EFER_BITS, %eax
@@ -70,7 +70,7 @@ start64:
     cld
     movl $CR4_BITS, %eax
     movq %rax, %cr4
-    movl $kernel_pml4, %eax
+    movl $kernel_root, %eax
     movq %rax, %cr3
     movl $0xc0000080, %ecx
     rdmsr
@@ -129,8 +129,8 @@ boot_gdtr:
 
 /* The first 4 GiB in 2 MiB pages, supervisor only. mm.c adds what lies above. */
     .balign 4096
-    .globl kernel_pml4
-kernel_pml4:
+    .globl kernel_root
+kernel_root:
     .quad kernel_pdpt + 3
     .fill 511, 8, 0
     .globl kernel_pdpt

@@ -7,16 +7,16 @@
 
 #define CALIBRATE_MS 10
 
-u64 tsc_khz, apic_khz = 1000000;
+u64 clock_khz, apic_khz = 1000000;
 
 static bool told_by_cpuid(void) {
     if (kvm_leaves() < 0x40000010)
         return false;
     struct cpuid clocks = cpuid(0x40000010);
-    tsc_khz = clocks.eax;
+    clock_khz = clocks.eax;
     if (clocks.ebx)
         apic_khz = clocks.ebx;
-    return tsc_khz != 0;
+    return clock_khz != 0;
 }
 
 void time_init(void) {
@@ -27,8 +27,8 @@ void time_init(void) {
     u64 tsc = rdtsc();
     while (apic_timer_elapsed() - from < CALIBRATE_MS * apic_khz)
         pause();
-    tsc_khz = (rdtsc() - tsc) / CALIBRATE_MS;
-    if (!tsc_khz)
-        tsc_khz = 1;
-    apic_init();
+    clock_khz = (rdtsc() - tsc) / CALIBRATE_MS;
+    if (!clock_khz)
+        clock_khz = 1;
+    interrupts_init();
 }

@@ -125,15 +125,15 @@ idle: /* rdi = processor */
     cli /* if the host ended the halt without an interrupt: look for work, halt again */
     jmp sched_resume
 
-    .globl resume, resume_by_iret
+    .globl resume, resume_any
 resume: /* rdi = thread, which begins with its frame */
     cmpl $VEC_SYSCALL, 8 * 15(%rdi)
-    jne resume_by_iret
+    jne resume_any
     movq %rdi, %rsp
     RESTORE
     movq 40(%rsp), %rsp /* rcx and r11 hold rip and rflags as syscall left them */
     sysretq
-resume_by_iret: /* works for every kind of frame */
+resume_any: /* works for every kind of frame */
     movq %rdi, %rsp
     RESTORE
     addq $16, %rsp

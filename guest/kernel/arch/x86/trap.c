@@ -30,17 +30,18 @@ void trap_init(void) {
 }
 
 void trap_cpu_init(struct cpu *c) {
-    u64 tss = (u64)&c->tss;
-    c->tss.ist[0] = (u64)(c->fatal_stack + sizeof c->fatal_stack);
-    c->tss.io_map = sizeof c->tss;
-    c->gdt[1] = 0x00af9b000000ffff;
-    c->gdt[2] = 0x00cf93000000ffff;
-    c->gdt[3] = 0x00cff3000000ffff;
-    c->gdt[4] = 0x00affb000000ffff;
-    c->gdt[5] = (sizeof c->tss - 1) | (tss & 0xffffff) << 16 | 0x89ull << 40 |
+    u64 tss = (u64)&c->arch.tss;
+    c->arch.tss.ist[0] = (u64)(c->fatal_stack + sizeof c->fatal_stack);
+    c->arch.tss.io_map = sizeof c->arch.tss;
+    c->arch.gdt[1] = 0x00af9b000000ffff;
+    c->arch.gdt[2] = 0x00cf93000000ffff;
+    c->arch.gdt[3] = 0x00cff3000000ffff;
+    c->arch.gdt[4] = 0x00affb000000ffff;
+    c->arch.gdt[5] = (sizeof c->arch.tss - 1) | (tss & 0xffffff) << 16 | 0x89ull << 40 |
                 (tss >> 24 & 0xff) << 56;
-    c->gdt[6] = tss >> 32;
-    struct pointer gdtr = {sizeof c->gdt - 1, (u64)c->gdt}, idtr = {sizeof idt - 1, (u64)idt};
+    c->arch.gdt[6] = tss >> 32;
+    struct pointer gdtr = {sizeof c->arch.gdt - 1, (u64)c->arch.gdt};
+    struct pointer idtr = {sizeof idt - 1, (u64)idt};
     asm volatile("lgdt %0" : : "m"(gdtr));
     asm volatile("lidt %0" : : "m"(idtr));
     load_segments();
@@ -55,15 +56,15 @@ void trap_cpu_init(struct cpu *c) {
 static void interrupt(struct cpu *c, u64 vector) {
     switch (vector) {
     case VEC_TIMER:
-        apic_eoi();
+        interrupt_end();
         sched_tick(c);
         break;
     case VEC_RESCHED:
-        apic_eoi();
+        interrupt_end();
         sched_woken(c);
         break;
     case VEC_APF_READY:
-        apic_eoi();
+        interrupt_end();
         apf_interrupt(c);
         break;
     case VEC_SPURIOUS: /* has no EOI */

@@ -1,0 +1,128 @@
+/* What the kernel's shared files use of the processor. kernel.h includes this file. */
+#ifndef ARCH_H
+#define ARCH_H
+
+#include "layout.h"
+#include "lacuna/abi.h"
+#include "x86.h"
+
+/* ---- the frame of a thread: its registers, as trap.S saves them ---- */
+struct frame {
+    u64 r15, r14, r13, r12, rbp, rbx, r11, r10, r9, r8, rax, rcx, rdx, rsi, rdi;
+    u64 vector, error;
+    u64 rip, cs, rflags, rsp, ss;
+};
+
+_Static_assert(sizeof(struct frame) % 16 == 0, "the processor aligns RSP0 down");
+
+/* Argument i of a system call, 0 to 3. */
+static inline u64 frame_argument(const struct frame *f, int i) {
+    switch (i) {
+    case 0: return f->rdi;
+    case 1: return f->rsi;
+    case 2: return f->rdx;
+    default: return f->r10;
+    }
+}
+
+/* The number of a system call is where its result will be. */
+static inline u64 frame_call(const struct frame *f) { return f->rax; }
+static inline void frame_set_call(struct frame *f, u64 number) { f->rax = number; }
+static inline void frame_set_result(struct frame *f, u64 result) { f->rax = result; }
+
+/* The first frame of a thread: args are its entry point and the two arguments of that. */
+static inline void frame_start(struct frame *f, const u64 args[3], u64 stack_top) {
+    f->rip = args[0];
+    f->rdi = args[1];
+    f->rsi = args[2];
+    f->rsp = stack_top - 8; /* as if called: the compiler relies on that alignment */
+    f->rflags = 0x202;
+    f->cs = SEL_UCODE;
+    f->ss = SEL_UDATA;
+}
+
+/* ---- the processor's own structures: the first member of struct cpu ---- */
+struct tss {
+    u32 reserved0;
+    u64 rsp[3], reserved1, ist[7], reserved2;
+    u16 reserved3, io_map;
+} __attribute__((packed));
+
+struct arch_cpu {
+    u64 scratch;
+    u32 pad;
+    struct tss tss;
+    u64 gdt[7];
+};
+
+_Static_assert(offsetof(struct arch_cpu, scratch) == CPU_SCRATCH, "layout.h");
+_Static_assert(offsetof(struct arch_cpu, tss.rsp) == CPU_RSP0, "layout.h");
+
+/* The next trap from user mode saves its frame here. */
+static inline void set_trap_frame(struct arch_cpu *c, struct frame *f) {
+    c->tss.rsp[0] = (u64)(f + 1);
+}
+
+/* ---- time: a clock that never stops, in cycles ---- */
+static inline u64 clock_read(void) { return rdtsc(); }
+
+/* ---- memory ---- */
+static inline void zero_page(void *page) {
+    u64 words = PAGE / 8;
+    asm volatile("rep stosq" : "+D"(page), "+c"(words) : "a"(0) : "memory");
+}
+
+/*
+ * Tags: the TLB marks each entry with the tag of its address space (PCID). The tag is in the low
+ * bits of the value that load_tables takes; the address of the root table is in the others.
+ */
+#define TABLES_KEEP CR3_KEEP /* in that value: keep the TLB entries with this tag */
+static inline bool has_tags(void) { return cpuid(1).ecx >> 17 & 1; }
+/* The tables in use must have tag 0. */
+static inline void enable_tags(void) { write_cr4(read_cr4() | CR4_PCIDE); }
+static inline void load_tables(u64 value) { write_cr3(value); }
+
+/* ---- the host's devices ---- */
+static inline void console_out(u8 byte) { outb(LACUNA_PORT_COM1, byte); }
+static inline void announce_status(u64 frame) { outl(LACUNA_PORT_STATUS, (u32)frame); }
+static inline void exit_machine(u32 code) { outl(LACUNA_PORT_EXIT, code); }
+
+/* ---- trap.S, trap.c ---- */
+struct cpu;
+struct thread;
+extern u8 trap_stubs[], msr_read_insn[], msr_write_insn[], msr_failed[];
+void syscall_entry(void);
+void page_fault_entry(void);
+void page_ready_entry(void);
+_Noreturn void idle(struct cpu *c);
+_Noreturn void resume(struct thread *t);
+void resume_any(struct thread *t); /* not _Noreturn: gcc then jumps instead of calling */
+void load_segments(void);
+int msr_read(u32 index, u64 *value);
+int msr_write(u32 index, u64 value);
+void trap_init(void);
+void trap_cpu_init(struct cpu *c);
+
+static inline void interrupts_off(void) { asm volatile("cli"); }
+static inline void halt(void) { asm volatile("cli; hlt"); }
+
+/* ---- apic.c: interrupts, timer, other processors; time.c: clock frequencies ---- */
+void interrupts_init(void);
+void interrupt_send(u32 hardware_id, u32 vector);
+void timer_set(u64 at); /* NEVER stops it */
+void start_other_cpus(void);
+void apic_timer_free_run(void);
+u32 apic_timer_elapsed(void);
+#define APIC_EOI 0xfee000b0ull
+extern bool x2apic;
+static inline void interrupt_end(void) {
+    if (x2apic)
+        wrmsr(MSR_X2APIC_EOI, 0);
+    else
+        *(volatile u32 *)APIC_EOI = 0;
+}
+
+extern u64 clock_khz, apic_khz;
+void time_init(void);
+
+#endif
