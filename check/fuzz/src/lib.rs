@@ -23,7 +23,7 @@
 //! | `monitor` | random operations of the host and the VMM while the VM runs |
 //! | `shadow` | oracles of dirty tracking, and of data that leaks between VMs |
 //! | `place`, `runtime` | the guest's memory map, and its handler of every exception |
-//! | `program`, `values`, `asm` | blocks of random instructions |
+//! | `program`, `values`, `asm` | sequences of random instructions |
 //! | `pulse`, `tally` | detects hangs and collects panics; counts what was reached |
 //!
 //! An oracle panics when it fails. [`Campaign`] catches the panic and records a [`Finding`].

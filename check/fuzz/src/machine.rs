@@ -51,7 +51,7 @@ struct Runner {
     stuck: u32,
 }
 
-struct World {
+struct Simulator {
     rng: Rng,
     plan: Plan,
     clock: Arc<VirtualClock>,
@@ -63,19 +63,19 @@ struct World {
 
 /// Runs one seed. Returns the hash of everything that happened.
 pub fn run(run: &mut Run<'_>) -> u64 {
-    let mut world = World::new(run);
+    let mut simulator = Simulator::new(run);
     for slice in 0..SLICES {
         run.pulse.beat();
-        world.turn(run);
+        simulator.turn(run);
         if slice % 64 == 63 {
-            world.compare();
+            simulator.compare();
         }
-        world.verify(run);
+        simulator.verify(run);
     }
-    world.finish(run)
+    simulator.finish(run)
 }
 
-impl World {
+impl Simulator {
     fn new(run: &Run<'_>) -> Self {
         let mut rng = Rng::with_seed(run.seed);
         let vcpus = rng.usize(1..=3);
@@ -83,7 +83,7 @@ impl World {
         run.pulse.doing(&format!("{plan:?}"));
         let clock = Arc::new(VirtualClock::default());
         let host = plan.host(Arc::clone(&clock) as Arc<dyn Clock>);
-        let mut world = Self {
+        let mut simulator = Self {
             rng,
             plan,
             clock,
@@ -92,10 +92,10 @@ impl World {
             runners: Vec::new(),
             hash: 0xcbf2_9ce4_8422_2325,
         };
-        for _ in 0..world.plan.vms {
-            world.add_vm();
+        for _ in 0..simulator.plan.vms {
+            simulator.add_vm();
         }
-        world
+        simulator
     }
 
     fn add_vm(&mut self) {

@@ -60,7 +60,7 @@ const OPERATIONS: &[Operation] = &[
     ("huge leaves", 4, Monitor::limit_huge),
     ("host write", 8, Monitor::write),
     ("host read", 4, Monitor::read),
-    ("new block", 16, Monitor::rewrite_block),
+    ("new sequence", 16, Monitor::rewrite_sequence),
     ("latency", 2, |m, _| m.turn_latency()),
     ("apf", 3, Monitor::switch_apf),
     ("advise", 1, Monitor::advise),
@@ -394,10 +394,10 @@ impl Monitor {
         self.refuse(read);
     }
 
-    fn rewrite_block(&mut self, subject: &Subject) {
+    fn rewrite_sequence(&mut self, subject: &Subject) {
         for _ in 0..self.rng.u8(1..6) {
-            let index = self.rng.u64(..BLOCK_COUNT);
-            let written = subject.rewrite_block(index, &mut self.rng);
+            let index = self.rng.u64(..SEQUENCE_COUNT);
+            let written = subject.rewrite_sequence(index, &mut self.rng);
             self.refuse(written);
         }
     }

@@ -4,14 +4,14 @@
 //! 0x0000   boot data, as every image has it (lacuna_machine::Boot)
 //! 0x10000  runtime: entry, stubs, the handler     0x14000 GDT, 0x15000 IDT, 0x16000 TSS
 //! 0x18000  the good page tables, which the handler loads
-//! 0x20000  a page a vCPU: its next block, its word for async page faults, its interrupt stack
+//! 0x20000  a page a vCPU: its next sequence, its word for async page faults, its interrupt stack
 //! 0x30000  counters: exceptions by vector, then acts by label
-//! 0x34000  the blocks' entry states                            0x40000 the blocks
+//! 0x34000  the sequences' entry states                         0x40000 the sequences
 //! 0x60000  page tables that the guest changes at random
 //! 0x80000  data, to the end of memory
 //! ```
 //! Below 8 GiB, guest-virtual addresses equal guest-physical ones, except for the alias of the
-//! blocks at 1 GiB. CPL 3 executes the blocks by that alias.
+//! sequences at 1 GiB. CPL 3 executes the sequences by that alias.
 
 /// First instruction of every vCPU.
 pub const RUNTIME: u64 = 0x1_0000;
@@ -29,7 +29,7 @@ pub const TSS_SIZE: u64 = 0x80;
 pub const GOOD: u64 = 0x1_8000;
 /// The per-vCPU pages.
 pub const PER_CPU: u64 = 0x2_0000;
-/// Offset in a per-vCPU page: index of the block that the vCPU executes.
+/// Offset in a per-vCPU page: index of the sequence that the vCPU executes.
 pub const NEXT: i32 = 0;
 /// Offset in a per-vCPU page: whether the guest never acknowledges async page faults.
 pub const HOSTILE: i32 = 8;
@@ -37,24 +37,24 @@ pub const HOSTILE: i32 = 8;
 pub const AREA: i32 = 0x40;
 /// Exceptions and interrupts by vector.
 pub const VECTORS: u64 = 0x3_0000;
-/// Blocks begun.
+/// Sequences begun.
 pub const BEGUN: u64 = 0x3_0800;
 /// Acts that were completed, by label.
 pub const ACTS: u64 = 0x3_1000;
 /// The number of labels that fit.
 pub const LABELS: usize = 512;
-/// Entry states of the blocks.
+/// Entry states of the sequences.
 pub const STATES: u64 = 0x3_4000;
 /// Distance of two entry states.
 pub const STATE_SIZE: u64 = 64;
-/// The blocks.
-pub const BLOCKS: u64 = 0x4_0000;
-/// Number of blocks; a power of two.
-pub const BLOCK_COUNT: u64 = 128;
+/// The sequences.
+pub const SEQUENCES: u64 = 0x4_0000;
+/// Number of sequences; a power of two.
+pub const SEQUENCE_COUNT: u64 = 128;
 /// Bytes of each.
-pub const BLOCK_SIZE: u64 = 512;
-/// Address of the blocks for CPL 3.
-pub const USER_BLOCKS: u64 = 1 << 30;
+pub const SEQUENCE_SIZE: u64 = 512;
+/// Address of the sequences for CPL 3.
+pub const USER_SEQUENCES: u64 = 1 << 30;
 /// Page tables that the guest changes at random: PML4, PDPT, PD and PTs, linked at first.
 pub const PLAY: u64 = 0x6_0000;
 /// How many of these tables there are.
@@ -81,7 +81,7 @@ pub const EXTRAS: u64 = 4;
 pub const READY_VECTOR: u8 = 0xec;
 /// Vector of the local APIC's timer, most of the time.
 pub const TIMER_VECTOR: u8 = 0xe0;
-/// INT n by which a block ends.
+/// INT n by which a sequence ends.
 pub const END_VECTOR: u8 = 0x20;
 /// INT n by which SYSCALL reaches the handler.
 pub const SYSCALL_VECTOR: u8 = 0x21;

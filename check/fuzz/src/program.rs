@@ -1,4 +1,5 @@
-//! Blocks of random instructions. A block consists of *acts*: a few instructions with one purpose.
+//! Sequences of random instructions. A sequence consists of *acts*: a few instructions with one
+//! purpose.
 //!
 //! An act that completes counts itself under its label in the guest's memory. So the table at the
 //! end shows what was executed, not only what was generated.
@@ -13,7 +14,7 @@ use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
 
-/// The privilege of a block.
+/// The privilege of a sequence.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Kernel,
@@ -42,7 +43,7 @@ impl Labels {
     }
 }
 
-/// Generates blocks.
+/// Generates sequences.
 pub struct Author<'a> {
     /// The source of everything drawn.
     pub rng: &'a mut Rng,
@@ -52,8 +53,8 @@ pub struct Author<'a> {
     pub labels: &'a mut Labels,
 }
 
-/// A block and the state in which it is entered.
-pub struct Block {
+/// A sequence and the state in which it is entered.
+pub struct Sequence {
     /// Its instructions.
     pub code: Vec<u8>,
     /// RIP, CS, RFLAGS, RSP, SS.
@@ -62,15 +63,15 @@ pub struct Block {
 
 /// Registers that acts may change: all but RSP.
 const FREE: [Reg; 15] = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
-/// Registers that hold addresses in a block.
+/// Registers that hold addresses in a sequence.
 const POINTERS: [Reg; 6] = [3, 5, 8, 9, 13, 14];
-/// The last offset at which an act may begin. Behind it there is room for one act and the block's
-/// end.
-const LIMIT: usize = BLOCK_SIZE as usize - 112;
+/// The last offset at which an act may begin. Behind it there is room for one act and the end of
+/// the sequence.
+const LIMIT: usize = SEQUENCE_SIZE as usize - 112;
 
 impl Author<'_> {
-    /// Generates the block for `index`.
-    pub fn block(&mut self, index: u64) -> Block {
+    /// Generates the sequence for `index`.
+    pub fn sequence(&mut self, index: u64) -> Sequence {
         let mode = match self.rng.u8(..8) {
             ..3 => Mode::User,
             _ => Mode::Kernel,
@@ -88,8 +89,8 @@ impl Author<'_> {
             acts -= 1;
         }
         a.raw(&[0xcd, END_VECTOR]);
-        debug_assert!(a.bytes.len() <= BLOCK_SIZE as usize, "{}", a.bytes.len());
-        Block {
+        debug_assert!(a.bytes.len() <= SEQUENCE_SIZE as usize, "{}", a.bytes.len());
+        Sequence {
             code: a.bytes,
             state: self.state(index, mode),
         }
@@ -98,8 +99,8 @@ impl Author<'_> {
     fn state(&mut self, index: u64, mode: Mode) -> Vec<u8> {
         let rng = &mut *self.rng;
         let (start, cs, ss) = match mode {
-            Mode::User => (USER_BLOCKS, USER_CS, USER_SS),
-            Mode::Kernel => (BLOCKS, KERNEL_CS, KERNEL_SS),
+            Mode::User => (USER_SEQUENCES, USER_CS, USER_SS),
+            Mode::Kernel => (SEQUENCES, KERNEL_CS, KERNEL_SS),
         };
         let mut flags = 2 | u64::from(rng.u8(..4) != 0) << 9;
         for (bit, odds) in [(8, 40), (10, 8), (12, 4), (13, 4), (18, 8)] {
@@ -109,7 +110,7 @@ impl Author<'_> {
             0 => values::address(rng, self.memory),
             _ => values::data(rng, self.memory) & !7,
         };
-        let rip = start + index * BLOCK_SIZE;
+        let rip = start + index * SEQUENCE_SIZE;
         words(&[rip, cs.into(), flags, stack, ss.into()])
     }
 

@@ -2,9 +2,9 @@
 //!
 //! Every vector has an interrupt gate that switches to the interrupt stack of the vCPU (IST 1), so
 //! the handler always has a stack. The handler counts the vector, loads the good page tables, and
-//! acknowledges interrupts and async faults. It never returns: it enters the next block, with the
-//! state from that block's table. If the runtime cannot continue, there is a triple fault. The VMM
-//! then writes the runtime to memory again and resets the vCPU.
+//! acknowledges interrupts and async faults. It never returns: it enters the next sequence, with
+//! the state from that sequence's table. If the runtime cannot continue, there is a triple fault.
+//! The VMM then writes the runtime to memory again and resets the vCPU.
 
 use crate::asm::{Asm, RAX, RBX, RCX, RDX, Rm, Size};
 use crate::place::*;
@@ -57,7 +57,7 @@ pub struct Manners {
     pub apic: ApicMode,
 }
 
-/// The parts that are the same for all vCPUs and blocks of a guest with `memory` bytes of main
+/// The parts that are the same for all vCPUs and sequences of a guest with `memory` bytes of main
 /// memory.
 pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
     let (code, handler) = code(manners.apic);
@@ -69,8 +69,8 @@ pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
         pieces.push((TSS + vcpu * TSS_SIZE, task_state(vcpu)));
         let mut page = vec![0; PAGE_SIZE];
         page[HOSTILE as usize] = u8::from(manners.hostile);
-        // The vCPUs start in different blocks.
-        page[..8].copy_from_slice(&(vcpu * 37 % BLOCK_COUNT).to_le_bytes());
+        // The vCPUs start in different sequences.
+        page[..8].copy_from_slice(&(vcpu * 37 % SEQUENCE_COUNT).to_le_bytes());
         pieces.push((PER_CPU + vcpu * PAGE, page));
     }
     pieces.extend(good_tables(memory));
@@ -121,7 +121,7 @@ fn find(code: &[u8], msr: u32) -> usize {
     found.expect("the entry writes it")
 }
 
-/// The first instructions of a vCPU: its own task state, tables, SYSCALL. Then it ends a block.
+/// The first instructions of a vCPU: its own task state, tables, SYSCALL. Then it ends a sequence.
 fn enter(a: &mut Asm, apic: ApicMode) {
     a.mov_imm32(RAX, 1).raw(&[0x0f, 0xa2]); // cpuid
     a.raw(&[0xc1, 0xeb, 24]); // shr ebx, 24: the APIC id
@@ -183,7 +183,7 @@ fn handle(a: &mut Asm) {
     a.wrmsr(APF_ACK, 1);
     a.land(other);
     a.land(silent);
-    next_block(a);
+    next_sequence(a);
 }
 
 /// Ends the interrupt in either mode of the local APIC.
@@ -199,11 +199,12 @@ fn end_of_interrupt(a: &mut Asm) {
     a.land(done);
 }
 
-/// Enters the next block with IRETQ.
-fn next_block(a: &mut Asm) {
+/// Enters the next sequence with IRETQ.
+fn next_sequence(a: &mut Asm) {
     a.count(Rm::Abs(BEGUN as i32));
     a.load(RAX, Rm::At(RBX, NEXT)).raw(&[0xff, 0xc0]); // inc eax
-    a.raw(&[0x25]).raw(&(BLOCK_COUNT as u32 - 1).to_le_bytes());
+    a.raw(&[0x25])
+        .raw(&(SEQUENCE_COUNT as u32 - 1).to_le_bytes());
     a.store(Rm::At(RBX, NEXT), RAX);
     a.raw(&[0x48, 0xc1, 0xe0, STATE_SIZE.trailing_zeros() as u8]); // shl rax
     a.mov_imm32(RDX, STATES as u32).raw(&[0x48, 0x01, 0xc2]); // add rdx, rax
@@ -285,7 +286,7 @@ fn good_tables(memory: u64) -> Vec<Piece> {
     let mut alias_pd = vec![0; 512];
     alias_pd[0] = link(5);
     let alias: Vec<u64> = (0..512u64)
-        .map(|i| BLOCKS + i * PAGE)
+        .map(|i| SEQUENCES + i * PAGE)
         .map(|at| if at < PLAY { at | P | W | U | A } else { 0 })
         .collect();
     let first: Vec<u64> = (0..512).map(|i| first_entry(i * PAGE, memory)).collect();

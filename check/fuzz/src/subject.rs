@@ -166,18 +166,18 @@ impl Subject {
         };
         subject.fill(rng);
         subject.add_extras(rng);
-        let blocks: Vec<Piece> = (0..BLOCK_COUNT)
-            .flat_map(|index| subject.block(index, rng))
+        let sequences: Vec<Piece> = (0..SEQUENCE_COUNT)
+            .flat_map(|index| subject.sequence(index, rng))
             .collect();
-        let vcpus = subject.boot(&blocks);
+        let vcpus = subject.boot(&sequences);
         (subject, vcpus)
     }
 
-    fn boot(&self, blocks: &[Piece]) -> Vec<Vcpu> {
+    fn boot(&self, sequences: &[Piece]) -> Vec<Vcpu> {
         let segment = |(gpa, bytes): &'_ &Piece| -> (Gpa, u64) {
             (Gpa::new(*gpa).expect("low"), bytes.len() as u64)
         };
-        let pieces = self.pieces.iter().chain(blocks);
+        let pieces = self.pieces.iter().chain(sequences);
         let segments = pieces
             .map(|piece| {
                 let (gpa, size) = segment(&piece);
@@ -242,16 +242,16 @@ impl Subject {
         self.labels.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn block(&self, index: u64, rng: &mut Rng) -> [Piece; 2] {
+    fn sequence(&self, index: u64, rng: &mut Rng) -> [Piece; 2] {
         let mut author = Author {
             rng,
             memory: self.memory,
             labels: &mut self.labels(),
         };
-        let block = author.block(index);
+        let sequence = author.sequence(index);
         [
-            (BLOCKS + index * BLOCK_SIZE, block.code),
-            (STATES + index * STATE_SIZE, block.state),
+            (SEQUENCES + index * SEQUENCE_SIZE, sequence.code),
+            (STATES + index * STATE_SIZE, sequence.state),
         ]
     }
 
@@ -263,14 +263,14 @@ impl Subject {
         self.vm.write(Gpa::truncate(gpa), bytes)
     }
 
-    /// Puts another program into block `index`.
+    /// Puts another program into sequence `index`.
     ///
     /// # Errors
     /// As [`Subject::write`].
-    pub fn rewrite_block(&self, index: u64, rng: &mut Rng) -> Result<(), MemoryError> {
-        let [(at, code), (state_at, mut state)] = self.block(index, rng);
+    pub fn rewrite_sequence(&self, index: u64, rng: &mut Rng) -> Result<(), MemoryError> {
+        let [(at, code), (state_at, mut state)] = self.sequence(index, rng);
         self.write(at, &code)?;
-        // Some blocks are also written to another slot, and executed from there.
+        // Some sequences are also written to another slot, and executed from there.
         let elsewhere = rng.u8(..8) == 0;
         if elsewhere && let Some(extra) = self.extras.get(index as usize % EXTRAS as usize) {
             let rip = extra.home() + index % extra.pages * PAGE;
@@ -302,13 +302,13 @@ impl Subject {
         for (gpa, bytes) in &self.pieces {
             self.write(*gpa, bytes)?;
         }
-        // The vCPUs begin in other blocks than last time, with new code.
+        // The vCPUs begin in other sequences than last time, with new code.
         for vcpu in 0..self.vm.config().vcpus as u64 {
-            let next = rng.u64(..BLOCK_COUNT);
+            let next = rng.u64(..SEQUENCE_COUNT);
             self.write(PER_CPU + vcpu * PAGE, &next.to_le_bytes())?;
         }
         for _ in 0..4 {
-            self.rewrite_block(rng.u64(..BLOCK_COUNT), rng)?;
+            self.rewrite_sequence(rng.u64(..SEQUENCE_COUNT), rng)?;
         }
         Ok(())
     }
@@ -361,7 +361,7 @@ impl Subject {
         for (number, name) in self.labels().names().iter().enumerate() {
             tally.add("acts", name, sound(512 + number));
         }
-        tally.add("guest", "blocks begun", sound(256));
+        tally.add("guest", "sequences begun", sound(256));
         tally.add(
             "guest",
             "console bytes",

@@ -170,8 +170,8 @@ impl Author<'_> {
                 "call".into()
             }
             _ => {
-                // Jumps into the middle of some block by a register, as an exploit would.
-                let at = BLOCKS + self.rng.u64(..BLOCK_COUNT) * BLOCK_SIZE;
+                // Jumps into the middle of some sequence by a register, as an exploit would.
+                let at = SEQUENCES + self.rng.u64(..SEQUENCE_COUNT) * SEQUENCE_SIZE;
                 a.mov_imm(RAX, at).raw(&[0xff, 0xe0]);
                 "jmp".into()
             }
@@ -209,7 +209,7 @@ impl Author<'_> {
         "sweep".into()
     }
 
-    /// Writes to instructions: the following ones, or those of another block.
+    /// Writes to instructions: the following ones, or those of another sequence.
     pub(super) fn modify_code(&mut self, a: &mut Asm) -> String {
         if self.rng.bool() {
             // mov byte [rip + 1], imm8; it changes the operand of the `mov al, imm8` that follows
@@ -217,13 +217,13 @@ impl Author<'_> {
             a.raw(&[self.rng.u8(..), 0xb0, 0]);
             return "modify own code".into();
         }
-        let base = pick(self.rng, &[BLOCKS, BLOCKS, USER_BLOCKS]);
-        let at = base + self.rng.u64(..BLOCK_COUNT) * BLOCK_SIZE + self.rng.u64(..64);
+        let base = pick(self.rng, &[SEQUENCES, SEQUENCES, USER_SEQUENCES]);
+        let at = base + self.rng.u64(..SEQUENCE_COUNT) * SEQUENCE_SIZE + self.rng.u64(..64);
         a.op(&[], Size::Byte, &[0xc6], 0, Rm::Abs(at as i32));
         a.raw(&[pick(
             self.rng,
             &[0x90, 0xcc, 0xf4, 0x0f, 0x48, 0xf0, 0xc3, 0x06],
         )]);
-        "modify a block".into()
+        "modify a sequence".into()
     }
 }

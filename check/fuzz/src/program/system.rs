@@ -255,13 +255,13 @@ impl Author<'_> {
         }
     }
 
-    /// Transfers to another privilege or handler. The rest of the block is rarely reached.
+    /// Transfers to another privilege or handler. The rest of the sequence is rarely reached.
     pub(super) fn transfer(&mut self, a: &mut Asm) -> String {
         let at = values::address(self.rng, self.memory);
         match self.rng.u8(..12) {
             0 => a.raw(&[0x0f, 0x05]), // syscall
             1 => {
-                let at = USER_BLOCKS + self.rng.u64(..BLOCK_COUNT) * BLOCK_SIZE;
+                let at = USER_SEQUENCES + self.rng.u64(..SEQUENCE_COUNT) * SEQUENCE_SIZE;
                 a.mov_imm(RCX, at).raw(&[0x48, 0x0f, 0x07]) // sysretq
             }
             2 => a.raw(&[0xcd, self.rng.u8(..)]), // int n
