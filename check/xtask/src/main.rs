@@ -21,6 +21,7 @@ mod comments;
 mod compare;
 mod finding;
 mod imports;
+mod locks;
 mod pages;
 mod phrases;
 mod ratchet;

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package as CargoPackage};
 
 use crate::finding::Finding;
-use crate::{arch, comments, imports, pages, phrases, ratchet, scan, source, tree};
+use crate::{arch, comments, imports, locks, pages, phrases, ratchet, scan, source, tree};
 
 /// Text that people write in this repository, besides Rust and Markdown.
 const OTHER_SOURCES: [&str; 5] = ["c", "h", "S", "ld", "toml"];
@@ -125,6 +125,7 @@ impl Findings {
             let (path, text) = (relative(&self.root, &file), fs::read_to_string(&file)?);
             self.text(&place, &path, &text);
             self.all.extend(arch::check(&path, &text));
+            self.all.extend(locks::check(&path, &text));
             if !reachable.contains(&file) {
                 let what = "an orphan: no crate compiles it";
                 self.all.push(Finding::of(&path, what));
