@@ -1,8 +1,10 @@
 //! From the description of a run to its end: used by `lacuna run`, the lab and the tests.
 
-use crate::{
-    SimulatedVm, Simulator, SimulatorConfig, SoftError, Stalls, Trace, Vcpu, Vm, VmConfig,
-};
+use crate::error::SoftError;
+use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
+use crate::stall::Stalls;
+use crate::vcpu::Vcpu;
+use crate::vm::Vm;
 use lacuna_addr::PageCount;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
@@ -10,8 +12,8 @@ use lacuna_host::{
     MemoryStore, SwapStore,
 };
 use lacuna_machine::{
-    Apf, Console, CpuModel, Ending, Image, Layout, Observed, PlatformDevices, RunEnd, run_watched,
-    status_page,
+    Apf, Console, CpuModel, Ending, Image, Layout, Observed, PlatformDevices, RunEnd, VmConfig,
+    run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;

@@ -1,6 +1,6 @@
 //! A vCPU's access to memory: the stage-2 walk, and the fault path if the walk fails.
 
-use crate::Vm;
+use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn, Gpa, Level};
 use lacuna_cpu::{Bus, HostPage, Stop, Stores};
 use lacuna_host::{HostError, Ticket};

@@ -10,7 +10,7 @@
 //! A vCPU flushes its log whenever it leaves guest code, before it counts as offline. So a harvest
 //! only has to make all vCPUs leave once. No vCPU's thread may make these calls.
 
-use crate::Vm;
+use crate::vm::Vm;
 use lacuna_machine::{DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog};
 use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
 use lacuna_slots::SlotId;

@@ -2,7 +2,9 @@
 
 use crate::bus::{Blocked, SoftBus};
 use crate::code::Stale;
-use crate::{SoftError, Vm};
+use crate::error::SoftError;
+use crate::meter::Meter;
+use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn};
 use lacuna_cpu::{Exit, HostPage, Processor, Stop};
 use lacuna_host::Ticket;
@@ -60,6 +62,15 @@ impl<P: Processor> Entry<P> {
             failed: None,
             flushed: GracePeriod::default(),
         })
+    }
+
+    /// The processor, between two steps.
+    pub fn processor(&mut self) -> &mut P {
+        &mut self.cpu
+    }
+
+    pub(crate) fn meter(&self) -> &Meter {
+        &self.vm.meters[self.index]
     }
 
     /// Handles the requests of other threads to this vCPU.

@@ -1,6 +1,10 @@
 //! This backend's implementation of the backend interface of `lacuna_machine`.
 
-use crate::{SoftError, Vcpu, Vm, VmBuilder};
+use crate::builder::VmBuilder;
+use crate::error::SoftError;
+use crate::meter::Meter;
+use crate::vcpu::Vcpu;
+use crate::vm::Vm;
 use lacuna_addr::{GfnRange, PageCount};
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image, Observed,
@@ -53,7 +57,7 @@ impl lacuna_machine::Vm for Vm {
         stats.first_touches = host.faults_zero_fill;
         stats.pages_in = host.swapped_in;
         stats.pages_out = host.swapped_out;
-        let vcpu = |meter: &crate::vm::Meter| {
+        let vcpu = |meter: &Meter| {
             let mut vcpu = VcpuStats::default();
             vcpu.exits = meter.exits.load(Ordering::Relaxed);
             vcpu.instructions = Some(meter.retired.load(Ordering::Relaxed));

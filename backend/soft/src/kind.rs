@@ -4,7 +4,7 @@
 //! machine. Their closed enums are matched without a catch-all arm, so a new error gets a kind
 //! before the code compiles.
 
-use crate::SoftError;
+use crate::error::SoftError;
 use lacuna_host::HostError;
 use lacuna_machine::ErrorKind;
 use lacuna_mmu::MmuError;

@@ -4,7 +4,7 @@
 //! Backing may be in two slots at once, for data. If code is written through one alias and executed
 //! through the other, the change is not detected.
 
-use crate::Vm;
+use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
 use lacuna_mmu::SlotSpec;

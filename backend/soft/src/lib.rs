@@ -7,14 +7,17 @@
 //! | file | job |
 //! |---|---|
 //! | `vm` | one VM: what its vCPUs share |
+//! | `boot` | from a VM to its vCPUs |
+//! | `meter`, `stall` | counters of a vCPU that other threads read |
 //! | `bus` | a vCPU's view of memory: stage-2 walk, faults |
-//! | `vcpu` | one step of a vCPU, and the thread-mode loop around it |
+//! | `entry` | a processor and its bus, between two quiescent points |
+//! | `vcpu`, `step` | one step of a vCPU, and the thread-mode loop around it |
 //! | `code` | write tracking of pages that hold decoded instructions |
 //! | `frame_set` | a set of guest frames, anywhere, read without a lock |
 //! | `exclusive` | stops all vCPUs for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `interface` | the backend interface of `lacuna_machine` |
-//! | `kind` | whether an error is due to the request, the guest or the host |
+//! | `error`, `kind` | why a VM cannot be made: the request, the guest or the host |
 //! | `builder` | from a description of a run to its end |
 //! | `layout` | memory slots of a running VM |
 //! | `platform`, `x86` | what an architecture adds to its processor |
@@ -28,28 +31,33 @@
 #![deny(unsafe_code)]
 
 mod apf;
+mod boot;
 mod builder;
 mod bus;
 mod code;
 mod dirty;
 mod entry;
+mod error;
 mod exclusive;
 mod frame_set;
 mod interface;
 mod kind;
 mod layout;
 mod memory;
+mod meter;
 mod park;
 mod platform;
 mod seeded;
 mod stall;
 mod state;
+mod step;
 mod vcpu;
 mod vm;
 mod x86;
 
 pub use builder::{RunSummary, Swap, VmBuilder};
 pub use entry::Entry;
+pub use error::SoftError;
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
     Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuNotifier,
@@ -67,5 +75,6 @@ pub use lacuna_stage2::Walk;
 pub use platform::Platform;
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 pub use stall::Stalls;
-pub use vcpu::{Step, Vcpu, VcpuOf, Wait};
-pub use vm::{SoftError, Vm};
+pub use step::{Step, Wait};
+pub use vcpu::{Vcpu, VcpuOf};
+pub use vm::Vm;

@@ -1,6 +1,6 @@
 //! Guest memory for code that is no vCPU: loaders, devices, viewers.
 
-use crate::Vm;
+use crate::vm::Vm;
 use lacuna_addr::{BackingAddr, Gfn, Gpa, PAGE_SIZE};
 use lacuna_machine::{GuestMemory, MemoryError};
 use lacuna_mmu::{DirtyError, Rmap, Writing};

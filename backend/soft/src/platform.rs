@@ -2,9 +2,9 @@
 //! contract of asynchronous page faults, and the handling of the architecture's own exits.
 
 use crate::entry::Entry;
-use crate::vcpu::{Step, VcpuOf};
+use crate::step::Step;
 use crate::vm::Vm;
-use lacuna_apf::Tell;
+use lacuna_apf::{Queue, Tell};
 use lacuna_cpu::Processor;
 use lacuna_machine::{Apf, BootError, Image, VmConfig};
 
@@ -30,6 +30,7 @@ pub trait Platform: Processor + 'static {
     /// a vCPU that gets its state by a restore.
     fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Self::Boot>);
 
-    /// Handles an exit that only this architecture has.
-    fn finish(vcpu: &mut VcpuOf<Self>, exit: Self::Own) -> Step;
+    /// Handles an exit that only this architecture has. `entry` is the vCPU's processor, and `apf`
+    /// has its asynchronous page faults.
+    fn finish(entry: &mut Entry<Self>, apf: &mut Queue<Self::Apf>, exit: Self::Own) -> Step;
 }

@@ -12,8 +12,9 @@
 //! here. The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs
 //! with the same seed have different hashes, there is a bug.
 
-use crate::Vm;
-use crate::vcpu::{Step, Vcpu, Wait};
+use crate::step::{Step, Wait};
+use crate::vcpu::Vcpu;
+use crate::vm::Vm;
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
 use lacuna_machine::{Ending, Exit, Next, PlatformDevices, VcpuError, dispatch};

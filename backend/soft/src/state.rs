@@ -1,7 +1,7 @@
 //! A vCPU's whole state, saved and restored: the processor's own form (`lacuna_x86::State`) from
 //! and to the neutral one of `lacuna_machine`, and the async-fault MSRs.
 
-use crate::Vcpu;
+use crate::vcpu::Vcpu;
 use lacuna_apf::x86::Msr;
 use lacuna_cpu::Processor as _;
 use lacuna_machine::x86::cpuid::Features;

@@ -10,17 +10,19 @@
 
 use crate::bus::{Blocked, PageFault};
 use crate::entry::Entry;
+use crate::error::SoftError;
+use crate::meter::Meter;
 use crate::platform::Platform;
-use crate::vm::Meter;
-use crate::{SoftError, Vm};
+use crate::step::{Step, Wait, width};
+use crate::vm::Vm;
 use lacuna_addr::Gpa;
 use lacuna_apf::{NotPresent, Queue};
 use lacuna_cpu::{Exit as Left, Stop, Wake};
 use lacuna_host::{Ticket, fine_sleeps};
-use lacuna_machine::{Apf, Exit, VcpuError, Width};
+use lacuna_machine::{Apf, Exit, VcpuError};
 use lacuna_mmu::Room;
 use lacuna_sync::Nanos;
-use lacuna_x86::Cpu;
+use lacuna_x86::{Cpu, Regs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
@@ -33,30 +35,6 @@ const FUEL: u64 = 35_000;
 /// threads have to be woken for a page, which takes some 80 us on a quiet machine. KVM's
 /// `halt_poll_ns` is as long.
 const HALT_POLL_NS: u64 = 200_000;
-
-/// The result of one step.
-pub enum Step {
-    /// Guest code ran; step again.
-    Ran,
-    /// The VMM must handle an exit.
-    Exit(Exit),
-    /// Nothing can run before this happens.
-    Wait(Wait),
-    /// The vCPU cannot continue.
-    Failed(VcpuError),
-}
-
-/// What a vCPU waits for.
-pub enum Wait {
-    /// An interrupt; if a timer is armed, the wait ends at this time.
-    Halt(Option<Nanos>),
-    /// A page.
-    Page(Ticket),
-    /// A free frame.
-    Memory,
-    /// The end of an invalidation near its page: moments.
-    Busy,
-}
 
 /// One virtual processor of the soft backend.
 // [`Vm::boot`] returns a vector of them, and each runs on a thread of its own. Without the
@@ -243,8 +221,8 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Publishes its counters for other threads.
-    pub(crate) fn publish(&self) {
-        *self.meter().apf.lock().expect("no panic under this lock") = self.apf.stats();
+    fn publish(&self) {
+        self.meter().publish(self.apf.stats());
     }
 
     /// Steps as long as something can run. Pages that arrive meanwhile are handled here, so that no
@@ -314,7 +292,7 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     fn meter(&self) -> &Meter {
-        &self.vm.meters[self.index]
+        self.entry.meter()
     }
 
     fn finish(&mut self, exit: Left<P::Own>) -> Step {
@@ -336,7 +314,7 @@ impl<P: Platform> VcpuOf<P> {
                 let exit = self.entry.run_alone();
                 self.finish(exit)
             }
-            Left::Own(exit) => P::finish(self, exit),
+            Left::Own(exit) => P::finish(&mut self.entry, &mut self.apf, exit),
         }
     }
 
@@ -396,6 +374,13 @@ impl<P: Platform> VcpuOf<P> {
     }
 }
 
+impl Vcpu {
+    /// Its registers, for traces and debuggers.
+    pub fn regs(&self) -> Regs {
+        self.entry.cpu.regs()
+    }
+}
+
 impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
     fn index(&self) -> usize {
         self.index
@@ -432,14 +417,5 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
 
     fn complete_read(&mut self, value: u64) {
         self.entry.cpu.complete_read(value);
-    }
-}
-
-pub(crate) fn width(size: u8) -> Width {
-    match size {
-        1 => Width::Byte,
-        2 => Width::Word,
-        4 => Width::Long,
-        _ => Width::Quad,
     }
 }

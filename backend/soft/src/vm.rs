@@ -1,56 +1,21 @@
 //! One VM: the state that its vCPUs share.
 
 use crate::code::CodeMap;
+use crate::error::SoftError;
 use crate::exclusive::Exclusive;
+use crate::meter::Meter;
 use crate::park::Parker;
-use crate::platform::Platform;
 use crate::stall::Stalls;
-use crate::vcpu::{Vcpu, VcpuOf};
-use lacuna_addr::{BackingRange, NoRoom, PAGE_SIZE, PageCount, room_for_threads};
+use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
 use lacuna_host::{Host, HostError};
-use lacuna_machine::{
-    Apf, BootError, CpuModel, Delivery, DirtyError, Image, Kick, Layout, VmConfig,
-};
-use lacuna_mmu::{Mmu, MmuError, SlotSpec};
-use lacuna_slots::{SlotError, SlotFlags, SlotId};
+use lacuna_machine::{Apf, CpuModel, Delivery, Kick, Layout, VmConfig};
+use lacuna_mmu::{Mmu, SlotSpec};
+use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_sync::{Clock, Mutex, Qsbr, VcpuSlot, lock_order};
-use lacuna_x86::Cpu;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-/// Why a VM cannot be made.
-#[derive(Debug, thiserror::Error)]
-pub enum SoftError {
-    /// The configuration is not valid.
-    #[error("{0} vCPUs: give 1 to 64")]
-    Vcpus(usize),
-    /// No TSC has that frequency.
-    #[error("a TSC of 0 kHz: give a frequency, or none for 1 GHz")]
-    TscFrequency,
-    /// The host's memory manager refuses.
-    #[error(transparent)]
-    Host(#[from] HostError),
-    /// There is no memory for tables.
-    #[error(transparent)]
-    Mmu(#[from] MmuError),
-    /// The VM's own tables do not fit.
-    #[error(transparent)]
-    Tables(#[from] NoRoom),
-    /// The memory does not fit into slots.
-    #[error(transparent)]
-    Slot(#[from] SlotError),
-    /// The image does not fit.
-    #[error(transparent)]
-    Boot(#[from] BootError),
-    /// The VM does not support this delivery of dirty pages.
-    #[error(transparent)]
-    Dirty(#[from] DirtyError),
-    /// [`Vm::boot`] has already made its vCPUs.
-    #[error("this VM was booted before; make another one, or reload the image and reset its vCPUs")]
-    Booted,
-}
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Gets the attention of vCPUs: sets a flag for a vCPU that runs, unparks the thread of one that
 /// sleeps.
@@ -72,19 +37,6 @@ impl Wake for VcpuKicks {
     }
 }
 
-/// The counters that a vCPU publishes while it runs, and its pending kick. Each vCPU's are on cache
-/// lines of their own.
-#[derive(Default)]
-#[repr(align(128))]
-pub(crate) struct Meter {
-    pub(crate) retired: AtomicU64,
-    pub(crate) exits: AtomicU64,
-    /// A kick that no run has taken yet.
-    pub(crate) kicked: AtomicBool,
-    pub(crate) stalls: Mutex<Stalls, lock_order::SoftStalls>,
-    pub(crate) apf: Mutex<ApfStats, lock_order::SoftApfStats>,
-}
-
 /// One virtual machine.
 pub struct Vm {
     pub(crate) config: VmConfig,
@@ -96,7 +48,8 @@ pub struct Vm {
     pub(crate) exclusive: Exclusive,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) meters: Box<[Meter]>,
-    booted: AtomicBool,
+    /// Whether its vCPUs are made.
+    pub(crate) booted: AtomicBool,
     apf_paused: AtomicBool,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
     /// with that slot.
@@ -181,84 +134,6 @@ impl Vm {
         all.push((slot, backing));
     }
 
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. It works
-    /// once: a second set of vCPUs would share the interrupt controllers, the shoot-down slots and
-    /// the dirty rings with the first.
-    ///
-    /// # Errors
-    /// [`SoftError::Booted`], or the reason why the image cannot be loaded or a vCPU cannot be
-    /// made; after such an error it may be tried again.
-    pub fn boot(
-        self: &Arc<Self>,
-        image: &Image<'_>,
-        command_line: &str,
-    ) -> Result<Vec<Vcpu>, SoftError> {
-        self.boot_on::<Cpu>(image, command_line)
-    }
-
-    /// [`Vm::boot`] with processors of another architecture.
-    ///
-    /// # Errors
-    /// As [`Vm::boot`].
-    pub fn boot_on<P: Platform>(
-        self: &Arc<Self>,
-        image: &Image<'_>,
-        command_line: &str,
-    ) -> Result<Vec<VcpuOf<P>>, SoftError> {
-        self.make_once(|| {
-            let boot = P::load(self, image, command_line)?;
-            self.make_vcpus(Some(boot))
-        })
-    }
-
-    /// Makes the vCPUs without an image, in long mode with all registers zero: their states are to
-    /// be restored. It works once, as [`Vm::boot`].
-    ///
-    /// # Errors
-    /// As [`Vm::boot`].
-    pub fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
-        self.make_once(|| self.make_vcpus::<Cpu>(None))
-    }
-
-    fn make_once<V>(
-        &self,
-        make: impl FnOnce() -> Result<Vec<V>, SoftError>,
-    ) -> Result<Vec<V>, SoftError> {
-        if self.booted.swap(true, Ordering::AcqRel) {
-            return Err(SoftError::Booted);
-        }
-        let vcpus = make();
-        if vcpus.is_err() {
-            self.booted.store(false, Ordering::Release);
-        }
-        vcpus
-    }
-
-    /// For a reset of the machine: loads the image of the boot a second time. The vCPUs continue
-    /// where they are until [`Vcpu::reset`].
-    ///
-    /// # Errors
-    /// The reason why the image cannot be loaded.
-    pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
-        Cpu::load(self, image, command_line)?;
-        Ok(())
-    }
-
-    fn make_vcpus<P: Platform>(
-        self: &Arc<Self>,
-        boot: Option<P::Boot>,
-    ) -> Result<Vec<VcpuOf<P>>, SoftError> {
-        // After the VM's tables are allocated, there may be too little address space for the
-        // threads of the vCPUs. The tables of a vCPU need no check of their own: they fit into
-        // the rest of the mapping that a thread's malloc arena reserves.
-        room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
-        let wake: Arc<dyn Wake> = Arc::clone(&self.kicks) as Arc<dyn Wake>;
-        let fabric = Arc::new(P::fabric(self.config.vcpus, wake));
-        (0..self.config.vcpus)
-            .map(|index| VcpuOf::new(Arc::clone(self), index, Arc::clone(&fabric), boot))
-            .collect()
-    }
-
     /// Its configuration.
     pub fn config(&self) -> VmConfig {
         VmConfig {
@@ -334,10 +209,6 @@ impl Vm {
 /// mapped, so a guest cannot make the tables grow beyond that. The number bounds a reserved address
 /// range, not memory.
 const TABLES_MAX: u32 = 1 << 20;
-
-/// Threads of a VMM besides those of the vCPUs: one that watches the guest, one that reads its
-/// console, one that ends the run after a time, one for signals.
-const THREADS_BESIDE: usize = 4;
 
 impl Kick for Vm {
     fn kick(&self, index: usize) {

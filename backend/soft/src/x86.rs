@@ -1,8 +1,10 @@
 //! The x86 platform: PVH images, KVM's paravirtual MSRs, port I/O.
 
+use crate::entry::Entry;
 use crate::platform::Platform;
-use crate::vcpu::{Step, VcpuOf, width};
+use crate::step::{Step, width};
 use crate::vm::Vm;
+use lacuna_apf::Queue;
 use lacuna_apf::x86::{Control, Features, Msr};
 use lacuna_machine::x86::cpuid::{Common, Leaf};
 use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, VmConfig};
@@ -35,7 +37,7 @@ impl Platform for Cpu {
         }
     }
 
-    fn finish(vcpu: &mut VcpuOf<Self>, exit: Own) -> Step {
+    fn finish(entry: &mut Entry<Self>, apf: &mut Queue<Control>, exit: Own) -> Step {
         match exit {
             Own::IoOut { port, size, value } => Step::Exit(Exit::IoOut {
                 port,
@@ -46,36 +48,28 @@ impl Platform for Cpu {
                 port,
                 width: width(size),
             }),
-            Own::MsrRead { index } => vcpu.read_msr(index),
-            Own::MsrWrite { index, value } => vcpu.write_msr(index, value),
+            Own::MsrRead { index } => read_msr(entry, apf, index),
+            Own::MsrWrite { index, value } => write_msr(entry, apf, (index, value)),
             Own::Shutdown(Shutdown { rip, first }) => Step::Exit(Exit::Shutdown(format!(
                 "vCPU {}: triple fault: vector {} at rip {rip:#x} could not be delivered",
-                vcpu.index, first.vector
+                entry.index, first.vector
             ))),
         }
     }
 }
 
-impl VcpuOf<Cpu> {
-    /// Its registers, for traces and debuggers.
-    pub fn regs(&self) -> Regs {
-        self.entry.cpu.regs()
-    }
+fn read_msr(entry: &mut Entry<Cpu>, apf: &Queue<Control>, index: u32) -> Step {
+    let value = Msr::of(index).and_then(|msr| apf.read_msr(msr));
+    entry.cpu.complete_msr(value);
+    Step::Ran
+}
 
-    fn read_msr(&mut self, index: u32) -> Step {
-        let value = Msr::of(index).and_then(|msr| self.apf.read_msr(msr));
-        self.entry.cpu.complete_msr(value);
-        Step::Ran
-    }
-
-    fn write_msr(&mut self, index: u32, value: u64) -> Step {
-        let now = self.vm.clock.now();
-        let written = Msr::of(index)
-            .is_some_and(|msr| self.apf.write_msr(msr, value, now, &mut self.entry).is_ok());
-        self.entry.cpu.complete_msr(written.then_some(0));
-        self.publish();
-        Step::Ran
-    }
+fn write_msr(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, (index, value): (u32, u64)) -> Step {
+    let now = entry.vm.clock.now();
+    let written = Msr::of(index).is_some_and(|msr| apf.write_msr(msr, value, now, entry).is_ok());
+    entry.cpu.complete_msr(written.then_some(0));
+    entry.meter().publish(apf.stats());
+    Step::Ran
 }
 
 /// What CPUID offers.

@@ -5,7 +5,7 @@ mod common;
 
 use common::builder;
 use lacuna_addr::{Access, Gpa, PAGE_SIZE, PageCount};
-use lacuna_apf::{Abi, Tell, Token, TokenFormat, Untold};
+use lacuna_apf::{Abi, Queue, Tell, Token, TokenFormat, Untold};
 use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, SecondStage, Stop, Wake};
 use lacuna_machine::{Apf, Arch, BootError, Exit as Left, GuestMemory as _, Image, Segment, Width};
 use lacuna_machine::{Vcpu as _, VmConfig};
@@ -263,7 +263,7 @@ impl Platform for Toy {
         self.state.pc = boot.copied().unwrap_or(0);
     }
 
-    fn finish(_vcpu: &mut VcpuOf<Self>, reported: u64) -> Step {
+    fn finish(_entry: &mut Entry<Toy>, _apf: &mut Queue<Silence>, reported: u64) -> Step {
         Step::Exit(Left::Shutdown(reported.to_string()))
     }
 }

@@ -1,0 +1,96 @@
+//! From a VM to its vCPUs, with an image or to be restored.
+
+use crate::error::SoftError;
+use crate::platform::Platform;
+use crate::vcpu::{Vcpu, VcpuOf};
+use crate::vm::Vm;
+use lacuna_addr::room_for_threads;
+use lacuna_cpu::Wake;
+use lacuna_machine::Image;
+use lacuna_x86::Cpu;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Threads of a VMM besides those of the vCPUs: one that watches the guest, one that reads its
+/// console, one that ends the run after a time, one for signals.
+const THREADS_BESIDE: usize = 4;
+
+impl Vm {
+    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. It works
+    /// once: a second set of vCPUs would share the interrupt controllers, the shoot-down slots and
+    /// the dirty rings with the first.
+    ///
+    /// # Errors
+    /// [`SoftError::Booted`], or the reason why the image cannot be loaded or a vCPU cannot be
+    /// made; after such an error it may be tried again.
+    pub fn boot(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<Vcpu>, SoftError> {
+        self.boot_on::<Cpu>(image, command_line)
+    }
+
+    /// [`Vm::boot`] with processors of another architecture.
+    ///
+    /// # Errors
+    /// As [`Vm::boot`].
+    pub fn boot_on<P: Platform>(
+        self: &Arc<Self>,
+        image: &Image<'_>,
+        command_line: &str,
+    ) -> Result<Vec<VcpuOf<P>>, SoftError> {
+        self.make_once(|| {
+            let boot = P::load(self, image, command_line)?;
+            self.make_vcpus(Some(boot))
+        })
+    }
+
+    /// Makes the vCPUs without an image, in long mode with all registers zero: their states are to
+    /// be restored. It works once, as [`Vm::boot`].
+    ///
+    /// # Errors
+    /// As [`Vm::boot`].
+    pub fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
+        self.make_once(|| self.make_vcpus::<Cpu>(None))
+    }
+
+    fn make_once<V>(
+        &self,
+        make: impl FnOnce() -> Result<Vec<V>, SoftError>,
+    ) -> Result<Vec<V>, SoftError> {
+        if self.booted.swap(true, Ordering::AcqRel) {
+            return Err(SoftError::Booted);
+        }
+        let vcpus = make();
+        if vcpus.is_err() {
+            self.booted.store(false, Ordering::Release);
+        }
+        vcpus
+    }
+
+    /// For a reset of the machine: loads the image of the boot a second time. The vCPUs continue
+    /// where they are until [`Vcpu::reset`].
+    ///
+    /// # Errors
+    /// The reason why the image cannot be loaded.
+    pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
+        Cpu::load(self, image, command_line)?;
+        Ok(())
+    }
+
+    fn make_vcpus<P: Platform>(
+        self: &Arc<Self>,
+        boot: Option<P::Boot>,
+    ) -> Result<Vec<VcpuOf<P>>, SoftError> {
+        // After the VM's tables are allocated, there may be too little address space for the
+        // threads of the vCPUs. The tables of a vCPU need no check of their own: they fit into
+        // the rest of the mapping that a thread's malloc arena reserves.
+        room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
+        let wake: Arc<dyn Wake> = Arc::clone(&self.kicks) as Arc<dyn Wake>;
+        let fabric = Arc::new(P::fabric(self.config.vcpus, wake));
+        (0..self.config.vcpus)
+            .map(|index| VcpuOf::new(Arc::clone(self), index, Arc::clone(&fabric), boot))
+            .collect()
+    }
+}

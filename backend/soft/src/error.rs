@@ -1,0 +1,39 @@
+//! Why a VM of this backend cannot be made.
+
+use lacuna_addr::NoRoom;
+use lacuna_host::HostError;
+use lacuna_machine::{BootError, DirtyError};
+use lacuna_mmu::MmuError;
+use lacuna_slots::SlotError;
+
+/// Why a VM cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum SoftError {
+    /// The configuration is not valid.
+    #[error("{0} vCPUs: give 1 to 64")]
+    Vcpus(usize),
+    /// No TSC has that frequency.
+    #[error("a TSC of 0 kHz: give a frequency, or none for 1 GHz")]
+    TscFrequency,
+    /// The host's memory manager refuses.
+    #[error(transparent)]
+    Host(#[from] HostError),
+    /// There is no memory for tables.
+    #[error(transparent)]
+    Mmu(#[from] MmuError),
+    /// The VM's own tables do not fit.
+    #[error(transparent)]
+    Tables(#[from] NoRoom),
+    /// The memory does not fit into slots.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The image does not fit.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// The VM does not support this delivery of dirty pages.
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
+    /// The VM has its vCPUs already: a VM is booted once.
+    #[error("this VM was booted before; make another one, or reload the image and reset its vCPUs")]
+    Booted,
+}

@@ -1,0 +1,26 @@
+//! The counters of a vCPU that other threads read while it runs.
+
+use crate::stall::Stalls;
+use lacuna_apf::Stats as ApfStats;
+use lacuna_sync::{Mutex, lock_order};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// The counters that a vCPU publishes while it runs, and its pending kick. Each vCPU's are on cache
+/// lines of their own.
+#[derive(Default)]
+#[repr(align(128))]
+pub(crate) struct Meter {
+    pub(crate) retired: AtomicU64,
+    pub(crate) exits: AtomicU64,
+    /// A kick that no run has taken yet.
+    pub(crate) kicked: AtomicBool,
+    pub(crate) stalls: Mutex<Stalls, lock_order::SoftStalls>,
+    pub(crate) apf: Mutex<ApfStats, lock_order::SoftApfStats>,
+}
+
+impl Meter {
+    /// Publishes the vCPU's asynchronous page faults so far.
+    pub(crate) fn publish(&self, apf: ApfStats) {
+        *self.apf.lock().expect("no panic under this lock") = apf;
+    }
+}
