@@ -70,8 +70,8 @@ static inline bool lacuna_paused(uint32_t kind) {
     return lacuna_status_page()->paused >> kind & 1;
 }
 
-/* The value of the workload's dial; 0 until the host sets it. */
-static inline uint32_t lacuna_dial(void) { return lacuna_status_page()->dial; }
+/* The setting that the host gives the workload; 0 until the host sets it. */
+static inline uint32_t lacuna_setting(void) { return lacuna_status_page()->setting; }
 
 /* ---- privileged services, for tests of the host ---- */
 int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if it raised #GP */

@@ -3,7 +3,7 @@
 //! ```text
 //!    0  u64 magic "LACUNAST"   u32 version   u32 nthreads   u32 state   u32 exit_code
 //!   24  u32 apf counters: not_present  ready  wake_all  dummy  idle  lost
-//!   48  u32 paused   u32 dial, both written by the host      pad to 64
+//!   48  u32 paused   u32 setting, both written by the host   pad to 64
 //!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  u32 latency_ns[4]
 //!  128  entry 1 ...                                                       up to 60 entries
 //! ```
@@ -37,10 +37,10 @@ pub const EXIT_CODE_AT: usize = 20;
 pub const APF_AT: usize = 24;
 /// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`]. Only the host writes it.
 pub const PAUSED_AT: usize = 48;
-/// Offset of the workload's dial, u32. Only the host writes it; 0 means not set. Of the workloads
+/// Offset of the workload's setting, u32. Only the host writes it; 0 means not set. The workload
 /// `churn` uses it: 1 + the transactions, of 65536, that go to the cold rest of its heap. At the
 /// highest value, `u32::MAX`, each transaction writes to all pages of its process.
-pub const DIAL_AT: usize = 52;
+pub const SETTING_AT: usize = 52;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;
 /// Size of one entry, bytes.

@@ -59,7 +59,7 @@ fn rust_mirrors_the_c_headers() {
         format!("lacuna_status.apf_idle {}", s::APF_AT + 16),
         format!("lacuna_status.apf_lost {}", s::APF_AT + 20),
         format!("lacuna_status.paused {}", s::PAUSED_AT),
-        format!("lacuna_status.dial {}", s::DIAL_AT),
+        format!("lacuna_status.setting {}", s::SETTING_AT),
         format!("lacuna_status.entry {}", s::ENTRIES_AT),
         format!("kinds {}", kinds.join(" ")),
         format!("lacuna_status_entry.counter {}", s::COUNTER_AT),

@@ -55,7 +55,7 @@ int main(int argc, char **argv) {
     OFFSET(lacuna_status, apf_idle);
     OFFSET(lacuna_status, apf_lost);
     OFFSET(lacuna_status, paused);
-    OFFSET(lacuna_status, dial);
+    OFFSET(lacuna_status, setting);
     OFFSET(lacuna_status, entry);
     printf("kinds %d %d %d\n", LACUNA_KIND_WORKER, LACUNA_KIND_FAULTER, LACUNA_KIND_OTHER);
     OFFSET(lacuna_status_entry, counter);

@@ -4,9 +4,9 @@
  * anew.
  *
  * Of 10000 transactions, `cold` use the large cold part of the heap, the others its hot part. That
- * share determines how many pages are newly dirtied each second. The host may set it by the dial on
- * the status page: 1 + the cold transactions of 65536. With `hot=0` all of the heap is cold. At the
- * dial's highest value, a transaction writes to every page of the process instead.
+ * share determines how many pages are newly dirtied each second. The host may set it by the
+ * setting on the status page: 1 + the cold transactions of 65536. With `hot=0` all of the heap is
+ * cold. At the highest setting, a transaction writes to every page of the process instead.
  *
  * Counters are transactions. Each status entry has the latency percentiles of the last window. A
  * latency is the time since the previous transaction, so it includes all time that the host takes.
@@ -83,12 +83,12 @@ static void sweep(const struct worker *w) {
 }
 
 static int transaction(struct worker *w) {
-    uint64_t r = lacuna_random(&w->random), number = 0, dial = lacuna_dial();
-    if (dial == SWEEP) {
+    uint64_t r = lacuna_random(&w->random), number = 0, setting = lacuna_setting();
+    if (setting == SWEEP) {
         sweep(w);
         return 0;
     }
-    uint64_t colds = dial ? dial - 1 : w->colds;
+    uint64_t colds = setting ? setting - 1 : w->colds;
     bool cold = !w->hot.count || (r & 0xffff) < colds, replace = (r >> 16 & 0xffff) < w->frees;
     struct objects *h = cold ? &w->cold : &w->hot;
     for (int i = 0; i < EACH; i++) {

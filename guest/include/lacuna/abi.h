@@ -98,7 +98,7 @@ struct lacuna_status {
     uint32_t apf_idle;        /* of apf_not_present: those that came in the idle loop */
     uint32_t apf_lost;        /* events without a meaning for the kernel: a bug of the host */
     volatile uint32_t paused; /* written by the host: bit 1 << KIND holds threads of that kind */
-    volatile uint32_t dial;   /* written by the host; the workload gives it a meaning; 0: not set */
+    volatile uint32_t setting; /* written by the host; the workload defines it; 0: not set */
     uint32_t pad[2];
     struct lacuna_status_entry entry[LACUNA_MAX_THREADS];
 };

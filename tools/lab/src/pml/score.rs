@@ -1,15 +1,15 @@
 //! The score of a guest under dirty logging: `churn` with a monitor that harvests once a second.
 //! There is a VM for each arm, in turns.
 //!
-//! Each delivery is measured in two sets, each at a dirty rate of its own. The guest's dial sets
-//! that rate: it is the share of transactions that write to cold pages. The lab searches for the
-//! rate at which write protection leaves 92 % of the score without logging, as in the cover letter
-//! of the KVM PML series (2015). The set `.raw` is as measured. In `.exitcost` each exit is charged
-//! what it costs on hardware ([`charged`](super::score_charge)). If even the highest rate leaves
-//! more than 92 %, that rate is used, and the results have no bar.
+//! Each delivery is measured in two sets, each at a dirty rate of its own. The setting on the
+//! status page sets that rate: it is the share of transactions that write to cold pages. The lab
+//! searches for the rate at which write protection leaves 92 % of the score without logging, as in
+//! the cover letter of the KVM PML series (2015). The set `.raw` is as measured. In `.exitcost`
+//! each exit is charged what it costs on hardware ([`charged`](super::score_charge)). If even the
+//! highest rate leaves more than 92 %, that rate is used, and the results have no bar.
 
 use super::score_always;
-use super::score_charge::{DIAL_MOST, EXIT_NS, EXIT_SOURCE, Search, charged};
+use super::score_charge::{COLD_MAX, EXIT_NS, EXIT_SOURCE, Search, charged};
 use super::score_guest::{Churn, Period, Setup, Watch, play, with_churns};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::fixture::resident;
@@ -145,47 +145,47 @@ fn worth(set: Set, period: &Period, watch: Watch) -> f64 {
     }
 }
 
-/// The setting of the dial for a set.
+/// The dirty rate for a set: so many of 65536 transactions write to cold pages.
 #[derive(Clone, Copy)]
 struct Rate {
-    mark: u32,
+    cold: u32,
     /// Whether write protection has the wanted score there, or less.
     reached: bool,
 }
 
-/// Searches for the mark of the dial at which write protection has the score [`AIM`].
+/// Searches for the share of cold transactions at which write protection has the score [`AIM`].
 fn calibrate(
     churns: &mut [Churn<'_>],
     setup: &Setup,
     tries: usize,
     set: Set,
 ) -> Result<Rate, LabError> {
-    let mut score = |mark: u32| -> Result<f64, LabError> {
+    let mut score = |cold: u32| -> Result<f64, LabError> {
         let arms = [NONE, WP].map(|arm| ARMS[arm].1);
-        let periods = play(churns, setup, &arms, mark, 1)?;
+        let periods = play(churns, setup, &arms, cold, 1)?;
         let sum = |arm: usize| -> f64 {
             let all = periods[arm].iter();
             all.map(|period| worth(set, period, arms[arm])).sum()
         };
         Ok(100.0 * sum(1) / sum(0))
     };
-    if score(DIAL_MOST)? > WANTED {
+    if score(COLD_MAX)? > WANTED {
         return Ok(Rate {
-            mark: DIAL_MOST,
+            cold: COLD_MAX,
             reached: false,
         });
     }
     let mut search = Search::new();
     for _ in 0..tries {
-        search = search.told(score(search.mark())?, AIM);
+        search = search.told(score(search.cold())?, AIM);
     }
     Ok(Rate {
-        mark: search.mark(),
+        cold: search.cold(),
         reached: true,
     })
 }
 
-/// The periods of all arms, with one delivery and one mark of the dial.
+/// The periods of all arms, with one delivery and one share of cold transactions.
 struct Runs {
     delivery: &'static str,
     /// Of each arm, period by period.
@@ -229,7 +229,7 @@ pub fn measure(
                 progress.step(format!("scores{delivery}, {}", set.name()))?;
                 let rate = calibrate(churns, &setup, pace.tries, set)?;
                 let arms = ARMS.map(|arm| arm.1);
-                let periods = play(churns, &setup, &arms, rate.mark, pace.rounds)?;
+                let periods = play(churns, &setup, &arms, rate.cold, pace.rounds)?;
                 tell(report, pace, set, rate, &Runs { delivery, periods });
             }
             if to == Delivery::Bitmap {
@@ -255,7 +255,7 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
             .param("vcpus", vcpus())
             .param("harvest_ms", pace.period.as_millis() as u64)
             .param("turn_ms", TURN.as_millis() as u64)
-            .param("cold_of_65536", rate.mark)
+            .param("cold_of_65536", rate.cold)
             .param(
                 "pages_dirtied_per_s",
                 sum.counted.dirtied as f64 / sum.done.wall,
@@ -283,14 +283,14 @@ fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
         report.push(set.marked(result));
     }
     let set_name = format!("{}{}", set.name(), runs.delivery);
-    report.say(said(&set_name, rate.mark, reached, percent, &runs.sum(WP)));
+    report.say(said(&set_name, rate.cold, reached, percent, &runs.sum(WP)));
     report.detail(table(set, runs));
 }
 
 /// The result of the calibration, in words.
 fn said(
     set: &str,
-    mark: u32,
+    cold: u32,
     reached: bool,
     percent: impl Fn(usize) -> Summary,
     sum: &Period,
@@ -298,7 +298,7 @@ fn said(
     let (wp, null) = (percent(WP), percent(NULL));
     let dirtied = short(sum.counted.dirtied as f64 / sum.done.wall);
     let at = format!(
-        "{set}: with {mark} of 65536 transactions on cold pages, the guest dirties {dirtied} pages \
+        "{set}: with {cold} of 65536 transactions on cold pages, the guest dirties {dirtied} pages \
          a second under write protection, and its score is {:.1} %. The null is {:.1} % ({:.1} .. \
          {:.1})",
         wp.median, null.median, null.low, null.high

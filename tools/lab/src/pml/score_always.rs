@@ -1,7 +1,7 @@
 //! The cost of PML that is on while no slot logs: every vCPU checks for pages to log, and there are
 //! none.
 
-use super::score_charge::DIAL_MOST;
+use super::score_charge::COLD_MAX;
 use super::score_guest::{Churn, Period, Setup, Watch, play};
 use crate::experiment::LabError;
 use crate::result::{Better, Measurement, Report};
@@ -29,7 +29,7 @@ pub fn measure(
     setup: &Setup,
     rounds: usize,
 ) -> Result<(), LabError> {
-    let periods = play(churns, setup, &ARMS, DIAL_MOST, rounds)?;
+    let periods = play(churns, setup, &ARMS, COLD_MAX, rounds)?;
     let logged: u64 = periods[ON]
         .iter()
         .map(|period| period.counted.stats)

@@ -94,11 +94,11 @@ pub fn charged(rate: f64, seconds: f64, vcpus: u64, exits: u64) -> f64 {
     rate * seconds / (seconds + lost)
 }
 
-/// The highest mark of the guest's dial. The lowest is 1.
-pub const DIAL_MOST: u32 = 1 << 16;
+/// The most cold transactions, of 65536. The search begins with 1 as the fewest.
+pub const COLD_MAX: u32 = 1 << 16;
 
-/// A search for the mark of a dial at which a score has a certain value. The score falls as the
-/// mark rises. The search is a bisection of the mark's logarithm.
+/// A search for the number of cold transactions, of 65536, at which a score has a certain value.
+/// The score falls as the number rises. The search is a bisection of the number's logarithm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Search {
     low: f64,
@@ -110,17 +110,17 @@ impl Search {
     pub fn new() -> Self {
         Self {
             low: 0.0,
-            high: f64::from(DIAL_MOST).ln(),
+            high: f64::from(COLD_MAX).ln(),
         }
     }
 
-    /// The mark to try next.
-    pub fn mark(&self) -> u32 {
-        let mark = f64::midpoint(self.low, self.high).exp().round();
-        (mark as u32).clamp(1, DIAL_MOST)
+    /// The number to try next.
+    pub fn cold(&self) -> u32 {
+        let cold = f64::midpoint(self.low, self.high).exp().round();
+        (cold as u32).clamp(1, COLD_MAX)
     }
 
-    /// The search after the score at [`Search::mark`] is known.
+    /// The search after the score at [`Search::cold`] is known.
     #[must_use]
     pub fn told(self, score: f64, wanted: f64) -> Self {
         let middle = f64::midpoint(self.low, self.high);
@@ -188,13 +188,13 @@ mod tests {
 
     #[test]
     fn a_search_ends_where_the_score_is() {
-        let score = |mark: u32| 100.0 - f64::from(mark) / 1000.0;
+        let score = |cold: u32| 100.0 - f64::from(cold) / 1000.0;
         let mut search = Search::new();
         for _ in 0..20 {
-            search = search.told(score(search.mark()), 92.0);
+            search = search.told(score(search.cold()), 92.0);
         }
-        assert!(search.mark().abs_diff(8000) < 50, "{}", search.mark());
+        assert!(search.cold().abs_diff(8000) < 50, "{}", search.cold());
         let most = (0..20).fold(Search::new(), |search, _| search.told(99.0, 92.0));
-        assert!(most.mark() >= DIAL_MOST - 1);
+        assert!(most.cold() >= COLD_MAX - 1);
     }
 }

@@ -12,7 +12,7 @@ use super::score_charge::Counted;
 use crate::experiment::LabError;
 use crate::players::{Cast, Done, InBackground, Player, TURN, reap, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
-use lacuna_guest::status::DIAL_AT;
+use lacuna_guest::status::SETTING_AT;
 use lacuna_machine::GuestMemory;
 use lacuna_soft::{Delivery, Detection, DirtyStats, Logging, SlotId, Vm, VmBuilder};
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ pub struct Setup {
     pub period: Duration,
 }
 
-/// The mark of the dial at which a transaction writes to every page of the process.
+/// With this setting, a transaction writes to every page of the process.
 const SWEEP: u32 = u32::MAX;
 
 /// Whether slots log, and what detects writes.
@@ -101,18 +101,18 @@ impl<'a> Churn<'a> {
         }
     }
 
-    /// From now on it logs as `watch` says, with the dial at `mark`: so many of 65536 transactions
-    /// go to the cold part of the heap.
+    /// From now on the VM logs as `watch` says, and `cold` of 65536 transactions go to the cold
+    /// part of the heap.
     ///
     /// # Errors
     /// The guest ends, or its memory cannot be written.
-    pub fn watch(&mut self, watch: Watch, mark: u32) -> Result<(), LabError> {
+    pub fn watch(&mut self, watch: Watch, cold: u32) -> Result<(), LabError> {
         self.log(Logging::Off)?;
         let protected = self.watch == Watch::Dirty(Detection::WriteProtect) && watch != self.watch;
         if protected {
             self.write_all()?;
         }
-        self.turn_dial(1 + mark)?;
+        self.write_setting(1 + cold)?;
         self.player.vm().set_detection(watch.detection());
         if let Watch::Dirty(_) = watch {
             self.log(Logging::LAZY)?;
@@ -123,7 +123,7 @@ impl<'a> Churn<'a> {
 
     /// Lets the guest write to all of its pages.
     fn write_all(&mut self) -> Result<(), LabError> {
-        self.turn_dial(SWEEP)?;
+        self.write_setting(SWEEP)?;
         // The first transaction of a process may be an ordinary one that had begun before, and the
         // processes are not equally fast.
         let enough = 4 * self.player.vm().config().vcpus as u64;
@@ -135,11 +135,11 @@ impl<'a> Churn<'a> {
     }
 
     /// Only while no slot logs: a VM that has rings alone refuses host writes to a slot that logs.
-    fn turn_dial(&self, to: u32) -> Result<(), LabError> {
+    fn write_setting(&self, to: u32) -> Result<(), LabError> {
         let page = self.player.devices().status_page();
         let page = page.expect("the guest was attached by it").gpa();
         let at = page
-            .checked_add(DIAL_AT as u64)
+            .checked_add(SETTING_AT as u64)
             .expect("inside the status page");
         let memory: &dyn GuestMemory = self.player.vm();
         Ok(memory.write(at, &to.to_le_bytes())?)
@@ -247,13 +247,13 @@ pub fn play(
     churns: &mut [Churn<'_>],
     setup: &Setup,
     arms: &[Watch],
-    mark: u32,
+    cold: u32,
     rounds: usize,
 ) -> Result<Vec<Vec<Period>>, LabError> {
     let mut periods = vec![Vec::new(); arms.len()];
     for vms in shifts(arms.len()) {
         for (watch, vm) in arms.iter().zip(&vms) {
-            churns[*vm].watch(*watch, mark)?;
+            churns[*vm].watch(*watch, cold)?;
         }
         period(churns, setup, &vms)?;
         for _ in 0..rounds {
@@ -285,7 +285,7 @@ mod tests {
     use super::*;
     use crate::fixture::resident;
     use crate::pml::score::rings;
-    use crate::pml::score_charge::DIAL_MOST;
+    use crate::pml::score_charge::COLD_MAX;
 
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
     const PML: Watch = Watch::Dirty(Detection::Pml);
@@ -305,9 +305,7 @@ mod tests {
         for delivery in [Delivery::Bitmap, rings()] {
             let setup = small(delivery);
             let arms = [WP, PML, Watch::Nothing(Detection::Pml)];
-            let done = with_churns(&setup, 3, |churns| {
-                play(churns, &setup, &arms, DIAL_MOST, 2)
-            });
+            let done = with_churns(&setup, 3, |churns| play(churns, &setup, &arms, COLD_MAX, 2));
             let periods = done.unwrap();
             for (arm, periods) in arms.iter().zip(&periods) {
                 assert_eq!(periods.len(), 2 * arms.len());
@@ -340,12 +338,12 @@ mod tests {
 
     /// Few cold transactions dirty fewer pages.
     #[test]
-    fn the_dial_turns_the_dirty_rate() {
+    fn the_setting_determines_the_dirty_rate() {
         let setup = small(Delivery::Bitmap);
         let done = with_churns(&setup, 1, |churns| {
             let mut pages = [0; 2];
-            for (pages, mark) in pages.iter_mut().zip([1, DIAL_MOST]) {
-                let periods = play(churns, &setup, &[PML], mark, 1)?;
+            for (pages, cold) in pages.iter_mut().zip([1, COLD_MAX]) {
+                let periods = play(churns, &setup, &[PML], cold, 1)?;
                 *pages = periods[0][0].counted.dirtied;
             }
             Ok(pages)
