@@ -1,10 +1,12 @@
-//! A few seeds of each kind: the fuzzer works, and reaches what it should.
+//! Runs a few seeds of each kind. Checks that there is no finding, and that the fuzzer reaches what
+//! it should: exceptions, interrupts, split locks, started images.
 
 use lacuna_fuzz::{Campaign, Kind, Tally};
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// The `lacuna` that cargo has put beside the tests, if it was built.
+/// The path at which cargo puts the `lacuna` binary of the profile that this test has. The file
+/// exists only if the binary was built.
 fn binary() -> PathBuf {
     let this = std::env::current_exe().expect("a test is a program");
     let folder = this.parent().and_then(|deps| deps.parent());
@@ -53,6 +55,6 @@ fn some_seeds_of_each_kind() {
     }
     let command = run(Kind::Command, 1..3);
     if command.operations == 0 {
-        lacuna_skip::skip("command lines: no lacuna beside the tests");
+        lacuna_skip::skip("command lines: the lacuna binary is not built");
     }
 }

@@ -7,9 +7,10 @@
 //! 2 MiB, allowed      nothing         a huge leaf
 //! 2 MiB, allowed      small leaves    collapsed in place to a huge one
 //! ```
-//! The host reported the block as whole after the sequence that the cursor has checked. So the
-//! small leaves found in it map the frames that a huge leaf maps. If they do not (a bug, or rights
-//! that cannot be combined), the page gets its small leaf.
+//! The fault read the invalidation sequence; then the host reported the block as whole; then the
+//! cursor found the sequence unchanged. So no page of the block was moved in between, and its small
+//! leaves map the frames that a huge leaf maps. If they do not (a bug, or rights that cannot be
+//! combined), the page gets its small leaf.
 
 use crate::fault::ResolvedPage;
 use crate::rmap::{BLOCK, Rmap};
@@ -28,9 +29,8 @@ impl Mmu {
         page: ResolvedPage,
     ) -> Result<Level, Exhausted> {
         let ResolvedPage { gfn, leaf, level } = page;
-        // Read again under the range lock: `disallow_huge` may have passed this block since the
-        // host was asked. While the slot logs, a huge leaf would count for 512 pages at the first
-        // write.
+        // Read again under the range lock: `disallow_huge` may have visited this block since the
+        // host was asked. While the slot logs, the first write to a huge leaf would mark 512 pages.
         let max_level = match rmap.log().is_on() {
             true => Level::L4K,
             false => rmap.max_level(gfn),
@@ -41,7 +41,7 @@ impl Mmu {
         install_small(cursor, rmap, gfn, leaf)
     }
 
-    /// Maps the block around `gfn` by one leaf. Returns whether it is mapped so now.
+    /// Maps the block around `gfn` by one leaf. Returns whether one leaf maps it now.
     fn install_huge(
         &self,
         cursor: &mut Cursor<'_>,

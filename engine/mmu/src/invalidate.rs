@@ -149,7 +149,7 @@ impl<C> Invalidation<'_, C> {
 const MANY: u32 = 64;
 
 impl Mmu {
-    /// Unmaps `part`, which is inside the visit's block: each level once.
+    /// Unmaps `part`, which is inside the visit's block. Visits each level once.
     ///
     /// If the part is a whole block that many small leaves map, their table is unlinked as one.
     /// That is done by descending the tables, because the reverse map costs more than twice as much

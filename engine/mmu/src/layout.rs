@@ -8,9 +8,10 @@
 //! ```
 //! The place to which a slot moves needs no exclusion: a fault there finds no slot before the new
 //! snapshot is published, and the slot after it. A slot that moves or changes its flags gets a new
-//! reverse map. A notifier that still works with the old snapshot then finds an empty one, never a
-//! leaf under another gfn's lock. The disallow counts start again too. The dirty log is kept,
-//! because it names pages by the slot.
+//! reverse map. A notifier call that still works with the old snapshot finds the old one, which is
+//! empty. In a shared one it would find leaves of the new layout, and hold the range locks of the
+//! old guest frames. The disallow counts start again too. The dirty log is kept, because it names
+//! pages by the slot.
 
 use crate::{Mmu, Rmap, SlotSpec};
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE};
@@ -27,8 +28,8 @@ impl Mmu {
     ///
     /// # Errors
     /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory that is not in
-    /// a region of this MMU, because its pages would be evicted without notice. Nothing has changed
-    /// then.
+    /// a region of this MMU, because nothing would tell this MMU that its pages are evicted.
+    /// Nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let backing = BackingRange::new(spec.backing, spec.bytes / PAGE_SIZE as u64);
         // A range that is not valid has an error of its own.

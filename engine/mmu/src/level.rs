@@ -43,12 +43,13 @@ impl Mmu {
     }
 
     /// Takes back one reason against huge leaves around `gfns`. A block gets a huge leaf in place
-    /// if the host has it whole and small leaves map all of it. Other blocks get one at a later
-    /// fault, if the host has them whole then. A block that the host has by pages may be contiguous
-    /// by chance: reclaim would split its huge leaf again, page by page.
+    /// if the host has it as a compound page and small leaves map all of it. Other blocks get one
+    /// at a later fault, if they are compound pages then. The pages of a split block may be in
+    /// contiguous frames by chance. Such a block gets no huge leaf, because reclaim would split
+    /// that again, page by page.
     ///
     /// # Panics
-    /// If they were not disallowed.
+    /// If the blocks were not disallowed.
     pub fn allow_huge(&self, gfns: GfnRange) {
         let _no_change = self.lock_layout();
         self.each_block(gfns, |cursor, slot, gfn| {

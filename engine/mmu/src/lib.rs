@@ -8,19 +8,19 @@
 //! | `install` | at which level a page is mapped, and what happens to existing leaves |
 //! | `rmap` | from a page or block of a slot to its leaf |
 //! | `notifier` | the requests of the host's memory manager |
-//! | `invalidate` | the host takes pages back |
+//! | `invalidate` | unmaps pages that the host takes back |
 //! | `rmap_walk` | older rmap walk strategies: feature `comparisons` |
 //! | `level` | where huge leaves are forbidden for a while |
 //! | `dirty` | dirty tracking: finds the pages that the guest and its devices write |
 //! | `layout` | adds, removes and moves slots |
-//! | `verify` | slots, rmap and tables agree |
+//! | `verify` | asserts that slots, rmap and tables agree |
 //!
-//! The feature `comparisons` adds what only the lab, the benches and the fuzzer use: the older
-//! ways, counters of their steps, and `Mmu::end_logging_as`.
+//! The feature `comparisons` adds what only the lab, the benches and the fuzzer use: the older rmap
+//! walk strategies, counters of their steps, and `Mmu::end_logging_as`.
 //!
 //! `docs/locking.md` draws the protocol that keeps a fault and an invalidation apart. This crate
-//! knows no vCPU: the code that puts pages into TLBs gives it a
-//! [`Shootdown`](lacuna_stage2::Shootdown).
+//! does not run vCPUs. The code that runs them gives [`Mmu::new`] a [`Qsbr`](lacuna_sync::Qsbr):
+//! through it the MMU requests TLB flushes, and waits for them.
 #![forbid(unsafe_code)]
 
 mod dirty;

@@ -30,7 +30,8 @@ impl MmuNotifier for Mmu {
 
     fn split_huge(&self, range: BackingRange) {
         self.each_part(range, |cursor, rmap, part| {
-            // Without a table, the block's bits continue to stand for all of its pages.
+            // If no table is free, the leaf stays huge, and its A and D continue to stand for all
+            // pages.
             let _ = self.split(cursor, rmap, part.start());
         });
     }
@@ -85,7 +86,8 @@ impl Mmu {
         flush.finish(&*self.qsbr);
     }
 
-    /// Whether `look` finds any young leaf that maps a page of `range`. It visits all of them.
+    /// Whether `look` finds a young leaf among those that map pages of `range`. It is called with
+    /// each of them, also after the first young one.
     fn any_leaf(
         &self,
         range: BackingRange,

@@ -1,7 +1,7 @@
 //! The reverse map: from a guest frame of a slot to the leaf that maps it. Each slot has one.
 //!
 //! ```text
-//! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one a 2 MiB block
+//! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one for each 2 MiB
 //! ```
 //! An element has one of three states: nothing is mapped; one 2 MiB leaf, and its place; some 4 KiB
 //! leaves, their number and their table. All small leaves of a block are in one table, and a gfn

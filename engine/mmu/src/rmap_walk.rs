@@ -148,7 +148,7 @@ impl Mmu {
         begun
     }
 
-    /// Invalidates `range` by one of the ways to do it, and says what it took.
+    /// Invalidates `range` by the strategy `walk`, and returns the steps that it took.
     pub fn invalidate_as(&self, walk: RmapWalk, range: BackingRange) -> Steps {
         let begun = self.begin_invalidation_as(walk, &[range]);
         let steps = begun.steps();

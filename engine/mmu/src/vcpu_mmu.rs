@@ -43,8 +43,9 @@ impl Marker {
         }
     }
 
-    /// Pages that were logged have got D. The newest is first in `logged`. Marks the pages at its
-    /// end that are in `slot`, and returns the others. The last page of `logged` is in `slot`.
+    /// Marks pages whose D the vCPU's walks have set. `logged` has the newest first, and its last
+    /// page is in `slot`. Begins at the end of `logged`, stops at the first page that is not in
+    /// `slot`, and returns the part of `logged` that is left.
     #[inline]
     fn mark_logged<'l>(&mut self, slot: &Slot<Rmap>, logged: &'l [Gpa]) -> &'l [Gpa] {
         let (start, end) = (slot.gfns.start().get(), slot.gfns.pages());
@@ -150,8 +151,8 @@ impl VcpuMmu {
         &mut self.cache
     }
 
-    /// Whether the vCPU may continue in the guest. After [`Room::SoftFull`] it must leave for its
-    /// VMM, and come back only when this allows it.
+    /// Whether the vCPU may continue in the guest. After [`Room::SoftFull`] it must exit to its
+    /// VMM, and must not enter the guest before this returns [`Room::Yes`].
     #[inline]
     pub fn room(&mut self) -> Room {
         if self.marker.room == Room::SoftFull
@@ -171,7 +172,7 @@ impl VcpuMmu {
             ..
         } = self;
         marker.counts.add(Count::Flush, 1);
-        // Looked up once for the whole log: a change of slots has all logs flushed before.
+        // One snapshot serves the whole log: a change of slots waits until all logs are flushed.
         let slots = reader.snapshot();
         let mut logged = log.take();
         while let [rest @ .., next] = logged {

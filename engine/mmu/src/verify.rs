@@ -48,8 +48,9 @@ impl Mmu {
         assert_eq!(huge, counts.of(Level::L2M), "huge leaves in rmaps");
     }
 
-    /// Asserts that the slot's share of `part`, in one block, is mapped as its reverse map says.
-    /// Leaves in a block that has none by the map are found by the sums above.
+    /// Asserts that the slot's share of `part`, in one block, is mapped as its reverse map says. It
+    /// does not look for leaves in a block for which the reverse map has nothing: such leaves make
+    /// the sums in `verify` differ.
     fn verify_block(&self, slot: &Slot<Rmap>, part: GfnRange) -> InBlock {
         let rmap = &slot.attach;
         let block = rmap.block(part.start());

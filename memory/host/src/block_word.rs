@@ -1,15 +1,15 @@
-//! How a block of 512 pages is kept: as a compound page, or split into pages with a word each.
+//! The state of a block of 512 pages: a compound page, or split into pages with a page word each.
 //!
 //! ```text
 //!                no block of frames is free, or
 //!                the caller cannot map 2 MiB
 //!   Untouched -------------------------------> Split <----------.
 //!       |                                        |              | split: the page words
-//!       | first touch: a block of zeros          | collapse     | are filled in first
+//!       | first fault: a zeroed block            | collapse     | are filled in first
 //!       |                                        v              |
 //!       '------------------------------------> Compound --------'
 //!
-//!   Untouched, Compound --> Gone (region removed; under Split, each page word becomes Gone)
+//!   Untouched, Compound --> Gone     region removed; Split stays, and each page word becomes Gone
 //!
 //!   block word   its page words
 //!   Untouched    all Empty
@@ -17,20 +17,22 @@
 //!   Compound     Empty or Collapsed: page i is in frame 512 * block + i
 //! ```
 //! **A fault reads the page word first.** It reads the block word only if the page word says Empty
-//! or Collapsed. So a page with a frame of its own is found as if there were no blocks, and a first
-//! touch of 2 MiB changes one word instead of 512.
+//! or Collapsed. So a fault on a page with a frame of its own reads no block word. And the first
+//! fault of a block that gets 2 MiB changes one word instead of 512.
 //!
-//! This is sound for two reasons. A block word never becomes Untouched again. And it changes from
-//! Split to Compound only after every page word has become Collapsed. So if a fault has read Split,
-//! and the block becomes a compound page, the fault's compare-exchange of its page word from Empty
-//! fails.
+//! The race between the two reads: a fault reads Empty in the page word and Split in the block
+//! word; another thread collapses the block; the fault gives the page a frame of its own. That last
+//! step fails. The collapse changes every page word to Collapsed before it changes the block word,
+//! so the fault's compare-exchange from Empty finds another value. A block word never becomes
+//! Untouched again, so a fault that has read Untouched cannot succeed with a late compare-exchange
+//! either.
 //!
-//! A fault that can map 2 MiB reads the block word first: while it does not say Split, the page
-//! words add nothing.
+//! A fault that can map 2 MiB reads the block word first. Unless that says Split, the fault needs
+//! no page word.
 //!
-//! No state says that a split is in progress, and none is needed. The page words are filled in
-//! before the block word changes. The descriptors of the frames are published last, and before that
-//! no frame can leave its page.
+//! A split needs no state for its progress. The thread that splits fills in the page words, then
+//! changes the block word, then publishes the descriptors of the frames. Before that last step
+//! reclaim cannot take a frame from its page.
 
 use crate::residency::PageNo;
 use lacuna_addr::{Level, Pfn};
@@ -70,10 +72,10 @@ impl BlockNo {
     }
 }
 
-/// How a block of pages is kept.
+/// The state of a block of pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageBlockState {
-    /// No page of it was ever faulted on.
+    /// No fault has provided any of its pages yet.
     Untouched,
     /// Each page has a word of its own that says where it is.
     Split,
@@ -132,8 +134,8 @@ impl BlockWord {
         PageBlockState::decode(self.0.load(Ordering::Acquire))
     }
 
-    /// Changes the word from `from` to `to`. If another thread has changed it, returns the state
-    /// that it found. All changes pass here.
+    /// Changes the word from `from` to `to`. If the word is no longer `from`, changes nothing and
+    /// returns the current state. No other function changes the word.
     pub fn change(&self, from: PageBlockState, to: PageBlockState) -> Result<(), PageBlockState> {
         debug_assert!(from.may_become(to), "{from:?} to {to:?}");
         self.0
@@ -153,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_state_survives_its_word() {
+    fn every_state_is_decoded_as_it_was_encoded() {
         let block = BlockNo(u32::MAX);
         for state in [Untouched, Split, Compound { block }, Gone] {
             assert_eq!(PageBlockState::decode(state.encode()), state);

@@ -1,4 +1,4 @@
-//! The words of dirty logging that every backend shares: modes, settings, refusals, counts.
+//! The types of dirty logging that every backend shares: modes, settings, errors, counts.
 //!
 //! Dirty logging has two independent settings: how a write is detected ([`Detection`]), and where
 //! it is recorded ([`Delivery`]).
@@ -24,13 +24,14 @@ pub enum Delivery {
     Ring {
         /// The size of each ring.
         size: RingSize,
-        /// Where a write is recorded that no vCPU does.
+        /// Where a write is recorded that no vCPU makes: each ring belongs to a vCPU.
         backup: Backup,
     },
 }
 
 impl Delivery {
-    /// Whether a slot that logs has a bitmap: `get_dirty` works, and the VMM may write to the slot.
+    /// Whether a slot that logs has a bitmap. Without one, `get_dirty` and the VMM's writes to the
+    /// slot are refused.
     pub const fn has_bitmaps(self) -> bool {
         !matches!(
             self,
@@ -42,7 +43,7 @@ impl Delivery {
     }
 }
 
-/// Where writes are recorded that no vCPU does, beside rings.
+/// Where writes are recorded that no vCPU makes, in a VM with rings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Backup {
     /// Nowhere. The VMM's writes to a slot that logs are refused, and so are the calls on bitmaps.
@@ -58,7 +59,7 @@ pub enum Logging {
     Off,
     /// The slot logs.
     On {
-        /// What counts as written at first.
+        /// Which pages count as written at first.
         initially: Initially,
         /// When huge leaves are split.
         huge: HugeLeaves,
@@ -66,20 +67,20 @@ pub enum Logging {
 }
 
 impl Logging {
-    /// From a clean slate; a huge leaf is split by the first write to it.
+    /// No page counts as written at first; a huge leaf is split by the first write to it.
     pub const LAZY: Self = Self::On {
         initially: Initially::Clean,
         huge: HugeLeaves::Lazy,
     };
 }
 
-/// What counts as written when logging begins.
+/// Which pages count as written when logging begins.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Initially {
-    /// Nothing. All pages are write-protected, or lose D, at once.
+    /// None. Logging begins by write-protecting all pages, or by clearing their D.
     Clean,
-    /// Everything. A page is write-protected, or loses D, when its bit is first cleared. This needs
-    /// a bitmap.
+    /// All. A page is write-protected, or loses D, when its bit is first cleared. This needs a
+    /// bitmap.
     AllSet,
 }
 
@@ -88,7 +89,9 @@ pub enum Initially {
 pub enum HugeLeaves {
     /// At the first write to each.
     Lazy,
-    /// When logging begins, as far as there are tables.
+    /// Before its pages are first write-protected or lose D: when logging begins, or with
+    /// [`Initially::AllSet`] when their bits are first cleared. If no table page is free, the first
+    /// write splits the leaf.
     Eager,
 }
 
@@ -114,13 +117,13 @@ pub enum DirtyError {
     /// The VM has no rings.
     #[error("this VM records written pages in bitmaps and has no rings: harvest the bitmaps")]
     NoRings,
-    /// There is a vCPU already, or a slot has logged.
+    /// A delivery was chosen already, or there is a vCPU, or a slot has logged.
     #[error(
         "where written pages are recorded cannot change any more: choose it once, before the first \
          vCPU and the first log"
     )]
     TooLate,
-    /// The dirty log of this VM cannot be read and left as it is.
+    /// The dirty log of this VM cannot be read without clearing it.
     #[error("only KVM's own bitmap can be read and cleared in two steps: use `get_dirty`")]
     OneStep,
     /// The backend has no such mode.
@@ -128,14 +131,14 @@ pub enum DirtyError {
     Unsupported(&'static str),
     /// The kernel has written over entries of a ring before they were reaped.
     #[error(
-        "the dirty ring of vCPU {vcpu} ran over, and the names of written pages are lost: \
+        "the dirty ring of vCPU {vcpu} overflowed, and it is not known which pages were written: \
          copy all memory, and start again with a larger ring, or reap more often"
     )]
     Overflow {
         /// The vCPU to which the ring belongs.
         vcpu: usize,
     },
-    /// A buffer that does not fit the slot.
+    /// The buffer does not have the size of the slot's bitmap.
     #[error("{id} has {needed} words of dirty bits, not {given}: pass a buffer of {needed} words")]
     Words {
         /// The slot.
@@ -155,7 +158,7 @@ pub enum DirtyError {
     },
 }
 
-/// What dirty logging has cost one vCPU, counted.
+/// Counts of what dirty logging has cost one vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DirtyStats {
     /// Write faults that marked a page under its range lock.
@@ -164,7 +167,7 @@ pub struct DirtyStats {
     pub fast_page_faults: u64,
     /// Walks that ended because the log was full.
     pub log_full: u64,
-    /// Flushes of a log with something in it.
+    /// Flushes of the vCPU's log when it was not empty.
     pub flushes: u64,
     /// Pages logged.
     pub logged: u64,

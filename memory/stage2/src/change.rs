@@ -1,10 +1,10 @@
-//! Every write to an entry goes through `change`, and so is legal. The exceptions are A and D,
-//! which the walker sets, and W, which a fast page fault (`fast_page_fault`) sets.
+//! The functions that change an entry of a linked table. They make only the changes below. One
+//! change is made elsewhere: a walk sets A and D.
 //!
 //! ```text
-//!  Absent --> Leaf, Table, Frozen      Leaf --> the same frames with other rights, A, D
-//!  Leaf, Table --> Absent, Frozen      Frozen --> nothing: its table is dead
-//!  Leaf W D --> W          rearm only: the D goes to the caller
+//!  Absent --> Leaf, Table, Frozen      Leaf --> Leaf of the same frames: other rights, A, D
+//!  Leaf, Table --> Absent, Frozen      Frozen --> no change: its table was unlinked
+//!  Leaf W D --> Leaf W     rearm only: it returns the D to its caller
 //!  Leaf 2 MiB --> Table    link_split only: the table is filled with the leaf's parts
 //!  Table --> Leaf 2 MiB    link_collapsed only: the table's leaves are the leaf's parts
 //! ```
@@ -49,9 +49,10 @@ impl Counts {
     }
 }
 
-/// One range lock's share of the counts. It is written only under that lock, so counting costs a
-/// fault no shared cache line. A table may be linked under one range lock and unlinked under
-/// another. So a share may go below zero and wrap around; only the sum of all shares has a meaning.
+/// One range lock's share of the counts. It is written only under that lock, so vCPUs that fault
+/// under different locks do not write the same cache line. A table may be linked under one range
+/// lock and unlinked under another. So a share may go below zero and wrap around; only the sum of
+/// all shares has a meaning.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct RangeCounts {
@@ -83,13 +84,14 @@ impl RangeCounts {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Replaces `old` by `new` at `at`, under a cursor that holds `gfn`, one of the frames
-    /// translated there. If the entry is no longer `old`, changes nothing and returns the current
-    /// entry. That happens if a walk has set A or D, or if, in an upper table, a cursor with
-    /// another range lock has linked a table first.
+    /// Replaces `old` by `new` at `at`. The caller has a cursor that holds `gfn`, one of the guest
+    /// frames that the entry translates. If the entry is no longer `old`, changes nothing and
+    /// returns the current entry. That happens if a walk has set A or D, or if, in an upper table,
+    /// a cursor with another range lock has linked a table first.
     ///
     /// # Panics
-    /// If the change is never legal: this is a bug in the caller, which must not reach a guest.
+    /// If the change is not legal. That is a bug in the caller: a panic is better than a wrong
+    /// mapping.
     #[inline(always)]
     pub(crate) fn change(
         &self,
@@ -104,9 +106,10 @@ impl<F: TableFormat> Stage2<F> {
         self.replace(at, gfn, old, new)
     }
 
-    /// Fills `table`, which no other thread knows, with the parts of `leaf`, which maps `block`,
-    /// and links it at `at`, where `leaf` must be. If a walk has set A or D meanwhile, links
-    /// nothing and returns the current entry; the table may then be filled again.
+    /// Replaces `leaf`, which maps `block`, by `table`: fills the table with the parts of the leaf,
+    /// then links it at `at`. No other thread knows `table` yet. If a walk has set A or D since the
+    /// caller read `leaf`, links nothing and returns the current entry. The caller may then call
+    /// again with the same table.
     pub(crate) fn link_split(
         &self,
         at: EntryRef,
@@ -117,7 +120,7 @@ impl<F: TableFormat> Stage2<F> {
         assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves are split");
         for gfn in block.iter() {
             let part = F::encode(Entry::Leaf(leaf.part(gfn)));
-            // The exchange below publishes it.
+            // Relaxed: the exchange below publishes the table.
             self.entry(EntryRef::page_of(table, gfn))
                 .store(part, Ordering::Relaxed);
         }
@@ -128,8 +131,9 @@ impl<F: TableFormat> Stage2<F> {
         Ok(())
     }
 
-    /// Replaces `table` at `at` by `leaf`, which maps `block`. The table's leaves map the same
-    /// frames, or nothing, and still count: the caller freezes or forgets them next.
+    /// Replaces `table` at `at` by `leaf`, which maps `block`. Each entry of the table maps the
+    /// frame that `leaf` maps there, or nothing. The counts still contain the table's leaves: the
+    /// caller must freeze each entry next, or call `forget_leaves`.
     pub(crate) fn link_collapsed(&self, at: EntryRef, block: GfnRange, table: TableId, leaf: Leaf) {
         assert_eq!(leaf.level, Level::L2M, "only 2 MiB leaves replace tables");
         assert_eq!(leaf.defect(), None, "{leaf:?} at {block:?}");
@@ -138,27 +142,30 @@ impl<F: TableFormat> Stage2<F> {
                 match self.read(EntryRef::page_of(table, gfn)) {
                     Entry::Absent => true,
                     Entry::Leaf(child) => {
-                        // A fast page fault may have set W since: W is joined in later.
+                        // W is not compared. A fast page fault may have set it after the caller
+                        // read this entry; freezing the entry returns that W, and the caller adds
+                        // it to `leaf`.
                         child.pfn == leaf.frame_of(gfn) && leaf.exec >= child.exec
                     }
                     Entry::Table(_) | Entry::Frozen => false,
                 }
             }),
-            "{leaf:?} does not do for {block:?} what its table does"
+            "{leaf:?} does not map {block:?} as its table does"
         );
         self.replace(at, block.start(), Entry::Table(table), Entry::Leaf(leaf))
-            .expect("only a cursor takes a table away");
+            .expect("only a cursor over the block unlinks its table");
     }
 
-    /// Removes the leaves of `block` from the counts: their table is out of use, and is not changed
-    /// until no walk is inside.
+    /// Removes the 512 leaves of `block` from the counts. Their table was unlinked by
+    /// `link_collapsed`, so until it is freed only walks inside it change its entries: they set A
+    /// and D.
     pub(crate) fn forget_leaves(&self, block: GfnRange) {
         let leaf = Entry::Leaf(Leaf::clean(Pfn::new(0)));
         let counts = self.counts_of(block.start());
         counts.count(leaf, block.pages().wrapping_neg());
     }
 
-    /// The exchange, and the counts. The caller has checked legality.
+    /// Exchanges the entry and updates the counts. The caller has checked that the change is legal.
     #[inline(always)]
     fn replace(&self, at: EntryRef, gfn: Gfn, old: Entry, new: Entry) -> Result<(), Entry> {
         // Release: a walk that reaches the new table or frame sees it zeroed and filled. A removal
@@ -180,8 +187,9 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// As [`Stage2::change`], of the current entry to what `next` makes of it; repeated if a walk
-    /// changes the entry meanwhile. Returns the old entry.
+    /// Replaces the current entry by `next` of it, as [`Stage2::change`] does. If a walk changes
+    /// the entry before the exchange, calls `next` again, with the new value. Returns the entry
+    /// that was replaced.
     #[inline(always)]
     pub(crate) fn update(
         &self,
@@ -204,8 +212,8 @@ impl<F: TableFormat> Stage2<F> {
 
     /// Rearms the leaf at `at` if it is writable, so that the next write is detected: `rearmed` is
     /// [`F::write_protected`] or [`F::dirty_cleared`]. Returns the old leaf, or `None` if nothing
-    /// had to change. This is the only function that clears D and leaves W: the caller tells the
-    /// host that the page is dirty.
+    /// had to change. This is the only function that clears D and leaves W. The caller must report
+    /// that D to the host.
     ///
     /// It changes the raw bits, because a harvest calls it for every dirty page, and decoding and
     /// encoding an entry costs more than the exchange.
@@ -238,8 +246,8 @@ impl<F: TableFormat> Stage2<F> {
                 .is_ok()
     }
 
-    /// The table that entry `index` of `table` points to, if any: [`Stage2::read`] for places where
-    /// it nearly always does.
+    /// The table that entry `index` of `table` points to, if any. Faster than [`Stage2::read`]
+    /// where the entry is nearly always a table pointer.
     #[inline(always)]
     pub(crate) fn read_table(&self, table: TableId, index: Index) -> Option<TableId> {
         F::table(self.arena.entry(table, index).load(Ordering::Acquire))
@@ -271,8 +279,8 @@ fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
     }
 }
 
-/// Rights, A and D of a mapping may change, but not the frame that it maps: a TLB that still holds
-/// the old frame could not be detected.
+/// Rights, A and D of a mapping may change, but not the frame that it maps: such a change adds
+/// nothing to a flush, so a TLB could keep the old frame.
 #[inline(always)]
 fn illegal_leaf(old: Leaf, new: Leaf) -> Option<&'static str> {
     if (old.pfn, old.level) != (new.pfn, new.level) {
@@ -298,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_and_a_leaf_take_each_others_place_by_split_and_collapse_only() {
+    fn only_split_and_collapse_exchange_a_table_and_a_leaf() {
         let large = Entry::Leaf(Leaf::clean(Pfn::new(512)).at(Level::L2M));
         assert!(refused(large, TABLE) && refused(TABLE, large));
         assert!(refused(TABLE, TABLE));
@@ -329,9 +337,6 @@ mod tests {
                 ..clean
             }
         ));
-        assert!(
-            of(clean, clean.at(Level::L2M)),
-            "another size is another leaf"
-        );
+        assert!(of(clean, clean.at(Level::L2M)), "a leaf keeps its size");
     }
 }

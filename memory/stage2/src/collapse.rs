@@ -24,12 +24,12 @@
 //! at a block that looks accessed, but splits one that does not.
 //!
 //! **Rights, A and D.** A and D are *or*-ed. The large leaf's D stands for the whole block, so
-//! clean pages then count as dirty, and no dirty page is forgotten. W is set if any page has it,
-//! since [`Write::OnFault`](crate::Write::OnFault) means that the MMU may set W without asking: the
-//! next write to a page that was clean sets D, which records it as well as the fault would. So do
-//! not collapse where every first write must *fault* (dirty logging by page).
-//! [`Write::Never`](crate::Write::Never) beside any other value, or pages that differ in exec, are
-//! not uniform: rights that the backing does not grant are never added.
+//! clean pages then count as dirty, and no dirty page is forgotten. W is set if any page has it.
+//! That is allowed, because [`Write::OnFault`](crate::Write::OnFault) means that the MMU may set W
+//! without asking the host. The next write to a page without W then sets D instead of faulting, and
+//! D records it as well. So do not collapse where every first write must *fault* (dirty logging by
+//! page). [`Write::Never`](crate::Write::Never) beside any other value, or pages that differ in
+//! exec, are not uniform: rights that the backing does not grant are never added.
 
 use crate::format;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Write};
@@ -93,7 +93,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// changed.
     ///
     /// # Panics
-    /// If the cursor does not hold `gfn`; in debug builds also if any page shows it.
+    /// If the cursor does not hold `gfn`; in debug builds also if any other page shows it.
     pub fn collapse_uniform(
         &mut self,
         gfn: Gfn,
@@ -207,7 +207,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         self.collapsed(at, table, block, now.merged(last))
     }
 
-    /// The result, with `table`, which is out of use, in the flush.
+    /// The result of a collapse. Its flush has `table`, which was unlinked.
     fn collapsed(
         &self,
         at: EntryRef,
@@ -225,7 +225,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 impl<F: TableFormat> Stage2<F> {
     /// Whether any page of `table`, which holds 4 KiB leaves, is writable.
     fn any_writable(&self, table: TableId) -> bool {
-        // Relaxed: W was set under the range lock, or before all vCPUs had left the guest.
+        // Relaxed: W was set under the range lock, which this thread holds now, or by a fast page
+        // fault. The caller has waited until all vCPUs had left the guest after the last of those.
         Index::all().any(|index| {
             let entry = self.arena.entry(table, index);
             F::is_writable_leaf(entry.load(Ordering::Relaxed))

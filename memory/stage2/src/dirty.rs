@@ -8,14 +8,17 @@ use lacuna_addr::{BlockNumber, Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
-/// How often a fast page fault tries when others change the entry: as in KVM.
+/// How often a fast page fault tries if other threads change the entry meanwhile.
 const TRIES: usize = 4;
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Clears D in every 4 KiB leaf in `runs` and leaves W, so the next walk for a write sets D
     /// again, and a logging walk records it. In larger leaves, where one D would stand for all
-    /// pages, W is cleared too. `cleared` is called with each leaf that had D, as it was: that D is
-    /// recorded nowhere else. Until the flush is finished a vCPU may write through its TLB.
+    /// pages, W is cleared too. Until the flush is finished, a vCPU may still write through its
+    /// TLB, and no D is set.
+    ///
+    /// Calls `cleared` with each leaf that had D, as it was before the change. The caller must
+    /// record that D: the entry has lost it.
     ///
     /// # Panics
     /// If the cursor does not hold `runs`.
@@ -104,7 +107,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     }
 }
 
-/// Finds the tables of 4 KiB leaves, each once, if calls come block after block.
+/// Finds the table of 4 KiB leaves of a block. It remembers the last block, so a caller that goes
+/// block by block makes one search for each.
 struct BlockTables<'s, F> {
     stage2: &'s Stage2<F>,
     /// The block of the last call, and its table if it has one.
@@ -144,8 +148,8 @@ impl<F: TableFormat> Stage2<F> {
     /// Prefetches the cache lines of the 4 KiB leaves of `gfns`, because [`Cursor::protect`] or
     /// [`Cursor::clear_dirty`] is going to change them. Prefetched lines arrive in parallel; locked
     /// exchanges wait for one after the other. One gfn of each [`Stage2::LINE`] is enough. This is
-    /// a hint that changes nothing, so it takes no lock: if a table has changed meanwhile, another
-    /// line arrives in vain.
+    /// a hint that changes nothing, so it takes no lock: if a table is unlinked meanwhile, a line
+    /// is prefetched that is not needed.
     pub fn prefetch(&self, gfns: impl IntoIterator<Item = Gfn>) {
         let mut tables = BlockTables::new(self);
         for gfn in gfns {
@@ -160,8 +164,9 @@ impl<F: TableFormat> Stage2<F> {
     /// without a lock. `None` if that is not possible: nothing is mapped, a larger leaf is, writes
     /// are never allowed, or other threads change the leaf all the time.
     ///
-    /// The page counts as written *from here on*, so mark it dirty afterwards. The caller is online
-    /// in the VM's `Qsbr`, as for a walk.
+    /// Mark the page dirty after this call, not before. Otherwise: the vCPU marks the page; a
+    /// harvest takes the mark, and finds no W to clear; this call sets W; the next write is not
+    /// recorded. The caller is online in the VM's `Qsbr`, as for a walk.
     pub fn fast_page_fault(&self, gfn: Gfn) -> Option<Translation> {
         (0..TRIES).find_map(|_| {
             let at = self.find(gfn)?;

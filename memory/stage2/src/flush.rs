@@ -1,9 +1,9 @@
-//! A stale TLB is a value.
+//! The TLB flush that a change of the tables needs, as a value.
 //!
-//! Every operation that can leave one returns a [`Flush`], which has the blocks in question. Frames
-//! and tables may be reused only after it is finished: it requests a shoot-down of those blocks,
-//! and waits until every vCPU that may hold them has passed a quiescent point. The unlinked tables
-//! are inside it.
+//! Every change that can leave a stale TLB entry, or a walk inside an unlinked table, returns a
+//! [`Flush`]. It has the changed blocks and the unlinked tables. Frames and tables may be reused
+//! only after the flush is finished: it requests a shoot-down of those blocks, and waits until
+//! every vCPU that may hold translations of them has passed a quiescent point.
 //!
 //! ```text
 //! Flush --start--> Waiting --wait--> done: frames may be reused, its tables are free
@@ -34,14 +34,14 @@ pub trait Shootdown {
     /// requested.
     fn passed(&self, grace: GracePeriod) -> bool;
 
-    /// Waits for [`Shootdown::passed`]. A vCPU's own thread must have gone offline before, or it
-    /// waits for itself.
+    /// Waits for [`Shootdown::passed`]. A vCPU's own thread must go offline first: otherwise it
+    /// waits for itself for ever.
     fn wait(&self, grace: GracePeriod) {
         assert_may_wait();
         let mut spins = 0u32;
         while !self.passed(grace) {
-            // A vCPU passes within a basic block, unless its thread was preempted: then yield the
-            // core.
+            // A vCPU passes at the end of its basic block. If it has not, its thread may be
+            // preempted: yield the core.
             spins += 1;
             if spins < 64 { spin_loop() } else { yield_now() }
         }
@@ -70,7 +70,7 @@ pub struct Flush<'s> {
     arena: &'s Arena,
     /// The blocks in which a leaf or a table was changed; empty if there is nothing to flush.
     blocks: Blocks,
-    /// What a vCPU may still use, at worst.
+    /// The worst of what a vCPU may still use.
     stale: Stale,
     /// The unlinked tables. They are freed when the shoot-down has passed.
     tables: Vec<Detached>,
@@ -191,7 +191,7 @@ impl Drop for Flush<'_> {
 }
 
 impl Waiting<'_> {
-    /// Waits until every vCPU has passed, then frees the tables in it.
+    /// Waits until the shoot-down has passed, then frees the unlinked tables.
     pub fn wait(self, shootdown: &impl Shootdown) {
         if let Some(grace) = self.grace {
             shootdown.wait(grace);

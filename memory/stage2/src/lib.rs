@@ -6,12 +6,12 @@
 //! | `entry` | the same entries, decoded |
 //! | `walk` | what the hardware does: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
-//! | `map` `unmap` `protect` `age` `split` `collapse` | one verb each |
+//! | `map` `unmap` `protect` `age` `split` `collapse` | one operation each |
 //! | `pml` | the log of a walk that records the pages whose D it sets |
-//! | `dirty` | D independent of W; W set without a lock |
-//! | `change` | the one function that writes an entry: counts and asserts legality |
-//! | `flush` | a stale TLB as a value that must be handled |
-//! | `verify` | walks everything and asserts |
+//! | `dirty` | clears and sets D independently of W; sets W without a lock |
+//! | `change` | the functions that change an entry: they count it, and assert that it is legal |
+//! | `flush` | the TLB flush that a change needs, as a value that must be finished |
+//! | `verify` | reads all tables and asserts their invariants |
 //!
 //! Three rules. *The cursor is the lock*: entries change only under the range lock of their block,
 //! so faults in different 2 MiB blocks do not contend. The exceptions are A and D, set by the

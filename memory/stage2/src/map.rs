@@ -148,7 +148,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<Way, Detour> {
         self.assert_holds(gfn);
         check_shape(gfn, leaf).map_err(Detour::No)?;
-        // Not a loop over the heights: a fault is faster without its branches.
+        // This is no loop over the heights: without a loop's branches a fault is faster.
         let [root, directory] = Height::ABOVE_BLOCKS;
         let upper = self.below((self.stage2.root, root), gfn, leaf)?;
         let blocks = self.below((upper, directory), gfn, leaf)?;
@@ -258,7 +258,7 @@ impl<F: TableFormat> Drop for Place<'_, '_, F> {
     }
 }
 
-/// Puts `wanted` at the end of its way.
+/// Maps `wanted` at the place that `way` leads to.
 #[inline(always)]
 fn install<F: TableFormat>(stage2: &Stage2<F>, way: Way, gfn: Gfn, wanted: Leaf) -> Mapped {
     let Way { at, found } = way;
@@ -274,7 +274,7 @@ fn install<F: TableFormat>(stage2: &Stage2<F>, way: Way, gfn: Gfn, wanted: Leaf)
     join(stage2, at, gfn, wanted)
 }
 
-/// Puts `wanted` at its place, joined with the leaf of the same frame if there is one.
+/// Maps `wanted` at `at`. If a leaf of the same frame is there, gives it the rights of both.
 #[inline(never)]
 fn join<F: TableFormat>(stage2: &Stage2<F>, at: EntryRef, gfn: Gfn, wanted: Leaf) -> Mapped {
     let found = stage2.update(at, gfn, |found| match found {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! index  511 510 ...  1   0   0xffff
-//!         |--- entries --->|  full: the next walk that would set A or D ends first, neither set
+//!         |--- entries --->|  full: the next walk that has to set A or D ends, and sets neither
 //! ```
 //! As Intel's processors do it (SDM 29.3.6). Entries go down from 511; each is the address of a
 //! page. Only a change of D from 0 to 1 makes an entry, but a full log also stops a walk that would

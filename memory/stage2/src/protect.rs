@@ -6,10 +6,12 @@ use lacuna_addr::GfnRange;
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
     /// Clears W, and with it D, in every leaf that maps a frame of `runs`. A 2 MiB leaf that
-    /// reaches beyond a run loses both for all its frames, unless [`Cursor::cut`] has split it
-    /// first. `protected` is called with each leaf that was writable, as it was: its D is recorded
-    /// nowhere else. The MMU may set W again on a fault. Until the flush is finished a vCPU may
+    /// reaches beyond a run loses W and D for all its frames, unless [`Cursor::cut`] has split it
+    /// first. A later write fault may set W again. Until the flush is finished, a vCPU may still
     /// write through its TLB.
+    ///
+    /// Calls `protected` with each leaf that was writable, with its W and D before the change. The
+    /// caller must record that D: the entry has lost it.
     ///
     /// # Panics
     /// If the cursor does not hold `runs`.

@@ -45,9 +45,9 @@ impl<F: TableFormat> Cursor<'_, F> {
         Ok(Some(self.split_into(at, gfn, table)))
     }
 
-    /// Splits the 2 MiB leaves that map frames inside and outside of `range`: at most its first and
-    /// its last. After it, unmapping or protecting `range` changes nothing outside. `split` is
-    /// called with each.
+    /// Splits the 2 MiB leaves that map frames inside and outside of `range`: at most two, in its
+    /// first and its last block. After that, unmapping or protecting `range` changes nothing
+    /// outside. Calls `split` with each split that was done.
     ///
     /// # Errors
     /// [`Exhausted`]: no table page is free. The splits that `split` was called with are done.
@@ -72,7 +72,7 @@ impl<F: TableFormat> Cursor<'_, F> {
         let block = gfn.block().range();
         loop {
             let Entry::Leaf(leaf) = self.stage2.read(at) else {
-                unreachable!("only a cursor takes a leaf away")
+                unreachable!("only a cursor over the block removes its leaf")
             };
             if self.stage2.link_split(at, block, leaf, table).is_ok() {
                 return Split {

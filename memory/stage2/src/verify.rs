@@ -1,4 +1,5 @@
-//! Walks everything and asserts. Tests, the simulator and fuzzers call it after each step.
+//! Reads all tables and asserts their invariants. Tests, the simulator and fuzzers call it after
+//! each step.
 
 use crate::format::Height;
 use crate::{Counts, Entry, EntryRef, Leaf, Stage2, TableFormat};
@@ -15,7 +16,7 @@ struct Census<'a, F, Each> {
 
 impl<F: TableFormat> Stage2<F> {
     /// Asserts, with every range lock held, that
-    /// * the entries are ones that this crate writes, legal in themselves, of their table's height;
+    /// * every leaf is valid, and has the level of its table's height;
     /// * no entry is frozen;
     /// * every table is reachable exactly once, or unlinked and waiting for a shoot-down;
     /// * the running counts are right.
@@ -45,7 +46,7 @@ impl<F: TableFormat> Stage2<F> {
         assert_eq!(
             census.counts,
             self.counts(),
-            "what is there and the running counts differ"
+            "the entries found and the running counts differ"
         );
         assert_eq!(
             census.seen.len(),
@@ -76,7 +77,7 @@ impl<F: TableFormat, Each: FnMut(Gfn, Leaf)> Census<'_, F, Each> {
                     self.counts.leaves[leaf.level as usize - 1] += 1;
                     (self.each)(span.start(), leaf);
                 }
-                Entry::Frozen => panic!("a frozen entry at rest, at {span:?}"),
+                Entry::Frozen => panic!("a frozen entry in a linked table, at {span:?}"),
             }
         }
     }

@@ -1,9 +1,10 @@
-//! Real threads: blocks are split and collapsed all the time under vCPUs that read and write them.
+//! One thread splits and collapses blocks all the time, while vCPUs on other threads read and write
+//! them.
 //!
-//! A guest page is a counter, at a frame that never changes. A harvester clears D by write
-//! protection, waits for the shoot-down, and copies the pages that were dirty. At the end the
-//! copies are the content of the pages: no D was lost, in whatever size of leaf it was set. No walk
-//! ever finds nothing, or another frame.
+//! Each guest page is a counter; its frame never changes. A harvester clears D by write protection,
+//! waits for the shoot-down, and copies the pages that were dirty. At the end each copy must equal
+//! its page: a lost D, of a leaf of either size, would make them differ. And every walk must find a
+//! leaf, and the page's frame.
 #![cfg(not(loom))]
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
@@ -19,10 +20,13 @@ const ACCESSES: usize = 40_000;
 /// Guest block b is mapped to host block b + 3.
 const FIRST: u64 = 3 * 512;
 
-/// How tables become leaves. No thread makes fast page faults here, so both ways are right.
+/// How a table of small leaves is collapsed. No thread makes fast page faults here, so both are
+/// allowed.
 #[derive(Clone, Copy)]
 enum Way {
+    /// By `Cursor::collapse`, which freezes the 512 entries.
     Frozen,
+    /// By `Cursor::collapse_uniform`, which does not change them.
     Uniform,
 }
 
@@ -53,12 +57,14 @@ impl World {
         }
     }
 
-    /// Gives W back after a harvest, to the block if it is mapped by one leaf, or to the page, as
-    /// `level` says. Returns the translation, as a fault does; `None` if there is no table.
+    /// Handles a write fault: sets W and D in a leaf of `level` that maps `page`. If `level` is 2
+    /// MiB but the block has small leaves, sets them in the page's small leaf. Returns what a TLB
+    /// may cache; `None` if no table page is free.
     fn fault(&self, page: u64, level: Level) -> Option<Translation> {
         let start = page & !(level.pages() - 1);
         let wanted = leaf(start, Access::Write, level);
-        // Not in the match, because the cursor would be held through its arms.
+        // A `let`, because a cursor in the `match` head is held to the end of the match: the call
+        // of `fault` in an arm would wait for its range lock for ever.
         let mapped = self.stage2.fault_cursor(gfn(start)).map(gfn(start), wanted);
         match mapped {
             Ok(Mapped::New(_)) => panic!("page {page} was not mapped"),
@@ -74,7 +80,7 @@ impl World {
         }
     }
 
-    /// Splits the block, or collapses it.
+    /// Splits the block if one leaf maps it, otherwise collapses it.
     fn resize(&self, block: u64) {
         let at = gfn(block * 512 + 7);
         let mut cursor = self.stage2.fault_cursor(at);
@@ -92,11 +98,12 @@ impl World {
         }
     }
 
-    /// Clears D in a range, and saves the pages that had it.
+    /// Write-protects `range`, and copies the pages that were dirty to `saved`.
     fn harvest(&self, range: GfnRange, saved: &mut [u64]) {
         let mut dirty = Vec::new();
         let mut cursor = self.stage2.cursor(range);
-        // Sometimes there is no table: then the whole block is removed, which is right too.
+        // If no table page is free, the leaf stays large, and `protect` clears W and D for the
+        // whole block. All of its pages are then copied, which is right too.
         let _ = cursor.cut(range, |_| {});
         let flush = cursor.protect([range], |was| {
             if was.leaf.dirty {
@@ -119,7 +126,7 @@ struct Vcpu<'w> {
     flushed_at: GracePeriod,
 }
 
-/// Also on a panic: no thread may wait for this vCPU then.
+/// Goes offline, also by a panic: otherwise other threads would wait for this vCPU for ever.
 impl Drop for Vcpu<'_> {
     fn drop(&mut self) {
         self.world.qsbr.offline(self.index);
@@ -136,7 +143,7 @@ impl Vcpu<'_> {
                 0 => Access::Write,
                 _ => Access::Read,
             };
-            // A few pages of each block, so that vCPUs meet.
+            // Eight pages of each block, so that the vCPUs often access the same page.
             let page = random.below(BLOCKS) * 512 + random.below(8) * 73;
             let level = Level::ALL[random.below(2) as usize];
             self.access(page, access, level);
@@ -187,7 +194,8 @@ impl Vcpu<'_> {
                     assert!(access.is_write(), "reads are always allowed");
                     self.tlb[page as usize] = self.world.fault(page, level);
                     if self.tlb[page as usize].is_none() {
-                        // The tables in limbo wait for this vCPU.
+                        // No table page is free, and tables in limbo may wait for this vCPU: it
+                        // goes offline.
                         self.world.qsbr.offline(self.index);
                         self.world.stage2.reap(&self.world.qsbr);
                         thread::yield_now();
@@ -302,10 +310,11 @@ fn change_sizes(way: Way) {
     assert_eq!(world.stage2.verify().pages(), PAGES);
 }
 
-/// A walk that is inside the table may still set D there, and this D is lost. So the leaf gets D if
-/// a page has W: then such a walk might write.
+/// The race: a walk enters the table of small leaves; the collapse replaces the table by one leaf;
+/// the walk sets D in the old table, where that D is lost. A walk sets D only in a leaf with W. So
+/// the large leaf gets D if any page has W.
 #[test]
-fn a_leaf_of_pages_that_may_be_written_is_dirty() {
+fn a_collapsed_leaf_is_dirty_if_any_page_is_writable() {
     let world = World::new(Way::Uniform);
     let at = gfn(5);
     let collapsed = || {
@@ -324,7 +333,7 @@ fn a_leaf_of_pages_that_may_be_written_is_dirty() {
     assert!(!clean.dirty && !clean.is_writable());
     assert!(world.fault(5, Level::L2M).is_some());
     assert!(collapsed().dirty, "it was dirty");
-    // One page has W and no D, the others neither.
+    // One page has W without D, the others have neither.
     let mut cursor = world.stage2.fault_cursor(at);
     assert!(cursor.split(at).expect("a table").is_some());
     let block = GfnRange::new(gfn(0), 512).expect("a range");

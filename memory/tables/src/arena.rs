@@ -69,8 +69,9 @@ struct Lists {
     /// Ids from here up were never given out, so their tables are zero.
     fresh: u32,
     free: Vec<TableId>,
-    /// In the order of retirement. Grace periods of one VM only grow, but two flushes may retire in
-    /// the other order: `reap` stops at the first that has not passed, which only delays the rest.
+    /// In the order of retirement. Two flushes may retire their tables in the reverse order of
+    /// their grace periods. `reap` stops at the first period that has not passed, so a table behind
+    /// it may be freed later than necessary.
     limbo: VecDeque<(GracePeriod, TableId)>,
     detached: u32,
 }

@@ -27,7 +27,7 @@ pub enum BootError {
         /// Memory that would hold it, in MiB.
         needed: u64,
     },
-    /// A segment lies over the boot data.
+    /// A segment begins below the end of the boot data.
     #[error(
         "segment {index} at {gpa} lies in the first 64 KiB, which hold the boot data; \
          link the image higher"
@@ -58,7 +58,7 @@ pub enum BootError {
 }
 
 impl BootError {
-    /// Where the cause lies.
+    /// Whether the request or the host is the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::SegmentOutside { .. }
@@ -74,8 +74,8 @@ impl BootError {
 /// Where the guest's memory lies.
 ///
 /// An x86-64 guest has memory from 0 to 3 GiB. What does not fit there continues at 4 GiB. From
-/// 0xc000_0000 to 0xffff_ffff there is no memory, so a VMM can put devices there; the local APIC
-/// has 0xfee0_0000.
+/// 0xc000_0000 to 0xffff_ffff there is no memory, so a VMM can put devices there, except at
+/// 0xfee0_0000, where the local APIC is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Layout {
     ranges: Vec<GfnRange>,
@@ -127,12 +127,12 @@ impl Layout {
     }
 }
 
-/// The addresses of what the loader of every architecture writes.
+/// The values that differ between architectures in [`Placement::load`].
 struct Placement {
     arch: Arch,
-    /// The end of the boot data. An image lies above it.
+    /// The end of the boot data. Every segment of an image begins here or above.
     boot_end: u64,
-    /// The page of the command line.
+    /// The address at which the command line is written; one page is free for it.
     command_line: u64,
 }
 
@@ -168,7 +168,8 @@ impl Placement {
         if command_line.len() >= PAGE_SIZE {
             return Err(BootError::CommandLine(command_line.len()));
         }
-        // Memory starts as zeros, so a segment's tail needs no write.
+        // Only the bytes from the file are written. The rest of a segment must be zeros, and guest
+        // memory starts as zeros.
         for s in &image.segments {
             memory.write(s.gpa, s.bytes)?;
         }

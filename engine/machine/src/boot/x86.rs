@@ -1,16 +1,16 @@
 //! The boot data of x86 guests: Lacuna's 64-bit entry, with PVH's start information.
 //!
 //! ```text
-//! 0x0000  (unused: a null pointer should fault in the guest)
+//! 0x0000  unused: a guest's own page tables may leave it unmapped, so that null pointers fault
 //! 0x1000  GDT: null, unused, 64-bit code (0x10), data (0x18)
 //! 0x2000  hvm_start_info, then the memory map    (Xen: public/arch-x86/hvm/start_info.h)
 //! 0x3000  command line, at most 4 KiB with its final zero
-//! 0x4000  PML4, 0x5000 PDPT, 0x6000..0xa000 four page directories: identity map of 4 GiB, 2 MiB
-//!         a page
+//! 0x4000  PML4, 0x5000 PDPT, 0x6000..0xa000 four page directories: they map the first 4 GiB to
+//!         themselves by 2 MiB pages
 //! image   at the addresses of its segments, at or above 64 KiB
 //! ```
-//! Guest memory is `0..3 GiB`. The rest of it begins at 4 GiB. The local APIC lies in the hole
-//! between them.
+//! Guest memory lies below 3 GiB. What does not fit there continues at 4 GiB. The hole between 3
+//! and 4 GiB has the local APIC.
 
 use super::{BootError, Layout, Placement};
 use crate::{Arch, GuestMemory, Image};
@@ -20,7 +20,8 @@ const GDT: u64 = 0x1000;
 const START_INFO: u64 = 0x2000;
 const COMMAND_LINE: u64 = 0x3000;
 const PML4: u64 = 0x4000;
-/// Memory begins at 0 and ends here at the latest; the rest of it begins at [`HIGH_START`].
+/// The memory that begins at 0 ends here, or earlier. What does not fit continues at
+/// [`HIGH_START`].
 pub(super) const LOW_END: u64 = 3 << 30;
 pub(super) const HIGH_START: u64 = 4 << 30;
 const START_MAGIC: u32 = 0x336e_c578;
@@ -55,8 +56,8 @@ pub struct Boot {
 }
 
 impl Boot {
-    /// Checks `image` against `layout`, then writes it and the boot data. Nothing is written when a
-    /// check fails.
+    /// Checks `image` against `layout`, then writes it and the boot data. If a check fails, nothing
+    /// is written.
     ///
     /// # Errors
     /// The image is for another architecture, or it, the command line or the boot data does not
@@ -108,7 +109,7 @@ fn identity_map() -> Vec<Vec<u8>> {
     tables
 }
 
-/// `hvm_start_info` version 1 with its memory map behind it.
+/// `hvm_start_info` version 1, followed by its memory map.
 fn start_info(layout: &Layout) -> Vec<u8> {
     const SIZE: u64 = 56;
     const RAM: u32 = 1;

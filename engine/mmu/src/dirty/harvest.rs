@@ -95,7 +95,8 @@ impl Mmu {
         rings.iter_mut().map(|ring| ring.harvest(&mut each)).sum()
     }
 
-    /// Pages reaped since the last reset did not reach their user: they will be reaped again.
+    /// The pages reaped since the last reset could not be used: the next [`Mmu::reap_rings`] reaps
+    /// them again.
     pub fn put_back_rings(&self) {
         let mut rings = self.dirty.rings.lock().expect("no panic under this lock");
         rings.iter_mut().for_each(|ring| ring.put_back());

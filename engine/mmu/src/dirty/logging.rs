@@ -1,4 +1,4 @@
-//! Turns a slot's log on and off, and switches how a VM detects writes. No page is unmapped for it.
+//! Turns a slot's log on and off, and switches how a VM detects writes. Neither unmaps a page.
 //!
 //! ```text
 //! on     set the slot's state to on; block by block clear W or D; one shoot-down
@@ -7,10 +7,10 @@
 //! off    set the slot's state to off; kick all vCPUs and wait, so no fast page fault remains;
 //!        block by block collapse 512 leaves, or preset D; TLBs stay valid, tables are retired
 //! ```
-//! Few of the 512 leaves are read. The host and the leaves' count tell that they map one block of
-//! frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot that becomes
-//! read-only or writable is unmapped for it. The search stops at the first leaf with W, which
-//! decides for the block.
+//! The collapse reads few of the 512 leaves. The host and the leaves' count tell that they map one
+//! block of frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot that
+//! becomes read-only or writable is unmapped for it. The search stops at the first leaf with W,
+//! which decides for the block.
 
 use super::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
@@ -71,17 +71,18 @@ impl Mmu {
                         self.rearm_all(slot);
                     }
                 }
-                // No leaf lacks D any more.
+                // Now every leaf with W has D.
                 self.dirty.vcpus_log.store(false, Ordering::SeqCst);
                 self.kick();
             }
         }
     }
 
-    /// Turns the log of slot `id` on or off. After it returns, later writes are reported (on), or
-    /// are no longer logged (off). A write-protected page that no huge leaf maps
-    /// costs one more fault. A vCPU's own thread must not call this: it waits for all vCPUs.
-    /// A slot that is already in the state is not changed.
+    /// Turns the log of slot `id` on or off. After it returns, writes are logged (on), or are no
+    /// longer logged (off). If the slot logs already, `On` changes nothing, not even with other
+    /// settings. After `Off`, a write-protected page in a block that was not collapsed costs one
+    /// more fault at its next write. A vCPU's own thread must not call this: it waits for all
+    /// vCPUs.
     ///
     /// # Errors
     /// There is no such slot; or all pages are to count as written, and there is no bitmap.
@@ -191,7 +192,7 @@ impl Mmu {
         dirty.tell();
     }
 
-    /// Every vCPU in guest code leaves it, and flushes its log.
+    /// Kicks all vCPUs, and waits until each has left guest code once, and so has flushed its log.
     pub(crate) fn kick(&self) {
         assert_may_wait();
         let kick = self.qsbr.kick_all();
@@ -233,7 +234,8 @@ impl<'h> Told<'h> {
         self.count += 1;
     }
 
-    /// The range lock is still held: the host gets D before another thread can see it cleared.
+    /// Call it while the range lock is held: then the host has D before a thread that takes the
+    /// lock can find it cleared.
     fn tell(&mut self) {
         for leaf in self.leaves[..self.count].iter().flatten() {
             self.host.mark_dirty(leaf.pfn, leaf.level);

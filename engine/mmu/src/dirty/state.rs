@@ -1,4 +1,4 @@
-//! The states of dirty tracking: which way a VM detects and delivers writes, and whether a slot
+//! The states of dirty tracking: how a VM detects writes, where it records them, and whether a slot
 //! logs. `logging` switches them, `harvest` reads the marks.
 
 use crate::Rmap;
@@ -24,7 +24,7 @@ pub(crate) enum Count {
     FastPageFault,
     /// A walk ended because the vCPU's log was full.
     LogFull,
-    /// A log with something in it was flushed.
+    /// A vCPU's log that was not empty was flushed.
     Flush,
     /// A page was marked when a log was flushed.
     Logged,
@@ -72,7 +72,7 @@ impl Tracking {
         self.delivery.get().copied().unwrap_or(Delivery::Bitmap)
     }
 
-    /// The same, for a caller that will rely on it: from now on no other can be chosen.
+    /// The delivery, for a caller that relies on it: from now on it cannot be changed.
     pub(crate) fn settled_delivery(&self) -> Delivery {
         *self.delivery.get_or_init(|| Delivery::Bitmap)
     }

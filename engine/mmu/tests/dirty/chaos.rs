@@ -1,16 +1,17 @@
-//! vCPUs, monitors, a device and all operations that may come between, on threads at once.
+//! vCPUs, monitors and a device run on threads of their own, while the main thread changes the VM:
+//! it switches logging and detection, moves the slot, splits, collapses, reclaims.
 //!
-//! A round follows from one seed: the number of vCPUs and monitors, how writes are detected, which
-//! operations run. Now and then all threads are stopped between two accesses and three things are
-//! compared: what the vCPUs have written, memory, and the monitors' copies together. Then the round
-//! continues.
+//! One seed determines a round: the number of vCPUs and monitors, how writes are detected, which
+//! operations run. Now and then the main thread stops all others between two of their steps. It
+//! then compares, for each page, what the vCPUs and the device have written, the page in memory,
+//! and the newest words in the monitors' copies. Then the threads continue.
 //!
 //! ```text
 //! LACUNA_ROUNDS=100 cargo test -p lacuna-mmu --release --test dirty chaos      (some minutes)
 //! LACUNA_SEED=7 cargo test -p lacuna-mmu --test dirty chaos
 //! ```
-//! A round that fails prints its seed. The seed gives the same steps again, but threads never
-//! interleave twice in the same way.
+//! A round that fails prints its seed. With that seed each thread draws the same random numbers
+//! again, but the threads interleave in another way.
 
 use crate::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
 use crate::monitor::{Begun, Monitor};
@@ -25,12 +26,14 @@ use std::sync::{Mutex, RwLock};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
 
-/// The least number of operations of the disturbing thread in a round.
+/// The minimum of operations by the main thread in a round.
 const STEPS: u64 = 40;
-/// The most accesses of a vCPU while it is online, and between two checks whether it must leave.
+/// A vCPU makes fewer accesses than this before it goes offline.
 const STAY: u64 = 80;
-const BLOCK: u64 = 16;
-/// A round ends only after so many writes, however few of the threads run.
+/// The accesses of a vCPU between two checks for a request to leave guest mode.
+const BASIC_BLOCK: u64 = 16;
+/// A round ends only after this number of writes by vCPUs, because on a busy machine their threads
+/// may run seldom.
 const WRITES: u64 = 200;
 
 fn from_env(name: &str) -> Option<u64> {
@@ -42,9 +45,9 @@ fn from_env(name: &str) -> Option<u64> {
 struct Rng(u64);
 
 impl Rng {
-    fn new(seed: u64, who: u64) -> Self {
+    fn new(seed: u64, thread: u64) -> Self {
         // Neighbouring seeds must not begin with the same numbers.
-        Self((seed << 8 | who).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+        Self((seed << 8 | thread).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
     fn below(&mut self, n: u64) -> u64 {
@@ -58,14 +61,14 @@ impl Rng {
         some[self.below(some.len() as u64) as usize]
     }
 
-    /// A part of the pages is hot, so that TLBs are used.
+    /// Three of four accesses go to the first 64 pages, so that many of them hit in a TLB.
     fn page(&mut self) -> u64 {
         let pages = self.of(&[64, 64, 64, PAGES]);
         self.below(pages)
     }
 }
 
-/// If any thread panics, prints which round it was.
+/// Prints the round's seed if it is dropped by a panic.
 struct Round {
     seed: u64,
     huge: HugePages,
@@ -112,7 +115,7 @@ impl Chaos {
         }
     }
 
-    /// Calls `step` until any thread is done.
+    /// Calls `step` until the round is over, or another thread has panicked.
     fn repeat(&self, mut step: impl FnMut()) {
         let _done = Done(&self.done);
         while !self.done.load(Ordering::Relaxed) {
@@ -129,8 +132,8 @@ impl Chaos {
                 clock += 1;
                 (rng.page(), (rng.below(4) != 0).then_some(clock))
             };
-            // Checked when the vCPU is offline: a panic inside would let others wait for it for
-            // ever.
+            // A wrong value is asserted only when the vCPU is offline. If the vCPU panicked online,
+            // threads that wait for it to go offline would wait for ever.
             let mut wrong = None;
             let mut note = |page: u64, write: Option<u64>, seen: u64| {
                 let word = &mut written[page as usize];
@@ -152,8 +155,8 @@ impl Chaos {
             }
             vcpu.enter(&self.fixture);
             for access in 0..rng.below(STAY) {
-                // As between two basic blocks of guest code.
-                if access % BLOCK == 0 && vcpu.is_poked(&self.fixture) || !vcpu.has_room() {
+                // A vCPU checks for a request only between two basic blocks.
+                if access % BASIC_BLOCK == 0 && vcpu.is_poked(&self.fixture) || !vcpu.has_room() {
                     break;
                 }
                 let (page, write) = next(&mut rng);
@@ -189,7 +192,7 @@ impl Chaos {
             let mut written = self.written[HOST_WORD].lock().unwrap();
             match self.fixture.host_write(page, clock) {
                 Ok(()) => written[page as usize] = clock,
-                // It must not write to memory that logs only into rings.
+                // A slot that logs only into rings refuses the device's write.
                 Err(error) => assert_eq!(
                     (error, self.fixture.mmu.delivery()),
                     (DirtyError::NoBitmap, bare_ring())
@@ -200,7 +203,7 @@ impl Chaos {
         });
     }
 
-    /// One operation that comes between.
+    /// Makes one random change of the VM or of the host's memory.
     fn disturb(&self, rng: &mut Rng, detections: &[lacuna_mmu::Detection]) {
         let _going = self.going.read().expect("no panic while all is compared");
         let fixture = &self.fixture;
@@ -246,8 +249,9 @@ impl Chaos {
         }
     }
 
-    /// Stops all threads; one monitor takes what is left, and all copies must agree. Sometimes a
-    /// log begins then that invalidates the copies.
+    /// Stops all threads. One monitor harvests what is left. Then the newest words of all copies
+    /// must be what was written. Half of the calls then begin a new log. If that log reports all
+    /// pages as written, every monitor drops its copies.
     fn compare(&self, rng: &mut Rng) {
         let _stopped = self.going.write().expect("no panic in a thread");
         let mut monitors: Vec<_> = self.monitors.iter().map(|m| m.lock().unwrap()).collect();
@@ -257,9 +261,13 @@ impl Chaos {
         monitors.iter().for_each(|monitor| all.join(monitor));
         let written: Vec<_> = self.written.iter().map(|w| w.lock().unwrap()).collect();
         for page in 0..PAGES {
-            let truth: Words = std::array::from_fn(|who| written[who][page as usize]);
+            let truth: Words = std::array::from_fn(|writer| written[writer][page as usize]);
             assert_eq!(self.fixture.words(page), truth, "page {page} lost a write");
-            assert_eq!(*all.page(page), truth, "page {page} was written unseen");
+            assert_eq!(
+                *all.page(page),
+                truth,
+                "page {page}: a write was not harvested"
+            );
         }
         self.fixture.mmu.verify();
         if rng.below(2) == 0 {
@@ -280,13 +288,14 @@ fn some_log(rng: &mut Rng) -> (Initially, HugeLeaves) {
 }
 
 fn round(seed: u64, huge: HugePages, delivery: Delivery) {
-    let _says = Round {
+    let _on_panic = Round {
         seed,
         huge,
         delivery,
     };
     let mut rng = Rng::new(seed, 0);
-    // All combinations of these counts occur in 15 seeds. The detection is one of two, or switched.
+    // All combinations of these counts occur in 15 seeds. A round uses one detection, or switches
+    // between both.
     let (vcpus, monitors) = (1 + seed % VCPUS_MAX as u64, 1 + seed % 3);
     let detections: &[_] = rng.of(&[&DETECTIONS[..1], &DETECTIONS[1..], &DETECTIONS]);
     let (fixture, mut all) = Fixture::new(huge, delivery, vcpus as usize);
@@ -323,7 +332,8 @@ fn round(seed: u64, huge: HugePages, delivery: Delivery) {
 
 const HUGE: [HugePages; 2] = [HugePages::Never, HugePages::Always];
 
-/// Runs one round for each kind of memory, or `LACUNA_ROUNDS`, from `LACUNA_SEED` on.
+/// Runs a round without huge pages and one with them, for each of `LACUNA_ROUNDS` seeds (one by
+/// default) from `LACUNA_SEED` on.
 fn rounds(delivery: Delivery) {
     let first = from_env("LACUNA_SEED").unwrap_or(30);
     for seed in first..first + from_env("LACUNA_ROUNDS").unwrap_or(1) {

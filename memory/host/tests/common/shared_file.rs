@@ -1,4 +1,5 @@
-//! A swap device on a file that the test keeps too, so that it can truncate it or write to it.
+//! A swap device on a file. The test has a handle to the same file, so it can truncate the file, or
+//! write to it, after pages were swapped out.
 
 use lacuna_addr::PageCount;
 use lacuna_host::{Page, Reads, SwapEntry, SwapError, SwapStore, WriteFailed};
