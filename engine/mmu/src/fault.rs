@@ -111,7 +111,8 @@ impl Mmu {
             .unwrap_or(Outcome::Busy)
     }
 
-    /// `None`: begin again. An invalidation came between, or table pages became free.
+    /// `None`: begin again. An invalidation began or ended near the page since the sequence was
+    /// read, or table pages became free.
     #[inline(always)]
     fn attempt(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
         let seq = self.stage2.invalidate_seq(gfn);
@@ -211,9 +212,9 @@ impl PageFault<'_> {
         }
         match mmu.install(&mut cursor, &found.slot.attach, page) {
             Ok(level) => {
-                // The range lock is held. If the start of a log has visited this block, it had set
-                // the slot's state before, and the page is marked here. If it has not, it will find
-                // the leaf and rearm it.
+                // The range lock is held. A thread that turns the log on sets the slot's state,
+                // then visits each block under its lock. If it has visited this block, the state is
+                // seen and the page is marked here. If not, it will find the leaf and re-arm it.
                 if found.is_logged_write() {
                     marker.mark(found.slot, page.gfn, Count::Fault);
                 }

@@ -52,7 +52,7 @@ impl Mmu {
     }
 }
 
-/// Pages to rearm in one 2 MiB block of a slot.
+/// Pages to re-arm in one 2 MiB block of a slot.
 pub(crate) struct BlockPages {
     /// The slot's part of the block.
     part: GfnRange,
@@ -60,7 +60,7 @@ pub(crate) struct BlockPages {
     mask: [u64; BLOCK_WORDS],
 }
 
-/// [`BlockPages::lines`] takes a byte of the mask for a cache line.
+/// [`BlockPages::lines`] treats each byte of the mask as one cache line of entries.
 const _: () = assert!(Stage2::LINE == u8::BITS as u64);
 
 impl BlockPages {

@@ -109,7 +109,8 @@ pub(crate) struct SlotLog {
     /// Whether the slot logs. For code that works on a block, the value is exact while that code
     /// holds the block's range lock. Without the lock it may change at any time.
     on: AtomicBool,
-    /// Whether huge leaves are split when logging begins ([`HugeLeaves::Eager`]).
+    /// Whether a huge leaf is split before its pages are re-armed ([`HugeLeaves::Eager`]), and not
+    /// by the first write to it.
     eager: AtomicBool,
     /// The number of [`crate::Writing`]s in progress that have not seen that the slot logs.
     pub(crate) writers: AtomicU32,
