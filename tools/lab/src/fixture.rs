@@ -137,3 +137,11 @@ pub fn slot(id: SlotId, guest: u64, region: BackingRange) -> SlotSpec {
         flags: SlotFlags::empty(),
     }
 }
+
+/// Ends the test as skipped where the build has no guests.
+#[cfg(test)]
+pub fn needs_guests() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+}

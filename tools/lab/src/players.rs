@@ -245,7 +245,8 @@ pub fn turns_of(time: Duration) -> (usize, Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::resident;
+    use crate::fixture::{needs_guests, resident};
+    use lacuna_skip::test;
     use lacuna_soft::HugePages;
 
     const CHURN: Cast = Cast {
@@ -263,6 +264,7 @@ mod tests {
     /// Between two turns a VM does nothing, and its time does not pass.
     #[test]
     fn a_vm_without_a_turn_stands_still() {
+        needs_guests();
         let mut builder = resident(48, 2);
         builder.command_line = "hot=4M seconds=1000000".into();
         let done = with_players(&[builder.clone(), builder], CHURN, |mut players| {
@@ -290,6 +292,7 @@ mod tests {
     /// If the guest ends by itself, the experiment ends with an error.
     #[test]
     fn a_guest_that_ends_is_an_error() {
+        needs_guests();
         let mut builder = resident(48, 1);
         builder.command_line = "hot=4M transactions=1".into();
         let ended = with_players(&[builder], CHURN, |mut players| {
@@ -303,6 +306,7 @@ mod tests {
 
     #[test]
     fn a_slice_tells_what_its_vm_did_and_what_its_host_has() {
+        needs_guests();
         let builder = |huge| VmBuilder {
             huge,
             command_line: "huge=1 seconds=1000000".into(),
@@ -332,6 +336,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_refuses_says_why() {
+        needs_guests();
         let builder = VmBuilder {
             command_line: "processes=0".into(),
             ..resident(32, 1)

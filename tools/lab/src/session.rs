@@ -243,8 +243,9 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::builder;
+    use crate::fixture::{builder, needs_guests};
     use lacuna_addr::PageCount;
+    use lacuna_skip::test;
     use lacuna_soft::{Swap, VmBuilder};
 
     const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
@@ -279,6 +280,7 @@ mod tests {
 
     #[test]
     fn kinds_pause_and_go_on_and_faults_are_taken_as_told() {
+        needs_guests();
         let told = on(&small(BM), "bm", |session| {
             let guest = &session.guest;
             guest.prepared()?;
@@ -307,6 +309,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_ends_too_early_is_an_error_with_its_last_line() {
+        needs_guests();
         let found = on(&small(""), "hello", |session| {
             session.guest.run_until(PREPARE, |_| None::<()>)
         });

@@ -215,10 +215,12 @@ fn with_params(result: Measurement, pace: Pace) -> Measurement {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::builder;
+    use crate::fixture::{builder, needs_guests};
+    use lacuna_skip::test;
 
     #[test]
     fn the_experiment_is_the_same_on_soft() {
+        needs_guests();
         let pace = Pace {
             rounds: Rounds::Count(1),
             slice: Duration::from_millis(50),

@@ -376,6 +376,8 @@ fn table(words: &str, runs: &Runs) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fixture::needs_guests;
+    use lacuna_skip::test;
 
     #[test]
     fn a_page_costs_what_its_transactions_take_more() {
@@ -406,6 +408,7 @@ mod tests {
 
     #[test]
     fn the_experiment_is_the_same_on_soft() {
+        needs_guests();
         let pace = Pace {
             mib: 64,
             period: Duration::from_millis(50),

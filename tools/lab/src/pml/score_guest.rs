@@ -283,9 +283,10 @@ fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::resident;
+    use crate::fixture::{needs_guests, resident};
     use crate::pml::score::rings;
     use crate::pml::score_charge::COLD_MAX;
+    use lacuna_skip::test;
 
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
     const PML: Watch = Watch::Dirty(Detection::Pml);
@@ -302,6 +303,7 @@ mod tests {
 
     #[test]
     fn every_watch_sees_what_it_should() {
+        needs_guests();
         for delivery in [Delivery::Bitmap, rings()] {
             let setup = small(delivery);
             let arms = [WP, PML, Watch::Nothing(Detection::Pml)];
@@ -339,6 +341,7 @@ mod tests {
     /// Few cold transactions dirty fewer pages.
     #[test]
     fn the_setting_determines_the_dirty_rate() {
+        needs_guests();
         let setup = small(Delivery::Bitmap);
         let done = with_churns(&setup, 1, |churns| {
             let mut pages = [0; 2];
