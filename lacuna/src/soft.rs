@@ -4,22 +4,20 @@
 //! `-mgeneral-regs-only`, and Linux does not boot.
 //!
 //! # A run loop of your own
-//! [`Builder::run`](crate::Builder::run) also starts a thread that reclaims memory in the
-//! background. A VMM that calls [`run_watched`](crate::run_watched), [`run`](crate::run) or
-//! [`Vcpu::run`](crate::Vcpu::run) itself starts that thread when the guest has more memory than
-//! may be resident. Without it, each vCPU reclaims the pages that it needs.
+//! [`Builder::build`](crate::Builder::build) makes a VM for a VMM that calls
+//! [`run_watched`](crate::run_watched), [`run`](crate::run) or [`Vcpu::run`](crate::Vcpu::run)
+//! itself. A thread of the VM reclaims memory in the background until the VM is dropped.
 //!
 //! ```
 //! use lacuna::{Builder, PageCount, soft};
 //!
 //! let (memory, resident) = (PageCount::from_bytes(64 << 20), PageCount::from_bytes(16 << 20));
 //! let vm = soft::VmBuilder::new(memory, resident).build()?;
-//! let background = vm.host().spawn_background()?;
 //! // Boot `vm` and run its vCPUs here.
-//! drop(background);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//! Such a loop also ignores [`VmBuilder::seed`]: only `Builder::run` runs all vCPUs on one thread.
+//! Such a loop ignores [`VmBuilder::seed`]: only `Builder::run` runs all vCPUs on one thread. A VM
+//! from `build` that has a seed has no background thread.
 //!
 //! # Speed
 //! Three settings of the program that depends on this crate matter for this backend. Cargo reads

@@ -49,7 +49,8 @@ pub struct VmBuilder {
     /// Which processor the guest sees.
     pub cpu: CpuModel,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
-    /// threads and real time. A VMM's own run loop over a VM from `build` ignores it.
+    /// threads and real time. A VMM's own run loop over a VM from `build` ignores it, except that
+    /// the host of such a VM does not work in the background.
     pub seed: Option<u64>,
     /// The command line of the guest kernel, to which the run adds `smp=` and `ap=`.
     pub command_line: String,
@@ -156,6 +157,7 @@ impl VmBuilder {
         watch: &mut dyn FnMut(&Observed<'_, Vm>),
     ) -> Result<(RunEnd<Vm>, Option<Trace>), SoftError> {
         let (vm, time) = self.vm()?;
+        let vm = Arc::new(vm);
         let vcpus = vm.boot(image, &self.full_command_line())?;
         let trace = match time {
             Time::Real(clock) => {
@@ -181,8 +183,18 @@ impl VmBuilder {
         Ok((end, trace))
     }
 
+    /// Makes the VM for a run loop of the VMM's own. Unless it has a seed, its host works in the
+    /// background until the VM is dropped.
+    pub(crate) fn vm_with_background(&self) -> Result<Vm, SoftError> {
+        let (mut vm, time) = self.vm()?;
+        if let Time::Real(_) = time {
+            vm.background = Some(vm.host.spawn_background()?);
+        }
+        Ok(vm)
+    }
+
     /// Makes the VM, with a memory manager of its own.
-    pub(crate) fn vm(&self) -> Result<(Arc<Vm>, Time), SoftError> {
+    fn vm(&self) -> Result<(Vm, Time), SoftError> {
         self.check()?;
         let time = match self.seed {
             None => Time::Real(Arc::new(HostClock::default())),
@@ -193,7 +205,7 @@ impl VmBuilder {
         };
         let clock = time.clock();
         let host = self.host(Arc::clone(&clock))?;
-        Ok((Vm::new(host, clock, self.config())?, time))
+        Ok((Vm::make(host, clock, self.config())?, time))
     }
 
     /// Refuses sizes that no host can run, before memory and files are allocated for them. The
@@ -224,7 +236,7 @@ impl VmBuilder {
 }
 
 /// The clock of a run.
-pub(crate) enum Time {
+enum Time {
     /// The host's clock, and threads.
     Real(Arc<dyn Clock>),
     /// The simulator's clock.

@@ -96,7 +96,7 @@ impl Builder for VmBuilder {
     type Vm = Vm;
 
     fn build(&self) -> Result<Arc<Vm>, SoftError> {
-        self.vm().map(|(vm, _)| vm)
+        self.vm_with_background().map(Arc::new)
     }
 
     fn full_command_line(&self) -> String {

@@ -9,7 +9,7 @@ use crate::stall::Stalls;
 use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
-use lacuna_host::{Host, HostError};
+use lacuna_host::{Background, Host, HostError};
 use lacuna_machine::{Apf, CpuModel, Delivery, Kick, Layout, VmConfig};
 use lacuna_mmu::{Mmu, SlotSpec};
 use lacuna_slots::{SlotFlags, SlotId};
@@ -54,15 +54,27 @@ pub struct Vm {
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
     /// with that slot.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
+    /// The host's background thread, if it works for this VM alone. It ends with the VM.
+    pub(crate) background: Option<Background>,
 }
 
 impl Vm {
-    /// A VM without an image; its memory comes from `host`, which other VMs may share.
+    /// A VM without an image; its memory comes from `host`, which other VMs may share. The caller
+    /// starts the host's background thread, once for all VMs: [`Host::spawn_background`].
     pub fn new(
         host: Arc<Host>,
         clock: Arc<dyn Clock>,
         config: VmConfig,
     ) -> Result<Arc<Self>, SoftError> {
+        Self::make(host, clock, config).map(Arc::new)
+    }
+
+    /// As [`Vm::new`], before the VM is shared.
+    pub(crate) fn make(
+        host: Arc<Host>,
+        clock: Arc<dyn Clock>,
+        config: VmConfig,
+    ) -> Result<Self, SoftError> {
         let VmConfig {
             memory, vcpus, apf, ..
         } = config;
@@ -94,6 +106,7 @@ impl Vm {
             booted: AtomicBool::new(false),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             backing: Mutex::new(Vec::new()),
+            background: None,
             config,
             layout,
             host,
@@ -102,7 +115,7 @@ impl Vm {
             clock,
         };
         vm.add_boot_memory()?;
-        Ok(Arc::new(vm))
+        Ok(vm)
     }
 
     fn add_boot_memory(&self) -> Result<(), SoftError> {
