@@ -1,4 +1,4 @@
-//! Dirty tracking of a VM: the calls of `lacuna_mmu`, together with the vCPUs.
+//! Dirty tracking of a VM: the traits of `lacuna_machine`, by the calls of `lacuna_mmu`.
 //!
 //! ```text
 //! set_delivery    before boot: bitmaps, or a ring for each vCPU
@@ -28,69 +28,6 @@ impl Vm {
     pub fn set_detection(&self, detection: Detection) {
         self.mmu.set_detection(detection);
     }
-
-    /// The slots, ascending by guest address.
-    pub fn slots(&self) -> Vec<SlotId> {
-        let slots = self.mmu.slots();
-        slots.iter().map(|slot| slot.id).collect()
-    }
-
-    /// Turns the log of a slot on or off. A vCPU that has left because its ring was full stays out,
-    /// even if no slot logs any more, until the rings are reaped and reset.
-    ///
-    /// # Errors
-    /// As [`lacuna_mmu::Mmu::set_logging`].
-    pub fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
-        self.mmu.set_logging(id, logging)
-    }
-
-    /// Moves a slot's dirty bits into `out`, which has one word for 64 pages.
-    ///
-    /// # Errors
-    /// As [`lacuna_mmu::Mmu::get_dirty`].
-    pub fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
-        self.mmu.get_dirty(id, out)
-    }
-
-    /// Copies a slot's dirty bits into `out`, and does not change them.
-    ///
-    /// # Errors
-    /// As [`lacuna_mmu::Mmu::get_dirty`].
-    pub fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
-        self.mmu.peek_dirty(id, out)
-    }
-
-    /// Of `pages` pages from `first_page` on, clears the dirty bits that `mask` names. Leaves in
-    /// `mask` those that were set.
-    ///
-    /// # Errors
-    /// As [`lacuna_mmu::Mmu::clear_dirty`].
-    pub fn clear_dirty(
-        &self,
-        id: SlotId,
-        first_page: usize,
-        pages: usize,
-        mask: &mut [u64],
-    ) -> Result<(), DirtyError> {
-        self.mmu.clear_dirty(id, first_page, pages, mask)
-    }
-
-    /// Passes the pages in all vCPUs' rings to `each`, and returns their number. Copy them after
-    /// [`Vm::reset_rings`], never before.
-    pub fn reap_rings(&self, each: impl FnMut(SlotId, usize)) -> usize {
-        self.mmu.reap_rings(each)
-    }
-
-    /// Frees the entries that were reaped; returns their number. vCPUs that have left with
-    /// [`Exit::DirtyRingFull`](lacuna_machine::Exit::DirtyRingFull) may be entered again.
-    pub fn reset_rings(&self) -> usize {
-        self.mmu.reset_rings()
-    }
-
-    /// The cost of dirty tracking for each vCPU.
-    pub fn dirty_stats(&self) -> Vec<DirtyStats> {
-        self.mmu.dirty_stats()
-    }
 }
 
 impl DirtyTracking for Vm {
@@ -98,6 +35,8 @@ impl DirtyTracking for Vm {
         self.mmu.delivery()
     }
 
+    /// A vCPU that has left because its ring was full stays out, even if no slot logs any more,
+    /// until the rings are reaped and reset.
     fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
         self.mmu.set_logging(id, logging)
     }

@@ -5,46 +5,19 @@
 //! through the other, the change is not detected.
 
 use crate::vm::Vm;
-use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
 
 impl Vm {
-    /// Adds a slot over backing from [`lacuna_host::Host::add_region`].
+    /// Adds a slot over backing from [`lacuna_host::Host::add_region`]. The backing is the
+    /// caller's: [`MemorySlots::remove_slot`] does not free it, and its content stays.
     ///
     /// # Errors
     /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         self.mmu.add_slot(spec)
-    }
-
-    /// Deletes a slot and its mappings. The backing keeps its content.
-    ///
-    /// # Errors
-    /// [`SlotError::Unknown`].
-    pub fn delete_slot(&self, id: SlotId) -> Result<(), SlotError> {
-        self.mmu.delete_slot(id)?;
-        self.forget_code();
-        Ok(())
-    }
-
-    /// Moves a slot, with its content, to another guest address.
-    ///
-    /// # Errors
-    /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
-    pub fn move_slot(&self, id: SlotId, guest: Gpa) -> Result<(), SlotError> {
-        self.mmu.move_slot(id, guest)?;
-        self.forget_code();
-        Ok(())
-    }
-
-    /// Makes a slot read-only (its writes become MMIO) or writable.
-    ///
-    /// # Errors
-    /// [`SlotError::Unknown`].
-    pub fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), SlotError> {
-        self.mmu.set_slot_flags(id, flags)
     }
 
     fn forget_code(&self) {
@@ -91,7 +64,8 @@ impl MemorySlots for Vm {
     }
 
     fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError> {
-        self.delete_slot(id)?;
+        self.mmu.delete_slot(id)?;
+        self.forget_code();
         let mut all = self.backing.lock().expect("no panic under this lock");
         let place = all.iter().position(|(slot, _)| *slot == Some(id));
         let backing = place.map(|place| all.swap_remove(place).1);
@@ -104,10 +78,12 @@ impl MemorySlots for Vm {
     }
 
     fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
-        Ok(Vm::move_slot(self, id, start.gpa())?)
+        self.mmu.move_slot(id, start.gpa())?;
+        self.forget_code();
+        Ok(())
     }
 
     fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), MemorySlotError> {
-        Ok(Vm::set_slot_flags(self, id, flags)?)
+        Ok(self.mmu.set_slot_flags(id, flags)?)
     }
 }

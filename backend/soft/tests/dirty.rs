@@ -6,7 +6,8 @@ mod common;
 use common::shadow::{DETECTIONS, Shadow, ring};
 use common::{boot_with, builder};
 use lacuna_machine::{
-    Apf, Ending, Exit, GuestMemory as _, MemoryError, PlatformDevices, Vcpu as _,
+    Apf, DirtyRings as _, DirtyTracking as _, Ending, Exit, GuestMemory as _, MemoryError,
+    MemorySlot, MemorySlots as _, PlatformDevices, Vcpu as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::{
@@ -132,7 +133,7 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
             vm.set_detection(DETECTIONS[round / 3 % 2]);
             if round % 7 == 3 {
                 // Replaces the slot; the new one logs.
-                for id in vm.slots() {
+                for MemorySlot { id, .. } in vm.memory_slots() {
                     vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
                 }
             }
@@ -151,15 +152,15 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
     let vcpu = &mut vcpus[0];
     for detection in DETECTIONS {
         vm.set_detection(detection);
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             vm.set_logging(id, Logging::LAZY).unwrap();
         }
         while vcpu.run().unwrap() != Exit::DirtyRingFull {}
         let retired = vm.retired()[0];
         assert_eq!(vcpu.run().unwrap(), Exit::DirtyRingFull, "again");
         assert_eq!(vm.retired()[0], retired, "nothing ran meanwhile");
-        assert!(vm.reap_rings(|_, _| ()) >= 1024 - 576);
-        assert!(vm.reset_rings() > 0);
+        assert!(vm.reap_rings(&mut |_, _| ()).unwrap() >= 1024 - 576);
+        assert!(vm.reset_rings().unwrap() > 0);
         assert_ne!(vm.set_logging(SlotId(99), Logging::LAZY), Ok(()));
     }
     let refused = vm.write(lacuna_addr::Gpa::new(0x20_0000).unwrap(), &[1]);

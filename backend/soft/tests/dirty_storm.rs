@@ -10,7 +10,7 @@ use common::shadow::{DETECTIONS, Shadow, end_logging, ring};
 use common::{boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange};
-use lacuna_machine::{Apf, Ending};
+use lacuna_machine::{Apf, DirtyRings as _, Ending, MemorySlot, MemorySlots as _};
 use lacuna_skip::test;
 use lacuna_soft::{Backup, Delivery, Host, HugePages, SlotFlags, Vm, VmBuilder};
 use lacuna_sync::HostClock;
@@ -80,14 +80,14 @@ impl Monitor<'_> {
     fn end(&mut self) -> &'static str {
         end_logging(self.vm, &mut self.rng);
         // A vCPU that has left because its ring was full comes back.
-        self.vm.reap_rings(|_, _| ());
-        self.vm.reset_rings();
+        self.vm.reap_rings(&mut |_, _| ()).unwrap();
+        self.vm.reset_rings().unwrap();
         self.shadow = None;
         "end"
     }
 
     fn replace_slots(&mut self) -> &'static str {
-        for id in self.vm.slots() {
+        for MemorySlot { id, .. } in self.vm.memory_slots() {
             self.vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
         }
         self.is_limited = false;

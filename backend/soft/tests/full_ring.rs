@@ -16,7 +16,9 @@ use common::{boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
-use lacuna_machine::{Exit, GuestMemory as _};
+use lacuna_machine::{
+    DirtyRings as _, DirtyTracking as _, Exit, GuestMemory as _, MemorySlot, MemorySlots as _,
+};
 use lacuna_soft::{
     Apf, ApfStats, Backup, Delivery, Detection, Host, Logging, RingSize, Step, Vcpu, Vm, VmBuilder,
     Wait,
@@ -246,7 +248,7 @@ impl Bench {
     }
 
     fn start_log(&self) {
-        for id in self.vm.slots() {
+        for MemorySlot { id, .. } in self.vm.memory_slots() {
             self.vm.set_logging(id, Logging::LAZY).unwrap();
         }
     }
@@ -312,9 +314,9 @@ fn is_told_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
         before.swap_in.number,
         "not told yet"
     );
-    assert!(bench.vm.reap_rings(|_, _| ()) > 0);
+    assert!(bench.vm.reap_rings(&mut |_, _| ()).unwrap() > 0);
     assert_eq!(bench.run_until_idle(), FULL, "collected, not reset");
-    assert!(bench.vm.reset_rings() > 0);
+    assert!(bench.vm.reset_rings().unwrap() > 0);
     bench.run_until(DONE);
     assert_eq!(bench.told().swap_in.number, before.swap_in.number + 1);
     const R10: usize = 10;

@@ -9,7 +9,10 @@ use common::shadow::{DETECTIONS, Name, Shadow, end_logging, has_bitmaps, named, 
 use common::{Lines, boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
-use lacuna_machine::{Ending, GuestMemory as _, PlatformDevices};
+use lacuna_machine::{
+    DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemorySlot, MemorySlots as _,
+    PlatformDevices, TwoStepLog as _,
+};
 use lacuna_skip::test;
 use lacuna_soft::{
     Apf, Backup, Delivery, Host, HugePages, LatencySetting, SimulatedVm, Simulator,
@@ -71,7 +74,7 @@ impl Monitor {
 
     /// Replaces each slot by a new one, with the log of the old one.
     fn replace_slots(&mut self) {
-        for id in self.vm.slots() {
+        for MemorySlot { id, .. } in self.vm.memory_slots() {
             self.vm.set_slot_flags(id, SlotFlags::empty()).unwrap();
         }
         // The new slots' disallow counts begin at 0.
@@ -127,7 +130,7 @@ impl Monitor {
             self.harvest_rings(&mut shadow);
         }
         if has_bitmaps(&self.vm) {
-            for id in self.vm.slots() {
+            for MemorySlot { id, .. } in self.vm.memory_slots() {
                 self.harvest_bitmap(&mut shadow, id);
             }
         }
@@ -147,7 +150,9 @@ impl Monitor {
     /// copied.
     fn harvest_rings(&mut self, shadow: &mut Shadow) {
         let collected = &mut self.collected;
-        self.vm.reap_rings(|id, at| collected.push((id, at)));
+        self.vm
+            .reap_rings(&mut |id, at| collected.push((id, at)))
+            .unwrap();
         match self.rng.u8(..4) {
             0 => {}
             1 => {
@@ -159,7 +164,7 @@ impl Monitor {
     }
 
     fn reset(&mut self, shadow: &mut Shadow) {
-        self.vm.reset_rings();
+        self.vm.reset_rings().unwrap();
         let collected = std::mem::take(&mut self.collected);
         self.replay(shadow, &collected);
     }

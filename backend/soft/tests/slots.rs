@@ -8,7 +8,7 @@ use common::{MIB, boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::{BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, GuestMemory as _, VcpuError};
+use lacuna_machine::{Exit, GuestMemory as _, MemorySlots as _, VcpuError};
 use lacuna_soft::{
     Host, HugePages, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu,
     Vm, VmBuilder, VmConfig, Wait,
@@ -154,7 +154,10 @@ fn code_runs_where_its_slot_has_moved_to() {
         bench.write(LATER, &function(1));
         bench.call(LATER);
         assert_eq!(bench.told(0), 1);
-        bench.vm.move_slot(SLOT, Gpa::new(to).unwrap()).unwrap();
+        bench
+            .vm
+            .move_slot(SLOT, Gpa::new(to).unwrap().gfn())
+            .unwrap();
         bench.call(to);
         assert_eq!(bench.told(0), 1, "at {to:#x}");
         bench.write(VALUE, &[2]);
@@ -180,7 +183,7 @@ fn code_runs_from_a_read_only_slot_and_a_new_one_in_its_place() {
         assert_eq!(bench.told(0), 3, "the guest may now too");
 
         bench.write(PATCH, &[0; 8]);
-        bench.vm.delete_slot(SLOT).unwrap();
+        bench.vm.remove_slot(SLOT).unwrap();
         bench.add_slot(LATER, SlotFlags::empty());
         bench.write(LATER, &function(4));
         assert_eq!(bench.told(0), 4);
@@ -256,7 +259,10 @@ fn exits_on_missing_memory_are_refused() {
     let slots = bench.vm.mmu().slots();
     let id = slots.iter().last().expect("just added").id;
     let refused = bench.vm.set_slot_flags(id, flags | SlotFlags::READONLY);
-    assert_eq!(refused, Err(SlotError::UnsupportedFlags { id, flags }));
+    assert_eq!(
+        refused,
+        Err(SlotError::UnsupportedFlags { id, flags }.into())
+    );
     let after = bench.vm.mmu().slots();
     assert!(after.iter().all(|slot| slot.flags.is_empty()));
 }

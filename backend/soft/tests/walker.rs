@@ -17,7 +17,7 @@ use common::{boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::{Gpa, PAGE_SIZE};
-use lacuna_machine::{Exit, GuestMemory as _};
+use lacuna_machine::{DirtyRings as _, DirtyTracking as _, Exit, GuestMemory as _};
 use lacuna_soft::{
     Backup, Delivery, Detection, HugePages, SlotId, Step, Vcpu, Vm, VmBuilder, Wait,
 };
@@ -112,8 +112,9 @@ fn run_until(vcpu: &mut Vcpu, said: u32) {
 fn written(vm: &Vm) -> BTreeSet<u64> {
     let mut names = Vec::new();
     if vm.mmu().delivery() != Delivery::Bitmap {
-        vm.reap_rings(|id, page| names.push((id, page)));
-        vm.reset_rings();
+        vm.reap_rings(&mut |id, page| names.push((id, page)))
+            .unwrap();
+        vm.reset_rings().unwrap();
     }
     if has_bitmaps(vm) {
         let id = SlotId(0);

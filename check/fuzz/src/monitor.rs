@@ -10,7 +10,10 @@ use crate::values;
 use fastrand::Rng;
 use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::MmuNotifier as _;
-use lacuna_machine::GuestMemory as _;
+use lacuna_machine::{
+    DirtyRings as _, DirtyTracking as _, GuestMemory as _, MemorySlot, MemorySlots as _,
+    TwoStepLog as _,
+};
 use lacuna_soft::{
     Apf, Delivery, Detection, Host, LatencySetting, Recovery, RmapWalk, SlotFlags, SlotId, Vm,
 };
@@ -165,13 +168,14 @@ impl Monitor {
             _ => Recovery::InPlace,
         };
         let vm = &subject.vm;
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             vm.mmu().end_logging_as(id, recovery).expect("it is there");
         }
         // A vCPU that has left because its ring was full can run again.
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.reap_rings(|_, _| ());
-            vm.reset_rings();
+            vm.reap_rings(&mut |_, _| ())
+                .expect("its rings lose no page");
+            vm.reset_rings().expect("its rings lose no page");
         }
     }
 
@@ -198,11 +202,12 @@ impl Monitor {
         };
         if vm.mmu().delivery() != Delivery::Bitmap {
             let mut collected = Vec::new();
-            vm.reap_rings(|id, page| collected.push((id, page)));
+            vm.reap_rings(&mut |id, page| collected.push((id, page)))
+                .expect("its rings lose no page");
             match self.rng.bool() {
                 true => vm.mmu().put_back_rings(),
                 false => {
-                    vm.reset_rings();
+                    vm.reset_rings().expect("its rings lose no page");
                     shadow.replay(vm, &collected);
                 }
             }
@@ -210,7 +215,7 @@ impl Monitor {
         if !has_bitmaps(vm) {
             return;
         }
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             let done = part_of_bitmap(vm, id, shadow, &mut self.rng);
             if let Err(error) = done {
                 assert!(is_refusal(&error), "{id}: {error}");
@@ -221,11 +226,11 @@ impl Monitor {
 
     /// A slot other than main memory, if one exists.
     fn present<'s>(&mut self, subject: &'s Subject) -> Option<&'s Extra> {
-        let slots = subject.vm.slots();
+        let slots = subject.vm.memory_slots();
         let present: Vec<_> = subject
             .extras
             .iter()
-            .filter(|e| slots.contains(&e.id))
+            .filter(|e| slots.iter().any(|slot| slot.id == e.id))
             .collect();
         if present.is_empty() {
             self.refused = true;
@@ -267,7 +272,7 @@ impl Monitor {
     fn move_slot(&mut self, subject: &Subject) {
         if let Some(extra) = self.present(subject) {
             let to = self.place(extra);
-            let moved = subject.vm.move_slot(extra.id, Gpa::truncate(to));
+            let moved = subject.vm.move_slot(extra.id, Gpa::truncate(to).gfn());
             self.refuse(moved);
         }
     }
@@ -275,7 +280,7 @@ impl Monitor {
     fn delete_slot(&mut self, subject: &Subject) {
         if let Some(extra) = self.present(subject) {
             let id = extra.id;
-            let deleted = subject.vm.delete_slot(id);
+            let deleted = subject.vm.remove_slot(id);
             self.refuse(deleted);
             if let Some(shadow) = &mut self.shadow {
                 shadow.forget(id);
@@ -306,7 +311,7 @@ impl Monitor {
 
     fn readd_main(&mut self, subject: &Subject) {
         let vm = &subject.vm;
-        vm.delete_slot(SlotId(0)).expect("it is always there");
+        vm.remove_slot(SlotId(0)).expect("it is always there");
         vm.add_slot(subject.main).expect("its place is free");
         self.is_limited = false;
         if let Some(shadow) = &mut self.shadow {

@@ -7,7 +7,9 @@
 use crate::subject::assert_own;
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::GuestMemory as _;
+use lacuna_machine::{
+    DirtyRings as _, DirtyTracking as _, GuestMemory as _, MemorySlot, MemorySlots as _,
+};
 use lacuna_soft::{Backup, Delivery, DirtyError, HugeLeaves, Initially, Logging, SlotId, Vm};
 use std::collections::BTreeMap;
 
@@ -55,7 +57,7 @@ fn hash(bytes: &[u8; PAGE_SIZE], owner: usize, gpa: u64) -> u64 {
 
 /// Reads all memory of a VM, and panics if a word belongs to another VM.
 pub fn read_all(vm: &Vm, owner: usize) {
-    for id in vm.slots() {
+    for MemorySlot { id, .. } in vm.memory_slots() {
         for page in 0..pages_of(vm, id) {
             look(vm, owner, (id, page));
         }
@@ -92,7 +94,7 @@ impl Shadow {
             },
         };
         let mut pages = BTreeMap::new();
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             vm.set_logging(id, logging).expect("the slot is there");
             let copy = |page| match all_set {
                 true => None,
@@ -125,11 +127,12 @@ impl Shadow {
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.reap_rings(|id, page| dirty.push((id, page)));
-            vm.reset_rings();
+            vm.reap_rings(&mut |id, page| dirty.push((id, page)))
+                .expect("its rings lose no page");
+            vm.reset_rings().expect("its rings lose no page");
         }
         if has_bitmaps(vm) {
-            for id in vm.slots() {
+            for MemorySlot { id, .. } in vm.memory_slots() {
                 let mut words = vec![0; pages_of(vm, id).div_ceil(64)];
                 match vm.get_dirty(id, &mut words) {
                     Ok(()) => dirty.extend(named(id, 0, &words)),

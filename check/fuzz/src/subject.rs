@@ -13,7 +13,9 @@ use crate::runtime::{self, Piece};
 use crate::tally::Tally;
 use fastrand::Rng;
 use lacuna_addr::{BackingAddr, BackingRange, Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{GuestMemory as _, Image, Kick, MemoryError, PlatformDevices, Segment};
+use lacuna_machine::{
+    GuestMemory as _, Image, Kick, MemoryError, MemorySlots as _, PlatformDevices, Segment,
+};
 use lacuna_soft::{Host, MmuNotifier, SlotFlags, SlotId, SlotSpec, Vcpu, Vm, VmConfig};
 use lacuna_sync::Clock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -393,7 +395,7 @@ impl Subject {
     /// Removes the regions of its slots. The VM itself owns the region of the main memory.
     pub fn dismantle(self) {
         for extra in &self.extras {
-            let _ = self.vm.delete_slot(extra.id);
+            let _ = self.vm.remove_slot(extra.id);
             let removed = self.vm.host().remove_region(extra.region);
             removed.expect("no other code has it");
         }

@@ -26,6 +26,9 @@ pub enum LabError {
     /// A slot was refused.
     #[error(transparent)]
     Slot(#[from] lacuna_soft::SlotError),
+    /// A change of memory slots was refused.
+    #[error(transparent)]
+    MemorySlot(#[from] lacuna_machine::MemorySlotError),
     /// A guest's memory could not be read or written.
     #[error(transparent)]
     Memory(#[from] lacuna_machine::MemoryError),
@@ -65,6 +68,7 @@ impl LabError {
             | Self::Dirty(_)
             | Self::Mmu(_)
             | Self::Slot(_)
+            | Self::MemorySlot(_)
             | Self::Memory(_)
             | Self::External(_)
             | Self::Io { .. }

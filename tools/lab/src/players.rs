@@ -22,7 +22,7 @@ mod machine;
 
 use crate::experiment::LabError;
 use crate::session::Guest;
-use lacuna_machine::{Ending, PlatformDevices};
+use lacuna_machine::{DirtyRings as _, Ending, PlatformDevices};
 use lacuna_soft::{Delivery, HostStats, Vm, VmBuilder};
 use machine::{End, Machine};
 use std::thread;
@@ -231,8 +231,10 @@ pub fn with_players<T>(
 
 /// Reaps all rings of a VM; returns how many pages were in them.
 pub fn reap(vm: &Vm) -> u64 {
-    let pages = vm.reap_rings(|_, _| ());
-    vm.reset_rings();
+    let pages = vm
+        .reap_rings(&mut |_, _| ())
+        .expect("its rings lose no page");
+    vm.reset_rings().expect("its rings lose no page");
     pages as u64
 }
 

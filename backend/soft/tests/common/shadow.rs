@@ -2,7 +2,9 @@
 
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::GuestMemory as _;
+use lacuna_machine::{
+    DirtyRings as _, DirtyTracking as _, GuestMemory as _, MemorySlot, MemorySlots as _,
+};
 use lacuna_soft::{
     Backup, Delivery, Detection, HugeLeaves, Initially, Logging, RingSize, SlotId, Vm,
 };
@@ -68,7 +70,7 @@ impl Shadow {
                 false => HugeLeaves::Eager,
             },
         };
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             vm.set_logging(id, logging).unwrap();
         }
         match all_set {
@@ -80,7 +82,7 @@ impl Shadow {
     /// A copy without content, for logs in which all pages count as written at first.
     pub fn empty(vm: &Vm) -> Self {
         let all = |id| (id, vec![[0; PAGE_SIZE]; pages_of(vm, id)]);
-        Self(vm.slots().into_iter().map(all).collect())
+        Self(vm.memory_slots().iter().map(|slot| all(slot.id)).collect())
     }
 
     /// A copy of memory as it is now.
@@ -89,12 +91,12 @@ impl Shadow {
             let pages = (0..pages_of(vm, id)).map(|at| read((id, at), vm));
             (id, pages.collect())
         };
-        Self(vm.slots().into_iter().map(all).collect())
+        Self(vm.memory_slots().iter().map(|slot| all(slot.id)).collect())
     }
 
     /// Turns all logs on, then copies.
     pub fn begin(vm: &Vm) -> Self {
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             vm.set_logging(id, Logging::LAZY).unwrap();
         }
         Self::of(vm)
@@ -111,11 +113,11 @@ impl Shadow {
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
-            vm.reap_rings(|id, at| dirty.push((id, at)));
-            vm.reset_rings();
+            vm.reap_rings(&mut |id, at| dirty.push((id, at))).unwrap();
+            vm.reset_rings().unwrap();
         }
         if has_bitmaps(vm) {
-            for id in vm.slots() {
+            for MemorySlot { id, .. } in vm.memory_slots() {
                 let mut words = vec![0; pages_of(vm, id).div_ceil(64)];
                 vm.get_dirty(id, &mut words).unwrap();
                 dirty.extend(named(id, 0, &words));
@@ -142,7 +144,7 @@ impl Shadow {
 /// drawn in every build, so that later draws are the same in all builds.
 pub fn end_logging(vm: &Vm, rng: &mut Rng) {
     let in_place = rng.bool();
-    for id in vm.slots() {
+    for MemorySlot { id, .. } in vm.memory_slots() {
         #[cfg(feature = "comparisons")]
         if !in_place {
             let how = lacuna_soft::Recovery::Refault;

@@ -11,7 +11,7 @@ use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, slot};
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, Vcpu as _};
+use lacuna_machine::{Exit, MemorySlots as _, Vcpu as _};
 use lacuna_soft::{Delivery, MmuNotifier, SlotId, Vcpu, Vm};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::Arc;
@@ -84,7 +84,7 @@ pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result
     before();
     let touched = run(fixtures);
     for (fixture, region) in fixtures.iter().zip(regions) {
-        fixture.vm.delete_slot(SLOT)?;
+        fixture.vm.remove_slot(SLOT)?;
         fixture.vm.host().remove_region(region)?;
     }
     touched

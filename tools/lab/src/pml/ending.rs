@@ -22,6 +22,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, on};
 use crate::stats::{Summary, measures};
 use lacuna_addr::Level;
+use lacuna_machine::{DirtyTracking as _, MemorySlot, MemorySlots as _};
 use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
@@ -109,7 +110,7 @@ fn slice(session: &Session<'_, Vm>, size: &Size, how: Option<Recovery>) -> Resul
     let guest = &session.guest;
     let before = huge_leaves(vm);
     if how.is_some() {
-        for id in vm.slots() {
+        for MemorySlot { id, .. } in vm.memory_slots() {
             vm.set_logging(id, EAGER)?;
         }
         let left = huge_leaves(vm);
@@ -122,7 +123,7 @@ fn slice(session: &Session<'_, Vm>, size: &Size, how: Option<Recovery>) -> Resul
     guest.run_for(size.dwell)?;
     let first = guest.count()?;
     let began = Instant::now();
-    for id in how.iter().flat_map(|_| vm.slots()) {
+    for MemorySlot { id, .. } in how.iter().flat_map(|_| vm.memory_slots()) {
         vm.mmu().end_logging_as(id, how.expect("one of some"))?;
     }
     let call = began.elapsed();

@@ -22,7 +22,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, across_shifts, paired};
 use crate::turns::{round, shifts};
 use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::{Exit, Vcpu as _};
+use lacuna_machine::{DetectionChoice as _, DirtyTracking as _, Exit, Vcpu as _};
 use lacuna_soft::{Delivery, Detection, Logging, SlotId, Vcpu, Vm};
 use std::sync::Arc;
 
