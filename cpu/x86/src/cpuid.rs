@@ -93,7 +93,7 @@ pub struct CpuidLeaf {
 
 /// What the machine has told the processor to announce. A reset keeps it.
 #[derive(Clone, Default, Debug)]
-pub(crate) struct Told {
+pub(crate) struct Announced {
     /// KVM features besides the processor's own.
     pub(crate) kvm_features: u32,
     /// Leaves in place of the processor's own.
@@ -106,9 +106,15 @@ const TOPOLOGY: u32 = 0xb;
 const EXTENDED: u32 = 0x8000_0001;
 
 /// CPUID for `leaf` and `subleaf` on the vCPU of `apic`.
-pub(crate) fn cpuid(sys: &System, apic: &Lapic, told: &Told, leaf: u32, subleaf: u32) -> Leaf {
-    let mut answer = match &told.leaves {
-        None => own(apic, told.kvm_features, leaf, subleaf),
+pub(crate) fn cpuid(
+    sys: &System,
+    apic: &Lapic,
+    announced: &Announced,
+    leaf: u32,
+    subleaf: u32,
+) -> Leaf {
+    let mut answer = match &announced.leaves {
+        None => own(apic, announced.kvm_features, leaf, subleaf),
         Some(leaves) => set(leaves, leaf, subleaf),
     };
     match leaf {

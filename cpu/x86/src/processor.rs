@@ -1,7 +1,7 @@
 //! The state of one processor, without its decoded instructions.
 
 use crate::apic::Lapic;
-use crate::cpuid::Told;
+use crate::cpuid::Announced;
 use crate::deliver::Flow;
 use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags, IF};
@@ -76,7 +76,7 @@ pub(crate) struct Core {
     pub(crate) replay: Replay,
     pub(crate) apic: Lapic,
     /// The CPUID that the machine has set.
-    pub(crate) told: Told,
+    pub(crate) announced: Announced,
     pub(crate) clock: Arc<dyn Clock>,
 }
 
@@ -97,7 +97,7 @@ impl Core {
             code_written: Vec::with_capacity(8),
             replay: Replay::default(),
             apic,
-            told: Told::default(),
+            announced: Announced::default(),
             clock,
         }
     }

@@ -84,7 +84,7 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
         }
         Sys::Cpuid => {
             let (leaf, subleaf) = (m.core.r[RAX] as u32, m.core.r[RCX] as u32);
-            let leaf = cpuid::cpuid(&m.core.sys, &m.core.apic, &m.core.told, leaf, subleaf);
+            let leaf = cpuid::cpuid(&m.core.sys, &m.core.apic, &m.core.announced, leaf, subleaf);
             m.core.r[RAX] = leaf.eax.into();
             m.core.r[RBX] = leaf.ebx.into();
             m.core.r[RCX] = leaf.ecx.into();

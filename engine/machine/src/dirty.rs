@@ -20,7 +20,7 @@ pub trait DirtyTracking {
     fn delivery(&self) -> Delivery;
 
     /// Turns the log of a slot on or off. If it is turned on, every write after this call is
-    /// reported.
+    /// reported. If the slot logs already, `On` changes nothing, not even with other settings.
     ///
     /// # Errors
     /// There is no such slot, or the backend lacks the mode.

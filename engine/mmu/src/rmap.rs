@@ -173,7 +173,7 @@ impl Rmap {
     pub(crate) fn set_page(&self, gfn: Gfn, at: EntryRef) {
         let block = self.block_of(gfn);
         let count = block.small.load(Ordering::Relaxed);
-        debug_assert!(count < MOST_SMALL, "gfn {gfn}: no room in its block");
+        debug_assert!(count < SMALL_MAX, "gfn {gfn}: no room in its block");
         match count {
             0 => {
                 debug_assert_eq!(block.at(), None, "the block of gfn {gfn}");
@@ -219,7 +219,7 @@ impl Rmap {
             matches!(self.block(gfn), InBlock::Huge(_)),
             "the block of gfn {gfn}"
         );
-        self.block_of(gfn).set(Some(beside), MOST_SMALL);
+        self.block_of(gfn).set(Some(beside), SMALL_MAX);
     }
 
     /// The small leaves around `gfn` were collapsed to a huge one, at `at`.
@@ -286,7 +286,7 @@ impl Block {
     }
 }
 
-const MOST_SMALL: u32 = BLOCK as u32;
+const SMALL_MAX: u32 = BLOCK as u32;
 
 /// Cuts `range` at the boundaries of blocks. Ascending.
 pub(crate) fn parts(range: GfnRange) -> impl Iterator<Item = GfnRange> {

@@ -62,7 +62,7 @@ impl Marker {
 
 const PAGES: usize = 2;
 
-struct World {
+struct Fixture {
     mmu: Mmu,
     slot: std::sync::Arc<Slot<Rmap>>,
     /// The pages.
@@ -76,7 +76,7 @@ enum By {
     Vcpu,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let spec = SlotSpec {
             id: SlotId(1),
@@ -150,24 +150,28 @@ impl World {
 /// `writers` write the pages named, each in its order, while `monitor` begins a log and copies.
 fn no_write_is_lost(
     writers: &'static [(By, &'static [usize])],
-    monitor: fn(&World) -> [u64; PAGES],
+    monitor: fn(&Fixture) -> [u64; PAGES],
 ) {
     loom::model(move || {
-        let world = Arc::new(World::new());
+        let fixture = Arc::new(Fixture::new());
         let threads: Vec<_> = (1..)
             .zip(writers)
             .map(|(value, (by, pages))| {
-                let world = Arc::clone(&world);
-                thread::spawn(move || pages.iter().for_each(|page| world.write(*page, value, *by)))
+                let fixture = Arc::clone(&fixture);
+                thread::spawn(move || {
+                    pages
+                        .iter()
+                        .for_each(|page| fixture.write(*page, value, *by))
+                })
             })
             .collect();
-        let copy = monitor(&world);
+        let copy = monitor(&fixture);
         for thread in threads {
             thread.join().expect("writer");
         }
-        let still_marked = world.take();
+        let still_marked = fixture.take();
         for (page, copy) in copy.into_iter().enumerate() {
-            let now = world.data[page].load(Ordering::Relaxed);
+            let now = fixture.data[page].load(Ordering::Relaxed);
             assert!(
                 copy == now || still_marked >> page & 1 == 1,
                 "a write to page {page} was lost: {now}, not {copy}"
@@ -176,21 +180,21 @@ fn no_write_is_lost(
     });
 }
 
-fn begin(world: &World) -> [u64; PAGES] {
-    world.begin()
+fn begin(fixture: &Fixture) -> [u64; PAGES] {
+    fixture.begin()
 }
 
-fn begin_and_harvest(world: &World) -> [u64; PAGES] {
-    let mut copy = world.begin();
-    world.harvest(&mut copy);
+fn begin_and_harvest(fixture: &Fixture) -> [u64; PAGES] {
+    let mut copy = fixture.begin();
+    fixture.harvest(&mut copy);
     copy
 }
 
 /// The writer may have seen the log that has ended, or that there is none.
-fn begin_again(world: &World) -> [u64; PAGES] {
-    let _ = world.begin();
-    world.log().turn_off();
-    world.begin()
+fn begin_again(fixture: &Fixture) -> [u64; PAGES] {
+    let _ = fixture.begin();
+    fixture.log().turn_off();
+    fixture.begin()
 }
 
 #[test]

@@ -31,7 +31,7 @@ use swap::SwapEntry;
 const PAGE: PageNo = PageNo::new(77);
 
 /// One page, and two frames for two threads that fault.
-struct World {
+struct Fixture {
     word: PageWord,
     descs: [Desc; 2],
     /// The content of the first frame, and of the swap entry.
@@ -45,7 +45,7 @@ fn frame(index: u32) -> Pfn {
     Pfn::new(index)
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let descs = [Desc::new(), Desc::new()];
         descs
@@ -63,18 +63,18 @@ impl World {
 
     /// The page is resident in frame 0.
     fn resident(dirt: Dirt, entry: Option<SwapEntry>) -> Arc<Self> {
-        let world = Self::new();
-        world.descs[0].prepare(PAGE, dirt);
+        let fixture = Self::new();
+        fixture.descs[0].prepare(PAGE, dirt);
         let state = PageState::Resident {
             frame: frame(0),
             entry,
         };
-        world.word.change(PageState::Empty, state).unwrap();
-        world.descs[0].publish();
+        fixture.word.change(PageState::Empty, state).unwrap();
+        fixture.descs[0].publish();
         if entry.is_some() {
-            world.entry.store(1, Ordering::Relaxed);
+            fixture.entry.store(1, Ordering::Relaxed);
         }
-        Arc::new(world)
+        Arc::new(fixture)
     }
 
     fn free(&self) {
@@ -158,31 +158,31 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
 /// lost.
 fn fault_against_eviction(dirt: Dirt, entry: Option<SwapEntry>, device: Device) {
     model(move || {
-        let world = World::resident(dirt, entry);
+        let fixture = Fixture::resident(dirt, entry);
         let reclaimer = {
-            let world = world.clone();
-            thread::spawn(move || world.reclaim(device))
+            let fixture = fixture.clone();
+            thread::spawn(move || fixture.reclaim(device))
         };
-        let taken = world.take_back();
+        let taken = fixture.take_back();
         if taken {
-            world.frame.store(2, Ordering::Relaxed);
+            fixture.frame.store(2, Ordering::Relaxed);
         }
         reclaimer.join().unwrap();
         if taken {
-            world.is_at_rest_in_frame();
-            assert_eq!(world.frame.load(Ordering::Relaxed), 2);
+            fixture.is_at_rest_in_frame();
+            assert_eq!(fixture.frame.load(Ordering::Relaxed), 2);
             assert_eq!(
-                world.descs[0].take_dirty(),
+                fixture.descs[0].take_dirty(),
                 Dirt::Dirty,
                 "the write is not forgotten"
             );
-        } else if let PageState::Resident { entry, .. } = world.word.load() {
-            world.is_at_rest_in_frame();
-            assert_eq!((world.descs[0].take_dirty(), entry), (Dirt::Dirty, None));
+        } else if let PageState::Resident { entry, .. } = fixture.word.load() {
+            fixture.is_at_rest_in_frame();
+            assert_eq!((fixture.descs[0].take_dirty(), entry), (Dirt::Dirty, None));
         } else {
-            assert_eq!(world.freed.load(Ordering::Relaxed), 1);
+            assert_eq!(fixture.freed.load(Ordering::Relaxed), 1);
             assert_eq!(
-                world.entry.load(Ordering::Relaxed),
+                fixture.entry.load(Ordering::Relaxed),
                 1,
                 "the entry has what the page had"
             );
@@ -208,18 +208,18 @@ fn a_page_whose_write_fails_stays_dirty() {
 #[test]
 fn two_reclaimers_never_have_one_page() {
     model(|| {
-        let world = World::resident(Dirt::Clean, Some(SwapEntry::new(5)));
+        let fixture = Fixture::resident(Dirt::Clean, Some(SwapEntry::new(5)));
         let reclaimers = [(); 2].map(|()| {
-            let world = world.clone();
-            thread::spawn(move || world.reclaim(Device::Works))
+            let fixture = fixture.clone();
+            thread::spawn(move || fixture.reclaim(Device::Works))
         });
-        let taken = world.take_back();
+        let taken = fixture.take_back();
         reclaimers
             .into_iter()
             .for_each(|reclaimer| reclaimer.join().unwrap());
         // The fault takes it back from the first reclaimer; the second may then evict it, dirty.
-        let freed = world.freed.load(Ordering::Relaxed);
-        match world.word.load() {
+        let freed = fixture.freed.load(Ordering::Relaxed);
+        match fixture.word.load() {
             PageState::Resident { .. } => assert!(taken && freed == 0),
             PageState::Swapped { .. } => assert_eq!(freed, 1),
             other => panic!("{other:?} is not a state at rest"),
@@ -230,15 +230,15 @@ fn two_reclaimers_never_have_one_page() {
 #[test]
 fn two_first_touches_share_one_frame() {
     model(|| {
-        let world = Arc::new(World::new());
-        let fill = |world: &World, index: u32| {
-            let desc = &world.descs[index as usize];
+        let fixture = Arc::new(Fixture::new());
+        let fill = |fixture: &Fixture, index: u32| {
+            let desc = &fixture.descs[index as usize];
             desc.prepare(PAGE, Dirt::Dirty);
             let resident = PageState::Resident {
                 frame: frame(index),
                 entry: None,
             };
-            match world.word.change(PageState::Empty, resident) {
+            match fixture.word.change(PageState::Empty, resident) {
                 Ok(()) => {
                     desc.publish();
                     frame(index)
@@ -247,27 +247,27 @@ fn two_first_touches_share_one_frame() {
             }
         };
         let other = {
-            let world = world.clone();
-            thread::spawn(move || fill(&world, 1))
+            let fixture = fixture.clone();
+            thread::spawn(move || fill(&fixture, 1))
         };
         let isolated = {
-            let world = world.clone();
+            let fixture = fixture.clone();
             let seen = Arc::new(AtomicBool::new(false));
             thread::spawn(move || {
-                for (index, desc) in world.descs.iter().enumerate() {
+                for (index, desc) in fixture.descs.iter().enumerate() {
                     if let Some(page) = desc.isolate() {
                         assert_eq!(page, PAGE);
-                        assert_eq!(world.word.load().frame(), Some(frame(index as u32)));
+                        assert_eq!(fixture.word.load().frame(), Some(frame(index as u32)));
                         assert!(!seen.swap(true, Ordering::Relaxed), "one frame is in use");
                         desc.publish();
                     }
                 }
             })
         };
-        let mine = fill(&world, 0);
+        let mine = fill(&fixture, 0);
         assert_eq!(other.join().unwrap(), mine);
         isolated.join().unwrap();
-        let used = world
+        let used = fixture
             .descs
             .iter()
             .filter(|desc| desc.state() == FrameState::Used);
@@ -309,7 +309,7 @@ fn no_operation_in_flight_is_left_without_a_poller() {
 
 /// A page that its source has not provided, with its ticket.
 struct Missing {
-    world: World,
+    fixture: Fixture,
     flight: Flight,
     /// `Core::tickets` has it.
     ticket: Mutex<bool>,
@@ -319,10 +319,10 @@ struct Missing {
 
 impl Missing {
     fn new() -> Arc<Self> {
-        let world = World::new();
-        world.descs[0].prepare(PAGE, Dirt::Dirty);
+        let fixture = Fixture::new();
+        fixture.descs[0].prepare(PAGE, Dirt::Dirty);
         Arc::new(Self {
-            world,
+            fixture,
             flight: Flight::new(),
             ticket: Mutex::new(false),
             halves: [AtomicU64::new(0), AtomicU64::new(0)],
@@ -332,11 +332,11 @@ impl Missing {
     /// `Core::resolve`: true if the page is resident, false if it is missing or lost.
     fn fault(&self) -> bool {
         loop {
-            match self.world.word.load() {
+            match self.fixture.word.load() {
                 PageState::Empty => {
                     let mut ticket = self.ticket.lock().unwrap();
                     let fetching = PageState::Empty.fetch_started(frame(0)).unwrap();
-                    if self.world.word.change(PageState::Empty, fetching).is_ok() {
+                    if self.fixture.word.change(PageState::Empty, fetching).is_ok() {
                         *ticket = true;
                         return false;
                     }
@@ -362,7 +362,7 @@ impl Missing {
     /// `Core::answer`, with a page of `content` or an error: true if it counts.
     fn answer(&self, content: Option<u64>) -> bool {
         let ticket = *self.ticket.lock().unwrap();
-        let missing = matches!(self.world.word.load(), PageState::Fetching { .. });
+        let missing = matches!(self.fixture.word.load(), PageState::Fetching { .. });
         if !ticket || !missing || !self.flight.answer() {
             return false;
         }
@@ -374,11 +374,11 @@ impl Missing {
             }
             None => PageState::arrival_failed,
         };
-        self.world.word.advance(step).expect("one answer counts");
+        self.fixture.word.advance(step).expect("one answer counts");
         *self.ticket.lock().unwrap() = false;
         match content {
-            Some(_) => self.world.descs[0].publish(),
-            None => self.world.free(),
+            Some(_) => self.fixture.descs[0].publish(),
+            None => self.fixture.free(),
         }
         self.flight.finish();
         true
@@ -400,8 +400,8 @@ fn one_of_two_answers_counts() {
         assert!(first != second && page.flight.is_done() && page.fault());
         let content = if first { 1 } else { 2 };
         assert_eq!(page.halves[0].load(Ordering::Relaxed), content);
-        page.world.is_at_rest_in_frame();
-        assert_eq!(page.world.descs[0].take_dirty(), Dirt::Dirty);
+        page.fixture.is_at_rest_in_frame();
+        assert_eq!(page.fixture.descs[0].take_dirty(), Dirt::Dirty);
     });
 }
 
@@ -427,7 +427,7 @@ fn an_answer_while_the_region_is_removed() {
         assert!(!page.flight.start(), "a ticket that is done is not started");
         assert!(page.flight.is_done());
         assert_eq!(page.fault(), provided);
-        let freed = page.world.freed.load(Ordering::Relaxed);
+        let freed = page.fixture.freed.load(Ordering::Relaxed);
         assert_eq!(freed, u64::from(removed));
     });
 }

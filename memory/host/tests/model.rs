@@ -123,7 +123,7 @@ fn op(size: Size) -> impl Strategy<Value = Op> {
     ]
 }
 
-struct World {
+struct Fixture {
     size: Size,
     host: Arc<Host>,
     clock: Arc<VirtualClock>,
@@ -134,7 +134,7 @@ struct World {
     tickets: Vec<Ticket>,
 }
 
-impl World {
+impl Fixture {
     fn new(swap: Box<dyn SwapStore>, store: Option<FaultyStore>) -> Self {
         Self::on(SMALL, virtual_host(SMALL.budget, swap), store)
     }
@@ -333,10 +333,10 @@ impl World {
     }
 }
 
-fn run(world: World, ops: &[Op]) {
-    let mut world = world;
-    ops.iter().for_each(|op| world.apply(op));
-    world.finish();
+fn run(fixture: Fixture, ops: &[Op]) {
+    let mut fixture = fixture;
+    ops.iter().for_each(|op| fixture.apply(op));
+    fixture.finish();
 }
 
 fn config() -> ProptestConfig {
@@ -353,13 +353,13 @@ proptest! {
     #[test]
     fn pages_keep_their_contents(ops in prop::collection::vec(op(SMALL), 1..120)) {
         let store = FaultyStore::new(PageCount::new(2000));
-        run(World::new(Box::new(store), None), &ops);
+        run(Fixture::new(Box::new(store), None), &ops);
     }
 
     #[test]
     fn pages_keep_their_contents_when_writes_fail(ops in prop::collection::vec(op(SMALL), 1..120)) {
         let store = FaultyStore::new(PageCount::new(2000));
-        run(World::new(Box::new(store.clone()), Some(store)), &ops);
+        run(Fixture::new(Box::new(store.clone()), Some(store)), &ops);
     }
 
     #[test]
@@ -368,7 +368,7 @@ proptest! {
     ) {
         let latency = LatencySetting::new(Duration::from_micros(50));
         let store = Latency::new(MemoryStore::new(), latency);
-        run(World::new(Box::new(store), None), &ops);
+        run(Fixture::new(Box::new(store), None), &ops);
     }
 }
 
@@ -378,7 +378,7 @@ proptest! {
     #[test]
     fn provided_pages_keep_their_contents(ops in prop::collection::vec(op(SMALL), 1..120)) {
         let store = FaultyStore::new(PageCount::new(2000));
-        run(World::new(Box::new(store), None).with_source(), &ops);
+        run(Fixture::new(Box::new(store), None).with_source(), &ops);
     }
 
     #[test]
@@ -386,7 +386,7 @@ proptest! {
         ops in prop::collection::vec(op(SMALL), 1..120)
     ) {
         let store = FaultyStore::new(PageCount::new(2000));
-        run(World::new(Box::new(store.clone()), Some(store)).with_source(), &ops);
+        run(Fixture::new(Box::new(store.clone()), Some(store)).with_source(), &ops);
     }
 
     #[test]
@@ -395,7 +395,7 @@ proptest! {
     ) {
         let store = FaultyStore::new(PageCount::new(20_000));
         let host = huge_host(LARGE.budget, Box::new(store), HugePages::Always);
-        run(World::on(LARGE, host, None).with_source(), &ops);
+        run(Fixture::on(LARGE, host, None).with_source(), &ops);
     }
 }
 
@@ -406,7 +406,7 @@ proptest! {
     fn pages_keep_their_contents_in_a_file(ops in prop::collection::vec(op(SMALL), 1..60)) {
         let dir = tempfile::tempdir().unwrap();
         let store = FileStore::create(dir.path(), PageCount::new(2000)).unwrap();
-        run(World::on(SMALL, ring_host(SMALL.budget, Box::new(store)), None), &ops);
+        run(Fixture::on(SMALL, ring_host(SMALL.budget, Box::new(store)), None), &ops);
     }
 }
 
@@ -417,7 +417,7 @@ proptest! {
     fn huge_pages_keep_their_contents(ops in prop::collection::vec(op(LARGE), 1..100)) {
         let store = FaultyStore::new(PageCount::new(20_000));
         let host = huge_host(LARGE.budget, Box::new(store), HugePages::Always);
-        run(World::on(LARGE, host, None), &ops);
+        run(Fixture::on(LARGE, host, None), &ops);
     }
 
     #[test]
@@ -426,7 +426,7 @@ proptest! {
     ) {
         let store = FaultyStore::new(PageCount::new(20_000));
         let host = huge_host(LARGE.budget, Box::new(store.clone()), HugePages::Madvise);
-        run(World::on(LARGE, host, Some(store)), &ops);
+        run(Fixture::on(LARGE, host, Some(store)), &ops);
     }
 
     #[test]
@@ -435,7 +435,7 @@ proptest! {
     ) {
         let store = Box::new(MemoryStore::new());
         let host = huge_host(LARGE.budget, store, HugePages::Always);
-        run(World::on(LARGE, host, None), &ops);
+        run(Fixture::on(LARGE, host, None), &ops);
     }
 }
 

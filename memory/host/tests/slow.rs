@@ -21,12 +21,12 @@ const PAGES: u64 = 400;
 /// Longer than any wait that ends by other threads alone may take.
 const A_WHILE: Duration = Duration::from_millis(3500);
 
-struct World {
+struct Fixture {
     host: Arc<Host>,
     range: BackingRange,
 }
 
-impl World {
+impl Fixture {
     fn new(swap: Box<dyn SwapStore>) -> Self {
         let host = Host::new(HostConfig {
             budget: Host::minimum_budget(WRITERS as usize),
@@ -128,8 +128,8 @@ fn faulty() -> FaultyStore {
 fn a_stalled_device_is_waited_for() {
     let store = faulty();
     store.set_fault(Some(Fault::Stall));
-    let world = World::new(Box::new(store.clone()));
-    let filled = world.fill_all(|| {
+    let fixture = Fixture::new(Box::new(store.clone()));
+    let filled = fixture.fill_all(|| {
         while store.stalled() == 0 {
             sleep(Duration::from_millis(1));
         }
@@ -137,7 +137,7 @@ fn a_stalled_device_is_waited_for() {
         store.set_fault(None);
     });
     assert_eq!(filled, Ok(()));
-    world.check();
+    fixture.check();
 }
 
 /// A thread that stops a VM does not wait for its device, only for the one thread that is inside
@@ -145,17 +145,20 @@ fn a_stalled_device_is_waited_for() {
 #[test]
 fn a_wait_for_a_frame_ends_on_request() {
     let store = faulty();
-    let world = World::new(Box::new(store.clone()));
+    let fixture = Fixture::new(Box::new(store.clone()));
     store.set_fault(Some(Fault::Stall));
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let writer = scope.spawn(|| world.fill(0).and_then(|()| world.fill(1)));
+        let writer = scope.spawn(|| fixture.fill(0).and_then(|()| fixture.fill(1)));
         while store.stalled() == 0 {
             sleep(Duration::from_millis(1));
         }
         let waits = scope.spawn(|| {
-            let mut cache = world.host.per_cpu_pages().unwrap();
-            world.host.reclaim_direct_until(&mut cache, &stop).unwrap()
+            let mut cache = fixture.host.per_cpu_pages().unwrap();
+            fixture
+                .host
+                .reclaim_direct_until(&mut cache, &stop)
+                .unwrap()
         });
         // By now the thread has a place in the queue, or is about to take one.
         sleep(Duration::from_millis(20));
@@ -173,11 +176,11 @@ fn a_wait_for_a_frame_ends_on_request() {
 #[test]
 fn reads_are_waited_for_though_swap_is_full() {
     let store = FaultyStore::new(PageCount::new(400));
-    let world = World::new(Box::new(store.clone()));
-    let host = &world.host;
+    let fixture = Fixture::new(Box::new(store.clone()));
+    let host = &fixture.host;
     let _background = host.spawn_background().unwrap();
-    let (room, held) = world.hold_room();
-    let swapped = world.fill_until_full();
+    let (room, held) = fixture.hold_room();
+    let swapped = fixture.fill_until_full();
     while host.failure().is_none() {
         sleep(Duration::from_millis(1));
     }
@@ -186,7 +189,7 @@ fn reads_are_waited_for_though_swap_is_full() {
     host.remove_region(room).unwrap();
     let mut cache = host.per_cpu_pages().unwrap();
     for page in 0..swapped {
-        match world.resolve(page, &mut cache) {
+        match fixture.resolve(page, &mut cache) {
             Resolution::Pending(ticket) => host.start(&ticket),
             Resolution::NoMemory => break,
             _ => {}
@@ -204,19 +207,19 @@ fn reads_are_waited_for_though_swap_is_full() {
 /// A page whose read is never started will never arrive.
 #[test]
 fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
-    let world = World::new(Box::new(FaultyStore::new(PageCount::new(400))));
-    let (room, held) = world.hold_room();
-    let swapped = world.fill_until_full();
+    let fixture = Fixture::new(Box::new(FaultyStore::new(PageCount::new(400))));
+    let (room, held) = fixture.hold_room();
+    let swapped = fixture.fill_until_full();
     drop(held);
-    world.host.remove_region(room).unwrap();
-    let mut cache = world.host.per_cpu_pages().unwrap();
-    let mut pending = |page| match world.resolve(page, &mut cache) {
+    fixture.host.remove_region(room).unwrap();
+    let mut cache = fixture.host.per_cpu_pages().unwrap();
+    let mut pending = |page| match fixture.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => Some(ticket),
         _ => None,
     };
     assert!((0..swapped).find_map(&mut pending).is_some());
     assert!(
-        world.fill_all(|| ()).is_err(),
+        fixture.fill_all(|| ()).is_err(),
         "and no thread waits for ever"
     );
 }
@@ -225,20 +228,20 @@ fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
 #[test]
 fn a_device_slower_than_every_timeout_is_waited_for() {
     let slow = Latency::new(faulty(), LatencySetting::new(A_WHILE));
-    let world = World::new(Box::new(slow));
+    let fixture = Fixture::new(Box::new(slow));
     let budget = Host::minimum_budget(WRITERS as usize).get();
     // One round of write-outs: the memory and a few pages more.
     let bytes = 1u64.to_le_bytes().repeat(PAGE_SIZE / 8);
     for page in 0..budget + 8 {
-        world.host.copy_in(world.at(page), &bytes).unwrap();
+        fixture.host.copy_in(fixture.at(page), &bytes).unwrap();
     }
 }
 
 #[test]
 fn one_failed_write_is_no_failure() {
     let store = faulty();
-    let world = World::new(Box::new(store.clone()));
-    let filled = world.fill_all(|| {
+    let fixture = Fixture::new(Box::new(store.clone()));
+    let filled = fixture.fill_all(|| {
         for _ in 0..20 {
             store.set_fault(Some(Fault::OneWrite));
             sleep(Duration::from_millis(1));
@@ -246,7 +249,7 @@ fn one_failed_write_is_no_failure() {
         store.set_fault(None);
     });
     assert_eq!(filled, Ok(()));
-    world.check();
+    fixture.check();
 }
 
 /// A read is not repeated, because the device has repeated it. One page is lost for good, and no
@@ -254,15 +257,15 @@ fn one_failed_write_is_no_failure() {
 #[test]
 fn one_failed_read_loses_one_page() {
     let store = faulty();
-    let world = World::new(Box::new(store.clone()));
-    world.fill_all(|| ()).unwrap();
+    let fixture = Fixture::new(Box::new(store.clone()));
+    fixture.fill_all(|| ()).unwrap();
     store.set_fault(Some(Fault::OneRead));
-    let read = |page| world.host.copy_out(world.at(page), &mut [0; 8]);
+    let read = |page| fixture.host.copy_out(fixture.at(page), &mut [0; 8]);
     let lost = |page: &u64| matches!(read(*page), Err(HostError::Lost(_)));
     let first: Vec<_> = (0..WRITERS * PAGES).filter(lost).collect();
     assert_eq!(first.len(), 1);
     assert_eq!((0..WRITERS * PAGES).filter(lost).collect::<Vec<_>>(), first);
-    world.host.verify();
+    fixture.host.verify();
 }
 
 /// Writes fail one after the other, for a short time.
@@ -270,23 +273,23 @@ fn one_failed_read_loses_one_page() {
 fn a_device_that_fails_for_a_moment_is_tried_again() {
     let store = faulty();
     store.set_fault(Some(Fault::WriteAfter(0)));
-    let world = World::new(Box::new(store.clone()));
-    let filled = world.fill_all(|| {
-        while world.host.stats().write_failures < 8 {
+    let fixture = Fixture::new(Box::new(store.clone()));
+    let filled = fixture.fill_all(|| {
+        while fixture.host.stats().write_failures < 8 {
             sleep(Duration::from_millis(1));
         }
         store.set_fault(None);
     });
     assert_eq!(filled, Ok(()));
-    world.check();
+    fixture.check();
 }
 
 #[test]
 fn a_device_that_keeps_failing_is_reported() {
     let store = faulty();
     store.set_fault(Some(Fault::WriteAfter(0)));
-    let world = World::new(Box::new(store));
-    let error = world.fill_all(|| ()).unwrap_err();
+    let fixture = Fixture::new(Box::new(store));
+    let error = fixture.fill_all(|| ()).unwrap_err();
     assert_eq!(
         error.to_string(),
         "cannot write to swap: faulty device: Input/output error (os error 5)"
@@ -298,16 +301,16 @@ fn a_device_that_keeps_failing_is_reported() {
 fn swap_grows_back_after_the_device_was_full() {
     let store = faulty();
     store.set_fault(Some(Fault::EndsAt(100)));
-    let world = World::new(Box::new(store.clone()));
-    let filled = world.fill_all(|| {
-        while world.host.stats().write_failures == 0 {
+    let fixture = Fixture::new(Box::new(store.clone()));
+    let filled = fixture.fill_all(|| {
+        while fixture.host.stats().write_failures == 0 {
             sleep(Duration::from_millis(1));
         }
         store.set_fault(None);
     });
     assert_eq!(filled, Ok(()));
     assert!(store.stored() > 100, "{} pages stored", store.stored());
-    world.check();
+    fixture.check();
 }
 
 /// The device has room again only after the guest was told that it has none.
@@ -315,68 +318,68 @@ fn swap_grows_back_after_the_device_was_full() {
 fn swap_grows_back_after_the_guest_has_failed() {
     let store = faulty();
     store.set_fault(Some(Fault::EndsAt(100)));
-    let world = World::new(Box::new(store.clone()));
-    let error = world.fill_all(|| ()).unwrap_err().to_string();
+    let fixture = Fixture::new(Box::new(store.clone()));
+    let error = fixture.fill_all(|| ()).unwrap_err().to_string();
     assert_eq!(
         error,
         "swap device full: faulty device: No space left on device (os error 28); \
          give it more space, or the guest a larger budget"
     );
     store.set_fault(None);
-    assert_eq!(world.fill_all(|| ()), Ok(()));
-    world.check();
+    assert_eq!(fixture.fill_all(|| ()), Ok(()));
+    fixture.check();
 }
 
 /// A host with swapped-out pages that would not arrive within an hour.
-fn slow_world(swap: impl SwapStore + 'static) -> World {
+fn slow_world(swap: impl SwapStore + 'static) -> Fixture {
     let latency = LatencySetting::new(Duration::ZERO);
-    let world = World::new(Box::new(Latency::new(swap, latency.clone())));
-    world.fill_all(|| ()).unwrap();
-    world.make_room();
+    let fixture = Fixture::new(Box::new(Latency::new(swap, latency.clone())));
+    fixture.fill_all(|| ()).unwrap();
+    fixture.make_room();
     latency.set(Duration::from_secs(3600));
-    world
+    fixture
 }
 
 /// The same, with reads in flight.
-fn hour_away(swap: impl SwapStore + 'static) -> (World, Vec<Ticket>) {
-    let world = slow_world(swap);
-    let mut cache = world.host.per_cpu_pages().unwrap();
-    let mut start = |page| match world.resolve(page, &mut cache) {
+fn hour_away(swap: impl SwapStore + 'static) -> (Fixture, Vec<Ticket>) {
+    let fixture = slow_world(swap);
+    let mut cache = fixture.host.per_cpu_pages().unwrap();
+    let mut start = |page| match fixture.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => {
-            world.host.start(&ticket);
+            fixture.host.start(&ticket);
             Some(ticket)
         }
         _ => None,
     };
     let tickets: Vec<_> = (0..WRITERS * PAGES).filter_map(&mut start).collect();
     assert!(!tickets.is_empty());
-    (world, tickets)
+    (fixture, tickets)
 }
 
 #[test]
 fn the_removal_of_a_region_does_not_wait_for_a_simulated_latency() {
-    let (world, tickets) = hour_away(faulty());
-    world.host.remove_region(world.range).unwrap();
+    let (fixture, tickets) = hour_away(faulty());
+    fixture.host.remove_region(fixture.range).unwrap();
     assert!(tickets.iter().all(Ticket::is_done));
-    world.host.verify();
+    fixture.host.verify();
 }
 
 #[test]
 fn the_removal_of_a_region_does_not_wait_for_a_thread_in_a_simulated_latency() {
-    let world = slow_world(faulty());
-    let mut cache = world.host.per_cpu_pages().unwrap();
-    let mut pending = |page| match world.resolve(page, &mut cache) {
+    let fixture = slow_world(faulty());
+    let mut cache = fixture.host.per_cpu_pages().unwrap();
+    let mut pending = |page| match fixture.resolve(page, &mut cache) {
         Resolution::Pending(ticket) => Some(ticket),
         _ => None,
     };
     let ticket = (0..WRITERS * PAGES).find_map(&mut pending);
     let ticket = ticket.expect("a page in swap");
     std::thread::scope(|scope| {
-        let reader = scope.spawn(|| world.host.wait(&ticket));
+        let reader = scope.spawn(|| fixture.host.wait(&ticket));
         while !ticket.is_started() {
             sleep(Duration::from_millis(1));
         }
-        world.host.remove_region(world.range).unwrap();
+        fixture.host.remove_region(fixture.range).unwrap();
         reader.join().unwrap().unwrap();
     });
 }
@@ -385,8 +388,8 @@ fn the_removal_of_a_region_does_not_wait_for_a_thread_in_a_simulated_latency() {
 fn the_drop_of_a_host_does_not_wait_for_a_simulated_latency() {
     let dir = tempfile::tempdir().unwrap();
     let file = FileStore::create(dir.path(), PageCount::new(10_000)).unwrap();
-    let (world, tickets) = hour_away(file);
-    drop(world);
+    let (fixture, tickets) = hour_away(file);
+    drop(fixture);
     assert!(
         tickets.iter().all(Ticket::is_done),
         "nothing is left behind"

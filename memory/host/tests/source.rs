@@ -19,14 +19,14 @@ fn store() -> Box<dyn SwapStore> {
     Box::new(FaultyStore::new(PageCount::new(4000)))
 }
 
-struct World {
+struct Fixture {
     host: Arc<Host>,
     clock: Arc<VirtualClock>,
     source: Arc<TestSource>,
     vm: Vm,
 }
 
-impl World {
+impl Fixture {
     fn new(budget: u64, pages: u64) -> Self {
         Self::on(virtual_host(budget, store()), pages)
     }
@@ -74,127 +74,130 @@ impl World {
 
 #[test]
 fn a_missing_page_is_asked_for_when_its_ticket_is_started_and_once() {
-    let mut world = World::new(256, 64);
-    let ticket = world.missing(5);
-    assert!(!ticket.is_started() && world.source.asked() == 0);
-    assert!(world.missing(5).is_same(&ticket), "a later fault shares it");
-    world.host.start(&ticket);
-    world.host.start(&ticket);
-    assert!(ticket.is_started() && world.source.asked() == 1);
-    assert!(world.missing(5).is_same(&ticket));
-    world.host.verify();
-    assert_eq!(world.source.answer(world.vm.addr(5)), Answer::Taken);
+    let mut fixture = Fixture::new(256, 64);
+    let ticket = fixture.missing(5);
+    assert!(!ticket.is_started() && fixture.source.asked() == 0);
+    assert!(
+        fixture.missing(5).is_same(&ticket),
+        "a later fault shares it"
+    );
+    fixture.host.start(&ticket);
+    fixture.host.start(&ticket);
+    assert!(ticket.is_started() && fixture.source.asked() == 1);
+    assert!(fixture.missing(5).is_same(&ticket));
+    fixture.host.verify();
+    assert_eq!(fixture.source.answer(fixture.vm.addr(5)), Answer::Taken);
     assert!(ticket.is_done());
-    assert!(matches!(world.resolve(5), Resolution::Ready(_)));
-    assert_eq!(world.read(5), word_of(world.vm.addr(5)));
-    let stats = world.host.stats();
+    assert!(matches!(fixture.resolve(5), Resolution::Ready(_)));
+    assert_eq!(fixture.read(5), word_of(fixture.vm.addr(5)));
+    let stats = fixture.host.stats();
     assert_eq!((stats.faults_missing, stats.provided), (1, 1));
-    world.host.verify();
+    fixture.host.verify();
 }
 
 #[test]
 fn answers_come_out_of_order() {
-    let mut world = World::new(256, 64);
+    let mut fixture = Fixture::new(256, 64);
     let done = Arc::new(AtomicUsize::new(0));
-    let tickets: Vec<Ticket> = (0..16).map(|page| world.started(page)).collect();
+    let tickets: Vec<Ticket> = (0..16).map(|page| fixture.started(page)).collect();
     for ticket in &tickets {
         let done = done.clone();
         ticket.on_done(move || _ = done.fetch_add(1, Ordering::Relaxed));
     }
     for (count, page) in [9, 2, 15, 0, 7].into_iter().enumerate() {
-        assert_eq!(world.source.answer(world.vm.addr(page)), Answer::Taken);
+        assert_eq!(fixture.source.answer(fixture.vm.addr(page)), Answer::Taken);
         assert_eq!(done.load(Ordering::Relaxed), count + 1);
         assert!(tickets[page as usize].is_done());
-        assert_eq!(world.read(page), word_of(world.vm.addr(page)));
+        assert_eq!(fixture.read(page), word_of(fixture.vm.addr(page)));
     }
-    assert!(world.missing(8).is_same(&tickets[8]), "still missing");
-    world.host.verify();
+    assert!(fixture.missing(8).is_same(&tickets[8]), "still missing");
+    fixture.host.verify();
 }
 
 #[test]
 fn a_second_answer_changes_nothing() {
-    let mut world = World::new(256, 64);
-    let ticket = world.started(3);
-    let addr = world.vm.addr(3);
-    let request = world.source.request(addr).unwrap();
+    let mut fixture = Fixture::new(256, 64);
+    let ticket = fixture.started(3);
+    let addr = fixture.vm.addr(3);
+    let request = fixture.source.request(addr).unwrap();
     assert_eq!(request.provide(&page_of(addr)), Answer::Taken);
-    world.vm.touch(3, Use::Write(77)).unwrap();
+    fixture.vm.touch(3, Use::Write(77)).unwrap();
     assert_eq!(request.provide(&page_with(666)), Answer::Late);
     assert_eq!(request.fail("too late"), Answer::Late);
-    world.source.forget(addr);
+    fixture.source.forget(addr);
     drop(request);
-    world.vm.touch(3, Use::Read).unwrap();
+    fixture.vm.touch(3, Use::Read).unwrap();
     assert!(ticket.is_done());
-    assert_eq!(world.host.stats().provided, 1);
-    world.host.verify();
+    assert_eq!(fixture.host.stats().provided, 1);
+    fixture.host.verify();
 }
 
 #[test]
 fn a_page_may_come_that_was_not_asked_for_yet() {
-    let mut world = World::new(256, 64);
-    let first = world.started(1);
-    let request = world.source.request(world.vm.addr(1)).unwrap();
-    let idle = world.missing(2);
+    let mut fixture = Fixture::new(256, 64);
+    let first = fixture.started(1);
+    let request = fixture.source.request(fixture.vm.addr(1)).unwrap();
+    let idle = fixture.missing(2);
     assert_eq!(request.provide(&page_with(1)), Answer::Taken);
     assert!(first.is_done() && !idle.is_done());
-    assert!(matches!(world.resolve(1), Resolution::Ready(_)));
-    world.host.verify();
+    assert!(matches!(fixture.resolve(1), Resolution::Ready(_)));
+    fixture.host.verify();
 }
 
 #[test]
 fn an_error_of_the_source_loses_the_page_and_says_why() {
-    let mut world = World::new(256, 64);
-    let (failed, dropped) = (world.started(3), world.started(4));
-    let addr = world.vm.addr(3);
-    let request = world.source.request(addr).unwrap();
+    let mut fixture = Fixture::new(256, 64);
+    let (failed, dropped) = (fixture.started(3), fixture.started(4));
+    let addr = fixture.vm.addr(3);
+    let request = fixture.source.request(addr).unwrap();
     assert_eq!(request.fail("the peer has gone"), Answer::Taken);
     assert_eq!(request.provide(&page_of(addr)), Answer::Late);
     let text = format!("page {addr} is lost: test source does not provide it: the peer has gone");
-    assert_eq!(world.host.wait(&failed).unwrap_err().to_string(), text);
-    match world.resolve(3) {
+    assert_eq!(fixture.host.wait(&failed).unwrap_err().to_string(), text);
+    match fixture.resolve(3) {
         Resolution::Lost(lost) => assert_eq!(lost.to_string(), text),
         other => panic!("{other:?}"),
     }
     // A source that ends without an answer loses the page too, and no thread waits for ever.
-    world.source.forget(world.vm.addr(4));
-    let error = world.host.wait(&dropped).unwrap_err().to_string();
+    fixture.source.forget(fixture.vm.addr(4));
+    let error = fixture.host.wait(&dropped).unwrap_err().to_string();
     assert!(error.ends_with("it dropped the request"), "{error}");
-    world.host.verify();
-    world.host.remove_region(world.vm.range).unwrap();
-    assert_eq!(world.host.stats().resident, 0);
+    fixture.host.verify();
+    fixture.host.remove_region(fixture.vm.range).unwrap();
+    assert_eq!(fixture.host.stats().resident, 0);
 }
 
 #[test]
 fn a_region_is_removed_while_its_tickets_are_out() {
-    let mut world = World::new(256, 64);
-    let idle = world.missing(1);
-    let tickets: Vec<Ticket> = (2..6).map(|page| world.started(page)).collect();
-    let (addr, answered) = (world.vm.addr(2), world.vm.addr(5));
-    let request = world.source.request(addr).unwrap();
-    assert_eq!(world.source.answer(answered), Answer::Taken);
-    world.host.remove_region(world.vm.range).unwrap();
+    let mut fixture = Fixture::new(256, 64);
+    let idle = fixture.missing(1);
+    let tickets: Vec<Ticket> = (2..6).map(|page| fixture.started(page)).collect();
+    let (addr, answered) = (fixture.vm.addr(2), fixture.vm.addr(5));
+    let request = fixture.source.request(addr).unwrap();
+    assert_eq!(fixture.source.answer(answered), Answer::Taken);
+    fixture.host.remove_region(fixture.vm.range).unwrap();
     assert!(idle.is_done() && tickets.iter().all(Ticket::is_done));
     for ticket in [&idle, &tickets[0]] {
-        let error = world.host.wait(ticket).unwrap_err().to_string();
+        let error = fixture.host.wait(ticket).unwrap_err().to_string();
         assert!(error.ends_with("its region was removed"), "{error}");
     }
     assert_eq!(request.provide(&page_of(addr)), Answer::Late);
-    assert!(matches!(world.resolve(3), Resolution::Lost(_)));
-    assert_eq!(world.host.stats().resident, 0);
+    assert!(matches!(fixture.resolve(3), Resolution::Lost(_)));
+    assert_eq!(fixture.host.stats().resident, 0);
     // The frames go to another region; a late answer does not reach it.
-    let mut other = Vm::new(&world.host, &world.clock, 200);
+    let mut other = Vm::new(&fixture.host, &fixture.clock, 200);
     (0..200).for_each(|page| other.touch(page, Use::Write(9)).unwrap());
-    while world.source.answer_one(0) {}
+    while fixture.source.answer_one(0) {}
     other.check_all();
-    world.host.verify();
+    fixture.host.verify();
 }
 
 #[test]
 fn an_answer_after_the_host_is_late() {
-    let mut world = World::new(256, 64);
-    let ticket = world.started(2);
-    let request = world.source.request(world.vm.addr(2)).unwrap();
-    let World { host, vm, .. } = world;
+    let mut fixture = Fixture::new(256, 64);
+    let ticket = fixture.started(2);
+    let request = fixture.source.request(fixture.vm.addr(2)).unwrap();
+    let Fixture { host, vm, .. } = fixture;
     drop((ticket, vm));
     drop(host);
     assert_eq!(request.provide(&page_with(1)), Answer::Late);
@@ -229,13 +232,13 @@ fn a_wait_for_a_source_ends_when_it_is_stopped() {
 /// no copy exists.
 #[test]
 fn a_page_that_was_provided_is_not_asked_for_again() {
-    let mut world = World::new(160, 600);
+    let mut fixture = Fixture::new(160, 600);
     for round in 0..3 {
-        world.vm.check_all();
-        assert_eq!(world.source.asked(), 600, "round {round}");
-        world.host.verify();
+        fixture.vm.check_all();
+        assert_eq!(fixture.source.asked(), 600, "round {round}");
+        fixture.host.verify();
     }
-    let stats = world.host.stats();
+    let stats = fixture.host.stats();
     assert!(stats.swapped_out > 300 && stats.swapped_in > 300 && stats.zero_dropped > 100);
     assert_eq!(stats.provided, 600);
 }
@@ -265,17 +268,17 @@ fn the_copies_of_a_loader_wait_for_the_source() {
 #[test]
 fn no_compound_page_is_made_of_missing_pages() {
     let host = huge_host(4 * 512, store(), HugePages::Always);
-    let mut world = World::on(host, 512);
-    (0..500).for_each(|page| world.vm.touch(page, Use::Read).unwrap());
-    assert_eq!(world.host.stats().huge_faults, 0);
-    while world.host.collapse_step() != Collapse::Idle {}
-    assert_eq!(world.host.stats().collapses, 0, "12 pages are missing");
-    (0..512).for_each(|page| world.vm.touch(page, Use::Read).unwrap());
-    while world.host.collapse_step() != Collapse::Idle {}
-    assert_eq!(world.host.stats().collapses, 1);
-    world.vm.check_all();
-    assert_eq!(world.source.asked(), 512);
-    world.host.verify();
+    let mut fixture = Fixture::on(host, 512);
+    (0..500).for_each(|page| fixture.vm.touch(page, Use::Read).unwrap());
+    assert_eq!(fixture.host.stats().huge_faults, 0);
+    while fixture.host.collapse_step() != Collapse::Idle {}
+    assert_eq!(fixture.host.stats().collapses, 0, "12 pages are missing");
+    (0..512).for_each(|page| fixture.vm.touch(page, Use::Read).unwrap());
+    while fixture.host.collapse_step() != Collapse::Idle {}
+    assert_eq!(fixture.host.stats().collapses, 1);
+    fixture.vm.check_all();
+    assert_eq!(fixture.source.asked(), 512);
+    fixture.host.verify();
 }
 
 fn virtual_io() -> Io {

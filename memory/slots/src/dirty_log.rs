@@ -84,7 +84,8 @@ pub enum Initially {
     AllSet,
 }
 
-/// When the huge leaves of a slot that logs are split.
+/// When the huge leaves of a slot that logs are split. On `/dev/kvm` the kernel decides (module
+/// parameter `eager_page_split`), so the kvm backend ignores this choice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugeLeaves {
     /// At the first write to each.
@@ -95,7 +96,8 @@ pub enum HugeLeaves {
     Eager,
 }
 
-/// Why a call on dirty pages is refused. Nothing has changed then.
+/// Why a call on dirty pages is refused. Nothing has changed then, except after
+/// [`Self::Overflow`]: marks were lost before the call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirtyError {

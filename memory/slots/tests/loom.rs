@@ -25,14 +25,14 @@ use lacuna_sync::{GracePeriod, Qsbr};
 const SLOT: SlotId = SlotId(0);
 
 /// One page, and the bit of its stage-2 entry that lets a write go unrecorded: W, or D.
-struct World {
+struct Fixture {
     bitmap: DirtyBitmap,
     open: AtomicBool,
     data: AtomicU64,
     qsbr: Qsbr,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             bitmap: DirtyBitmap::new(1),
@@ -81,16 +81,16 @@ impl World {
 
 /// A vCPU with a TLB of one entry.
 struct Vcpu<'w> {
-    world: &'w World,
+    fixture: &'w Fixture,
     tlb: bool,
     flushed_at: GracePeriod,
 }
 
 impl<'w> Vcpu<'w> {
-    fn online(world: &'w World) -> Self {
-        let flushed_at = world.qsbr.online(0);
+    fn online(fixture: &'w Fixture) -> Self {
+        let flushed_at = fixture.qsbr.online(0);
         Self {
-            world,
+            fixture,
             tlb: false,
             flushed_at,
         }
@@ -98,10 +98,10 @@ impl<'w> Vcpu<'w> {
 
     /// The point between two basic blocks.
     fn boundary(&mut self) {
-        let slot = self.world.qsbr.vcpu(0);
+        let slot = self.fixture.qsbr.vcpu(0);
         if slot.has_request() {
             slot.take();
-            let grace = self.world.qsbr.online(0);
+            let grace = self.fixture.qsbr.online(0);
             self.tlb &= self.flushed_at >= grace;
             self.flushed_at = grace;
         }
@@ -110,42 +110,42 @@ impl<'w> Vcpu<'w> {
     /// A store; `log` records the page once the entry has the bit.
     fn write(&mut self, value: u64, log: impl FnOnce()) {
         if !self.tlb {
-            if !self.world.open.swap(true, Ordering::AcqRel) {
+            if !self.fixture.open.swap(true, Ordering::AcqRel) {
                 log();
             }
             self.tlb = true;
         }
-        self.world.data.store(value, Ordering::Relaxed);
+        self.fixture.data.store(value, Ordering::Relaxed);
     }
 
     fn offline(self) {
-        self.world.qsbr.offline(0);
+        self.fixture.qsbr.offline(0);
     }
 }
 
-fn mark(world: &World) {
-    world.bitmap.mark(0);
+fn mark(fixture: &Fixture) {
+    fixture.bitmap.mark(0);
 }
 
 #[test]
 fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
     loom::model(|| {
-        let world = World::new();
+        let fixture = Fixture::new();
         // The state that a host write or initially-all-set leaves: dirty, but armed.
-        mark(&world);
+        mark(&fixture);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::online(&world);
-                vcpu.write(1, || mark(&world));
+                let mut vcpu = Vcpu::online(&fixture);
+                vcpu.write(1, || mark(&fixture));
                 vcpu.boundary();
-                vcpu.write(2, || mark(&world));
+                vcpu.write(2, || mark(&fixture));
                 vcpu.offline();
             })
         };
-        let copy = world.harvest().expect("marked before");
+        let copy = fixture.harvest().expect("marked before");
         vcpu.join().expect("vCPU");
-        world.check(copy);
+        fixture.check(copy);
     });
 }
 
@@ -154,21 +154,21 @@ fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
 #[should_panic(expected = "a write was lost")]
 fn a_mark_before_the_bit_is_gained_loses_a_write() {
     loom::model(|| {
-        let world = World::new();
+        let fixture = Fixture::new();
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::online(&world);
-                mark(&world);
+                let mut vcpu = Vcpu::online(&fixture);
+                mark(&fixture);
                 vcpu.write(1, || ());
                 vcpu.boundary();
                 vcpu.write(2, || ());
                 vcpu.offline();
             })
         };
-        let copy = world.harvest().unwrap_or(0);
+        let copy = fixture.harvest().unwrap_or(0);
         vcpu.join().expect("vCPU");
-        world.check(copy);
+        fixture.check(copy);
     });
 }
 
@@ -209,20 +209,20 @@ impl Bit for LooksFirst {
 /// page is dirty from before.
 fn host_write<B: Bit>(new: fn() -> B) {
     loom::model(move || {
-        let world = Arc::new((new(), AtomicU64::new(0)));
-        world.0.mark();
+        let fixture = Arc::new((new(), AtomicU64::new(0)));
+        fixture.0.mark();
         let writer = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                world.1.store(1, Ordering::Relaxed);
-                world.0.mark();
+                fixture.1.store(1, Ordering::Relaxed);
+                fixture.0.mark();
             })
         };
-        assert_eq!(world.0.take(), 1);
-        let copy = world.1.load(Ordering::Relaxed);
+        assert_eq!(fixture.0.take(), 1);
+        let copy = fixture.1.load(Ordering::Relaxed);
         writer.join().expect("writer");
-        let now = world.1.load(Ordering::Relaxed);
-        assert!(copy == now || world.0.take() == 1, "a write was lost");
+        let now = fixture.1.load(Ordering::Relaxed);
+        assert!(copy == now || fixture.0.take() == 1, "a write was lost");
     });
 }
 
@@ -307,14 +307,14 @@ fn the_ring_passes_everything_on_once_and_in_order() {
 }
 
 /// A vCPU writes twice; the harvester copies the page before the reset or after it.
-fn write_and_harvest(reset_and_copy: fn(&World, &mut RingConsumer) -> u64) {
+fn write_and_harvest(reset_and_copy: fn(&Fixture, &mut RingConsumer) -> u64) {
     loom::model(move || {
-        let world = World::new();
+        let fixture = Fixture::new();
         let (mut producer, mut consumer) = new_ring(RingSize::of(4, 1));
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::online(&world);
+                let mut vcpu = Vcpu::online(&fixture);
                 for value in [1, 2] {
                     vcpu.write(value, || assert_eq!(producer.push(SLOT, 0), Room::Yes));
                     vcpu.boundary();
@@ -324,30 +324,30 @@ fn write_and_harvest(reset_and_copy: fn(&World, &mut RingConsumer) -> u64) {
         };
         let copy = match consumer.harvest(|_, _| ()) {
             0 => 0,
-            _ => reset_and_copy(&world, &mut consumer),
+            _ => reset_and_copy(&fixture, &mut consumer),
         };
         vcpu.join().expect("vCPU");
         let told = consumer.harvest(|_, _| ()) > 0;
-        assert!(told || copy == world.copy(), "a write was lost");
+        assert!(told || copy == fixture.copy(), "a write was lost");
     });
 }
 
 #[test]
 fn reset_then_copy_loses_no_write() {
-    write_and_harvest(|world, consumer| {
-        consumer.reset(|_, _| world.rearm());
-        world.flush();
-        world.copy()
+    write_and_harvest(|fixture, consumer| {
+        consumer.reset(|_, _| fixture.rearm());
+        fixture.flush();
+        fixture.copy()
     });
 }
 
 #[test]
 #[should_panic(expected = "a write was lost")]
 fn copy_then_reset_loses_a_write() {
-    write_and_harvest(|world, consumer| {
-        let copy = world.copy();
-        consumer.reset(|_, _| world.rearm());
-        world.flush();
+    write_and_harvest(|fixture, consumer| {
+        let copy = fixture.copy();
+        consumer.reset(|_, _| fixture.rearm());
+        fixture.flush();
         copy
     });
 }
@@ -355,10 +355,10 @@ fn copy_then_reset_loses_a_write() {
 #[test]
 #[should_panic(expected = "a write was lost")]
 fn a_copy_before_the_flush_loses_a_write() {
-    write_and_harvest(|world, consumer| {
-        consumer.reset(|_, _| world.rearm());
-        let copy = world.copy();
-        world.flush();
+    write_and_harvest(|fixture, consumer| {
+        consumer.reset(|_, _| fixture.rearm());
+        let copy = fixture.copy();
+        fixture.flush();
         copy
     });
 }

@@ -21,12 +21,12 @@ const PAGE: u64 = 5;
 /// The root, two upper tables, and one leaf table.
 const TABLES: u32 = 4;
 
-struct World {
+struct Fixture {
     stage2: Stage2,
     qsbr: Qsbr,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let arena = Arena::new(TABLES).expect("a small arena");
         Self {
@@ -37,22 +37,22 @@ impl World {
 
     /// Block 0 mapped by 512 writable leaves without A and D.
     fn small() -> Self {
-        let world = Self::new();
+        let fixture = Self::new();
         for page in 0..512 {
             let leaf = unused(Leaf::clean(Pfn::new(FIRST + page as u32)), Write::Allowed);
-            let mapped = world.stage2.fault_cursor(gfn(page)).map(gfn(page), leaf);
+            let mapped = fixture.stage2.fault_cursor(gfn(page)).map(gfn(page), leaf);
             assert!(mapped.is_ok(), "{mapped:?}");
         }
-        world
+        fixture
     }
 
     /// Block 0 mapped by one leaf without A and D.
     fn large(write: Write) -> Self {
-        let world = Self::new();
+        let fixture = Self::new();
         let leaf = unused(Leaf::clean(Pfn::new(FIRST)).at(Level::L2M), write);
-        let mapped = world.stage2.fault_cursor(gfn(0)).map(gfn(0), leaf);
+        let mapped = fixture.stage2.fault_cursor(gfn(0)).map(gfn(0), leaf);
         assert!(mapped.is_ok(), "{mapped:?}");
-        world
+        fixture
     }
 
     /// A vCPU's access, from online to offline. Returns whether it succeeded.
@@ -102,78 +102,83 @@ fn unused(leaf: Leaf, write: Write) -> Leaf {
 /// One vCPU accesses while `change` is made. Then `after` gets whether the access succeeded, and
 /// the result of `change`.
 fn race<R>(
-    setup: impl Fn() -> World + Send + Sync + 'static,
+    setup: impl Fn() -> Fixture + Send + Sync + 'static,
     access: Access,
-    change: impl Fn(&World) -> R + Send + Sync + 'static,
-    after: impl Fn(&World, bool, R) + Send + Sync + 'static,
+    change: impl Fn(&Fixture) -> R + Send + Sync + 'static,
+    after: impl Fn(&Fixture, bool, R) + Send + Sync + 'static,
 ) {
     let mut model = loom::model::Builder::new();
     // Only its owner touches the 512 entries of a table: many steps, few choices.
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {
-        let world = Arc::new(setup());
+        let fixture = Arc::new(setup());
         loom::explore();
         let vcpu = {
-            let world = Arc::clone(&world);
-            thread::spawn(move || world.access(access))
+            let fixture = Arc::clone(&fixture);
+            thread::spawn(move || fixture.access(access))
         };
-        let changed = change(&world);
+        let changed = change(&fixture);
         let hit = vcpu.join().expect("vCPU");
         loom::stop_exploring();
-        after(&world, hit, changed);
-        world.stage2.verify();
+        after(&fixture, hit, changed);
+        fixture.stage2.verify();
     });
 }
 
-fn collapse(world: &World) {
-    let mut cursor = world.stage2.fault_cursor(gfn(0));
+fn collapse(fixture: &Fixture) {
+    let mut cursor = fixture.stage2.fault_cursor(gfn(0));
     let done = cursor.collapse(gfn(0)).expect("uniform");
     let (collapsed, flush) = done.expect("there is a table");
     assert_eq!(collapsed.leaf.level, Level::L2M);
     drop(cursor);
-    flush.retire(&world.qsbr);
+    flush.retire(&fixture.qsbr);
 }
 
-fn split(world: &World) {
-    let done = world.stage2.fault_cursor(gfn(0)).split(gfn(0));
+fn split(fixture: &Fixture) {
+    let done = fixture.stage2.fault_cursor(gfn(0)).split(gfn(0));
     assert!(done.expect("room").is_some());
 }
 
 #[test]
 fn a_collapse_loses_no_d() {
-    race(World::small, Access::Write, collapse, |world, hit, ()| {
-        assert!(hit, "a walk found nothing");
-        assert!(world.is_dirty(), "D was lost");
-    });
+    race(
+        Fixture::small,
+        Access::Write,
+        collapse,
+        |fixture, hit, ()| {
+            assert!(hit, "a walk found nothing");
+            assert!(fixture.is_dirty(), "D was lost");
+        },
+    );
 }
 
 #[test]
 fn a_collapsed_table_is_not_reused_under_a_walk() {
-    let change = |world: &World| {
-        collapse(world);
-        world.use_a_free_table();
+    let change = |fixture: &Fixture| {
+        collapse(fixture);
+        fixture.use_a_free_table();
     };
-    race(World::small, Access::Read, change, |_, hit, ()| {
+    race(Fixture::small, Access::Read, change, |_, hit, ()| {
         assert!(hit, "a walk found nothing");
     });
 }
 
 #[test]
 fn a_split_loses_no_d() {
-    let setup = || World::large(Write::Allowed);
-    race(setup, Access::Write, split, |world, hit, ()| {
+    let setup = || Fixture::large(Write::Allowed);
+    race(setup, Access::Write, split, |fixture, hit, ()| {
         assert!(hit, "a walk found nothing");
-        assert!(world.is_dirty(), "D was lost");
+        assert!(fixture.is_dirty(), "D was lost");
     });
 }
 
 #[test]
 fn a_page_cut_out_of_a_block_takes_its_d_along() {
-    let setup = || World::large(Write::Allowed);
-    let change = |world: &World| {
-        split(world);
-        world.is_dirty()
+    let setup = || Fixture::large(Write::Allowed);
+    let change = |fixture: &Fixture| {
+        split(fixture);
+        fixture.is_dirty()
     };
     race(setup, Access::Write, change, |_, hit, dirty| {
         // The later of the two found nothing.
@@ -183,31 +188,31 @@ fn a_page_cut_out_of_a_block_takes_its_d_along() {
 
 #[test]
 fn an_upgrade_inside_a_block_disturbs_no_reader() {
-    let setup = || World::large(Write::OnFault);
-    let change = |world: &World| {
+    let setup = || Fixture::large(Write::OnFault);
+    let change = |fixture: &Fixture| {
         let leaf = Leaf::dirty(Pfn::new(FIRST + PAGE as u32));
-        let mapped = world.stage2.fault_cursor(gfn(PAGE)).map(gfn(PAGE), leaf);
+        let mapped = fixture.stage2.fault_cursor(gfn(PAGE)).map(gfn(PAGE), leaf);
         assert!(mapped.is_ok(), "{mapped:?}");
     };
-    race(setup, Access::Read, change, |world, hit, ()| {
+    race(setup, Access::Read, change, |fixture, hit, ()| {
         assert!(hit, "a walk found nothing");
-        assert!(world.is_dirty(), "D was preset");
+        assert!(fixture.is_dirty(), "D was preset");
     });
 }
 
 #[test]
 fn there_and_back_loses_no_d() {
-    let change = |world: &World| {
-        split(world);
-        collapse(world);
+    let change = |fixture: &Fixture| {
+        split(fixture);
+        collapse(fixture);
     };
     race(
-        || World::large(Write::Allowed),
+        || Fixture::large(Write::Allowed),
         Access::Write,
         change,
-        |world, hit, ()| {
+        |fixture, hit, ()| {
             assert!(hit, "a walk found nothing");
-            assert!(world.is_dirty(), "D was lost");
+            assert!(fixture.is_dirty(), "D was lost");
         },
     );
 }

@@ -14,7 +14,7 @@ use lacuna_stage2::{Arena, Flush, Leaf, PmlLog, Stage2, Walk, Write};
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
 use lacuna_sync::{GracePeriod, Qsbr};
 
-struct World {
+struct Fixture {
     stage2: Stage2,
     qsbr: Qsbr,
     /// One word of the dirty bitmap.
@@ -25,7 +25,7 @@ struct World {
 
 /// A vCPU with a TLB entry for one page.
 struct Vcpu<'w> {
-    world: &'w World,
+    fixture: &'w Fixture,
     log: PmlLog,
     tlb_writable: bool,
     flushed: GracePeriod,
@@ -42,7 +42,7 @@ fn page() -> Gfn {
     Gfn::new(5).expect("a frame")
 }
 
-impl World {
+impl Fixture {
     fn new(write: Write) -> Self {
         let stage2 = Stage2::new(Arena::new(4).expect("a small arena")).expect("a root");
         let leaf = Leaf {
@@ -87,29 +87,32 @@ impl World {
 impl Vcpu<'_> {
     /// Goes online, writes `value`, and goes offline.
     fn write(&mut self, value: u64) {
-        let world = self.world;
-        let grace = world.qsbr.online(0);
+        let fixture = self.fixture;
+        let grace = fixture.qsbr.online(0);
         if grace > self.flushed {
             self.flushed = grace;
             self.tlb_writable = false;
-            world.qsbr.vcpu(0).flushed();
+            fixture.qsbr.vcpu(0).flushed();
         }
         if !self.tlb_writable {
-            world.qsbr.vcpu(0).note(0);
-            let walk = world
+            fixture.qsbr.vcpu(0).note(0);
+            let walk = fixture
                 .stage2
                 .walk_logged(page(), Access::Write, &mut self.log);
             if let Walk::Violation(_) = walk.expect("room") {
-                world.stage2.fast_page_fault(page()).expect("a 4 KiB leaf");
-                world.marked.fetch_or(1, Ordering::Release);
+                fixture
+                    .stage2
+                    .fast_page_fault(page())
+                    .expect("a 4 KiB leaf");
+                fixture.marked.fetch_or(1, Ordering::Release);
             }
             self.tlb_writable = true;
         }
-        world.data.store(value, Ordering::Relaxed);
+        fixture.data.store(value, Ordering::Relaxed);
         self.log.take().iter().for_each(|_| {
-            world.marked.fetch_or(1, Ordering::Release);
+            fixture.marked.fetch_or(1, Ordering::Release);
         });
-        world.qsbr.offline(0);
+        fixture.qsbr.offline(0);
     }
 }
 
@@ -118,13 +121,13 @@ fn no_write_is_lost(write: Write, by: By) {
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {
-        let world = Arc::new(World::new(write));
+        let fixture = Arc::new(Fixture::new(write));
         loom::explore();
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
                 let mut vcpu = Vcpu {
-                    world: &world,
+                    fixture: &fixture,
                     log: PmlLog::new(),
                     tlb_writable: false,
                     flushed: GracePeriod::default(),
@@ -133,15 +136,15 @@ fn no_write_is_lost(write: Write, by: By) {
                 vcpu.write(2);
             })
         };
-        let copy = world.harvest(by);
+        let copy = fixture.harvest(by);
         vcpu.join().expect("vCPU");
         loom::stop_exploring();
-        let still_marked = world.marked.load(Ordering::Relaxed) == 1;
+        let still_marked = fixture.marked.load(Ordering::Relaxed) == 1;
         assert!(
             still_marked || copy == Some(2),
             "a write was lost: {copy:?}"
         );
-        world.stage2.verify();
+        fixture.stage2.verify();
     });
 }
 

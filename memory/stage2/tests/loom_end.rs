@@ -30,7 +30,7 @@ const PAGE: u64 = 5;
 /// The root, two upper tables, and one leaf table.
 const TABLES: u32 = 4;
 
-struct World {
+struct Fixture {
     stage2: Stage2,
     qsbr: Qsbr,
     /// The slot's state: it logs.
@@ -39,7 +39,7 @@ struct World {
 
 /// A vCPU that writes one page, with a TLB entry for it.
 struct Vcpu<'w> {
-    world: &'w World,
+    fixture: &'w Fixture,
     log: PmlLog,
     tlb_writable: bool,
     flushed: GracePeriod,
@@ -53,7 +53,7 @@ fn frame(page: u64) -> Pfn {
     Pfn::new(FIRST + page as u32)
 }
 
-impl World {
+impl Fixture {
     /// Block 0 mapped by small leaves without D, and with W as `write` says.
     fn new(write: Write) -> Self {
         let stage2 = Stage2::new(Arena::new(TABLES).expect("a small arena")).expect("a root");
@@ -111,9 +111,9 @@ impl World {
 impl Vcpu<'_> {
     /// Goes online, writes the page, and goes offline.
     fn write(&mut self) {
-        let world = self.world;
-        let grace = world.qsbr.online(0);
-        let slot = world.qsbr.vcpu(0);
+        let fixture = self.fixture;
+        let grace = fixture.qsbr.online(0);
+        let slot = fixture.qsbr.vcpu(0);
         if grace > self.flushed {
             self.flushed = grace;
             self.tlb_writable = false;
@@ -121,7 +121,7 @@ impl Vcpu<'_> {
         }
         if !self.tlb_writable {
             slot.note(0);
-            let walk = world
+            let walk = fixture
                 .stage2
                 .walk_logged(gfn(PAGE), Access::Write, &mut self.log);
             match walk.expect("room") {
@@ -131,12 +131,12 @@ impl Vcpu<'_> {
             self.tlb_writable = true;
         }
         self.log.take();
-        world.qsbr.offline(0);
+        fixture.qsbr.offline(0);
     }
 
     /// As `Mmu::fault`, for a host that has the whole block.
     fn fault(&self) {
-        let World { stage2, logs, .. } = self.world;
+        let Fixture { stage2, logs, .. } = self.fixture;
         let at = gfn(PAGE);
         if logs.load(Ordering::Relaxed) && stage2.fast_page_fault(at).is_some() {
             return;
@@ -154,7 +154,7 @@ impl Vcpu<'_> {
                 let done = cursor.collapse_to(at, huge).expect("uniform");
                 let (_, table) = done.expect("it is occupied by a table");
                 drop(cursor);
-                table.retire(&self.world.qsbr);
+                table.retire(&self.fixture.qsbr);
             }
             Err(error) => panic!("{error}"),
         }
@@ -169,13 +169,13 @@ fn no_write_is_lost(armed: Write) {
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {
-        let world = Arc::new(World::new(armed));
+        let fixture = Arc::new(Fixture::new(armed));
         loom::explore();
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
                 let mut vcpu = Vcpu {
-                    world: &world,
+                    fixture: &fixture,
                     log: PmlLog::new(),
                     tlb_writable: false,
                     flushed: GracePeriod::default(),
@@ -184,17 +184,17 @@ fn no_write_is_lost(armed: Write) {
                 vcpu.write();
             })
         };
-        world.end();
-        let reused = world.use_a_free_table();
+        fixture.end();
+        let reused = fixture.use_a_free_table();
         vcpu.join().expect("vCPU");
         loom::stop_exploring();
-        world.stage2.verify();
+        fixture.stage2.verify();
         if reused {
-            let other = world.last_leaf(gfn(512 + PAGE));
+            let other = fixture.last_leaf(gfn(512 + PAGE));
             let found = (other.write, other.dirty);
             assert_eq!(found, (Write::OnFault, false), "W or D went astray");
         }
-        let last = world.last_leaf(gfn(PAGE));
+        let last = fixture.last_leaf(gfn(PAGE));
         assert_eq!(last.level, Level::L2M);
         assert!(last.dirty, "a write was lost");
     });

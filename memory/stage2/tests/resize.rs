@@ -30,7 +30,7 @@ enum Way {
     Uniform,
 }
 
-struct World {
+struct Fixture {
     way: Way,
     stage2: Stage2,
     qsbr: Qsbr,
@@ -38,7 +38,7 @@ struct World {
     done: AtomicBool,
 }
 
-impl World {
+impl Fixture {
     fn new(way: Way) -> Self {
         let stage2 = Stage2::new(Arena::new(16).expect("address space")).expect("a root");
         for block in 0..BLOCKS {
@@ -120,7 +120,7 @@ impl World {
 }
 
 struct Vcpu<'w> {
-    world: &'w World,
+    fixture: &'w Fixture,
     index: usize,
     tlb: Vec<Option<Translation>>,
     flushed_at: GracePeriod,
@@ -129,7 +129,7 @@ struct Vcpu<'w> {
 /// Goes offline, also by a panic: otherwise other threads would wait for this vCPU for ever.
 impl Drop for Vcpu<'_> {
     fn drop(&mut self) {
-        self.world.qsbr.offline(self.index);
+        self.fixture.qsbr.offline(self.index);
     }
 }
 
@@ -152,7 +152,7 @@ impl Vcpu<'_> {
                 self.online();
             }
             if i % 500 == 0 {
-                self.world.qsbr.offline(self.index);
+                self.fixture.qsbr.offline(self.index);
                 thread::yield_now();
                 self.online();
             }
@@ -160,11 +160,11 @@ impl Vcpu<'_> {
     }
 
     fn slot(&self) -> &VcpuSlot {
-        self.world.qsbr.vcpu(self.index)
+        self.fixture.qsbr.vcpu(self.index)
     }
 
     fn online(&mut self) {
-        let grace = self.world.qsbr.online(self.index);
+        let grace = self.fixture.qsbr.online(self.index);
         if self.flushed_at < grace {
             self.flush();
             self.flushed_at = grace;
@@ -183,7 +183,7 @@ impl Vcpu<'_> {
                 _ => {}
             }
             self.slot().note(page / 512);
-            match self.world.stage2.walk(gfn(page), access) {
+            match self.fixture.stage2.walk(gfn(page), access) {
                 Walk::Hit(translation) => self.tlb[page as usize] = Some(translation),
                 Walk::Violation(violation) => {
                     assert_ne!(
@@ -192,12 +192,12 @@ impl Vcpu<'_> {
                         "page {page} was always mapped"
                     );
                     assert!(access.is_write(), "reads are always allowed");
-                    self.tlb[page as usize] = self.world.fault(page, level);
+                    self.tlb[page as usize] = self.fixture.fault(page, level);
                     if self.tlb[page as usize].is_none() {
                         // No table page is free, and tables in limbo may wait for this vCPU: it
                         // goes offline.
-                        self.world.qsbr.offline(self.index);
-                        self.world.stage2.reap(&self.world.qsbr);
+                        self.fixture.qsbr.offline(self.index);
+                        self.fixture.stage2.reap(&self.fixture.qsbr);
                         thread::yield_now();
                         self.online();
                     }
@@ -209,7 +209,7 @@ impl Vcpu<'_> {
     fn touch(&self, page: u64, translation: Translation, access: Access) {
         assert_eq!(translation.pfn.get(), FIRST + page, "another page's frame");
         if access.is_write() {
-            self.world.values[page as usize].fetch_add(1, Ordering::Relaxed);
+            self.fixture.values[page as usize].fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -251,13 +251,13 @@ fn no_d_is_lost_and_no_walk_misses_while_leaves_change_size() {
 }
 
 fn change_sizes(way: Way) {
-    let world = World::new(way);
+    let fixture = Fixture::new(way);
     let mut saved = vec![0; PAGES as usize];
     thread::scope(|s| {
         let vcpus: Vec<_> = (0..VCPUS)
             .map(|index| {
                 let mut vcpu = Vcpu {
-                    world: &world,
+                    fixture: &fixture,
                     index,
                     tlb: vec![None; PAGES as usize],
                     flushed_at: GracePeriod::default(),
@@ -267,8 +267,8 @@ fn change_sizes(way: Way) {
             .collect();
         let resizer = s.spawn(|| {
             let mut random = Random(77);
-            while !world.done.load(Ordering::Relaxed) {
-                world.resize(random.below(BLOCKS));
+            while !fixture.done.load(Ordering::Relaxed) {
+                fixture.resize(random.below(BLOCKS));
                 if random.below(16) == 0 {
                     thread::yield_now();
                 }
@@ -276,28 +276,28 @@ fn change_sizes(way: Way) {
         });
         let harvester = s.spawn(|| {
             let mut random = Random(99);
-            while !world.done.load(Ordering::Relaxed) {
+            while !fixture.done.load(Ordering::Relaxed) {
                 let start = random.below(PAGES);
                 let pages = random.below(PAGES - start) + 1;
                 let range = GfnRange::new(gfn(start), pages).expect("a range");
-                world.harvest(range, &mut saved);
-                let age = world.stage2.fault_cursor(gfn(start)).age(gfn(start));
+                fixture.harvest(range, &mut saved);
+                let age = fixture.stage2.fault_cursor(gfn(start)).age(gfn(start));
                 assert_ne!(age, Age::Absent);
                 if random.below(16) == 0 {
-                    world.stage2.verify();
+                    fixture.stage2.verify();
                 }
                 thread::yield_now();
             }
         });
         let ended: Vec<_> = vcpus.into_iter().map(|vcpu| vcpu.join()).collect();
-        world.done.store(true, Ordering::Relaxed);
+        fixture.done.store(true, Ordering::Relaxed);
         resizer.join().expect("resizer");
         harvester.join().expect("harvester");
         ended.into_iter().for_each(|end| end.expect("vCPU"));
     });
     let all = GfnRange::new(gfn(0), PAGES).expect("a range");
-    world.harvest(all, &mut saved);
-    let values: Vec<u64> = world
+    fixture.harvest(all, &mut saved);
+    let values: Vec<u64> = fixture
         .values
         .iter()
         .map(|v| v.load(Ordering::Relaxed))
@@ -307,7 +307,7 @@ fn change_sizes(way: Way) {
         "a page that was written was not reported dirty"
     );
     assert!(values.iter().sum::<u64>() > 0);
-    assert_eq!(world.stage2.verify().pages(), PAGES);
+    assert_eq!(fixture.stage2.verify().pages(), PAGES);
 }
 
 /// The race: a walk enters the table of small leaves; the collapse replaces the table by one leaf;
@@ -315,26 +315,26 @@ fn change_sizes(way: Way) {
 /// the large leaf gets D if any page has W.
 #[test]
 fn a_collapsed_leaf_is_dirty_if_any_page_is_writable() {
-    let world = World::new(Way::Uniform);
+    let fixture = Fixture::new(Way::Uniform);
     let at = gfn(5);
     let collapsed = || {
-        let mut cursor = world.stage2.fault_cursor(at);
+        let mut cursor = fixture.stage2.fault_cursor(at);
         assert!(cursor.split(at).expect("a table").is_some());
         let (collapsed, flush) = cursor
             .collapse_uniform(at, frame(0))
             .expect("uniform")
             .expect("a table");
         drop(cursor);
-        flush.retire(&world.qsbr);
-        assert_eq!(world.stage2.verify().pages(), PAGES);
+        flush.retire(&fixture.qsbr);
+        assert_eq!(fixture.stage2.verify().pages(), PAGES);
         collapsed.leaf
     };
     let clean = collapsed();
     assert!(!clean.dirty && !clean.is_writable());
-    assert!(world.fault(5, Level::L2M).is_some());
+    assert!(fixture.fault(5, Level::L2M).is_some());
     assert!(collapsed().dirty, "it was dirty");
     // One page has W without D, the others have neither.
-    let mut cursor = world.stage2.fault_cursor(at);
+    let mut cursor = fixture.stage2.fault_cursor(at);
     assert!(cursor.split(at).expect("a table").is_some());
     let block = GfnRange::new(gfn(0), 512).expect("a range");
     let page = GfnRange::new(at, 1).expect("a range");
@@ -348,7 +348,7 @@ fn a_collapsed_leaf_is_dirty_if_any_page_is_writable() {
         .expect("a table");
     drop(cursor);
     flush.join(table);
-    flush.finish(&world.qsbr);
+    flush.finish(&fixture.qsbr);
     assert!(collapsed.leaf.is_writable() && collapsed.leaf.dirty);
     assert_eq!(collapsed.leaf.span(at), block);
 }

@@ -38,7 +38,7 @@ struct Host {
     free: Vec<Pfn>,
 }
 
-struct World {
+struct Fixture {
     stage2: Stage2,
     qsbr: Qsbr,
     host: Mutex<Host>,
@@ -47,7 +47,7 @@ struct World {
     done: AtomicBool,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         let arena = Arena::new(64).expect("address space");
         let host = Host {
@@ -175,7 +175,7 @@ fn gfn_of(page: u64) -> Gfn {
 }
 
 struct Vcpu<'w> {
-    world: &'w World,
+    fixture: &'w Fixture,
     index: usize,
     tlb: Vec<Option<Translation>>,
     flushed_at: GracePeriod,
@@ -199,19 +199,19 @@ impl Vcpu<'_> {
                 self.online();
             }
             if i % 1000 == 0 {
-                self.world.qsbr.offline(self.index);
+                self.fixture.qsbr.offline(self.index);
                 self.online();
             }
         }
-        self.world.qsbr.offline(self.index);
+        self.fixture.qsbr.offline(self.index);
     }
 
     fn slot(&self) -> &VcpuSlot {
-        self.world.qsbr.vcpu(self.index)
+        self.fixture.qsbr.vcpu(self.index)
     }
 
     fn online(&mut self) {
-        let grace = self.world.qsbr.online(self.index);
+        let grace = self.fixture.qsbr.online(self.index);
         if self.flushed_at < grace {
             self.tlb.fill(None);
             self.flushed_at = grace;
@@ -224,12 +224,12 @@ impl Vcpu<'_> {
                 Some(t) if t.writable || !access.is_write() => return self.touch(page, t, access),
                 _ => {}
             }
-            match self.world.stage2.walk(gfn_of(page), access) {
+            match self.fixture.stage2.walk(gfn_of(page), access) {
                 Walk::Hit(translation) => self.tlb[page as usize] = Some(translation),
                 Walk::Violation(violation) => {
-                    self.world.fault(page, violation);
+                    self.fixture.fault(page, violation);
                     // A fault ends the basic block: the reclaimer may be waiting for this vCPU.
-                    self.world.qsbr.offline(self.index);
+                    self.fixture.qsbr.offline(self.index);
                     thread::yield_now();
                     self.online();
                 }
@@ -238,7 +238,7 @@ impl Vcpu<'_> {
     }
 
     fn touch(&self, page: u64, translation: Translation, access: Access) {
-        let frame = &self.world.frames[translation.pfn.index()];
+        let frame = &self.fixture.frames[translation.pfn.index()];
         assert_eq!(
             frame.owner.load(Ordering::Relaxed) & !CLEAN,
             page,
@@ -246,23 +246,23 @@ impl Vcpu<'_> {
         );
         if access.is_write() {
             frame.value.fetch_add(1, Ordering::Relaxed);
-            self.world.increments[page as usize].fetch_add(1, Ordering::Relaxed);
+            self.fixture.increments[page as usize].fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
 #[test]
 fn no_write_is_lost_and_no_frame_is_met_after_reuse() {
-    let world = World::new();
+    let fixture = Fixture::new();
     let mut saved = vec![0; PAGES as usize];
     thread::scope(|s| {
         let vcpus: Vec<_> = (0..VCPUS)
             .map(|index| {
                 let tlb = vec![None; PAGES as usize];
-                let world = &world;
+                let fixture = &fixture;
                 s.spawn(move || {
                     Vcpu {
-                        world,
+                        fixture,
                         index,
                         tlb,
                         flushed_at: GracePeriod::default(),
@@ -273,37 +273,37 @@ fn no_write_is_lost_and_no_frame_is_met_after_reuse() {
             .collect();
         let reclaimer = s.spawn(|| {
             let mut round = 0;
-            while !world.done.load(Ordering::Relaxed) {
-                if world.host.lock().expect("host").free.len() > 8 {
+            while !fixture.done.load(Ordering::Relaxed) {
+                if fixture.host.lock().expect("host").free.len() > 8 {
                     thread::yield_now();
                     continue;
                 }
                 round += 1;
-                world.reclaim(round * 8, &mut saved);
+                fixture.reclaim(round * 8, &mut saved);
                 let aged = gfn_of(round % PAGES);
-                let _: Age = world.stage2.fault_cursor(aged).age(aged);
+                let _: Age = fixture.stage2.fault_cursor(aged).age(aged);
                 if round % 64 == 0 {
-                    world.stage2.verify();
+                    fixture.stage2.verify();
                 }
             }
         });
         for vcpu in vcpus {
             vcpu.join().expect("vCPU");
         }
-        world.done.store(true, Ordering::Relaxed);
+        fixture.done.store(true, Ordering::Relaxed);
         reclaimer.join().expect("reclaimer");
     });
-    world.stage2.verify();
-    let host = world.host.lock().expect("host");
+    fixture.stage2.verify();
+    let host = fixture.host.lock().expect("host");
     for page in 0..PAGES as usize {
         let value = match host.pages[page] {
             Page::Out(value) => value,
-            Page::In(pfn) => world.frames[pfn.index()].value.load(Ordering::Relaxed),
+            Page::In(pfn) => fixture.frames[pfn.index()].value.load(Ordering::Relaxed),
             Page::Leaving(_) => panic!("the reclaimer has finished"),
         };
         assert_eq!(
             value,
-            world.increments[page].load(Ordering::Relaxed),
+            fixture.increments[page].load(Ordering::Relaxed),
             "page {page}"
         );
     }

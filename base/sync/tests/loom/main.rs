@@ -20,7 +20,7 @@ use lacuna_sync::{GracePeriod, Qsbr, RangeLocks, VcpuSlot};
 use loom::cell::UnsafeCell;
 
 /// One page of guest memory, its mapping and its state.
-struct World {
+struct Fixture {
     range_locks: RangeLocks,
     qsbr: Qsbr,
     /// The answer of the host: the page has its frame.
@@ -32,13 +32,13 @@ struct World {
 
 // SAFETY: `frame` is accessed only through loom's tracked accesses, which fail the test on the very
 // race that `Sync` would otherwise have to rule out.
-unsafe impl Sync for World {}
+unsafe impl Sync for Fixture {}
 // SAFETY: as above.
-unsafe impl Send for World {}
+unsafe impl Send for Fixture {}
 
 const BLOCK: u64 = 0;
 
-impl World {
+impl Fixture {
     fn new(vcpus: usize) -> Arc<Self> {
         Arc::new(Self {
             range_locks: RangeLocks::new(1),
@@ -96,16 +96,16 @@ impl World {
 
 /// A software vCPU with a TLB of one entry.
 struct Vcpu<'w> {
-    world: &'w World,
+    fixture: &'w Fixture,
     index: usize,
     tlb: bool,
     flushed_at: GracePeriod,
 }
 
 impl<'w> Vcpu<'w> {
-    fn new(world: &'w World, index: usize) -> Self {
+    fn new(fixture: &'w Fixture, index: usize) -> Self {
         Self {
-            world,
+            fixture,
             index,
             tlb: false,
             flushed_at: GracePeriod::default(),
@@ -114,7 +114,7 @@ impl<'w> Vcpu<'w> {
 
     /// Comes online, or passes a quiescent point: both do the same.
     fn online(&mut self) {
-        let grace = self.world.qsbr.online(self.index);
+        let grace = self.fixture.qsbr.online(self.index);
         if self.flushed_at < grace {
             self.tlb = false;
             self.flushed_at = grace;
@@ -123,7 +123,7 @@ impl<'w> Vcpu<'w> {
 
     /// The point between two basic blocks.
     fn boundary(&mut self) {
-        let slot: &VcpuSlot = self.world.qsbr.vcpu(self.index);
+        let slot: &VcpuSlot = self.fixture.qsbr.vcpu(self.index);
         if slot.has_request() {
             slot.take();
             self.online();
@@ -132,35 +132,35 @@ impl<'w> Vcpu<'w> {
 
     /// One access: by the TLB, else by a walk; nothing if the page is not mapped.
     fn access(&mut self) {
-        self.tlb = self.tlb || self.world.mapped.load(Ordering::Acquire);
+        self.tlb = self.tlb || self.fixture.mapped.load(Ordering::Acquire);
         if self.tlb {
-            self.world.touch();
+            self.fixture.touch();
         }
     }
 
     fn offline(&self) {
-        self.world.qsbr.offline(self.index);
+        self.fixture.qsbr.offline(self.index);
     }
 }
 
 #[test]
 fn a_fault_and_an_invalidation_leave_no_way_to_the_frame() {
     loom::model(|| {
-        let world = World::new(1);
+        let fixture = Fixture::new(1);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world, 0);
-                world.fault();
+                let mut vcpu = Vcpu::new(&fixture, 0);
+                fixture.fault();
                 vcpu.online();
                 vcpu.access();
                 vcpu.offline();
             })
         };
-        world.invalidate();
+        fixture.invalidate();
         vcpu.join().expect("vCPU");
         assert!(
-            !world.mapped.load(Ordering::Relaxed),
+            !fixture.mapped.load(Ordering::Relaxed),
             "a freed frame is still mapped"
         );
     });
@@ -170,23 +170,23 @@ fn a_fault_and_an_invalidation_leave_no_way_to_the_frame() {
 fn a_fault_while_online_is_shot_down_too() {
     // The soft backend faults in the middle of an access, without going offline.
     loom::model(|| {
-        let world = World::new(1);
+        let fixture = Fixture::new(1);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world, 0);
+                let mut vcpu = Vcpu::new(&fixture, 0);
                 vcpu.online();
-                world.fault();
+                fixture.fault();
                 vcpu.access();
                 vcpu.boundary();
                 vcpu.access();
                 vcpu.offline();
             })
         };
-        world.invalidate();
+        fixture.invalidate();
         vcpu.join().expect("vCPU");
         assert!(
-            !world.mapped.load(Ordering::Relaxed),
+            !fixture.mapped.load(Ordering::Relaxed),
             "a freed frame is still mapped"
         );
     });
@@ -195,20 +195,20 @@ fn a_fault_while_online_is_shot_down_too() {
 #[test]
 fn the_end_of_one_invalidation_opens_no_door_into_another() {
     loom::model(|| {
-        let world = World::new(0);
+        let fixture = Fixture::new(0);
         let fault = {
-            let world = Arc::clone(&world);
-            thread::spawn(move || world.fault())
+            let fixture = Arc::clone(&fixture);
+            thread::spawn(move || fixture.fault())
         };
         // A neighbour under the same range lock is invalidated too, and ends first.
-        world.range_locks.lock(BLOCK).invalidate_begin();
-        world.begin_and_unmap();
-        world.range_locks.lock(BLOCK).invalidate_end();
-        world.resident.store(false, Ordering::Relaxed);
-        world.range_locks.lock(BLOCK).invalidate_end();
+        fixture.range_locks.lock(BLOCK).invalidate_begin();
+        fixture.begin_and_unmap();
+        fixture.range_locks.lock(BLOCK).invalidate_end();
+        fixture.resident.store(false, Ordering::Relaxed);
+        fixture.range_locks.lock(BLOCK).invalidate_end();
         fault.join().expect("fault");
         assert!(
-            !world.mapped.load(Ordering::Relaxed),
+            !fixture.mapped.load(Ordering::Relaxed),
             "a freed frame is still mapped"
         );
     });
@@ -217,12 +217,12 @@ fn the_end_of_one_invalidation_opens_no_door_into_another() {
 #[test]
 fn no_access_goes_through_a_stale_tlb_after_the_shoot_down() {
     loom::model(|| {
-        let world = World::new(1);
-        world.mapped.store(true, Ordering::Release);
+        let fixture = Fixture::new(1);
+        fixture.mapped.store(true, Ordering::Release);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world, 0);
+                let mut vcpu = Vcpu::new(&fixture, 0);
                 vcpu.online();
                 vcpu.access();
                 vcpu.boundary();
@@ -233,9 +233,9 @@ fn no_access_goes_through_a_stale_tlb_after_the_shoot_down() {
                 vcpu.offline();
             })
         };
-        world.mapped.swap(false, Ordering::AcqRel);
-        world.shoot_down();
-        world.reuse();
+        fixture.mapped.swap(false, Ordering::AcqRel);
+        fixture.shoot_down();
+        fixture.reuse();
         vcpu.join().expect("vCPU");
     });
 }
@@ -244,12 +244,12 @@ fn no_access_goes_through_a_stale_tlb_after_the_shoot_down() {
 fn a_poked_vcpu_lets_the_remover_go_on() {
     // The vCPU never goes offline by itself: only the request can end the wait.
     loom::model(|| {
-        let world = World::new(1);
-        world.mapped.store(true, Ordering::Release);
+        let fixture = Fixture::new(1);
+        fixture.mapped.store(true, Ordering::Release);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world, 0);
+                let mut vcpu = Vcpu::new(&fixture, 0);
                 vcpu.online();
                 vcpu.access();
                 while vcpu.flushed_at == GracePeriod::default() {
@@ -259,9 +259,9 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
                 vcpu.access();
             })
         };
-        world.mapped.swap(false, Ordering::AcqRel);
-        world.shoot_down();
-        world.reuse();
+        fixture.mapped.swap(false, Ordering::AcqRel);
+        fixture.shoot_down();
+        fixture.reuse();
         vcpu.join().expect("vCPU");
     });
 }
@@ -269,12 +269,12 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
 /// A remover beside a thread that makes another request and does not wait.
 fn a_remover_beside(request: fn(&Qsbr)) {
     loom::model(move || {
-        let world = World::new(1);
-        world.mapped.store(true, Ordering::Release);
+        let fixture = Fixture::new(1);
+        fixture.mapped.store(true, Ordering::Release);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world, 0);
+                let mut vcpu = Vcpu::new(&fixture, 0);
                 vcpu.online();
                 vcpu.access();
                 vcpu.boundary();
@@ -283,14 +283,14 @@ fn a_remover_beside(request: fn(&Qsbr)) {
             })
         };
         let other = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                request(&world.qsbr);
+                request(&fixture.qsbr);
             })
         };
-        world.mapped.swap(false, Ordering::AcqRel);
-        world.shoot_down();
-        world.reuse();
+        fixture.mapped.swap(false, Ordering::AcqRel);
+        fixture.shoot_down();
+        fixture.reuse();
         other.join().expect("the other");
         vcpu.join().expect("vCPU");
     });
@@ -314,27 +314,27 @@ fn after_a_pass_nobody_does_what_was_forbidden_before() {
     // `mapped` is a rule that the vCPU reads once each time it is online, `frame` what it does
     // then.
     loom::model(|| {
-        let world = World::new(1);
-        world.mapped.store(true, Ordering::Release);
+        let fixture = Fixture::new(1);
+        fixture.mapped.store(true, Ordering::Release);
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world, 0);
+                let mut vcpu = Vcpu::new(&fixture, 0);
                 for _ in 0..2 {
                     vcpu.online();
-                    if world.mapped.load(Ordering::Relaxed) {
-                        world.touch();
+                    if fixture.mapped.load(Ordering::Relaxed) {
+                        fixture.touch();
                     }
                     vcpu.offline();
                 }
             })
         };
-        world.mapped.store(false, Ordering::Relaxed);
-        let kick = world.qsbr.kick_all();
-        while !world.qsbr.all_left(&kick) {
+        fixture.mapped.store(false, Ordering::Relaxed);
+        let kick = fixture.qsbr.kick_all();
+        while !fixture.qsbr.all_left(&kick) {
             yield_now();
         }
-        world.reuse();
+        fixture.reuse();
         vcpu.join().expect("vCPU");
     });
 }
@@ -342,17 +342,17 @@ fn after_a_pass_nobody_does_what_was_forbidden_before() {
 #[test]
 fn a_range_lock_excludes() {
     loom::model(|| {
-        let world = World::new(0);
+        let fixture = Fixture::new(0);
         let other = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let _guard = world.range_locks.lock(BLOCK);
-                world.reuse();
+                let _guard = fixture.range_locks.lock(BLOCK);
+                fixture.reuse();
             })
         };
         {
-            let _guard = world.range_locks.lock(BLOCK);
-            world.reuse();
+            let _guard = fixture.range_locks.lock(BLOCK);
+            fixture.reuse();
         }
         other.join().expect("other");
     });

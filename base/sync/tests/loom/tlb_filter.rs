@@ -8,18 +8,18 @@ use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
 use lacuna_sync::{Blocks, GracePeriod, Qsbr, VcpuSlot};
 use loom::cell::UnsafeCell;
 
-struct World {
+struct Fixture {
     qsbr: Qsbr,
     mapped: [AtomicBool; 2],
     frames: [UnsafeCell<()>; 2],
 }
 
 // SAFETY: as in the parent: loom fails the test on the race that `Sync` would rule out.
-unsafe impl Sync for World {}
+unsafe impl Sync for Fixture {}
 // SAFETY: as above.
-unsafe impl Send for World {}
+unsafe impl Send for Fixture {}
 
-impl World {
+impl Fixture {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             qsbr: Qsbr::new(1),
@@ -47,16 +47,16 @@ impl World {
 }
 
 struct Vcpu {
-    world: Arc<World>,
+    fixture: Arc<Fixture>,
     tlb: [bool; 2],
     flushed_at: GracePeriod,
 }
 
 impl Vcpu {
     /// Online, with an empty TLB, and a filter that is in use from here on.
-    fn new(world: &Arc<World>) -> Self {
+    fn new(fixture: &Arc<Fixture>) -> Self {
         let mut vcpu = Self {
-            world: Arc::clone(world),
+            fixture: Arc::clone(fixture),
             tlb: [false; 2],
             flushed_at: GracePeriod::default(),
         };
@@ -66,11 +66,11 @@ impl Vcpu {
     }
 
     fn slot(&self) -> &VcpuSlot {
-        self.world.qsbr.vcpu(0)
+        self.fixture.qsbr.vcpu(0)
     }
 
     fn online(&mut self) {
-        let grace = self.world.qsbr.online(0);
+        let grace = self.fixture.qsbr.online(0);
         if self.flushed_at < grace {
             self.flush();
             self.flushed_at = grace;
@@ -92,33 +92,33 @@ impl Vcpu {
     fn access(&mut self, block: usize) {
         if !self.tlb[block] {
             self.slot().note(block as u64);
-            self.tlb[block] = self.world.mapped[block].load(Ordering::Acquire);
+            self.tlb[block] = self.fixture.mapped[block].load(Ordering::Acquire);
         }
         if self.tlb[block] {
-            self.world.frames[block].with(|_| ());
+            self.fixture.frames[block].with(|_| ());
         }
     }
 
     fn offline(&self) {
-        self.world.qsbr.offline(0);
+        self.fixture.qsbr.offline(0);
     }
 }
 
 fn run(
     vcpu: impl Fn(&mut Vcpu) + Sync + Send + Copy + 'static,
-    remove: impl Fn(&World) + Sync + Send + 'static,
+    remove: impl Fn(&Fixture) + Sync + Send + 'static,
 ) {
     loom::model(move || {
-        let world = World::new();
+        let fixture = Fixture::new();
         let thread = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut new = Vcpu::new(&world);
+                let mut new = Vcpu::new(&fixture);
                 vcpu(&mut new);
                 new.offline();
             })
         };
-        remove(&world);
+        remove(&fixture);
         thread.join().expect("vCPU");
     });
 }
@@ -131,7 +131,7 @@ fn a_walk_is_seen_or_sees_that_the_leaf_is_gone() {
             vcpu.boundary();
             vcpu.access(0);
         },
-        |world| world.invalidate(0),
+        |fixture| fixture.invalidate(0),
     );
 }
 
@@ -145,7 +145,7 @@ fn a_filter_that_is_emptied_forgets_nothing_that_is_held() {
             vcpu.flush();
             vcpu.access(0);
         },
-        |world| world.invalidate(0),
+        |fixture| fixture.invalidate(0),
     );
 }
 
@@ -158,18 +158,18 @@ fn a_vcpu_that_went_offline_with_its_tlb_comes_back_flushed() {
             vcpu.online();
             vcpu.access(0);
         },
-        |world| world.invalidate(0),
+        |fixture| fixture.invalidate(0),
     );
 }
 
 #[test]
 fn shoot_downs_of_two_blocks_do_not_cover_for_each_other() {
     loom::model(|| {
-        let world = World::new();
+        let fixture = Fixture::new();
         let vcpu = {
-            let world = Arc::clone(&world);
+            let fixture = Arc::clone(&fixture);
             thread::spawn(move || {
-                let mut vcpu = Vcpu::new(&world);
+                let mut vcpu = Vcpu::new(&fixture);
                 vcpu.access(0);
                 vcpu.boundary();
                 vcpu.access(1);
@@ -177,12 +177,12 @@ fn shoot_downs_of_two_blocks_do_not_cover_for_each_other() {
             })
         };
         let other = {
-            let world = Arc::clone(&world);
-            thread::spawn(move || world.unmap_and_request(1))
+            let fixture = Arc::clone(&fixture);
+            thread::spawn(move || fixture.unmap_and_request(1))
         };
-        world.invalidate(0);
+        fixture.invalidate(0);
         let grace = other.join().expect("other remover");
-        world.wait_and_reuse(1, grace);
+        fixture.wait_and_reuse(1, grace);
         vcpu.join().expect("vCPU");
     });
 }
@@ -199,6 +199,6 @@ fn a_noted_vcpu_lets_the_remover_go_on() {
             }
             vcpu.access(0);
         },
-        |world| world.invalidate(0),
+        |fixture| fixture.invalidate(0),
     );
 }

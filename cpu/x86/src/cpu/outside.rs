@@ -96,19 +96,19 @@ impl Cpu {
     /// processor itself. They are the features of the MSRs that the machine answers. At first there
     /// are none; a reset keeps them.
     pub fn set_kvm_features(&mut self, bits: u32) {
-        self.core.told.kvm_features = bits;
+        self.core.announced.kvm_features = bits;
     }
 
     /// Sets what CPUID answers, in place of the processor's own. The caller announces nothing that
     /// the processor has not, except by a leaf for the TSC's rate. A reset keeps it.
     pub fn set_cpuid(&mut self, leaves: impl IntoIterator<Item = CpuidLeaf>) {
-        self.core.told.leaves = Some(leaves.into_iter().collect());
+        self.core.announced.leaves = Some(leaves.into_iter().collect());
     }
 
     /// What CPUID answers now, in EAX, EBX, ECX, EDX.
     pub fn cpuid(&self, function: u32, index: u32) -> [u32; 4] {
         let core = &self.core;
-        let leaf = cpuid(&core.sys, &core.apic, &core.told, function, index);
+        let leaf = cpuid(&core.sys, &core.apic, &core.announced, function, index);
         [leaf.eax, leaf.ebx, leaf.ecx, leaf.edx]
     }
 
@@ -182,9 +182,9 @@ impl Cpu {
     /// that was set and the TSC's rate stay. Decoded code stays too, because it still matches
     /// memory.
     pub fn reset(&mut self) {
-        let (told, rate) = (self.core.told.clone(), self.core.sys.tsc.rate());
+        let (announced, rate) = (self.core.announced.clone(), self.core.sys.tsc.rate());
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
-        self.core.told = told;
+        self.core.announced = announced;
         self.set_tsc_rate(rate);
         self.code.new_epoch();
         self.pending = Pending::Nothing;

@@ -14,7 +14,13 @@ fn apic(index: usize, vcpus: usize) -> Lapic {
 
 /// CPUID with no features but the processor's own.
 fn cpuid(apic: &Lapic, leaf: u32, subleaf: u32) -> Leaf {
-    super::cpuid(&System::long_mode(0), apic, &Told::default(), leaf, subleaf)
+    super::cpuid(
+        &System::long_mode(0),
+        apic,
+        &Announced::default(),
+        leaf,
+        subleaf,
+    )
 }
 
 /// EBX, EDX, ECX or EBX, ECX, EDX as text.
@@ -65,11 +71,11 @@ fn kvm_offers_no_clock_and_what_the_hypervisor_adds() {
     let absent = 1 << 0 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 10 | 1 << 14;
     assert_eq!(features & absent, 0);
     let more = 1 << 4 | 1 << 14;
-    let told = Told {
+    let announced = Announced {
         kvm_features: more,
         leaves: None,
     };
-    let with = |leaf| super::cpuid(&System::long_mode(0), &apic(0, 1), &told, leaf, 0);
+    let with = |leaf| super::cpuid(&System::long_mode(0), &apic(0, 1), &announced, leaf, 0);
     assert_eq!(with(0x4000_0001).eax, features | more);
     assert_eq!(with(1), cpuid(&apic(0, 1), 1, 0));
     let timing = cpuid(&apic(0, 1), 0x4000_0010, 0);
@@ -126,7 +132,7 @@ fn xd_disable_hides_nx() {
     let nx = |misc_enable| {
         let mut sys = System::long_mode(0);
         sys.misc_enable = misc_enable;
-        super::cpuid(&sys, &apic(0, 1), &Told::default(), 0x8000_0001, 0).edx & NX
+        super::cpuid(&sys, &apic(0, 1), &Announced::default(), 0x8000_0001, 0).edx & NX
     };
     assert_eq!((nx(0x1801), nx(0x1801 | 1 << 34)), (NX, 0));
 }

@@ -179,7 +179,7 @@ impl Mmu {
             // If no table is free, the leaf stays huge, and the first write splits it.
             let _ = self.split(&mut cursor, rmap, part.start());
         }
-        let mut dirty = Told::new(&self.host);
+        let mut dirty = Unreported::new(&self.host);
         let taken = |was: Removed| {
             if was.leaf.dirty {
                 dirty.add(was.leaf);
@@ -189,7 +189,7 @@ impl Mmu {
             Detection::WriteProtect => cursor.protect(runs, taken),
             Detection::Pml => cursor.clear_dirty(runs, taken),
         });
-        dirty.tell();
+        dirty.report();
     }
 
     /// Kicks all vCPUs, and waits until each has left guest code once, and so has flushed its log.
@@ -202,32 +202,32 @@ impl Mmu {
     }
 }
 
-/// The number of leaves that a [`Told`] can have.
-const TOLD_AT_ONCE: usize = 32;
+/// The number of leaves that a [`Unreported`] can have.
+const REPORTED_AT_ONCE: usize = 32;
 
 /// Leaves that have lost D and are not reported to the host yet. They are reported some at a time,
 /// because the descriptors of their frames may be anywhere in memory: each descriptor is prefetched
 /// while the next entries are exchanged.
-struct Told<'h> {
+struct Unreported<'h> {
     host: &'h Host,
     /// The first `count` are not reported yet.
-    leaves: [Option<Leaf>; TOLD_AT_ONCE],
+    leaves: [Option<Leaf>; REPORTED_AT_ONCE],
     count: usize,
 }
 
-impl<'h> Told<'h> {
+impl<'h> Unreported<'h> {
     fn new(host: &'h Host) -> Self {
         Self {
             host,
-            leaves: [None; TOLD_AT_ONCE],
+            leaves: [None; REPORTED_AT_ONCE],
             count: 0,
         }
     }
 
     #[inline]
     fn add(&mut self, leaf: Leaf) {
-        if self.count == TOLD_AT_ONCE {
-            self.tell();
+        if self.count == REPORTED_AT_ONCE {
+            self.report();
         }
         self.host.prefetch(leaf.pfn);
         self.leaves[self.count] = Some(leaf);
@@ -236,7 +236,7 @@ impl<'h> Told<'h> {
 
     /// Call it while the range lock is held: then the host has D before a thread that takes the
     /// lock can find it cleared.
-    fn tell(&mut self) {
+    fn report(&mut self) {
         for leaf in self.leaves[..self.count].iter().flatten() {
             self.host.mark_dirty(leaf.pfn, leaf.level);
         }

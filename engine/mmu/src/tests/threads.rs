@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const HOME: u64 = SLOTS[0].0;
 const ROUNDS: u64 = 250;
 
-struct World {
+struct Fixture {
     mmu: Arc<Mmu>,
     /// Odd while the page is being taken back: the host would not give it out.
     generations: Vec<AtomicU64>,
@@ -25,7 +25,7 @@ struct World {
 }
 
 /// A vCPU's thread ends, perhaps by a failed assertion: no other thread may wait for it.
-struct Gone<'w>(&'w World, usize);
+struct Gone<'w>(&'w Fixture, usize);
 
 impl Drop for Gone<'_> {
     fn drop(&mut self) {
@@ -35,7 +35,7 @@ impl Drop for Gone<'_> {
 }
 
 /// The disturbing thread ends, in any way.
-struct Done<'w>(&'w World);
+struct Done<'w>(&'w Fixture);
 
 impl Drop for Done<'_> {
     fn drop(&mut self) {
@@ -55,7 +55,7 @@ impl Rng {
     }
 }
 
-impl World {
+impl Fixture {
     fn generation(&self, page: u64) -> u64 {
         self.generations[page as usize].load(Ordering::SeqCst)
     }
@@ -178,24 +178,24 @@ impl World {
 
 #[test]
 fn no_tlb_outlives_an_invalidation() {
-    let world = World {
+    let fixture = Fixture {
         mmu: mmu(4096),
         generations: (0..PAGES).map(|_| AtomicU64::new(0)).collect(),
         whole: AtomicU64::new(0b0101),
         done: AtomicBool::new(false),
     };
-    add(&world.mmu, &SLOTS[..1]);
+    add(&fixture.mmu, &SLOTS[..1]);
     let hits: u64 = std::thread::scope(|scope| {
         let vcpus = [0, 1].map(|index| {
-            let world = &world;
-            scope.spawn(move || world.vcpu(index))
+            let fixture = &fixture;
+            scope.spawn(move || fixture.vcpu(index))
         });
-        world.disturb();
+        fixture.disturb();
         vcpus
             .into_iter()
             .map(|vcpu| vcpu.join().expect("a vCPU"))
             .sum()
     });
     assert!(hits > 0, "the TLBs were used");
-    world.mmu.verify();
+    fixture.mmu.verify();
 }

@@ -72,7 +72,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-struct World {
+struct Scenario {
     fixture: Fixture,
     vcpus: Vec<Vcpu>,
     monitors: Vec<Monitor>,
@@ -82,7 +82,7 @@ struct World {
     disallowed: Vec<GfnRange>,
 }
 
-impl World {
+impl Scenario {
     fn new(huge: HugePages, delivery: Delivery, vcpus: usize, monitors: usize) -> Self {
         let (fixture, vcpus) = Fixture::new(huge, delivery, vcpus);
         fixture.mmu.set_logging(SLOT, Logging::LAZY).unwrap();
@@ -216,16 +216,16 @@ proptest! {
         monitors in 1..=3usize,
         ops in prop::collection::vec(op(), 1..200),
     ) {
-        let mut world = World::new(huge, delivery, vcpus, monitors);
+        let mut scenario = Scenario::new(huge, delivery, vcpus, monitors);
         for op in &ops {
-            world.step(op);
+            scenario.step(op);
         }
-        world.check();
+        scenario.check();
     }
 }
 
-fn fill(world: &mut World) {
-    (0..PAGES).for_each(|page| world.write(0, page));
+fn fill(scenario: &mut Scenario) {
+    (0..PAGES).for_each(|page| scenario.write(0, page));
 }
 
 /// Each detection with each delivery: every page once, then all pages, twice over.
@@ -233,13 +233,13 @@ fn fill(world: &mut World) {
 fn every_detection_with_every_delivery() {
     for detection in DETECTIONS {
         for delivery in deliveries() {
-            let mut world = World::new(HugePages::Never, delivery, 1, 1);
-            world.fixture.mmu.set_detection(detection);
+            let mut scenario = Scenario::new(HugePages::Never, delivery, 1, 1);
+            scenario.fixture.mmu.set_detection(detection);
             for _ in 0..2 {
-                fill(&mut world);
-                world.check();
+                fill(&mut scenario);
+                scenario.check();
             }
-            let stats = world.fixture.mmu.dirty_stats()[0];
+            let stats = scenario.fixture.mmu.dirty_stats()[0];
             let noticed = stats.faults + stats.fast_page_faults + stats.logged;
             assert!(
                 noticed >= 2 * PAGES,

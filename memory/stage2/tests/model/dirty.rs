@@ -1,11 +1,11 @@
 //! D, changed independently of W.
 
+use crate::fixture::Fixture;
 use crate::plain::{Model, gfn};
-use crate::world::World;
 use lacuna_addr::{GfnRange, Level};
 use lacuna_stage2::{Leaf, Removed, TableFormat, Write};
 
-impl<F: TableFormat> World<F> {
+impl<F: TableFormat> Fixture<F> {
     pub(crate) fn clear_dirty(&mut self, range: GfnRange) {
         let mut cleared = Vec::new();
         let mut cursor = self.stage2.cursor(range);

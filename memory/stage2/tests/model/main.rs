@@ -3,15 +3,15 @@
 
 mod arm64;
 mod dirty;
+mod fixture;
 mod plain;
-mod world;
 
 use arm64::Arm64;
+use fixture::Fixture;
 use lacuna_addr::{Access, Level, Pfn};
 use lacuna_stage2::{Counts, Entry, Ept, Leaf, TableFormat, TableId, Write};
 use plain::range;
 use proptest::prelude::*;
-use world::World;
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Op {
@@ -104,13 +104,13 @@ proptest! {
 }
 
 fn is_a_map<F: TableFormat>(ops: &[Op]) {
-    let mut world = World::<F>::new();
+    let mut fixture = Fixture::<F>::new();
     for op in ops {
-        world.step(*op);
+        fixture.step(*op);
     }
-    world.unmap(range(0, (1 << 36) - 1));
-    assert_eq!(world.stage2.verify(), Counts::default());
-    let usage = world.stage2.arena().usage();
+    fixture.unmap(range(0, (1 << 36) - 1));
+    assert_eq!(fixture.stage2.verify(), Counts::default());
+    let usage = fixture.stage2.arena().usage();
     assert_eq!(usage.in_use, 1, "only the root is left");
 }
 

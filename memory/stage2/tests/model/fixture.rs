@@ -9,13 +9,13 @@ use lacuna_stage2::{
 };
 use lacuna_sync::Qsbr;
 
-pub(crate) struct World<F = Ept> {
+pub(crate) struct Fixture<F = Ept> {
     pub(crate) stage2: Stage2<F>,
     pub(crate) model: Model,
     pub(crate) nobody: Qsbr,
 }
 
-impl<F: TableFormat> World<F> {
+impl<F: TableFormat> Fixture<F> {
     pub(crate) fn new() -> Self {
         let stage2 = Stage2::with_format(Arena::new(64).expect("address space")).expect("a root");
         Self {
