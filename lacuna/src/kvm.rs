@@ -5,6 +5,6 @@
 //! one by one: a guest that works at CPL 0 is far slower there than on [`soft`](crate::soft).
 
 pub use lacuna_kvm::{
-    FirstTouch, KvmError, LatencySetting, MapError, RunSummary, SourceConfig, SourceStats, Tracker,
+    FirstTouch, KvmError, LatencySetting, MapError, SourceConfig, SourceStats, Tracker,
     Unavailable, Vcpu, Vm, VmBuilder, available,
 };

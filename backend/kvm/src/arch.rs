@@ -6,7 +6,7 @@
 //! | [`make_controllers`] | interrupt controllers of a VM | |
 //! | [`Features`] | CPUID, and a vCPU's first state | has no values |
 //! | [`program_counter`] | RIP, for messages | |
-//! | `impl SaveRestore for Vcpu` | the state of an x86-64 vCPU | refuses |
+//! | [`save`], [`accept`], [`restore`] | the state of an x86-64 vCPU | refuse |
 
 #[cfg(not(target_arch = "x86_64"))]
 mod other;
@@ -14,6 +14,6 @@ mod other;
 mod x86;
 
 #[cfg(not(target_arch = "x86_64"))]
-pub use other::{Features, Fresh, check, make_controllers, program_counter};
+pub use other::{Features, Fresh, accept, check, make_controllers, program_counter, restore, save};
 #[cfg(target_arch = "x86_64")]
-pub use x86::{Features, Fresh, check, make_controllers, program_counter};
+pub use x86::{Features, Fresh, accept, check, make_controllers, program_counter, restore, save};

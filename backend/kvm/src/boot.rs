@@ -1,71 +1,66 @@
-//! From a VM to its vCPUs, with an image or to be restored.
+//! Makes a VM's vCPUs, for an image or for a restored state.
 
+use crate::error::KvmError;
 use crate::ring::Ring;
-use crate::{KvmError, Vcpu, Vm};
+use crate::vcpu::Vcpu;
+use crate::vm::Vm;
 use kvm_ioctls::VcpuFd;
 use lacuna_machine::{Boot, CpuModel, Image};
 use lacuna_slots::Delivery;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-impl Vm {
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once.
-    ///
-    /// # Errors
-    /// The image does not fit, KVM refuses, or the VM has its vCPUs.
-    pub fn boot(
-        self: &Arc<Self>,
-        image: &Image<'_>,
-        command_line: &str,
-    ) -> Result<Vec<Vcpu>, KvmError> {
-        self.take_boot()?;
-        let boot = Boot::load(image, &self.memory.layout, command_line, &**self)?;
-        self.make_vcpus(Some(&boot))
-    }
+/// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once.
+pub fn with_image(
+    vm: &Arc<Vm>,
+    image: &Image<'_>,
+    command_line: &str,
+) -> Result<Vec<Vcpu>, KvmError> {
+    take(vm)?;
+    let boot = Boot::load(image, &vm.memory.layout, command_line, &**vm)?;
+    make_vcpus(vm, Some(&boot))
+}
 
-    /// Makes the vCPUs without an image, as KVM makes them: their states are to be restored. Once.
-    ///
-    /// # Errors
-    /// KVM refuses, or the VM has its vCPUs.
-    pub fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, KvmError> {
-        self.take_boot()?;
-        self.make_vcpus(None)
-    }
+/// Makes the vCPUs without an image. Their registers have KVM's first values until a state is
+/// restored. Once.
+pub fn bare(vm: &Arc<Vm>) -> Result<Vec<Vcpu>, KvmError> {
+    take(vm)?;
+    make_vcpus(vm, None)
+}
 
-    fn take_boot(&self) -> Result<(), KvmError> {
-        match self.booted.swap(true, Ordering::AcqRel) {
-            true => Err(KvmError::Booted),
-            false => Ok(()),
-        }
+fn take(vm: &Vm) -> Result<(), KvmError> {
+    match vm.booted.swap(true, Ordering::AcqRel) {
+        true => Err(KvmError::Booted),
+        false => Ok(()),
     }
+}
 
-    fn make_vcpus(self: &Arc<Self>, boot: Option<&Boot>) -> Result<Vec<Vcpu>, KvmError> {
-        let vcpu = |index| {
-            let fd = self
-                .fd
-                .create_vcpu(index as u64)
-                .map_err(KvmError::step("make a vCPU"))?;
-            if let CpuModel::Common { tsc_khz: Some(khz) } = self.config.cpu {
-                let set = self.features.set_tsc(&fd, index, khz);
-                if !set.map_err(KvmError::step("set the TSC's frequency"))? {
-                    return Err(KvmError::TscFrequency { khz });
-                }
+fn make_vcpus(vm: &Arc<Vm>, boot: Option<&Boot>) -> Result<Vec<Vcpu>, KvmError> {
+    let vcpu = |index| {
+        let fd = vm
+            .fd
+            .create_vcpu(index as u64)
+            .map_err(KvmError::step("make a vCPU"))?;
+        if let CpuModel::Common { tsc_khz: Some(khz) } = vm.config.cpu {
+            let set = vm.features.set_tsc(&fd, index, khz);
+            if !set.map_err(KvmError::step("set the TSC's frequency"))? {
+                return Err(KvmError::TscFrequency { khz });
             }
-            self.features
-                .start(&fd, index, boot)
-                .map_err(KvmError::step("set up a vCPU"))?;
-            self.map_ring(&fd)?;
-            Ok(Vcpu::new(Arc::clone(self), fd, index))
-        };
-        (0..self.config.vcpus).map(vcpu).collect()
-    }
-
-    fn map_ring(&self, vcpu: &VcpuFd) -> Result<(), KvmError> {
-        if let Delivery::Ring { size, .. } = self.dirty.delivery() {
-            let step = "map a dirty ring";
-            let ring = Ring::map(vcpu, size).map_err(|errno| KvmError::Kvm { step, errno })?;
-            self.dirty.add_ring(ring);
         }
-        Ok(())
+        vm.features
+            .start(&fd, index, boot)
+            .map_err(KvmError::step("set up a vCPU"))?;
+        map_ring(vm, &fd)?;
+        Ok(Vcpu::new(Arc::clone(vm), fd, index))
+    };
+    (0..vm.config.vcpus).map(vcpu).collect()
+}
+
+fn map_ring(vm: &Vm, vcpu: &VcpuFd) -> Result<(), KvmError> {
+    if let Delivery::Ring { size, .. } = vm.dirty.delivery() {
+        let step = "map a dirty ring";
+        let ring = Ring::map(vcpu, size).map_err(|errno| KvmError::Kvm { step, errno })?;
+        vm.dirty.add_ring(ring);
     }
+    Ok(())
 }

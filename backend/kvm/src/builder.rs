@@ -1,15 +1,16 @@
-//! From a description of a run to its end: the counterpart of `lacuna_soft::VmBuilder`.
+//! Describes a VM, makes it, and runs an image in it: the counterpart of `lacuna_soft::VmBuilder`.
 
+use crate::error::KvmError;
 use crate::pages::FirstTouch;
-use crate::source::{SourceConfig, SourceStats};
+use crate::source::SourceConfig;
 use crate::tracker::Tracker;
-use crate::{KvmError, Vm};
+use crate::vm::Vm;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, Console, CpuModel, Delivery, Ending, Image, Observed, PlatformDevices, RunEnd, VmConfig,
+    Apf, Builder, CpuModel, Delivery, Ending, Image, Observed, PlatformDevices, RunEnd, VmConfig,
     run_watched, status_page,
 };
-use lacuna_sync::{Clock, HostClock, LatencySetting, Nanos};
+use lacuna_sync::{Clock, HostClock, LatencySetting};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -38,26 +39,14 @@ pub struct VmBuilder {
     pub command_line: String,
 }
 
-/// How a run went.
-pub struct RunSummary {
-    /// Why it ended.
-    pub ending: Ending,
-    /// What the page source did.
-    pub stats: SourceStats,
-    /// The time from the beginning of the run to its end.
-    pub end: Nanos,
-    /// The guest's status page, if it announced one.
-    pub status: Option<Vec<u8>>,
-}
-
-/// There where the host's KVM is the one without hardware support (PVM), which runs guest kernels
-/// in its instruction emulator and does not let guest programs make system calls of the usual kind.
+/// This directory exists if the host's KVM is PVM, which needs no hardware support. PVM runs guest
+/// kernels in its instruction emulator, and guest programs cannot make system calls by `SYSCALL`.
 const PVM: &str = "/sys/module/kvm_pvm";
 
 impl VmBuilder {
-    /// A guest with `memory` pages, of which `resident` may be in place at a time, of one vCPU. Its
-    /// pages come without delay, and asynchronous page faults are offered. Every field may be
-    /// changed before the VM is built.
+    /// A guest of one vCPU with `memory` pages, of which at most `resident` are resident. Its pages
+    /// arrive without delay, and asynchronous page faults are offered. Every field may be changed
+    /// before the VM is built.
     pub fn new(memory: PageCount, resident: PageCount) -> Self {
         Self {
             memory,
@@ -72,67 +61,12 @@ impl VmBuilder {
             command_line: String::new(),
         }
     }
+}
 
-    /// The guest kernel's whole command line.
-    pub fn full_command_line(&self) -> String {
-        let host = if Path::new(PVM).exists() {
-            "syscall=ud2 "
-        } else {
-            ""
-        };
-        format!("smp={} ap=direct {host}{}", self.vcpus, self.command_line)
-            .trim_end()
-            .to_owned()
-    }
+impl Builder for VmBuilder {
+    type Vm = Vm;
 
-    /// As [`Builder::run_with_console`](lacuna_machine::Builder::run_with_console); the result has
-    /// this backend's own counters.
-    ///
-    /// # Errors
-    /// The reason why the run cannot start. A run that has started has an [`Ending`].
-    pub fn run_to_summary(
-        &self,
-        image: &Image<'_>,
-        console: impl Console + 'static,
-        mut watch: impl FnMut(&Observed<'_, Vm>),
-    ) -> Result<RunSummary, KvmError> {
-        let end = self.run_with(image, &PlatformDevices::new(console), &mut watch)?;
-        Ok(RunSummary {
-            ending: end.ending,
-            stats: end.vm.source_stats(),
-            end: end.end,
-            status: end.status,
-        })
-    }
-
-    /// As [`VmBuilder::run_to_summary`], with devices of the caller's.
-    pub(crate) fn run_with(
-        &self,
-        image: &Image<'_>,
-        devices: &PlatformDevices,
-        watch: &mut dyn FnMut(&Observed<'_, Vm>),
-    ) -> Result<RunEnd<Vm>, KvmError> {
-        let vm = self.vm()?;
-        let vcpus = vm.boot(image, &self.full_command_line())?;
-        let clock = HostClock::default();
-        let run = run_watched(&vm, vcpus, devices, &clock, watch);
-        run.map_err(|error| KvmError::Thread(error.to_string()))?;
-        // The status page may be away.
-        vm.end_latency();
-        Ok(RunEnd {
-            ending: devices.ending().unwrap_or(Ending::Stopped),
-            end: clock.now(),
-            status: status_page(&*vm, devices),
-            trace_hash: None,
-            vm,
-        })
-    }
-
-    /// Its VM, not booted.
-    ///
-    /// # Errors
-    /// As [`Vm::new`].
-    pub fn vm(&self) -> Result<Arc<Vm>, KvmError> {
+    fn build(&self) -> Result<Arc<Vm>, KvmError> {
         let config = VmConfig {
             memory: self.memory,
             vcpus: self.vcpus,
@@ -146,5 +80,38 @@ impl VmBuilder {
             first_touch: self.first_touch,
         };
         Vm::new(config, source, self.tracker)
+    }
+
+    fn full_command_line(&self) -> String {
+        let host = if Path::new(PVM).exists() {
+            "syscall=ud2 "
+        } else {
+            ""
+        };
+        format!("smp={} ap=direct {host}{}", self.vcpus, self.command_line)
+            .trim_end()
+            .to_owned()
+    }
+
+    fn run(
+        &self,
+        image: &Image<'_>,
+        devices: Arc<PlatformDevices>,
+        watch: &mut dyn FnMut(&Observed<'_, Vm>),
+    ) -> Result<RunEnd<Vm>, KvmError> {
+        let vm = self.build()?;
+        let vcpus = lacuna_machine::Vm::boot(&vm, image, &self.full_command_line())?;
+        let clock = HostClock::default();
+        let run = run_watched(&vm, vcpus, &devices, &clock, watch);
+        run.map_err(|error| KvmError::Thread(error.to_string()))?;
+        // The status page may be swapped out.
+        vm.end_latency();
+        Ok(RunEnd {
+            ending: devices.ending().unwrap_or(Ending::Stopped),
+            end: clock.now(),
+            status: status_page(&*vm, &devices),
+            trace_hash: None,
+            vm,
+        })
     }
 }

@@ -1,23 +1,20 @@
-//! The backend interface of `lacuna_machine`, as this backend has it.
+//! [`Vm`] implements the traits of `lacuna_machine`'s backend interface.
 
-use crate::slots::{Refusal, SlotSpec, spec_of};
-use crate::{KvmError, Vcpu, Vm, VmBuilder};
+use crate::boot;
+use crate::error::KvmError;
+use crate::memory::Mapping;
+use crate::slots::{KvmSlot, Refusal, SlotSpec, spec_of};
+use crate::vcpu::Vcpu;
+use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
-    ApfSwitch, Backend, BackendError, Builder, DetectionChoice, DirtyRings, DirtyTracking,
-    ErrorKind, HugePagePolicy, Image, MemorySlot, MemorySlotError, MemorySlots, Observed,
-    PlatformDevices, RunEnd, TwoStepLog, VcpuStats, VmConfig, VmStats,
+    ApfSwitch, Backend, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
+    MemorySlot, MemorySlotError, MemorySlots, TwoStepLog, VcpuStats, VmConfig, VmStats,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-
-impl BackendError for KvmError {
-    fn kind(&self) -> ErrorKind {
-        Self::kind(self)
-    }
-}
 
 impl fmt::Debug for Vm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -42,11 +39,11 @@ impl lacuna_machine::Vm for Vm {
         image: &Image<'_>,
         command_line: &str,
     ) -> Result<Vec<Vcpu>, KvmError> {
-        Self::boot(self, image, command_line)
+        boot::with_image(self, image, command_line)
     }
 
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, KvmError> {
-        Self::bare_vcpus(self)
+        boot::bare(self)
     }
 
     fn stats(&self) -> VmStats {
@@ -144,7 +141,7 @@ fn refused(id: SlotId) -> impl Fn(Refusal) -> MemorySlotError {
 impl MemorySlots for Vm {
     fn memory_slots(&self) -> Vec<MemorySlot> {
         let slots = self.slots.snapshot();
-        let slot = |slot: &Arc<crate::slots::KvmSlot>| MemorySlot {
+        let slot = |slot: &Arc<KvmSlot>| MemorySlot {
             id: slot.id,
             gfns: slot.gfns,
             flags: slot.flags,
@@ -162,7 +159,7 @@ impl MemorySlots for Vm {
     ) -> Result<(), MemorySlotError> {
         flags.check(id, SlotFlags::READONLY)?;
         let _logs = self.dirty.state();
-        let own = crate::memory::Mapping::new(PageCount::new(gfns.pages()));
+        let own = Mapping::new(PageCount::new(gfns.pages()));
         let own = own.map_err(|errno| MemorySlotError::Host {
             id,
             cause: format!("cannot map its memory: {errno}"),
@@ -209,26 +206,5 @@ impl MemorySlots for Vm {
         self.slots
             .set_flags(&self.fd, id, flags)
             .map_err(refused(id))
-    }
-}
-
-impl Builder for VmBuilder {
-    type Vm = Vm;
-
-    fn build(&self) -> Result<Arc<Vm>, KvmError> {
-        self.vm()
-    }
-
-    fn full_command_line(&self) -> String {
-        Self::full_command_line(self)
-    }
-
-    fn run(
-        &self,
-        image: &Image<'_>,
-        devices: Arc<PlatformDevices>,
-        watch: &mut dyn FnMut(&Observed<'_, Vm>),
-    ) -> Result<RunEnd<Vm>, KvmError> {
-        self.run_with(image, &devices, watch)
     }
 }

@@ -7,11 +7,13 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `available` | whether this machine can run the backend, and if not, why |
+//! | `error` | why a run cannot start |
+//! | `available` | whether this machine can run the backend |
 //! | `memory` | the guest's memory in this process |
 //! | `pages` | the state of each page, and the choice of the page to evict |
 //! | `source` | the page source: a thread on userfaultfd that provides and evicts pages |
 //! | `arch` | what depends on the host's architecture, for x86-64 and for others |
+//! | `arch/x86/msrs` | model-specific registers, one by one |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
@@ -48,9 +50,9 @@ mod tracker;
 mod vcpu;
 mod vm;
 
-pub use available::{Unavailable, available};
-pub use builder::{RunSummary, VmBuilder};
-pub use error::KvmError;
+pub use available::available;
+pub use builder::VmBuilder;
+pub use error::{KvmError, Unavailable};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
 pub use lacuna_slots::{
     Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,

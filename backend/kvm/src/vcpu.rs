@@ -5,14 +5,14 @@
 //! as long as the vCPU exists. KVM reads and writes them only inside `KVM_RUN`, which this file
 //! enters only after all accesses are answered.
 
-use crate::Vm;
-use crate::arch::{Fresh, program_counter};
+use crate::arch::{self, Fresh};
+use crate::vm::Vm;
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
 };
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::Gpa;
-use lacuna_machine::{Exit, VcpuError, Width};
+use lacuna_machine::{Exit, SaveRestore, StateError, VcpuError, VcpuState, Width};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,12 +21,12 @@ use std::sync::atomic::Ordering;
 pub struct Vcpu {
     /// Dropped before `vm`, which may unmap the guest's memory: KVM uses that memory until the last
     /// descriptor of the VM and its vCPUs is closed.
-    pub(crate) fd: VcpuFd,
-    pub(crate) vm: Arc<Vm>,
+    fd: VcpuFd,
+    vm: Arc<Vm>,
     index: usize,
     io: Option<Io>,
-    /// What KVM gave to registers of the new vCPU.
-    pub(crate) fresh: Fresh,
+    /// The values of registers when KVM made the vCPU.
+    fresh: Fresh,
 }
 
 // SAFETY: 1. the pointer in `io` is the only field that is not `Send`. It points into the mapping
@@ -64,17 +64,6 @@ impl Vcpu {
             index,
             io: None,
         }
-    }
-
-    /// Whether an instruction that accessed a device is not complete. KVM completes it when the
-    /// vCPU is entered again.
-    pub(crate) fn is_mid_instruction(&self) -> bool {
-        self.io.is_some()
-    }
-
-    /// Drops the accesses that are left. For a restore: the new state does not contain them.
-    pub(crate) fn forget_access(&mut self) {
-        self.io = None;
     }
 
     /// The next access of the last exit, if one is left. A write is removed from `io` here; a read
@@ -189,7 +178,7 @@ impl Vcpu {
     }
 
     fn describe(&self, what: &str) -> String {
-        match program_counter(&self.fd) {
+        match arch::program_counter(&self.fd) {
             Ok(place) => format!("{what} at {place}"),
             Err(e) => format!("{what}; its registers: {e}"),
         }
@@ -240,6 +229,26 @@ impl lacuna_machine::Vcpu for Vcpu {
                 .copy_from(NonNull::from(&bytes).cast(), io.width as usize)
         };
         io.advance();
+    }
+}
+
+impl SaveRestore for Vcpu {
+    /// Refuses while accesses of an instruction are left: KVM completes the instruction when the
+    /// vCPU enters the guest again.
+    fn save(&mut self) -> Result<VcpuState, StateError> {
+        if self.io.is_some() {
+            let vcpu = self.index;
+            return Err(StateError::MidInstruction { vcpu });
+        }
+        arch::save(&self.fd, &self.vm.features, &self.fresh)
+    }
+
+    fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
+        let features = &self.vm.features;
+        let accepted = arch::accept(&self.fd, self.index, features, &self.fresh, state)?;
+        // The accesses that are left belong to the old state.
+        self.io = None;
+        arch::restore(&self.fd, &self.fresh, accepted)
     }
 }
 

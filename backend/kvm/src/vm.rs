@@ -4,15 +4,15 @@
 //! slot. KVM may access these mappings until the last descriptor of the VM is closed, so they must
 //! outlive the descriptors. [`Vm`] declares its fields in that order, and Rust drops them in it.
 
-use crate::KvmError;
 use crate::arch::{self, Features};
 use crate::available::open;
 use crate::dirty::{Dirty, Log};
+use crate::error::KvmError;
 use crate::kick::VcpuKicks;
 use crate::memory::{self, Memory};
 use crate::pages::Pages;
 use crate::ring;
-use crate::slots::{Refusal, SlotSpec, SlotTable};
+use crate::slots::{KvmSlot, Refusal, SlotSpec, SlotTable};
 use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
@@ -222,7 +222,7 @@ struct Piece {
     len: usize,
     at: Gpa,
     hva: u64,
-    slot: Arc<crate::slots::KvmSlot>,
+    slot: Arc<KvmSlot>,
 }
 
 impl Vm {

@@ -10,8 +10,8 @@ use lacuna_kvm::{
     Backup, Delivery, DirtyError, KvmError, Logging, RingSize, SlotId, Tracker, Vm, VmBuilder,
 };
 use lacuna_machine::{
-    DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemoryError, Next,
-    PlatformDevices, SlotError, TwoStepLog as _, Vcpu, dispatch, set_logging_everywhere,
+    Builder as _, DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemoryError, Next,
+    PlatformDevices, SlotError, TwoStepLog as _, Vcpu, Vm as _, dispatch, set_logging_everywhere,
 };
 use lacuna_skip::test;
 use std::panic::{self, AssertUnwindSafe};
@@ -35,7 +35,7 @@ const LARGE: usize = RingSize::BYTES_MAX;
 fn has(delivery: Delivery) -> bool {
     let mut builder = builder(16, 16, 1, "");
     builder.delivery = delivery;
-    match builder.run_to_summary(&image("hello"), |_: &str| (), |_| ()) {
+    match builder.run_with_console(&image("hello"), |_: &str| (), &mut |_| ()) {
         Ok(_) => true,
         Err(why @ (KvmError::NoRing | KvmError::Ring { .. } | KvmError::Userfaultfd { .. })) => {
             lacuna_skip::skip(why);
@@ -109,7 +109,7 @@ fn beside<T: Send + 'static>(
 ) -> T {
     let builder = builder.clone();
     within(HANG_SECONDS, move || {
-        let vm = builder.vm().unwrap();
+        let vm = builder.build().unwrap();
         let vcpus = vm.boot(&image(name), &builder.full_command_line()).unwrap();
         let (sink, lines) = mpsc::channel();
         let devices = PlatformDevices::new(move |line: &str| drop(sink.send(line.to_owned())));
@@ -181,7 +181,7 @@ fn the_bitmap_is_read_and_cleared_in_two_steps_by_whole_words() {
     if !can_run() {
         return;
     }
-    let vm = builder(16, 16, 1, "").vm().unwrap();
+    let vm = builder(16, 16, 1, "").build().unwrap();
     let (id, mut words) = (SlotId(0), vec![0; 64]);
     assert_eq!(
         vm.get_dirty(id, &mut words),
@@ -223,12 +223,12 @@ fn impossible_requests_are_refused_with_a_reason() {
     }
     let mut builder = builder(16, 8, 1, "");
     builder.tracker = Tracker::Pagemap;
-    let away = builder.vm().map(drop).unwrap_err();
+    let away = builder.build().map(drop).unwrap_err();
     assert!(matches!(away, KvmError::Away), "{away}");
     builder.tracker = Tracker::Kvm;
     builder.delivery = ring(LARGE, Backup::None);
     if has(builder.delivery) {
-        let vm = builder.vm().unwrap();
+        let vm = builder.build().unwrap();
         let (id, mut words) = (SlotId(0), vec![0; 64]);
         vm.set_logging(id, Logging::LAZY).unwrap();
         assert_eq!(vm.get_dirty(id, &mut words), Err(DirtyError::NoBitmap));

@@ -5,6 +5,7 @@ mod common;
 
 use common::{builder, can_run, image, pass};
 use lacuna_kvm::{FirstTouch, KvmError, VmBuilder};
+use lacuna_machine::Builder as _;
 use lacuna_skip::test;
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ fn all_pages_may_be_missing_at_first() {
         ..builder(16, 16, 1, "")
     };
     builder.latency.set(Duration::from_millis(1));
-    let (outcome, _) = pass(&builder, "hello");
-    let stats = outcome.stats;
+    let (end, _) = pass(&builder, "hello");
+    let stats = end.vm.source_stats();
     assert_eq!(stats.fetched, stats.first_touches, "{stats:?}");
     assert!(stats.delay_ns >= stats.fetched * 1_000_000, "{stats:?}");
 }
@@ -31,7 +32,7 @@ fn bad_input_is_refused_with_a_reason() {
         return;
     }
     let fails = |builder: VmBuilder| {
-        let run = builder.run_to_summary(&image("hello"), |_: &str| (), |_| ());
+        let run = builder.run_with_console(&image("hello"), |_: &str| (), &mut |_| ());
         run.map(drop).unwrap_err()
     };
     let few = fails(builder(16, 16, 0, ""));

@@ -7,8 +7,9 @@ use common::{builder, can_run, image, within};
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_kvm::SlotId;
 use lacuna_machine::{
-    Ending, Exit, GuestMemory as _, Kick as _, Logging, MemorySlotError, MemorySlots as _,
-    PlatformDevices, SlotError, SlotFlags, Vcpu as _, harvest, run, set_logging_everywhere,
+    Builder as _, Ending, Exit, GuestMemory as _, Kick as _, Logging, MemorySlotError,
+    MemorySlots as _, PlatformDevices, SlotError, SlotFlags, Vcpu as _, Vm as _, harvest, run,
+    set_logging_everywhere,
 };
 use lacuna_skip::test;
 use std::thread;
@@ -24,7 +25,7 @@ fn a_flag_that_the_backend_lacks_is_refused_and_nothing_changes() {
     if !can_run() {
         return;
     }
-    let vm = builder(16, 16, 1, "").vm().unwrap();
+    let vm = builder(16, 16, 1, "").build().unwrap();
     let flags = SlotFlags::EXIT_ON_MISSING;
     let unsupported = MemorySlotError::Slot(SlotError::UnsupportedFlags { id: LATER, flags });
     let before = vm.memory_slots();
@@ -45,7 +46,7 @@ fn a_log_survives_a_move_and_new_flags() {
     if !can_run() {
         return;
     }
-    let vm = builder(16, 16, 1, "").vm().unwrap();
+    let vm = builder(16, 16, 1, "").build().unwrap();
     vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
         .unwrap();
     set_logging_everywhere(&*vm, Logging::LAZY).unwrap();
@@ -67,7 +68,7 @@ fn flags_change_beside_a_running_guest() {
     }
     let builder = builder(32, 32, 2, "rounds=1");
     let ending = within(120, move || {
-        let vm = builder.vm().unwrap();
+        let vm = builder.build().unwrap();
         let vcpus = vm
             .boot(&image("verify"), &builder.full_command_line())
             .unwrap();
@@ -93,7 +94,7 @@ fn a_kick_waits_for_the_run_that_takes_it() {
         return;
     }
     let builder = builder(16, 16, 2, "");
-    let vm = builder.vm().unwrap();
+    let vm = builder.build().unwrap();
     let mut vcpus = vm
         .boot(&image("hello"), &builder.full_command_line())
         .unwrap();

@@ -2,7 +2,7 @@
 
 use lacuna_addr::PageCount;
 use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Tracker, Vm, VmBuilder, available};
-use lacuna_machine::{Backup, Delivery, RingSize};
+use lacuna_machine::{Backup, Builder as _, Delivery, RingSize};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 
@@ -50,7 +50,7 @@ impl Backend for Kvm {
             command_line: request.command_line.clone(),
         };
         builder.latency.set(request.latency);
-        let vm = match builder.vm() {
+        let vm = match builder.build() {
             Ok(vm) => vm,
             Err(
                 why @ (KvmError::NoApf

@@ -1,10 +1,9 @@
 //! The parts of the backend on architectures that it does not run on. [`check`] refuses before
 //! anything is made, so no VM exists and no vCPU is set up.
 
-use crate::available::Unavailable;
-use crate::{KvmError, Vcpu};
+use crate::error::{KvmError, Unavailable};
 use kvm_ioctls::{Error, Kvm, VcpuFd, VmFd};
-use lacuna_machine::{Boot, SaveRestore, StateError, VcpuState, VmConfig};
+use lacuna_machine::{Boot, StateError, VcpuState, VmConfig};
 use std::convert::Infallible;
 
 /// Refuses every VM.
@@ -54,18 +53,26 @@ impl Features {
     }
 }
 
-impl SaveRestore for Vcpu {
-    fn save(&mut self) -> Result<VcpuState, StateError> {
-        let Fresh = self.fresh;
-        if self.is_mid_instruction() {
-            let vcpu = lacuna_machine::Vcpu::index(self);
-            return Err(StateError::MidInstruction { vcpu });
-        }
-        Err(StateError::Architecture)
-    }
+/// Saves nothing.
+pub fn save(_: &VcpuFd, _: &Features, _: &Fresh) -> Result<VcpuState, StateError> {
+    Err(StateError::Architecture)
+}
 
-    fn restore(&mut self, _: &VcpuState) -> Result<(), StateError> {
-        self.forget_access();
-        Err(StateError::Architecture)
-    }
+/// A state that a vCPU has accepted. There is no value of this type.
+pub struct Accepted(Infallible);
+
+/// Accepts no state.
+pub fn accept(
+    _: &VcpuFd,
+    _: usize,
+    _: &Features,
+    _: &Fresh,
+    _: &VcpuState,
+) -> Result<Accepted, StateError> {
+    Err(StateError::Architecture)
+}
+
+/// Restores nothing.
+pub fn restore(_: &VcpuFd, _: &Fresh, state: Accepted) -> Result<(), StateError> {
+    match state.0 {}
 }

@@ -1,18 +1,15 @@
 //! The parts of the backend for x86-64.
 
+mod msrs;
 mod setup;
 mod state;
 
+pub use msrs::Fresh;
 pub use setup::Features;
+pub use state::{accept, restore, save};
 
-use crate::available::Unavailable;
-use crate::{KvmError, Vcpu};
+use crate::error::{KvmError, Unavailable};
 use kvm_ioctls::{Error, VcpuFd, VmFd};
-use lacuna_machine::CpuModel;
-use std::collections::BTreeMap;
-
-/// The values that model-specific registers have before the vCPU runs.
-pub type Fresh = BTreeMap<u32, u64>;
 
 /// The address of three guest pages that KVM uses on Intel processors without *unrestricted guest*
 /// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB where other machines have firmware, so no
@@ -36,23 +33,4 @@ pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
 pub fn program_counter(vcpu: &VcpuFd) -> Result<String, Error> {
     let regs = vcpu.get_regs()?;
     Ok(format!("rip {:#x}", regs.rip))
-}
-
-/// What `state` reads of a vCPU.
-impl Vcpu {
-    fn fd(&self) -> &VcpuFd {
-        &self.fd
-    }
-
-    fn fresh(&self) -> &Fresh {
-        &self.fresh
-    }
-
-    fn features(&self) -> &Features {
-        &self.vm.features
-    }
-
-    fn model(&self) -> CpuModel {
-        self.vm.config.cpu
-    }
 }

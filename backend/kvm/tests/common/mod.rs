@@ -3,9 +3,9 @@
 
 use lacuna_addr::PageCount;
 use lacuna_kvm::{
-    Apf, CpuModel, Delivery, FirstTouch, LatencySetting, RunSummary, Tracker, VmBuilder, available,
+    Apf, CpuModel, Delivery, FirstTouch, LatencySetting, Tracker, Vm, VmBuilder, available,
 };
-use lacuna_machine::{Ending, Image};
+use lacuna_machine::{Builder as _, Ending, Image, RunEnd};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -65,28 +65,28 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
 }
 
 /// Runs `name` until it ends, in any way.
-pub fn run(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
+pub fn run(builder: &VmBuilder, name: &'static str) -> (RunEnd<Vm>, String) {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&lines);
     let builder = builder.clone();
-    let outcome = within(120, move || {
+    let end = within(120, move || {
         let console = move |line: &str| sink.lock().unwrap().push(line.to_owned());
         builder
-            .run_to_summary(&image(name), console, |_| ())
+            .run_with_console(&image(name), console, &mut |_| ())
             .unwrap()
     });
     let text = lines.lock().unwrap().join("\n");
-    (outcome, text)
+    (end, text)
 }
 
 /// Runs `name` until it ends, which must be a success.
-pub fn pass(builder: &VmBuilder, name: &'static str) -> (RunSummary, String) {
-    let (outcome, text) = run(builder, name);
-    let ending = &outcome.ending;
+pub fn pass(builder: &VmBuilder, name: &'static str) -> (RunEnd<Vm>, String) {
+    let (end, text) = run(builder, name);
+    let ending = &end.ending;
     assert!(
         matches!(ending, Ending::Exited(0)),
         "{builder:?}: {ending:?} {:?}\n{text}",
-        outcome.stats
+        end.vm.source_stats()
     );
-    (outcome, text)
+    (end, text)
 }

@@ -1,7 +1,6 @@
 //! The state in which a vCPU starts: CPUID, registers, control registers.
 
-use super::Fresh;
-use super::state::fresh_msrs;
+use super::msrs::{self, Fresh};
 use kvm_bindings::{
     CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE,
     kvm_cpuid_entry2, kvm_mp_state, kvm_regs, kvm_segment, kvm_sregs,
@@ -76,7 +75,7 @@ impl Features {
 
     /// The values that KVM gives to the model-specific registers of a new vCPU.
     pub fn fresh(&self, vcpu: &VcpuFd) -> Fresh {
-        fresh_msrs(vcpu, &self.msrs)
+        msrs::fresh(vcpu, &self.msrs)
     }
 
     /// Why KVM cannot run the model that was asked for: the feature that is missing.
@@ -90,6 +89,11 @@ impl Features {
                 })
             }
         }
+    }
+
+    /// Which processor the guest sees.
+    pub fn model(&self) -> CpuModel {
+        self.model
     }
 
     /// The features that a guest is told.

@@ -2,27 +2,20 @@
 //!
 //! UNSAFETY: KVM reads an XSAVE area of a size that the caller has to know.
 
-use super::Fresh;
-use crate::Vcpu;
+use super::msrs::{self, APF_ENABLE, APF_VECTOR, Fresh, TSC, TSC_DEADLINE};
+use super::setup::Features;
 use kvm_bindings::{
     KVM_MP_STATE_HALTED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED,
-    KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW, Msrs, kvm_debugregs, kvm_dtable,
-    kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_segment, kvm_vcpu_events, kvm_xcrs,
+    KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW, kvm_debugregs, kvm_dtable,
+    kvm_lapic_state, kvm_mp_state, kvm_regs, kvm_segment, kvm_vcpu_events, kvm_xcrs,
 };
 use kvm_ioctls::VcpuFd;
 use lacuna_machine::x86::{
     Apic, AsyncFaults, COMMON_MSRS, Debug, Events, Exception, Regs, RunState, Segment, State,
     System, Table, Tsc,
 };
-use lacuna_machine::{CpuModel, SaveRestore, StateError, VcpuState};
+use lacuna_machine::{CpuModel, StateError, VcpuState};
 
-const TSC: u32 = 0x10;
-const TSC_DEADLINE: u32 = 0x6e0;
-const APF_ENABLE: u32 = 0x4b56_4d02;
-const APF_VECTOR: u32 = 0x4b56_4d06;
-const APF_ACKNOWLEDGE: u32 = 0x4b56_4d07;
-/// Those with a field of their own in a state, or with none.
-const ELSEWHERE: [u32; 5] = [TSC, TSC_DEADLINE, APF_ENABLE, APF_VECTOR, APF_ACKNOWLEDGE];
 const PAGE_FAULT: u8 = 14;
 
 /// For `map_err`: KVM refused to `step`.
@@ -33,167 +26,143 @@ fn refused(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
     }
 }
 
-/// The values that a vCPU has before it runs, of those registers that KVM can read.
-pub fn fresh_msrs(fd: &VcpuFd, indices: &[u32]) -> Fresh {
-    let known = indices.iter().filter(|index| !ELSEWHERE.contains(index));
-    known
-        .filter_map(|index| Some((*index, read_msr(fd, *index)?)))
-        .collect()
+/// Reads the state of a vCPU that is between two instructions. `fresh` are the values that its
+/// model-specific registers had when it was new.
+pub fn save(fd: &VcpuFd, features: &Features, fresh: &Fresh) -> Result<VcpuState, StateError> {
+    let msr = |index| msrs::read(fd, index).unwrap_or(0);
+    let sregs = fd.get_sregs().map_err(refused("read system registers"))?;
+    let debug = fd
+        .get_debug_regs()
+        .map_err(refused("read debug registers"))?;
+    let lapic = fd.get_lapic().map_err(refused("read the local APIC"))?;
+    let both = |(index, old): (&u32, &u64)| Some((*index, *old, msrs::read(fd, *index)?));
+    let changed = fresh.iter().filter_map(both);
+    let changed = changed.filter(|(index, old, now)| old != now || COMMON_MSRS.contains(index));
+    let (xsave, xcr0) = match features.model() {
+        CpuModel::Common { .. } => (None, 1),
+        CpuModel::Host => (Some(xsave(fd)?), xcr0(fd)?),
+    };
+    let state = State {
+        regs: regs(fd)?,
+        system: system(&sregs),
+        debug: Debug {
+            dr: debug.db,
+            dr6: debug.dr6,
+            dr7: debug.dr7,
+        },
+        msrs: changed.map(|(index, _, now)| (index, now)).collect(),
+        features: features.told(),
+        tsc: Tsc {
+            value: msr(TSC),
+            khz: fd
+                .get_tsc_khz()
+                .map_err(refused("read the TSC's frequency"))?,
+        },
+        apic: Apic {
+            base: sregs.apic_base,
+            regs: page(&lapic),
+            tsc_deadline: msr(TSC_DEADLINE),
+        },
+        events: events(fd, sregs.cr2)?,
+        apf: AsyncFaults {
+            enable: msr(APF_ENABLE),
+            vector: msr(APF_VECTOR),
+        },
+        xsave,
+        xcr0,
+        run: run_state(fd)?,
+    };
+    Ok(VcpuState::X86(Box::new(state)))
 }
 
-fn read_msr(fd: &VcpuFd, index: u32) -> Option<u64> {
-    let mut msrs = one_msr(index, 0);
-    let read = fd.get_msrs(&mut msrs).ok()?;
-    (read == 1).then(|| msrs.as_slice()[0].data)
-}
+/// A state that a vCPU has accepted.
+pub struct Accepted<'a>(&'a State);
 
-fn write_msr(fd: &VcpuFd, index: u32, value: u64) -> Result<(), StateError> {
-    match fd.set_msrs(&one_msr(index, value)) {
-        Ok(1) => Ok(()),
-        _ => Err(StateError::Msr { index, value }),
+/// Checks `state`, and sets the TSC of vCPU `index`. KVM may refuse a TSC after the check,
+/// so this sets the TSC before [`restore`] changes anything else.
+pub fn accept<'a>(
+    fd: &VcpuFd,
+    index: usize,
+    features: &Features,
+    fresh: &Fresh,
+    state: &'a VcpuState,
+) -> Result<Accepted<'a>, StateError> {
+    let VcpuState::X86(state) = state else {
+        return Err(StateError::Architecture);
+    };
+    check(state, features, fresh)?;
+    let khz = state.tsc.khz;
+    let set = features.set_tsc(fd, index, khz);
+    if !set.map_err(refused("set the TSC's frequency"))? {
+        return unsupported("tsc.khz", khz);
     }
+    set_tsc(fd, &state.tsc)?;
+    Ok(Accepted(state))
 }
 
-fn one_msr(index: u32, data: u64) -> Msrs {
-    let entry = kvm_msr_entry {
-        index,
-        data,
+/// Gives a vCPU the state that it has accepted.
+pub fn restore(fd: &VcpuFd, fresh: &Fresh, state: Accepted<'_>) -> Result<(), StateError> {
+    let Accepted(state) = state;
+    let mut sregs = fd.get_sregs().map_err(refused("read system registers"))?;
+    put_system(&mut sregs, state);
+    fd.set_sregs(&sregs)
+        .map_err(refused("set system registers"))?;
+    set_regs(fd, &state.regs)?;
+    set_vectors(fd, state)?;
+    for (index, fresh) in fresh {
+        let value = state.msrs.get(index).copied().unwrap_or(*fresh);
+        if msrs::read(fd, *index) != Some(value) {
+            msrs::write(fd, *index, value)?;
+        }
+    }
+    let lapic = lapic(&state.apic);
+    fd.set_lapic(&lapic)
+        .map_err(refused("set the local APIC"))?;
+    msrs::write(fd, TSC_DEADLINE, state.apic.tsc_deadline)?;
+    let debug = kvm_debugregs {
+        db: state.debug.dr,
+        dr6: state.debug.dr6,
+        dr7: state.debug.dr7,
         ..Default::default()
     };
-    Msrs::from_entries(&[entry]).expect("one entry is within KVM's limit")
+    fd.set_debug_regs(&debug)
+        .map_err(refused("set debug registers"))?;
+    set_events(fd, &state.events)?;
+    set_run_state(fd, state.run)?;
+    // Last, because a write of the enable bit makes KVM read the guest's memory and queue the
+    // wake-all event.
+    for (index, value) in [
+        (APF_VECTOR, state.apf.vector),
+        (APF_ENABLE, state.apf.enable),
+    ] {
+        if value != 0 || msrs::read(fd, index).is_some_and(|now| now != 0) {
+            msrs::write(fd, index, value)?;
+        }
+    }
+    Ok(())
 }
 
-impl SaveRestore for Vcpu {
-    fn save(&mut self) -> Result<VcpuState, StateError> {
-        if self.is_mid_instruction() {
-            let vcpu = lacuna_machine::Vcpu::index(self);
-            return Err(StateError::MidInstruction { vcpu });
-        }
-        let fd = self.fd();
-        let msr = |index| read_msr(fd, index).unwrap_or(0);
-        let sregs = fd.get_sregs().map_err(refused("read system registers"))?;
-        let debug = fd
-            .get_debug_regs()
-            .map_err(refused("read debug registers"))?;
-        let lapic = fd.get_lapic().map_err(refused("read the local APIC"))?;
-        let fresh = self.fresh().iter();
-        let now = fresh.filter_map(|(index, fresh)| Some((*index, *fresh, read_msr(fd, *index)?)));
-        let msrs = now.filter(|(index, fresh, now)| fresh != now || COMMON_MSRS.contains(index));
-        let (xsave, xcr0) = match self.model() {
-            CpuModel::Common { .. } => (None, 1),
-            CpuModel::Host => (Some(xsave(fd)?), xcr0(fd)?),
-        };
-        let state = State {
-            regs: regs(fd)?,
-            system: system(&sregs),
-            debug: Debug {
-                dr: debug.db,
-                dr6: debug.dr6,
-                dr7: debug.dr7,
-            },
-            msrs: msrs.map(|(index, _, now)| (index, now)).collect(),
-            features: self.features().told(),
-            tsc: Tsc {
-                value: msr(TSC),
-                khz: fd
-                    .get_tsc_khz()
-                    .map_err(refused("read the TSC's frequency"))?,
-            },
-            apic: Apic {
-                base: sregs.apic_base,
-                regs: page(&lapic),
-                tsc_deadline: msr(TSC_DEADLINE),
-            },
-            events: events(fd, sregs.cr2)?,
-            apf: AsyncFaults {
-                enable: msr(APF_ENABLE),
-                vector: msr(APF_VECTOR),
-            },
-            xsave,
-            xcr0,
-            run: run_state(fd)?,
-        };
-        Ok(VcpuState::X86(Box::new(state)))
+/// Refuses what KVM would take silently, or would refuse after it has set a part of the state.
+fn check(state: &State, features: &Features, fresh: &Fresh) -> Result<(), StateError> {
+    if let Some((field, value)) = state.features.missing_in(&features.told()) {
+        return unsupported(field, value);
     }
-
-    fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
-        let VcpuState::X86(state) = state else {
-            return Err(StateError::Architecture);
-        };
-        self.check(state)?;
-        let index = lacuna_machine::Vcpu::index(self);
-        let fd = self.fd();
-        let khz = state.tsc.khz;
-        let set = self.features().set_tsc(fd, index, khz);
-        if !set.map_err(refused("set the TSC's frequency"))? {
-            return unsupported("tsc.khz", khz);
-        }
-        set_tsc(fd, &state.tsc)?;
-        self.forget_access();
-        let fd = self.fd();
-        let mut sregs = fd.get_sregs().map_err(refused("read system registers"))?;
-        put_system(&mut sregs, state);
-        fd.set_sregs(&sregs)
-            .map_err(refused("set system registers"))?;
-        set_regs(fd, &state.regs)?;
-        set_vectors(fd, state)?;
-        for (index, fresh) in self.fresh() {
-            let value = state.msrs.get(index).copied().unwrap_or(*fresh);
-            if read_msr(fd, *index) != Some(value) {
-                write_msr(fd, *index, value)?;
-            }
-        }
-        let lapic = lapic(&state.apic);
-        fd.set_lapic(&lapic)
-            .map_err(refused("set the local APIC"))?;
-        write_msr(fd, TSC_DEADLINE, state.apic.tsc_deadline)?;
-        let debug = kvm_debugregs {
-            db: state.debug.dr,
-            dr6: state.debug.dr6,
-            dr7: state.debug.dr7,
-            ..Default::default()
-        };
-        fd.set_debug_regs(&debug)
-            .map_err(refused("set debug registers"))?;
-        set_events(fd, &state.events)?;
-        set_run_state(fd, state.run)?;
-        // Last: EN has KVM read the guest's memory, and queue the wake-all.
-        for (index, value) in [
-            (APF_VECTOR, state.apf.vector),
-            (APF_ENABLE, state.apf.enable),
-        ] {
-            if value != 0 || read_msr(fd, index).is_some_and(|now| now != 0) {
-                write_msr(fd, index, value)?;
-            }
-        }
-        Ok(())
+    let unknown = |index: &&u32| !fresh.contains_key(index);
+    if let Some(index) = state.msrs.keys().find(unknown) {
+        let (index, value) = (*index, state.msrs[index]);
+        return Err(StateError::Msr { index, value });
     }
-}
-
-impl Vcpu {
-    /// What KVM would take without a word, or refuse after a part of the state is set.
-    fn check(&self, state: &State) -> Result<(), StateError> {
-        if let Some((field, value)) = state.features.missing_in(&self.features().told()) {
-            return unsupported(field, value);
-        }
-        let unknown = |index: &&u32| !self.fresh().contains_key(index);
-        if let Some(index) = state.msrs.keys().find(unknown) {
-            let (index, value) = (*index, state.msrs[index]);
-            return Err(StateError::Msr { index, value });
-        }
-        if let Some(exception) = state.events.exception
-            && (exception.vector > 31
-                || exception.cr2.is_some() != (exception.vector == PAGE_FAULT))
-        {
-            return Err(StateError::Invalid {
-                field: "events.exception",
-                value: exception.vector.into(),
-            });
-        }
-        match self.model() {
-            CpuModel::Host => Ok(()),
-            CpuModel::Common { .. } => check_common(state),
-        }
+    if let Some(exception) = state.events.exception
+        && (exception.vector > 31 || exception.cr2.is_some() != (exception.vector == PAGE_FAULT))
+    {
+        return Err(StateError::Invalid {
+            field: "events.exception",
+            value: exception.vector.into(),
+        });
+    }
+    match features.model() {
+        CpuModel::Host => Ok(()),
+        CpuModel::Common { .. } => check_common(state),
     }
 }
 
@@ -235,9 +204,9 @@ fn unsupported<T>(field: &'static str, value: impl Into<u64>) -> Result<T, State
 /// is refused. A TSC that leaps ahead is as after a long stop. KVM makes the TSCs of a VM's vCPUs
 /// agree if they are set to values that are nearly equal, so up to a second may be missing.
 fn set_tsc(fd: &VcpuFd, tsc: &Tsc) -> Result<(), StateError> {
-    write_msr(fd, TSC, tsc.value)?;
+    msrs::write(fd, TSC, tsc.value)?;
     let second = u64::from(tsc.khz) * 1000;
-    match read_msr(fd, TSC) {
+    match msrs::read(fd, TSC) {
         Some(now) if now.saturating_add(second) >= tsc.value => Ok(()),
         _ => unsupported("tsc.value", tsc.value),
     }
