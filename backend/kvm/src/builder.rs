@@ -14,24 +14,24 @@ use lacuna_sync::{Clock, HostClock, LatencySetting};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The description of a run.
+/// The description of a VM and of a run.
 #[derive(Clone, Debug)]
 pub struct VmBuilder {
     /// The memory that the guest sees.
     pub memory: PageCount,
-    /// How much of it may be resident at a time, at least 2 MiB.
+    /// How many of these pages may be resident at a time, at least 2 MiB.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
-    /// How long a page takes to arrive that is not resident.
+    /// How long a swapped-out page takes to arrive.
     pub latency: LatencySetting,
-    /// Whether this also holds for pages that were never touched.
+    /// Whether this also holds for a page at its first touch.
     pub first_touch: FirstTouch,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
-    /// Where dirty logging records its writes.
+    /// Where dirty logging records writes.
     pub delivery: Delivery,
-    /// What detects them.
+    /// What detects writes.
     pub tracker: Tracker,
     /// Which processor the guest sees.
     pub cpu: CpuModel,

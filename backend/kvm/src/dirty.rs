@@ -1,14 +1,15 @@
-//! Dirty logging: what KVM and Linux know of the pages that the guest writes.
+//! Dirty logging: the pages that the guest and this process have written.
 //!
-//! Each harvest has done all that the order *take, re-arm, flush, copy* asks for when it returns.
-//! KVM does not know what this process writes through [`Vm`](crate::Vm). Those writes are noted in
-//! a bitmap for each slot, and `get_dirty` hands them out with the guest's.
+//! When a harvest returns, its pages are re-armed and flushed, so the caller may copy them. KVM
+//! does not see what this process writes through [`Vm`](crate::Vm). A bitmap for each slot records
+//! those writes, and `get_dirty` returns them with the guest's.
 //!
-//! UNSAFETY: descriptors are borrowed from `kvm-ioctls`, which has no safe way.
+//! UNSAFETY: descriptors are borrowed from `kvm-ioctls` as raw numbers, because its types do not
+//! implement `AsFd`.
 
 use crate::kick::VcpuKicks;
 use crate::ring::Ring;
-use crate::slots::{KvmSlot, SlotTable, tell_logging};
+use crate::slots::{KvmSlot, SlotTable, set_logging_flag};
 use crate::source::Source;
 use crate::tracker::Tracker;
 use kvm_bindings::{
@@ -29,23 +30,23 @@ fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
     }
 }
 
-/// A VM's tracking of writes.
+/// The state of a VM's dirty logging.
 pub struct Dirty {
     delivery: Delivery,
     tracker: Tracker,
     state: Mutex<State, lock_order::KvmDirty>,
 }
 
-/// One switch or harvest at a time.
+/// What one thread at a time uses: the one that switches logging, or harvests.
 pub struct State {
-    /// Of each vCPU.
+    /// One for each vCPU.
     rings: Vec<Ring>,
     pagemap: Option<Pagemap>,
 }
 
 impl Dirty {
     /// # Errors
-    /// The page map cannot be opened, or does not go with rings.
+    /// The page map cannot be opened, or the delivery is a ring, which cannot be filled from it.
     pub fn new(delivery: Delivery, tracker: Tracker) -> Result<Self, DirtyError> {
         let pagemap = match (tracker, delivery) {
             (Tracker::Pagemap, Delivery::Bitmap) => {
@@ -73,15 +74,15 @@ impl Dirty {
         self.delivery
     }
 
-    /// Keeps logs as they are: no slot's flags change, and no harvest is under way.
+    /// Excludes other harvests and changes of slots until the result is dropped.
     pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no panic under this lock")
     }
 }
 
 impl State {
-    /// Sets the bits of the pages written since they were last protected; in `out` are those that
-    /// have been protected by now, also when it fails on the way.
+    /// Protects the pages that were written, and sets their bits in `out`. After an error, `out`
+    /// has the bits of the pages that are protected already.
     fn take_bits(&self, slot: &KvmSlot, out: &mut [u64]) -> Result<(), DirtyError> {
         let pagemap = self.pagemap.as_ref().expect("opened with the VM");
         let scan = pagemap.written(slot.backing, Written::Protect, |run| {
@@ -94,7 +95,7 @@ impl State {
     }
 }
 
-/// What a switch or a harvest needs of the VM.
+/// The parts of a VM that dirty logging uses.
 pub struct Log<'a> {
     pub dirty: &'a Dirty,
     pub fd: &'a VmFd,
@@ -104,7 +105,7 @@ pub struct Log<'a> {
 }
 
 impl Log<'_> {
-    /// Whether a slot logs, from here on.
+    /// Turns a slot's logging on or off.
     pub fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
         let state = self.dirty.state();
         let slot = self.slots.get(id)?;
@@ -130,14 +131,14 @@ impl Log<'_> {
             }
             (Tracker::Pagemap, false) => {
                 let result = self.source.unprotect(slot.backing);
-                result.map_err(refused("take off the write protection"))?;
+                result.map_err(refused("remove the write protection"))?;
             }
             (Tracker::Kvm, _) => {
                 if on && self.dirty.delivery == Delivery::Bitmap {
-                    clear_by_hand(self.fd)?;
+                    enable_manual_protect(self.fd)?;
                 }
-                let told = tell_logging(self.fd, &slot, logging);
-                told.map_err(refused("switch a slot's logging"))?;
+                let set = set_logging_flag(self.fd, &slot, logging);
+                set.map_err(refused("switch a slot's logging"))?;
             }
         }
         if on {
@@ -165,7 +166,7 @@ impl Log<'_> {
         guest.inspect_err(|_| host.put_back(0, out))
     }
 
-    /// Copies a slot's dirty bits into `out`, and leaves them.
+    /// Copies a slot's dirty bits into `out`, and clears none.
     pub fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
         let _state = self.dirty.state();
         let slot = self.logging(id, out.len())?;
@@ -175,8 +176,8 @@ impl Log<'_> {
         Ok(())
     }
 
-    /// Clears those dirty bits of `pages` pages from `first_page` on that `mask` names, and re-arms
-    /// those pages.
+    /// Of the `pages` pages from `first_page` on, clears the dirty bits that are set in `mask`, and
+    /// re-arms those pages.
     pub fn clear_dirty(
         &self,
         id: SlotId,
@@ -193,20 +194,21 @@ impl Log<'_> {
         self.clear_log(&slot, first_page, pages, mask)
     }
 
-    /// Hands out the pages in all vCPUs' rings; returns how many. vCPUs are made to leave the guest
-    /// once before, since a processor may have a log of its own.
+    /// Calls `each` for the pages in all vCPUs' rings, and returns their number. First it makes
+    /// every vCPU leave the guest once: at an exit, KVM moves the processor's own log into the
+    /// ring.
     pub fn reap(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
-        self.kicks.flush();
+        self.kicks.kick_all_and_wait();
         let mut all = 0;
         for (vcpu, ring) in state.rings.iter_mut().enumerate() {
-            let harvest = ring.harvest(&mut *each);
-            all += harvest.map_err(|_| DirtyError::Overflow { vcpu })?;
+            let reaped = ring.reap(&mut *each);
+            all += reaped.map_err(|_| DirtyError::Overflow { vcpu })?;
         }
         Ok(all)
     }
 
-    /// Frees the entries that were reaped and re-arms their pages; how many those were.
+    /// Frees the entries that were reaped, re-arms their pages, and returns their number.
     pub fn reset(&self) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
         let mut all = 0;
@@ -223,9 +225,9 @@ impl Log<'_> {
         Ok(all)
     }
 
-    /// Moves what KVM has logged of a slot to where this process notes its own writes, before KVM
-    /// makes the slot anew.
-    pub fn rescue(&self, slot: &KvmSlot) -> Result<(), DirtyError> {
+    /// Copies KVM's log of a slot into the bitmap of this process's own writes. KVM is about to
+    /// delete the slot and its log.
+    pub fn preserve(&self, slot: &KvmSlot) -> Result<(), DirtyError> {
         let by_kvm = (self.dirty.tracker, self.dirty.delivery) == (Tracker::Kvm, Delivery::Bitmap);
         if by_kvm && slot.attach.is_logging() {
             let words = self.read_log(slot)?;
@@ -288,15 +290,15 @@ impl Log<'_> {
     }
 }
 
-/// From now on only `KVM_CLEAR_DIRTY_LOG` clears KVM's log and write-protects its pages.
-fn clear_by_hand(vm: &VmFd) -> Result<(), DirtyError> {
+/// Enables manual protect: only `KVM_CLEAR_DIRTY_LOG` clears KVM's log and re-arms its pages.
+fn enable_manual_protect(vm: &VmFd) -> Result<(), DirtyError> {
     let mut cap = kvm_enable_cap {
         cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
         ..Default::default()
     };
     cap.args[0] = u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE);
     let enabled = vm.enable_cap(&cap);
-    enabled.map_err(|e| refused("clear the log by hand (Linux 5.1)")(errno(e)))
+    enabled.map_err(|e| refused("enable manual protect of its log (Linux 5.1)")(errno(e)))
 }
 
 fn errno(error: kvm_ioctls::Error) -> Errno {

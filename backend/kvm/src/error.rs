@@ -13,34 +13,38 @@ pub const API_VERSION: i32 = 12;
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum Unavailable {
     /// The host's processor has another architecture.
-    #[error("the kvm backend runs on x86-64 hosts only: use the soft backend (`--backend soft`)")]
+    #[error("the kvm backend runs on x86-64 hosts only: use the soft backend")]
     Architecture,
     /// There is no device.
-    #[error("no {DEVICE}: this machine has no KVM, or its module is not loaded")]
+    #[error("no {DEVICE}: load KVM's module (kvm_intel or kvm_amd), or use the soft backend")]
     NoDevice,
-    /// The device may not be opened.
+    /// This process has no permission to open the device.
     #[error("no permission to open {DEVICE}: become a member of its group, usually `kvm`")]
     NoPermission,
-    /// It cannot be opened.
+    /// The device cannot be opened for another reason.
     #[error("cannot open {DEVICE}: {0}")]
     Open(Errno),
-    /// An unknown API version.
-    #[error("{DEVICE} has API version {0}; the kvm backend needs {API_VERSION}")]
+    /// KVM has an unknown API version.
+    #[error(
+        "{DEVICE} has API version {0}, not {API_VERSION}: use another kernel, or the soft backend"
+    )]
     Version(i32),
     /// KVM lacks a capability that the backend needs.
-    #[error("{DEVICE} lacks {0}")]
+    #[error("{DEVICE} lacks {0}: use a newer kernel, or the soft backend")]
     Lacks(&'static str),
     /// The kernel has no userfaultfd.
-    #[error("the kernel was built without userfaultfd")]
+    #[error(
+        "the kernel has no userfaultfd (CONFIG_USERFAULTFD): use another one, or the soft backend"
+    )]
     NoUserfaultfd,
-    /// userfaultfd is not permitted.
+    /// This process has no permission to use userfaultfd.
     #[error(
         "no permission for userfaultfd on the kernel's own faults: run as root, with \
          CAP_SYS_PTRACE, or with sysctl vm.unprivileged_userfaultfd=1"
     )]
     UserfaultfdPermission,
-    /// The kernel is too old.
-    #[error("userfaultfd cannot move pages: that needs Linux 6.8 ({0})")]
+    /// The kernel is too old for the operations of userfaultfd that the backend uses.
+    #[error("userfaultfd cannot move pages ({0}): use Linux 6.8 or later, or the soft backend")]
     OldUserfaultfd(Errno),
 }
 
@@ -51,50 +55,56 @@ pub enum KvmError {
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
     /// The number of vCPUs is zero, or more than KVM has.
-    #[error("{asked} vCPUs: give 1 to {most}")]
+    #[error("{asked} vCPUs: give 1 to {max}")]
     Vcpus {
         /// The number that was asked for.
         asked: usize,
         /// The largest number.
-        most: usize,
+        max: usize,
     },
     /// The budget is too small.
-    #[error("a resident budget of {pages} pages: the kvm backend needs at least {least} (2M)")]
+    #[error("a resident budget of {pages} pages is too small: give at least {min} (2M)")]
     Resident {
         /// The budget that was asked for, or all of the guest's memory if that is less.
         pages: u64,
         /// The minimum.
-        least: u64,
+        min: u64,
     },
     /// KVM has no asynchronous page faults.
-    #[error("this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14)")]
+    #[error(
+        "this KVM does not offer asynchronous page faults (CPUID 0x40000001 bits 4 and 14): turn \
+         them off, or use the soft backend"
+    )]
     NoApf,
     /// The common processor model has a feature that KVM does not offer here.
-    #[error("this KVM does not offer {0}, which the common processor model has")]
+    #[error(
+        "this KVM does not offer {0}, which the common processor model has: use the host's model \
+         (`CpuModel::Host`), or the soft backend"
+    )]
     NoFeature(&'static str),
     /// KVM cannot run the guest's TSC at this frequency.
-    #[error("a TSC of {khz} kHz: this KVM does not run one at that frequency")]
+    #[error("this KVM cannot run a TSC at {khz} kHz: leave the frequency to it (`tsc_khz: None`)")]
     TscFrequency {
         /// The frequency that was asked for.
         khz: u32,
     },
     /// KVM has no dirty rings.
-    #[error("this KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING): use its bitmap")]
+    #[error("this KVM has no dirty rings (KVM_CAP_DIRTY_LOG_RING): use `Delivery::Bitmap`")]
     NoRing,
     /// The rings are too large for this KVM.
-    #[error("dirty rings of {bytes} bytes: this KVM takes up to {most}")]
+    #[error("dirty rings of {bytes} bytes are too large: this KVM takes at most {max}")]
     Ring {
         /// The size that was asked for.
         bytes: usize,
         /// The largest size.
-        most: usize,
+        max: usize,
     },
-    /// Pages may be evicted; writes to them would not be recorded.
+    /// The page map has no record of a write to a page that was evicted since.
     #[error(
-        "writes are to be read from the page map, which knows nothing of pages that are elsewhere: \
-         make all of the guest's memory resident, or use KVM's bitmap or rings"
+        "the page map loses writes to pages that are swapped out: make all of the guest's memory \
+         resident, or let KVM detect writes (`Tracker::Kvm`)"
     )]
-    Away,
+    PartlyResident,
     /// Dirty tracking failed.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
@@ -107,11 +117,11 @@ pub enum KvmError {
     /// The memory does not fit into slots.
     #[error(transparent)]
     Slot(#[from] SlotError),
-    /// The VM has its vCPUs.
+    /// The VM has its vCPUs already.
     #[error("this VM has its vCPUs already: make another one")]
     Booted,
     /// A thread of the run cannot be started.
-    #[error("cannot start a thread of the run: {0}")]
+    #[error("cannot start a thread of the run: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),
     /// The page source cannot start.
     #[error("userfaultfd: cannot {step}: {errno}")]
@@ -137,7 +147,7 @@ impl BackendError for KvmError {
             Self::Vcpus { .. }
             | Self::Resident { .. }
             | Self::Ring { .. }
-            | Self::Away
+            | Self::PartlyResident
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
             Self::Boot(error) | Self::Memory(MapError::Boot(error)) => error.kind(),

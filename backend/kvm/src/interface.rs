@@ -63,12 +63,13 @@ impl lacuna_machine::Vm for Vm {
         stats
     }
 
-    /// The guest's memory is in small pages: huge ones could not be evicted one by one.
+    /// `None`: the guest's memory is in small pages, because a huge page's parts cannot be evicted
+    /// one by one.
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
         None
     }
 
-    /// KVM offers them with CPUID, for the VM's whole life.
+    /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
         None
     }
@@ -95,7 +96,7 @@ impl DirtyTracking for Vm {
         self.log().has_two_steps().is_ok().then_some(self)
     }
 
-    /// The host's kernel chooses.
+    /// `None`: the host's kernel chooses how it detects writes.
     fn detection(&self) -> Option<&dyn DetectionChoice> {
         None
     }
@@ -116,7 +117,7 @@ impl TwoStepLog for Vm {
         self.log().peek_dirty(id, out)
     }
 
-    /// KVM does not say which pages were dirty: `mask` stays as it is.
+    /// KVM does not report which pages were dirty, so `mask` is unchanged.
     fn clear_dirty(
         &self,
         id: SlotId,
@@ -133,7 +134,7 @@ fn refused(id: SlotId) -> impl Fn(Refusal) -> MemorySlotError {
         Refusal::Slot(error) => error.into(),
         Refusal::Kvm(errno) => MemorySlotError::Host {
             id,
-            cause: format!("KVM refuses the slot: {errno}"),
+            cause: format!("KVM refused the change of this slot: {errno}"),
         },
     }
 }
@@ -149,8 +150,8 @@ impl MemorySlots for Vm {
         slots.iter().map(slot).collect()
     }
 
-    /// The memory is the slot's own: Linux fills it at the first touch, and the budget of resident
-    /// pages does not count it.
+    /// The memory is the slot's own. Linux supplies its pages, and the budget of resident pages
+    /// does not count them.
     fn add_memory(
         &self,
         id: SlotId,
@@ -196,10 +197,11 @@ impl MemorySlots for Vm {
         if slot.flags == flags {
             return Ok(());
         }
-        // KVM has no slot for a moment: no vCPU may see that, and no write may be forgotten.
-        let _held = self.kicks.hold();
-        let rescued = self.log().rescue(&slot);
-        rescued.map_err(|error| MemorySlotError::Host {
+        // KVM deletes the slot and adds it again. A vCPU in between would find no memory there, and
+        // KVM deletes the slot's log.
+        let _paused = self.kicks.pause();
+        let preserved = self.log().preserve(&slot);
+        preserved.map_err(|error| MemorySlotError::Host {
             id,
             cause: error.to_string(),
         })?;

@@ -1,20 +1,23 @@
-//! Kicks: vCPUs leave `KVM_RUN` to return to their VMM, for a moment, or for good.
+//! Kicks: they make vCPUs leave `KVM_RUN`, once, for a while, or for ever.
 //!
 //! ```text
-//! kicker   request: stays until a run of that vCPU has returned Interrupted for it
-//!          flush:   all vCPUs out once, and waits until those entries have ended
-//!          stop:    for good
-//!          each: if the vCPU is entered, immediate_exit = 1, then a signal
-//! vCPU     entered, immediate_exit = requested (under its lock); stopping? ; KVM_RUN; not entered
+//! kicking thread   request: one vCPU's run returns Interrupted, this run or else the next
+//!                  kick_all_and_wait: every vCPU leaves once; waits until each has left
+//!                  pause: as kick_all_and_wait, and no vCPU enters while the guard lives
+//!                  stop: every vCPU leaves, and none enters again
+//!                  each: if the vCPU is entered, immediate_exit = 1, then a signal
+//! vCPU's thread    under its lock: entered, immediate_exit = requested
+//!                  is the VM stopping? ; KVM_RUN ; not entered
 //! ```
-//! A vCPU that enters after the kicker has passed sees the request or `stopping`. One that entered
-//! before gets both: `immediate_exit` if it is not in `KVM_RUN` yet, the signal if it is. The
-//! signal's handler does nothing; the arrival of the signal ends the sleep or the guest's run with
-//! `EINTR`. With `immediate_exit` set, `KVM_RUN` first completes an access that was answered, then
-//! returns.
+//! A vCPU that enters after the kicking thread has looked at it sees the request or `stopping`. A
+//! vCPU that entered before gets `immediate_exit`, which ends a `KVM_RUN` that has not begun, and
+//! the signal, which ends one that has. The signal's handler does nothing: the arrival of a signal
+//! ends `KVM_RUN` with `EINTR`. With `immediate_exit` set, `KVM_RUN` completes an access that the
+//! VMM has answered, and then returns.
 //!
 //! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
-//! thread and the page exist while the vCPU is entered. It leaves under its `VcpuKick`'s lock.
+//! thread and the page exist while the vCPU is entered, and a vCPU leaves under its `VcpuKick`'s
+//! lock.
 
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::os::raw::c_int;
@@ -28,16 +31,16 @@ struct Entered {
     immediate_exit: NonNull<u8>,
 }
 
-// SAFETY: 1. the pointer is used only through `AtomicU8`, under that lock.
+// SAFETY: 1. the pointer is used only through `AtomicU8`, under the `VcpuKick`'s lock.
 unsafe impl Send for Entered {}
 
 impl Entered {
     fn kick(&self) {
         // SAFETY: 1. the byte is in the vCPU's shared page, mapped while it is entered. 2. The
-        // kernel reads it, and all others write it under that lock.
+        // kernel reads it, and this process writes it only under the `VcpuKick`'s lock.
         let exit = unsafe { AtomicU8::from_ptr(self.immediate_exit.as_ptr()) };
         exit.store(1, Ordering::SeqCst);
-        // SAFETY: 1. the thread runs: it takes that lock before it can end.
+        // SAFETY: 1. the thread exists: it takes the `VcpuKick`'s lock before it can end.
         let sent = unsafe { libc::pthread_kill(self.thread, signal()) };
         debug_assert_eq!(sent, 0, "a valid signal to a thread that lives");
     }
@@ -50,7 +53,7 @@ struct State {
     entries: u64,
     /// The number of threads that wait for an entry to end.
     waiting: usize,
-    /// The VMM has requested its vCPU.
+    /// The vCPU's next return to the VMM is `Interrupted`.
     requested: bool,
 }
 
@@ -58,7 +61,8 @@ struct State {
 #[derive(Default)]
 struct VcpuKick {
     state: Mutex<State, lock_order::KvmKick>,
-    left: Condvar,
+    /// The vCPU has left, or vCPUs may enter again.
+    changed: Condvar,
 }
 
 impl VcpuKick {
@@ -67,34 +71,34 @@ impl VcpuKick {
     }
 }
 
-/// How all vCPUs of a VM are stopped.
+/// The kick states of a VM's vCPUs.
 pub struct VcpuKicks {
     stopping: AtomicBool,
     vcpus: Box<[VcpuKick]>,
     /// No vCPU may enter the guest.
-    holding: AtomicBool,
-    turn: Mutex<(), lock_order::KvmHold>,
+    paused: AtomicBool,
+    turn: Mutex<(), lock_order::KvmPause>,
 }
 
-/// While it lives, no vCPU is in the guest.
-pub struct Held<'a> {
+/// While this exists, no vCPU is in the guest.
+pub struct Paused<'a> {
     kicks: &'a VcpuKicks,
     _turn: MutexGuard<'a, ()>,
 }
 
-impl Drop for Held<'_> {
+impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        self.kicks.holding.store(false, Ordering::SeqCst);
+        self.kicks.paused.store(false, Ordering::SeqCst);
         for vcpu in &self.kicks.vcpus {
-            // Under the lock: a vCPU that has just seen the flag is asleep by then.
+            // The lock prevents a lost wake-up: a vCPU that has seen the flag set sleeps by now.
             let _state = vcpu.state();
-            vcpu.left.notify_all();
+            vcpu.changed.notify_all();
         }
     }
 }
 
-/// While this exists the vCPU may be kicked.
-pub struct Entry<'a>(&'a VcpuKick);
+/// A vCPU is entered, and can be kicked, while this exists.
+pub struct EnteredVcpu<'a>(&'a VcpuKick);
 
 impl VcpuKicks {
     /// For `vcpus` vCPUs.
@@ -103,7 +107,7 @@ impl VcpuKicks {
         Self {
             stopping: AtomicBool::new(false),
             vcpus: (0..vcpus).map(|_| VcpuKick::default()).collect(),
-            holding: AtomicBool::new(false),
+            paused: AtomicBool::new(false),
             turn: Mutex::new(()),
         }
     }
@@ -113,7 +117,7 @@ impl VcpuKicks {
         self.stopping.load(Ordering::SeqCst)
     }
 
-    /// Requests that vCPU `index` returns to its VMM, from this run or else from its next.
+    /// Requests that vCPU `index` returns to its VMM, from its present run or else from its next.
     pub fn request(&self, index: usize) {
         let Some(vcpu) = self.vcpus.get(index) else {
             return;
@@ -130,23 +134,24 @@ impl VcpuKicks {
         (0..self.vcpus.len()).for_each(|index| self.request(index));
     }
 
-    /// Whether vCPU `index` was requested. The request is taken: its VMM gets the vCPU now.
+    /// Takes the request for vCPU `index`, and returns whether there was one.
     pub fn take_request(&self, index: usize) -> bool {
         std::mem::take(&mut self.vcpus[index].state().requested)
     }
 
-    /// Gets every vCPU out and keeps it out. Not for a vCPU's own thread.
-    pub fn hold(&self) -> Held<'_> {
+    /// Makes every vCPU leave, and keeps each outside until the result is dropped. A vCPU's own
+    /// thread must not call this.
+    pub fn pause(&self) -> Paused<'_> {
         let turn = self.turn.lock().expect("no panic under this lock");
-        self.holding.store(true, Ordering::SeqCst);
-        self.flush();
-        Held {
+        self.paused.store(true, Ordering::SeqCst);
+        self.kick_all_and_wait();
+        Paused {
             kicks: self,
             _turn: turn,
         }
     }
 
-    /// Gets every vCPU out, for good.
+    /// Makes every vCPU leave, and keeps each outside for ever.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         for vcpu in &self.vcpus {
@@ -158,19 +163,19 @@ impl VcpuKicks {
 
     /// Makes every vCPU leave once, and returns when each has been outside since the call. A vCPU's
     /// own thread must not call this.
-    pub fn flush(&self) {
+    pub fn kick_all_and_wait(&self) {
         let kick = |vcpu: &VcpuKick| {
             let state = vcpu.state();
             state.entered.as_ref().inspect(|entered| entered.kick());
             state.entries
         };
-        // All of them are kicked before any is waited for.
+        // Every vCPU is kicked before the wait for the first, so that the waits overlap.
         let entries: Vec<u64> = self.vcpus.iter().map(kick).collect();
         for (vcpu, entry) in self.vcpus.iter().zip(entries) {
             let mut state = vcpu.state();
             state.waiting += 1;
             let inside = |state: &mut State| state.entered.is_some() && state.entries == entry;
-            let left = vcpu.left.wait_while(state, inside);
+            let left = vcpu.changed.wait_while(state, inside);
             left.expect("no panic under this lock").waiting -= 1;
         }
     }
@@ -179,13 +184,13 @@ impl VcpuKicks {
     ///
     /// # Safety
     /// `immediate_exit` is that field of the vCPU's `struct kvm_run`, valid as long as the result.
-    pub unsafe fn enter(&self, index: usize, immediate_exit: NonNull<u8>) -> Entry<'_> {
+    pub unsafe fn enter(&self, index: usize, immediate_exit: NonNull<u8>) -> EnteredVcpu<'_> {
         let vcpu = &self.vcpus[index];
-        let held = |_: &mut State| self.holding.load(Ordering::SeqCst);
-        let state = vcpu.left.wait_while(vcpu.state(), held);
+        let paused = |_: &mut State| self.paused.load(Ordering::SeqCst);
+        let state = vcpu.changed.wait_while(vcpu.state(), paused);
         let mut state = state.expect("no panic under this lock");
-        // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all that write it
-        // hold the lock.
+        // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all code that
+        // writes the byte holds the lock.
         unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }
             .store(u8::from(state.requested), Ordering::SeqCst);
         state.entries += 1;
@@ -194,23 +199,23 @@ impl VcpuKicks {
             thread: unsafe { libc::pthread_self() },
             immediate_exit,
         });
-        Entry(vcpu)
+        EnteredVcpu(vcpu)
     }
 }
 
-impl Drop for Entry<'_> {
+impl Drop for EnteredVcpu<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
         state.entered = None;
-        // Exits are frequent and waiting threads are rare: a wake-up is a system call.
+        // A wake-up is a system call. Exits are frequent, and waiting threads are rare.
         if state.waiting > 0 {
-            self.0.left.notify_all();
+            self.0.changed.notify_all();
         }
     }
 }
 
-/// The first real-time signal that the C library leaves to programs, plus some distance to those
-/// that other code may use.
+/// The fifth real-time signal that the C library leaves to programs: other code in this process may
+/// use the first ones.
 fn signal() -> c_int {
     libc::SIGRTMIN() + 4
 }
@@ -220,8 +225,9 @@ extern "C" fn nothing(_: c_int) {}
 fn install_handler() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: 1. all zeros is a valid `sigaction`: no flags, so that system calls end with
-        // EINTR, and an empty mask. 2. The handler does nothing, which is async-signal-safe.
+        // SAFETY: 1. all zeros is a valid `sigaction`: an empty mask, and no flags, so that the
+        // signal ends system calls with EINTR. 2. The handler does nothing, which is
+        // async-signal-safe.
         let result = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as extern "C" fn(c_int) as usize;
@@ -239,15 +245,15 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// Simulates `KVM_RUN`: sleeps until a signal, or not at all if it is told to exit at once.
+    /// Simulates `KVM_RUN`: sleeps until a signal, or returns at once if `immediate_exit` is set.
     fn enter(kicks: &VcpuKicks, shared: &AtomicU8, entered: &AtomicUsize) {
         let immediate_exit = NonNull::new(shared.as_ptr()).unwrap();
         // SAFETY: 1. the byte outlives the entry.
         let _entry = unsafe { kicks.enter(0, immediate_exit) };
         entered.fetch_add(1, Ordering::SeqCst);
         while shared.load(Ordering::SeqCst) == 0 && !kicks.is_stopping() {
-            // Not `thread::sleep`, which goes on after a signal; and not for ever, since here,
-            // unlike in KVM, a signal may come between the look and the sleep.
+            // Not `thread::sleep`, which continues after a signal. Not for ever either: here,
+            // unlike in KVM, a signal may arrive between the load and the sleep.
             let brief = Timespec {
                 tv_sec: 0,
                 tv_nsec: 5_000_000,
@@ -257,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kick_is_one_exit_and_a_stop_is_for_good() {
+    fn a_kick_is_one_exit_and_a_stop_is_for_ever() {
         let (kicks, shared, entered) = (VcpuKicks::new(2), AtomicU8::new(0), AtomicUsize::new(0));
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -267,19 +273,19 @@ mod tests {
             });
             for _ in 0..200 {
                 let before = entered.load(Ordering::SeqCst);
-                kicks.flush();
+                kicks.kick_all_and_wait();
                 let now = entered.load(Ordering::SeqCst);
                 assert!((before..=before + 3).contains(&now), "{before} {now}");
             }
             while entered.load(Ordering::SeqCst) < 2 {
-                kicks.flush();
+                kicks.kick_all_and_wait();
             }
             // The vCPU is inside, and stays there.
             let before = entered.load(Ordering::SeqCst);
             thread::sleep(Duration::from_millis(50));
             let inside = entered.load(Ordering::SeqCst);
             assert!(inside <= before + 1);
-            kicks.flush();
+            kicks.kick_all_and_wait();
             thread::sleep(Duration::from_millis(50));
             assert_eq!(entered.load(Ordering::SeqCst), inside + 1);
             kicks.stop();

@@ -1,9 +1,9 @@
 //! The kvm backend: x86-64 guests on `/dev/kvm`, with memory by userfaultfd.
 //!
-//! KVM runs the vCPUs and is the host side of asynchronous page faults; Linux is the memory
-//! manager. Lacuna answers the page faults: its [page source](SourceConfig) has a chosen latency
-//! and a budget of resident pages. So an image that runs on the soft backend can be run with KVM's
-//! own ABI here.
+//! A [`VmBuilder`] makes a [`Vm`] or runs an image. KVM runs the vCPUs and is the host side of
+//! asynchronous page faults. Linux manages the memory. Lacuna's [page source](SourceConfig) answers
+//! the page faults, with a chosen latency and a budget of resident pages. So an image that runs on
+//! the soft backend runs here with KVM's own ABI.
 //!
 //! | file | job |
 //! |---|---|
@@ -11,21 +11,21 @@
 //! | `available` | whether this machine can run the backend |
 //! | `memory` | the guest's memory in this process |
 //! | `pages` | the state of each page, and the choice of the page to evict |
-//! | `source` | the page source: a thread on userfaultfd that provides and evicts pages |
+//! | `source` | the page source: a thread on userfaultfd that supplies and evicts pages |
 //! | `arch` | what depends on the host's architecture, for x86-64 and for others |
 //! | `arch/x86/msrs` | model-specific registers, one by one |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
-//! | `boot` | from a VM to its vCPUs |
+//! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
-//! | `slots` | memory slots: this process's table, and what KVM is told |
+//! | `slots` | memory slots: this process's table, and KVM's |
 //! | `tracker` | what detects the guest's writes |
 //! | `interface` | the backend interface of `lacuna_machine` |
 //! | `vm` | one VM: descriptors, slots, memory, source |
 //! | `dirty` | dirty tracking: KVM's bitmap, its rings, Linux's page table |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
-//! | `builder` | from a description of a run to its end |
+//! | `builder` | describes a VM, makes it, runs an image in it |
 //!
 //! # Unsafe
 //! This crate may hold `unsafe` because KVM and userfaultfd act on this process's memory by

@@ -1,9 +1,9 @@
-//! The guest's memory: one anonymous mapping, and a second of the same size for pages that are not
-//! resident.
+//! The guest's memory: one anonymous mapping, and a second one of the same size, the store, for
+//! evicted pages.
 //!
 //! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. No
-//! reference to guest memory other than to an atomic is ever formed, since vCPUs write it at the
-//! same time, and the mapping lives as long as the [`Memory`] that hands out the addresses.
+//! reference to guest memory other than to an atomic is ever formed, because vCPUs write it at the
+//! same time. A mapping lives as long as the [`Memory`] or the slot that has it.
 
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount, aligned_piece};
 use lacuna_machine::{BootError, Layout};
@@ -34,8 +34,8 @@ impl Mapping {
         let start = Hva::new(base.expose_provenance() as u64);
         let range = HvaRange::new(start, pages.get()).ok_or(Errno::INVAL)?;
         let this = Self { range };
-        // Huge pages could not be moved out one by one, and would not fault one by one. Pages
-        // shared with a child process could not be moved at all.
+        // The small pages of a huge page cannot be evicted or fault one by one. Linux does not move
+        // pages that are shared with a child process.
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
             // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
             unsafe { madvise(base, bytes, advice) }?;
@@ -53,7 +53,7 @@ impl Mapping {
         Hva::new(self.range.start().get() + u64::from(index) * PAGE_SIZE as u64)
     }
 
-    /// Index of the page at `hva`, if it lies here.
+    /// Index of the page at `hva`, if the mapping contains it.
     pub fn index(&self, hva: Hva) -> Option<u32> {
         let offset = hva.get().checked_sub(self.range.start().get())?;
         let index = offset / PAGE_SIZE as u64;
@@ -74,11 +74,11 @@ impl Drop for Mapping {
 
 /// A guest's memory.
 pub struct Memory {
-    /// The memory that the guest sees, its slots one after the other.
+    /// The memory that the guest sees: its slots one after the other.
     pub guest: Mapping,
-    /// Where a page is kept while it is not resident, at the same offset.
+    /// The content of evicted pages, each at its offset in `guest`.
     pub store: Mapping,
-    /// Its place in the guest's address space.
+    /// Where the slots are in the guest's address space.
     pub layout: Layout,
 }
 
@@ -123,13 +123,12 @@ impl Memory {
     }
 }
 
-/// Copies `bytes` to address `at`. Words of the guest's that lie on a multiple of their size are
-/// never torn.
+/// Copies `bytes` to address `at`. Guest words that are aligned to their size are never torn.
 ///
 /// # Safety
 /// The range lies in a mapping of guest memory.
-pub unsafe fn copy_in(at: u64, bytes: &[u8]) {
-    let mut address = at as usize;
+pub unsafe fn copy_in(at: Hva, bytes: &[u8]) {
+    let mut address = at.get() as usize;
     let mut rest = bytes;
     while !rest.is_empty() {
         let size = aligned_piece(address, rest.len());
@@ -148,13 +147,12 @@ pub unsafe fn copy_in(at: u64, bytes: &[u8]) {
     }
 }
 
-/// Copies from address `at`. Words of the guest's that lie on a multiple of their size are never
-/// torn.
+/// Copies from address `at`. Guest words that are aligned to their size are never torn.
 ///
 /// # Safety
 /// The range lies in a mapping of guest memory.
-pub unsafe fn copy_out(at: u64, into: &mut [u8]) {
-    let mut address = at as usize;
+pub unsafe fn copy_out(at: Hva, into: &mut [u8]) {
+    let mut address = at.get() as usize;
     let mut rest = into;
     while !rest.is_empty() {
         let size = aligned_piece(address, rest.len());
@@ -186,9 +184,9 @@ unsafe fn atomic<'a, A>(address: usize) -> &'a A {
     unsafe { &*ptr::with_exposed_provenance::<A>(address) }
 }
 
-/// Whether Linux has every page of these bytes in place, `mincore(2)`.
-pub fn is_mapped(address: u64, bytes: usize) -> bool {
-    let address = address as usize;
+/// Whether Linux has every page of these bytes in memory (`mincore(2)`).
+pub fn is_mapped(at: Hva, bytes: usize) -> bool {
+    let address = at.get() as usize;
     let first = address / PAGE_SIZE * PAGE_SIZE;
     let pages = (address + bytes).div_ceil(PAGE_SIZE) - first / PAGE_SIZE;
     let mut present = vec![0; pages];

@@ -1,30 +1,30 @@
 //! The state of each page of the guest: decisions only, no system calls.
 //!
 //! ```text
-//!              first touch                  too many mapped              too many in memory
-//!  Untouched --------------> Mapped ------------------------> Probation ------------------> Away
-//!                              ^                                  |                           |
-//!                              +--------- touched: at once -------+                           |
-//!                              +---------- its latency over ------ Coming <----- touched -----+
+//!              first touch                  too many mapped              over the budget
+//!  Untouched --------------> Mapped ------------------------> Probation ---------> SwappedOut
+//!                              ^                                  |                    |
+//!                              +--------- touched: at once -------+                    | touched
+//!                              +------- after its latency ------ InFlight <------------+
 //! ```
-//! Neither KVM nor Linux tells which pages a guest uses, so pages are evicted in the order in which
-//! they arrived. A page on probation is not mapped in the guest but still counts as resident. If it
-//! is touched then, it comes back without latency and is the youngest again. So a page in constant
-//! use (the guest kernel, a worker's stack) costs a short fault now and then, and never a long one.
-//! This is segmented FIFO (Turner and Levy, 1981), which needs no accessed bits.
+//! Neither KVM nor Linux reports which pages a guest uses, so pages are evicted in the order in
+//! which they arrived. A page on probation is not mapped in the guest, but it still counts as
+//! resident. If the guest touches it, it is mapped without latency and is the youngest again. So a
+//! page in constant use, such as the guest kernel's, costs a short fault now and then and never a
+//! long one. This is segmented FIFO (Turner and Levy, 1981), which needs no accessed bits.
 
 use std::collections::VecDeque;
 
-/// A page of the guest, by its place in the backing.
+/// A page of the guest, by its index in the guest's mapping.
 pub type Page = u32;
 
-/// When a page arrives that was never touched.
+/// When a page arrives at its first touch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FirstTouch {
     /// At once, as a page of zeros does on any host.
     #[default]
     Immediate,
-    /// After the latency, as in a migration after which no page has arrived yet: every page faults,
+    /// After the latency, as after a migration that has sent no page yet. Every page faults,
     /// whatever the budget is.
     Delayed,
 }
@@ -34,8 +34,8 @@ enum Place {
     Untouched,
     Mapped,
     Probation,
-    Away,
-    Coming,
+    SwappedOut,
+    InFlight,
 }
 
 /// What a touched page needs.
@@ -48,8 +48,8 @@ pub enum Need {
     Return,
     /// Move it back after the latency; then [`Pages::arrived`].
     Fetch,
-    /// Nothing: the page is on its way.
-    Patience,
+    /// Nothing: the page is in flight.
+    InFlight,
     /// A wake-up: the page arrived while this fault was being reported.
     Wake,
 }
@@ -62,55 +62,56 @@ pub struct Pages {
     mapped: VecDeque<Page>,
     /// Every page on probation once, oldest first.
     probation: VecDeque<Page>,
-    coming: usize,
+    in_flight: usize,
     budget: usize,
 }
 
 impl Pages {
-    /// The smallest useful budget. Half of it is never taken from the guest, so that the pages of
-    /// the last few instructions of every vCPU are still there.
+    /// The smallest useful budget. Half of it is never evicted, so that the pages of every vCPU's
+    /// last few instructions stay mapped.
     pub const BUDGET_MIN: usize = 512;
 
-    /// `count` untouched pages, of which `budget` may be in memory.
+    /// `count` untouched pages, of which `budget` may be resident.
     pub fn new(count: usize, budget: usize, first_touch: FirstTouch) -> Self {
         let place = match first_touch {
             FirstTouch::Immediate => Place::Untouched,
-            FirstTouch::Delayed => Place::Away,
+            FirstTouch::Delayed => Place::SwappedOut,
         };
         Self {
             places: vec![place; count],
             mapped: VecDeque::new(),
             probation: VecDeque::new(),
-            coming: 0,
+            in_flight: 0,
             budget,
         }
     }
 
-    /// A thread has touched `page` where it is missing.
+    /// A thread has touched `page`, which was not mapped.
     pub fn touched(&mut self, page: Page) -> Need {
         let place = &mut self.places[page as usize];
         match *place {
             Place::Untouched => Need::Zeros,
             Place::Probation => Need::Return,
-            Place::Away => {
-                *place = Place::Coming;
-                self.coming += 1;
+            Place::SwappedOut => {
+                *place = Place::InFlight;
+                self.in_flight += 1;
                 Need::Fetch
             }
-            Place::Coming => Need::Patience,
+            Place::InFlight => Need::InFlight,
             Place::Mapped => Need::Wake,
         }
     }
 
-    /// The source supplies `page`, which [`touched`](Self::touched) asked for, later.
+    /// The source cannot supply at once `page`, for which [`touched`](Self::touched) asked. The
+    /// page is in flight until it has [`arrived`](Self::arrived).
     pub fn delayed(&mut self, page: Page) {
         let place = &mut self.places[page as usize];
-        match std::mem::replace(place, Place::Coming) {
-            Place::Coming => return,
+        match std::mem::replace(place, Place::InFlight) {
+            Place::InFlight => return,
             Place::Probation => self.probation.retain(|&p| p != page),
-            Place::Untouched | Place::Away | Place::Mapped => {}
+            Place::Untouched | Place::SwappedOut | Place::Mapped => {}
         }
-        self.coming += 1;
+        self.in_flight += 1;
     }
 
     /// `page` is mapped now.
@@ -118,27 +119,28 @@ impl Pages {
         match self.places[page as usize] {
             Place::Mapped => return,
             Place::Probation => self.probation.retain(|&p| p != page),
-            Place::Coming => self.coming -= 1,
-            Place::Untouched | Place::Away => {}
+            Place::InFlight => self.in_flight -= 1,
+            Place::Untouched | Place::SwappedOut => {}
         }
         self.places[page as usize] = Place::Mapped;
         self.mapped.push_back(page);
     }
 
-    /// A page to take from the guest; then call [`left`](Self::left) or [`refused`](Self::refused).
-    /// Pages on their way are counted already, so that there is room when they arrive.
+    /// The next page to evict. The caller then calls [`evicted`](Self::evicted) or
+    /// [`refused`](Self::refused). Pages in flight count as resident, so that there is room when
+    /// they arrive.
     pub fn victim(&mut self) -> Option<Page> {
-        if self.holds_all() {
+        if self.has_all() {
             return None;
         }
-        let most = (self.budget - self.budget / 8).min(self.budget.saturating_sub(self.coming));
-        (self.mapped.len() > most.max(Self::BUDGET_MIN / 2))
+        let max = (self.budget - self.budget / 8).min(self.budget.saturating_sub(self.in_flight));
+        (self.mapped.len() > max.max(Self::BUDGET_MIN / 2))
             .then(|| self.mapped.pop_front())
             .flatten()
     }
 
-    /// `page` was taken from the guest and is in the store.
-    pub fn left(&mut self, page: Page) {
+    /// `page` was moved from the guest to the store.
+    pub fn evicted(&mut self, page: Page) {
         self.places[page as usize] = Place::Probation;
         self.probation.push_back(page);
     }
@@ -148,23 +150,23 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
-    /// Ends the probation of pages beyond the budget.
-    pub fn settle(&mut self) {
-        let excess = self.in_memory().saturating_sub(self.budget);
-        let gone = excess.min(self.probation.len());
-        for page in self.probation.drain(..gone) {
-            self.places[page as usize] = Place::Away;
+    /// Makes the oldest pages on probation swapped out while the budget is exceeded.
+    pub fn end_probation(&mut self) {
+        let excess = self.resident().saturating_sub(self.budget);
+        let count = excess.min(self.probation.len());
+        for page in self.probation.drain(..count) {
+            self.places[page as usize] = Place::SwappedOut;
         }
     }
 
-    /// Whether no page ever has to leave.
-    fn holds_all(&self) -> bool {
+    /// Whether the budget suffices for all pages, so that none is ever evicted.
+    fn has_all(&self) -> bool {
         self.budget >= self.places.len()
     }
 
     /// Pages that count against the budget.
-    pub fn in_memory(&self) -> usize {
-        self.mapped.len() + self.probation.len() + self.coming
+    pub fn resident(&self) -> usize {
+        self.mapped.len() + self.probation.len() + self.in_flight
     }
 }
 
@@ -172,28 +174,28 @@ impl Pages {
 mod tests {
     use super::*;
 
-    /// Touches `page` as the source does, with its latency over at once.
+    /// Touches `page` as the source does, with a latency of zero.
     fn touch(pages: &mut Pages, page: Page) -> Need {
         let need = pages.touched(page);
         while let Some(victim) = pages.victim() {
-            pages.left(victim);
+            pages.evicted(victim);
         }
-        pages.settle();
+        pages.end_probation();
         pages.arrived(page);
         need
     }
 
     #[test]
-    fn all_pages_fit_and_nothing_leaves() {
+    fn all_pages_fit_and_none_is_evicted() {
         let mut pages = Pages::new(400, 1024, FirstTouch::Immediate);
         for page in (0..400).chain(0..400) {
             assert!(matches!(touch(&mut pages, page), Need::Zeros | Need::Wake));
         }
-        assert_eq!(pages.in_memory(), 400);
+        assert_eq!(pages.resident(), 400);
     }
 
     #[test]
-    fn nothing_leaves_a_budget_of_all_pages() {
+    fn a_budget_of_all_pages_evicts_none() {
         let mut pages = Pages::new(1024, 1024, FirstTouch::Immediate);
         for page in (0..1024).chain(0..1024) {
             assert!(matches!(touch(&mut pages, page), Need::Zeros | Need::Wake));
@@ -201,18 +203,18 @@ mod tests {
     }
 
     #[test]
-    fn the_budget_holds_and_the_oldest_leave_first() {
+    fn the_budget_holds_and_the_oldest_are_evicted_first() {
         let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
         for page in 0..4096 {
             assert_eq!(touch(&mut pages, page), Need::Zeros);
-            assert!(pages.in_memory() <= 1024 + 1, "{}", pages.in_memory());
+            assert!(pages.resident() <= 1024 + 1, "{}", pages.resident());
         }
         assert_eq!(touch(&mut pages, 0), Need::Fetch);
         assert_eq!(touch(&mut pages, 4095), Need::Wake);
     }
 
     #[test]
-    fn a_page_in_constant_use_never_goes_away() {
+    fn a_page_in_constant_use_is_never_swapped_out() {
         let mut pages = Pages::new(10_000, 1024, FirstTouch::Immediate);
         let _ = touch(&mut pages, 0);
         for page in 1..10_000 {
@@ -222,40 +224,40 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_fetched_once_for_all_who_want_it() {
+    fn a_page_is_fetched_once_for_all_its_faults() {
         let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
         for page in 0..4096 {
             let _ = touch(&mut pages, page);
         }
         assert_eq!(pages.touched(7), Need::Fetch);
-        assert_eq!(pages.touched(7), Need::Patience);
+        assert_eq!(pages.touched(7), Need::InFlight);
         pages.arrived(7);
         assert_eq!(pages.touched(7), Need::Wake);
     }
 
     #[test]
-    fn a_page_that_cannot_come_at_once_is_on_its_way() {
+    fn a_page_that_cannot_arrive_at_once_is_in_flight() {
         let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
         for page in 0..4095 {
             let _ = touch(&mut pages, page);
         }
         let on_probation = pages.probation[3];
         for (page, need) in [(4095, Need::Zeros), (on_probation, Need::Return)] {
-            let before = pages.coming;
+            let before = pages.in_flight;
             assert_eq!(pages.touched(page), need);
             pages.delayed(page);
             pages.delayed(page);
             assert_eq!(
-                (pages.touched(page), pages.coming),
-                (Need::Patience, before + 1)
+                (pages.touched(page), pages.in_flight),
+                (Need::InFlight, before + 1)
             );
             pages.arrived(page);
-            assert_eq!((pages.touched(page), pages.coming), (Need::Wake, before));
+            assert_eq!((pages.touched(page), pages.in_flight), (Need::Wake, before));
         }
     }
 
     #[test]
-    fn what_is_coming_has_its_room_and_some_always_stays() {
+    fn pages_in_flight_have_room_and_half_the_minimum_stays_mapped() {
         let mut pages = Pages::new(8192, 1024, FirstTouch::Immediate);
         for page in 0..8192 {
             let _ = touch(&mut pages, page);
@@ -263,9 +265,9 @@ mod tests {
         for page in 0..4096 {
             let _ = pages.touched(page);
             while let Some(victim) = pages.victim() {
-                pages.left(victim);
+                pages.evicted(victim);
             }
-            pages.settle();
+            pages.end_probation();
         }
         assert_eq!(pages.mapped.len(), Pages::BUDGET_MIN / 2);
     }

@@ -1,17 +1,17 @@
 //! A vCPU's dirty ring in KVM's format: an array in pages of the vCPU's descriptor.
 //!
 //! ```text
-//! flags of an entry   0 free -> 1 dirty: KVM      1 -> 2 harvested: here      2 -> 0: KVM's reset
+//! flags of an entry   0 free -> 1 dirty: KVM      1 -> 2 reaped: here      2 -> 0: KVM's reset
 //! ```
 //! When all entries are dirty, KVM may have wrapped around and overwritten some: it does not stop
 //! at a full ring, but warns in the host's log. A reserve of 64 entries (and those of a processor's
-//! own log) is meant to prevent this: beyond it a vCPU does not enter the guest. But each store
-//! that KVM emulates makes an entry, and one string instruction up to a thousand of them between
-//! two checks of the reserve (seen on Linux 6.18, `kvm_pvm`). After that the place of its next
-//! entries is unknown, so such a ring is refused for ever.
+//! own log) is meant to prevent this: with only the reserve left, a vCPU does not enter the guest.
+//! But each store that KVM emulates makes an entry. One string instruction makes up to a thousand
+//! entries between two checks of the reserve (seen on Linux 6.18, `kvm_pvm`). After an overrun the
+//! index of KVM's next entry is unknown, so this process refuses such a ring for ever.
 //!
-//! The vCPU's thread writes slot and page before it sets `dirty`, and `reset` reads `harvested`
-//! before it reuses an entry: acquire here, release here.
+//! KVM writes slot and page before it sets `dirty`, so the load of the flags is an acquire. KVM's
+//! reset reuses an entry after it has read `reaped`, so the store of that flag is a release.
 //!
 //! UNSAFETY: a mapping that the kernel writes at any time. No reference to it other than to an
 //! atomic is formed, all inside the entries of the mapping, which lives as long as the [`Ring`].
@@ -33,14 +33,14 @@ const RESET: u32 = 2;
 
 const _: () = assert!(size_of::<kvm_dirty_gfn>() == RingSize::ENTRY_BYTES);
 
-/// The harvesting thread's end.
+/// The consumer's end of a ring.
 pub struct Ring {
     entries: NonNull<kvm_dirty_gfn>,
     size: RingSize,
-    /// The next entry to be harvested.
+    /// The number of entries reaped so far: the next one has this index, modulo the size.
     fetch: usize,
-    /// Harvested since the last reset.
-    harvested: usize,
+    /// Entries reaped since the last reset.
+    reaped: usize,
 }
 
 /// Entries may have been lost.
@@ -73,37 +73,37 @@ impl Ring {
             entries,
             size,
             fetch: 0,
-            harvested: 0,
+            reaped: 0,
         }
     }
 
-    /// Passes all pages that KVM has pushed so far to `each`, in order, and returns their number.
-    pub fn harvest(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, Overflow> {
+    /// Calls `each` for every page that KVM has pushed so far, in order, and returns their number.
+    pub fn reap(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, Overflow> {
         let first = self.fetch;
         loop {
-            if self.harvested == self.size.entries() {
+            if self.reaped == self.size.entries() {
                 return Err(Overflow);
             }
             let (flags, slot, page) = self.entry(self.fetch % self.size.entries());
-            // Not dirty: the entry is free (not pushed yet), or was harvested one round before.
+            // Not dirty: the entry is free, or was reaped in the round before and not reset yet.
             if flags.load(Ordering::Acquire) != DIRTY {
                 return Ok(self.fetch - first);
             }
-            // The upper half is an address space, of which there is one.
+            // The upper half is the address space, and this VM has only number 0.
             let id = SlotId(slot.load(Ordering::Relaxed) as u16);
             let page = page.load(Ordering::Relaxed) as usize;
             flags.store(RESET, Ordering::Release);
             self.fetch += 1;
-            self.harvested += 1;
+            self.reaped += 1;
             each(id, page);
         }
     }
 
-    /// KVM has reset the harvested entries, unless the whole ring was harvested: then its state is
-    /// unknown.
+    /// KVM has reset the reaped entries. If the whole ring was reaped, its state stays unknown, and
+    /// the ring stays refused.
     pub fn was_reset(&mut self) {
-        if self.harvested < self.size.entries() {
-            self.harvested = 0;
+        if self.reaped < self.size.entries() {
+            self.reaped = 0;
         }
     }
 
@@ -139,7 +139,7 @@ pub fn bytes(size: RingSize) -> usize {
 mod tests {
     use super::*;
 
-    /// A ring for which the test plays the kernel.
+    /// A ring in which the test acts as the kernel.
     fn ring() -> Ring {
         let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -157,7 +157,7 @@ mod tests {
         flags.store(DIRTY, Ordering::Release);
     }
 
-    /// Resets as KVM does, up to the first entry that was not harvested.
+    /// Resets as KVM does, up to the first entry that was not reaped.
     fn reset(ring: &mut Ring, next: &mut usize) -> usize {
         let first = *next;
         loop {
@@ -185,8 +185,8 @@ mod tests {
                 assert_eq!((id, page), (SlotId(1), 3 * expected));
                 expected += 1;
             };
-            assert_eq!(ring.harvest(order), Ok(some));
-            assert_eq!(ring.harvest(|_, _| panic!("once")), Ok(0));
+            assert_eq!(ring.reap(order), Ok(some));
+            assert_eq!(ring.reap(|_, _| panic!("once")), Ok(0));
             assert_eq!(reset(&mut ring, &mut next), some);
         }
         assert!(pushed > 10 * ring.size.entries(), "several times round");
@@ -197,11 +197,11 @@ mod tests {
         let (mut ring, mut next) = (ring(), 0);
         let all = ring.size.entries();
         (0..all - 1).for_each(|index| push(&ring, index, index));
-        assert_eq!(ring.harvest(|_, _| ()), Ok(all - 1));
+        assert_eq!(ring.reap(|_, _| ()), Ok(all - 1));
         assert_eq!(reset(&mut ring, &mut next), all - 1);
         (all - 1..2 * all).for_each(|index| push(&ring, index, index));
-        assert_eq!(ring.harvest(|_, _| ()), Err(Overflow));
+        assert_eq!(ring.reap(|_, _| ()), Err(Overflow));
         reset(&mut ring, &mut next);
-        assert_eq!(ring.harvest(|_, _| ()), Err(Overflow));
+        assert_eq!(ring.reap(|_, _| ()), Err(Overflow));
     }
 }

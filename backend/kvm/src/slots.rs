@@ -1,11 +1,11 @@
-//! The VM's memory slots: what this process knows of them, and what KVM is told.
+//! The VM's memory slots: this process's table, and KVM's, which this file keeps equal.
 //!
-//! The slots of a boot layout lie in the guest's mapping, which the page source supplies. A slot
-//! that is added later has a mapping of its own, which Linux fills with zeros at the first touch.
+//! The slots of a boot layout lie in the guest's mapping, whose pages the page source supplies. A
+//! slot that is added later has a mapping of its own, whose pages Linux supplies as zeros.
 //!
-//! UNSAFETY: a memory slot tells KVM addresses of this process. They lie in a mapping that lives as
-//! long as the slot: the VM's own, or the one that the slot's [`SlotState`] holds, which is dropped
-//! after KVM has forgotten the slot.
+//! UNSAFETY: a memory slot gives KVM addresses of this process. They lie in a mapping that lives as
+//! long as the slot: the VM's own, or that of the slot's [`SlotState`], which is dropped after KVM
+//! has deleted the slot.
 
 use crate::memory::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
@@ -17,12 +17,12 @@ use lacuna_sys::Errno;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What this process keeps of a slot. A slot that moves or changes its flags takes it along.
+/// What this process keeps for a slot, also when the slot moves or changes its flags.
 pub struct SlotState {
-    /// Pages that this process has written, of which KVM knows nothing.
+    /// Pages that this process has written. KVM does not see those writes.
     pub host_writes: DirtyBitmap,
     logging: AtomicBool,
-    /// Memory of its own.
+    /// The slot's own memory, if it was added after boot.
     own: Option<Mapping>,
 }
 
@@ -39,30 +39,30 @@ impl SlotState {
         })
     }
 
-    /// Whether the slot logs. Exact under the lock of dirty logging.
+    /// Whether the slot logs. The answer is stable only while the lock of `Dirty` is held.
     pub fn is_logging(&self) -> bool {
         self.logging.load(Ordering::Acquire)
     }
 
-    /// Notes that the slot logs, or no longer does.
+    /// Records whether the slot logs.
     pub fn set_logging(&self, logging: Logging) {
         let on = logging != Logging::Off;
         self.logging.store(on, Ordering::Release);
     }
 
-    /// Whether the page source supplies it.
+    /// Whether the page source supplies the slot's pages.
     pub fn has_source(&self) -> bool {
         self.own.is_none()
     }
 }
 
-/// A slot as it is asked for.
+/// The description of a slot to be added or changed.
 pub type SlotSpec = lacuna_slots::SlotSpec<Hva>;
 
 /// A memory slot of the kvm backend.
 pub type KvmSlot = Slot<Arc<SlotState>>;
 
-/// Why KVM has not been told of a change.
+/// Why a change of slots failed.
 pub enum Refusal {
     /// The table of slots refuses.
     Slot(SlotError),
@@ -76,7 +76,7 @@ impl From<SlotError> for Refusal {
     }
 }
 
-/// All slots.
+/// All slots of a VM.
 pub struct SlotTable(Slots<Arc<SlotState>>);
 
 impl SlotTable {
@@ -97,14 +97,14 @@ impl SlotTable {
     pub fn add(&self, fd: &VmFd, spec: SlotSpec, own: Option<Mapping>) -> Result<(), Refusal> {
         let pages = spec.bytes / PAGE_SIZE as u64;
         let slot = self.0.add(spec, |_, _| SlotState::new(pages, own))?;
-        tell(fd, &slot, flags(&slot)).inspect_err(|_| drop(self.0.remove(spec.id)))?;
+        set(fd, &slot, flags(&slot)).inspect_err(|_| drop(self.0.remove(spec.id)))?;
         Ok(())
     }
 
-    /// Removes a slot, its own memory with the last of its readers.
+    /// Removes a slot. Its own memory is unmapped when the last reader drops the slot.
     pub fn remove(&self, fd: &VmFd, id: SlotId) -> Result<(), Refusal> {
         let slot = self.get(id)?;
-        forget(fd, &slot)?;
+        delete(fd, &slot)?;
         self.0.remove(id)?;
         Ok(())
     }
@@ -113,12 +113,13 @@ impl SlotTable {
     pub fn relocate(&self, fd: &VmFd, spec: SlotSpec) -> Result<(), Refusal> {
         let old = self.get(spec.id)?;
         let slot = self.0.replace(spec, |_, _| Arc::clone(&old.attach))?;
-        tell(fd, &slot, flags(&slot)).inspect_err(|_| self.put_back(&old))?;
+        set(fd, &slot, flags(&slot)).inspect_err(|_| self.put_back(&old))?;
         Ok(())
     }
 
-    /// Replaces a slot's flags. KVM changes READONLY only of a slot that it makes anew: no vCPU may
-    /// enter the guest meanwhile, and the slot's log has to have been taken.
+    /// Replaces a slot's flags. KVM cannot change READONLY of a slot, so the slot is deleted and
+    /// added again. The caller keeps all vCPUs out of the guest meanwhile, and has preserved the
+    /// slot's log, which KVM deletes.
     pub fn set_flags(&self, fd: &VmFd, id: SlotId, new: SlotFlags) -> Result<(), Refusal> {
         let old = self.get(id)?;
         let spec = SlotSpec {
@@ -126,13 +127,13 @@ impl SlotTable {
             ..spec_of(&old)
         };
         let slot = self.0.replace(spec, |_, _| Arc::clone(&old.attach))?;
-        forget(fd, &old).inspect_err(|_| self.put_back(&old))?;
-        tell(fd, &slot, flags(&slot))
+        delete(fd, &old).inspect_err(|_| self.put_back(&old))?;
+        set(fd, &slot, flags(&slot))
     }
 
     fn put_back(&self, old: &KvmSlot) {
         let back = self.0.replace(spec_of(old), |_, _| Arc::clone(&old.attach));
-        debug_assert!(back.is_ok(), "it was there before");
+        debug_assert!(back.is_ok(), "the table had it before");
     }
 }
 
@@ -160,8 +161,8 @@ fn flags(slot: &KvmSlot) -> u32 {
     read_only | log
 }
 
-/// Tells KVM whether the slot logs.
-pub fn tell_logging(fd: &VmFd, slot: &KvmSlot, logging: Logging) -> Result<(), Errno> {
+/// Makes KVM log a slot's writes, or stop that.
+pub fn set_logging_flag(fd: &VmFd, slot: &KvmSlot, logging: Logging) -> Result<(), Errno> {
     let flags = match logging {
         Logging::Off => flags(slot) & !KVM_MEM_LOG_DIRTY_PAGES,
         Logging::On { .. } => flags(slot) | KVM_MEM_LOG_DIRTY_PAGES,
@@ -169,11 +170,11 @@ pub fn tell_logging(fd: &VmFd, slot: &KvmSlot, logging: Logging) -> Result<(), E
     set_region(fd, slot, flags)
 }
 
-fn tell(fd: &VmFd, slot: &KvmSlot, flags: u32) -> Result<(), Refusal> {
+fn set(fd: &VmFd, slot: &KvmSlot, flags: u32) -> Result<(), Refusal> {
     set_region(fd, slot, flags).map_err(Refusal::Kvm)
 }
 
-fn forget(fd: &VmFd, slot: &KvmSlot) -> Result<(), Refusal> {
+fn delete(fd: &VmFd, slot: &KvmSlot) -> Result<(), Refusal> {
     let mut region = region(slot, 0);
     region.memory_size = 0;
     // SAFETY: 1. a size of zero deletes the slot: KVM uses no address of this process for it.
@@ -183,7 +184,7 @@ fn forget(fd: &VmFd, slot: &KvmSlot) -> Result<(), Refusal> {
 
 fn set_region(fd: &VmFd, slot: &KvmSlot, flags: u32) -> Result<(), Errno> {
     // SAFETY: 1. the range lies in a mapping of guest memory, touched by atomics only. 2. It stays
-    // mapped until KVM has forgotten the slot: see the file's header.
+    // mapped until KVM has deleted the slot: see the file's header.
     let set = unsafe { fd.set_user_memory_region(region(slot, flags)) };
     set.map_err(|e| Errno::from_raw_os_error(e.errno()))
 }

@@ -6,15 +6,17 @@
 //!    waits                                                                │ asks `Pages`
 //!      ▲                                                                  ├ zeros, or back from
 //!      │                                                                  │ probation: at once
-//!      └────────────────────────── page in place ◄────────────────────────┴ away: at its deadline
+//!      └────────────────────────── page in place ◄────────────────────────┴ swapped out: later
 //! ```
-//! A deadline counts from the moment the thread receives the fault, so no page arrives early. Any
-//! number of pages may be on their way. A page is evicted by `UFFDIO_MOVE` into the store, and
-//! comes back by another move. A thread that writes it meanwhile has written before the move, or
-//! waits, so no write is lost. KVM is told by its MMU notifier.
+//! A swapped-out page arrives at its deadline. The deadline counts from the moment the thread
+//! receives the fault, so no page arrives early. Any number of pages may be in flight.
+//!
+//! `UFFDIO_MOVE` evicts a page into the store, and another move brings it back. A thread that
+//! writes the page writes it before the move, or faults and waits, so no write is lost. Linux
+//! informs KVM of each move by KVM's MMU notifier.
 //!
 //! UNSAFETY: pages are registered and moved by address. The addresses are those of `Memory`'s two
-//! mappings, which the thread keeps alive, and which all code accesses only by atomics.
+//! mappings. The thread keeps both alive, and all code accesses them only by atomics.
 
 use crate::kick::VcpuKicks;
 use crate::memory::Memory;
@@ -36,11 +38,11 @@ use std::time::{Duration, Instant};
 /// The configuration of a source.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
-    /// How much may be resident, at least 2 MiB.
+    /// How many pages may be resident, at least 2 MiB.
     pub resident: PageCount,
-    /// How long a page takes to arrive that is not resident.
+    /// How long a swapped-out page takes to arrive.
     pub latency: LatencySetting,
-    /// The same for a page that was never touched.
+    /// Whether this also holds for a page at its first touch.
     pub first_touch: FirstTouch,
 }
 
@@ -53,7 +55,7 @@ pub struct SourceStats {
     pub first_touches: u64,
     /// Pages supplied after the latency.
     pub fetched: u64,
-    /// Pages given back at once, while on probation.
+    /// Pages on probation that were mapped again at once.
     pub reprieved: u64,
     /// Pages evicted.
     pub evicted: u64,
@@ -103,22 +105,23 @@ pub struct Source {
 }
 
 impl Source {
-    /// Opens a descriptor. With the page map, it also records writes.
+    /// Opens a descriptor. With [`Tracker::Pagemap`], it also records writes.
     ///
     /// # Errors
-    /// Of userfaultfd; the text says what was tried.
+    /// Those of userfaultfd; the text says which step failed.
     pub fn open(tracker: Tracker) -> Result<Userfaultfd, (&'static str, Errno)> {
         match tracker {
             Tracker::Pagemap => Userfaultfd::open_tracking()
-                .map_err(|e| ("note writes without a fault's message (Linux 6.7)", e)),
+                .map_err(|e| ("record writes without a message for each (Linux 6.7)", e)),
             Tracker::Kvm => Userfaultfd::open().map_err(|e| ("open", e)),
         }
     }
 
-    /// Starts to supply `memory`. If a page cannot be supplied, `kicks` end the run.
+    /// Starts to supply `memory`. If a page cannot be supplied, the source ends the run with
+    /// `kicks`.
     ///
     /// # Errors
-    /// Those of userfaultfd; the text says which step.
+    /// Those of userfaultfd; the text says which step failed.
     pub fn start(
         uffd: Userfaultfd,
         memory: Arc<Memory>,
@@ -142,7 +145,7 @@ impl Source {
                 .try_clone()
                 .map_err(|_| ("copy an eventfd", Errno::MFILE))?,
             shared: Arc::clone(&shared),
-            due: BinaryHeap::new(),
+            in_flight: BinaryHeap::new(),
             short_since: None,
             over_since: None,
             uffd,
@@ -212,13 +215,13 @@ impl Drop for Source {
     }
 }
 
-/// A page on its way, ordered by its deadline.
+/// A page in flight. The order is that of the deadlines.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-struct Owed {
-    at: Instant,
+struct InFlight {
+    deadline: Instant,
     page: Page,
-    /// When its fault was received.
-    heard: Instant,
+    /// When the thread received its fault.
+    received: Instant,
     why: Delay,
 }
 
@@ -227,7 +230,7 @@ struct Owed {
 enum Delay {
     /// The latency.
     Latency,
-    /// Linux could not put it in place at its deadline.
+    /// Linux could not put the page in place at its deadline.
     Busy,
 }
 
@@ -235,18 +238,18 @@ enum Delay {
 const RETRY: Duration = Duration::from_millis(1);
 /// How long Linux may lack memory for every page that is tried.
 const SHORTAGE_MAX: Duration = Duration::from_secs(10);
-/// How long KVM's workers wait for a busy page after the run has ended.
+/// How long the source retries a busy page after the run has ended.
 const END_MAX: Duration = Duration::from_secs(1);
-/// How many pages that Linux refuses to move are skipped at a time.
+/// How many refused pages end one attempt to make room.
 const REFUSALS_MAX: usize = 8;
 
 /// The result of an attempt to supply a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 enum Supply {
-    /// The page is in place, or the source has failed.
+    /// The page is in place, or the source has failed and the run ends.
     Done,
-    /// Not possible now.
+    /// Linux cannot put the page in place now.
     Later,
 }
 
@@ -260,7 +263,7 @@ struct Worker {
     shared: Arc<Shared>,
     doorbell: OwnedFd,
     pages: Pages,
-    due: BinaryHeap<Reverse<Owed>>,
+    in_flight: BinaryHeap<Reverse<InFlight>>,
     /// Since when Linux has lacked memory.
     short_since: Option<Instant>,
     /// Since when the run has ended.
@@ -269,7 +272,7 @@ struct Worker {
 
 impl Worker {
     fn run(&mut self) {
-        stand_out();
+        raise_priority();
         let mut faults = Vec::new();
         // A failure also ends the loop. The thread closes the descriptor, so no other thread waits
         // any longer for a page that will not arrive.
@@ -278,7 +281,7 @@ impl Worker {
             self.supply_due();
             faults.clear();
             if let Err(errno) = self.uffd.faults(&mut faults) {
-                self.fail(format!("cannot hear of page faults: {errno}"));
+                self.fail(format!("cannot read page faults from userfaultfd: {errno}"));
                 return;
             }
             let now = Instant::now();
@@ -289,11 +292,11 @@ impl Worker {
         }
     }
 
-    /// Waits until there is something to do.
+    /// Waits for a fault, a deadline or [`Source::wake`].
     fn wait(&mut self) {
         let now = Instant::now();
-        let timeout = self.due.peek().map(|Reverse(owed)| {
-            let left = owed.at.saturating_duration_since(now);
+        let timeout = self.in_flight.peek().map(|Reverse(next)| {
+            let left = next.deadline.saturating_duration_since(now);
             Timespec {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: i64::from(left.subsec_nanos()),
@@ -303,39 +306,39 @@ impl Worker {
             PollFd::new(&self.uffd, PollFlags::IN),
             PollFd::new(&self.doorbell, PollFlags::IN),
         ];
-        // Interrupted or not: the caller checks everything.
+        // A signal may end the wait early; the caller checks all three.
         let _ = poll(&mut fds, timeout.as_ref());
-        // It is not an error if there is nothing to read.
+        // The read fails if no wake-up came, which is no error.
         let _ = rustix::io::read(&self.doorbell, &mut [0; 8]);
     }
 
     fn supply_due(&mut self) {
         let (now, over) = (Instant::now(), self.kicks.is_stopping());
         let mut later = Vec::new();
-        while let Some(&Reverse(owed)) = self.due.peek() {
-            if owed.at > now && !over {
+        while let Some(&Reverse(next)) = self.in_flight.peek() {
+            if next.deadline > now && !over {
                 break;
             }
-            self.due.pop();
-            if self.supply(owed.page) == Supply::Later {
-                later.push(Reverse(Owed {
-                    at: now + RETRY,
-                    ..owed
+            self.in_flight.pop();
+            if self.supply(next.page) == Supply::Later {
+                later.push(Reverse(InFlight {
+                    deadline: now + RETRY,
+                    ..next
                 }));
-            } else if owed.why == Delay::Latency {
+            } else if next.why == Delay::Latency {
                 count(&self.shared.counters.fetched, 1);
-                let delay = owed.heard.elapsed().as_nanos() as u64;
+                let delay = next.received.elapsed().as_nanos() as u64;
                 count(&self.shared.counters.delay_ns, delay);
             }
         }
-        self.due.extend(later);
+        self.in_flight.extend(later);
     }
 
     fn touched(&mut self, fault: Fault, now: Instant) {
         count(&self.shared.counters.faults, 1);
         let Some(page) = self.memory.guest.index(fault.page) else {
-            // A fault in the store: only this process can access it, and does not.
-            return self.fail(format!("page fault at {:?}", fault.page));
+            // The store faults only on an access by this process, and no code accesses it.
+            return self.fail(format!("page fault in the page store at {:?}", fault.page));
         };
         match self.pages.touched(page) {
             Need::Zeros => self.supply_at_once(page, now),
@@ -346,14 +349,14 @@ impl Worker {
             Need::Fetch => {
                 let over = self.kicks.is_stopping();
                 let latency = if over { 0 } else { self.config.latency.ns() };
-                self.due.push(Reverse(Owed {
-                    at: now + Duration::from_nanos(latency),
+                self.in_flight.push(Reverse(InFlight {
+                    deadline: now + Duration::from_nanos(latency),
                     page,
-                    heard: now,
+                    received: now,
                     why: Delay::Latency,
                 }));
             }
-            Need::Patience => {}
+            Need::InFlight => {}
             Need::Wake => drop(self.uffd.wake(fault.page)),
         }
     }
@@ -361,10 +364,10 @@ impl Worker {
     fn supply_at_once(&mut self, page: Page, now: Instant) {
         if self.supply(page) == Supply::Later {
             self.pages.delayed(page);
-            self.due.push(Reverse(Owed {
-                at: now + RETRY,
+            self.in_flight.push(Reverse(InFlight {
+                deadline: now + RETRY,
                 page,
-                heard: now,
+                received: now,
                 why: Delay::Busy,
             }));
         }
@@ -372,9 +375,9 @@ impl Worker {
 
     /// Puts `page` in place with its content: zeros if the store has none.
     ///
-    /// A page that is pinned (`BUSY`), or a race (`AGAIN`), ends when other code lets go, which may
-    /// take any time while the guest runs; other pages arrive meanwhile. A lack of memory may last
-    /// for ever.
+    /// A pinned page (`BUSY`) and a race (`AGAIN`) are retried until the run ends, and for
+    /// [`END_MAX`] after it: another thread may keep the pin for any time, and other pages arrive
+    /// meanwhile. A lack of memory may last for ever, so it is retried for [`SHORTAGE_MAX`].
     fn supply(&mut self, page: Page) -> Supply {
         let errno = match self.place(page) {
             Ok(()) => {
@@ -405,11 +408,11 @@ impl Worker {
     }
 
     fn place(&self, page: Page) -> Result<(), Errno> {
-        let (here, away) = (self.memory.guest.page(page), self.memory.store.page(page));
+        let (guest, store) = (self.memory.guest.page(page), self.memory.store.page(page));
         // SAFETY: 1. the store is registered with this descriptor.
-        match unsafe { self.uffd.shift(away, here) } {
+        match unsafe { self.uffd.shift(store, guest) } {
             Err(Errno::NOENT) => {
-                self.uffd.copy(&ZEROS, here)?;
+                self.uffd.copy(&ZEROS, guest)?;
                 count(&self.shared.counters.first_touches, 1);
                 Ok(())
             }
@@ -417,18 +420,18 @@ impl Worker {
         }
     }
 
-    /// Evicts pages until the guest is within its budget, including pages on their way.
+    /// Evicts pages until the guest is within its budget. Pages in flight count as resident.
     fn make_room(&mut self) {
         let mut refusals = 0;
         while let Some(page) = self.pages.victim() {
-            let (here, away) = (self.memory.guest.page(page), self.memory.store.page(page));
+            let (guest, store) = (self.memory.guest.page(page), self.memory.store.page(page));
             // SAFETY: 1. the guest's memory is registered with this descriptor.
-            match unsafe { self.uffd.shift(here, away) } {
+            match unsafe { self.uffd.shift(guest, store) } {
                 Ok(()) => {
-                    self.pages.left(page);
+                    self.pages.evicted(page);
                     count(&self.shared.counters.evicted, 1);
                 }
-                // The page is pinned, or is being changed.
+                // The page is pinned, or another thread changes its mapping.
                 Err(Errno::BUSY | Errno::AGAIN | Errno::NOMEM) => {
                     self.pages.refused(page);
                     count(&self.shared.counters.refused, 1);
@@ -439,14 +442,14 @@ impl Worker {
                 }
                 Err(errno) => {
                     self.pages.refused(page);
-                    return self.fail(format!("cannot take page {page} from the guest: {errno}"));
+                    return self.fail(format!("cannot evict guest page {page}: {errno}"));
                 }
             }
         }
-        self.pages.settle();
+        self.pages.end_probation();
     }
 
-    /// The guest cannot continue without a page. The vCPUs return, and report why.
+    /// Ends the run: the guest cannot continue without a page. The vCPUs return and report why.
     fn fail(&self, cause: String) {
         let failure = self.shared.failure.lock();
         failure
@@ -456,9 +459,9 @@ impl Worker {
     }
 }
 
-/// The calling thread acts as a device or another host, which do not wait for this host's
-/// processors. So it runs with real-time priority if that is permitted, and its timers are exact.
-fn stand_out() {
+/// Gives the calling thread real-time priority, if that is permitted, and exact timers. The thread
+/// simulates a device or another host, and those do not wait for this host's processors.
+fn raise_priority() {
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     let parameters = libc::sched_param { sched_priority: 1 };
     // SAFETY: 1. it reads one `sched_param`. 2. The thread sleeps whenever it has nothing to do.

@@ -1,9 +1,9 @@
 //! What detects the guest's writes.
 
-/// What detects a write: chosen with the VM.
+/// What detects a write. The choice is made with the VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Tracker {
-    /// KVM: by its processor's log, or by write protection.
+    /// KVM, by the processor's page-modification log or by write protection.
     #[default]
     Kvm,
     /// Linux's page table: userfaultfd's asynchronous write protection, read by `PAGEMAP_SCAN`.

@@ -2,8 +2,8 @@
 //!
 //! UNSAFETY: the data of a port or MMIO access is in the vCPU's shared pages (`struct kvm_run`). An
 //! [`Io`] keeps a pointer to it after the borrow from `VcpuFd::run` has ended. The pages are mapped
-//! as long as the vCPU exists. KVM reads and writes them only inside `KVM_RUN`, which this file
-//! enters only after all accesses are answered.
+//! as long as the vCPU exists. KVM reads and writes them only inside `KVM_RUN`, and this file
+//! enters `KVM_RUN` only after all accesses are answered.
 
 use crate::arch::{self, Fresh};
 use crate::vm::Vm;
@@ -94,8 +94,8 @@ impl Vcpu {
         })
     }
 
-    /// Enters the guest once. Returns `None` if KVM has reported accesses (they are in `io` now),
-    /// or if the entry ended for no reason that concerns the VMM.
+    /// Enters the guest once. Returns `None` if KVM has reported accesses, which are in `io` then,
+    /// or if the VMM has nothing to do.
     fn enter(&mut self) -> Result<Option<Exit>, VcpuError> {
         let vm = Arc::clone(&self.vm);
         let exit = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
@@ -107,7 +107,7 @@ impl Vcpu {
         self.io = None;
         let (direction, data): (_, NonNull<[u8]>) = match self.fd.run() {
             Ok(VcpuExit::IoOut(port, data)) => (Direction::Out(Place::Port(port)), data.into()),
-            // From the `&mut`: `complete_read` writes by this pointer.
+            // The pointer comes from a `&mut`, because `complete_read` writes through it.
             Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), data.into()),
             Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), data.into()),
             Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data.into()),
@@ -120,7 +120,7 @@ impl Vcpu {
                 return Ok(Some(Exit::Shutdown(text)));
             }
             Ok(VcpuExit::InternalError) => {
-                let what = format!("KVM gave up: {}", self.internal_error());
+                let what = format!("KVM cannot go on: {}", self.internal_error());
                 return Err(self.failed(&what));
             }
             Ok(other) => {

@@ -17,7 +17,7 @@ use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
-use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_addr::{Gpa, Hva, PAGE_SIZE};
 use lacuna_machine::{Apf, GuestMemory, Kick, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub struct Vm {
     /// Dropped before `slots`, `source` and `memory`: until the descriptor is closed, KVM's async
     /// page fault workers may wait for pages, and the source supplies them.
     pub(crate) fd: VmFd,
-    /// The memory slots. Those that were added after boot have their own memory here.
+    /// The memory slots. A slot that was added after boot has its own mapping here.
     pub(crate) slots: SlotTable,
     pub(crate) source: Source,
     pub(crate) memory: Arc<Memory>,
@@ -43,14 +43,14 @@ pub struct Vm {
     pub(crate) booted: AtomicBool,
 }
 
-/// The most vCPUs of a VM; `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
+/// The largest number of vCPUs: `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
 const VCPUS_MAX: usize = 64;
 
 impl Vm {
-    /// A VM without content, whose memory comes from `source`.
+    /// Makes a VM whose memory is empty. A page source configured by `source` supplies its pages.
     ///
     /// # Errors
-    /// The configuration is refused, or this machine or its KVM lacks something that it needs.
+    /// The configuration is invalid, or this machine or its KVM lacks something that it needs.
     pub fn new(
         config: VmConfig,
         source: SourceConfig,
@@ -71,7 +71,7 @@ impl Vm {
         let source = Source::open(tracker)
             .and_then(|uffd| Source::start(uffd, Arc::clone(&memory), source, Arc::clone(&kicks)))
             .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
-        let fd = make(&kvm)?;
+        let fd = create(&kvm)?;
         if let Delivery::Ring { size, .. } = config.delivery {
             use_rings(&fd, size)?;
         }
@@ -96,7 +96,7 @@ impl Vm {
         self.source.wake();
     }
 
-    /// What the code that turns dirty logging on or off, or harvests, uses of this VM.
+    /// The parts of this VM that dirty logging uses.
     pub(crate) fn log(&self) -> Log<'_> {
         Log {
             dirty: &self.dirty,
@@ -112,48 +112,47 @@ impl Vm {
         self.source.stats()
     }
 
-    /// Why the source could not supply a page, if that has happened. The guest cannot continue
-    /// then.
+    /// Why the source could not supply a page. `None` unless that has happened.
     pub(crate) fn source_failure(&self) -> Option<String> {
         self.source.failure()
     }
 }
 
-/// Refuses a configuration that cannot work, before anything is made.
+/// Refuses an invalid configuration, before anything is made.
 fn check(
     kvm: &Kvm,
     config: &VmConfig,
     source: &SourceConfig,
     tracker: Tracker,
 ) -> Result<(), KvmError> {
-    let most = kvm.get_max_vcpus().min(VCPUS_MAX);
-    if !(1..=most).contains(&config.vcpus) {
+    let max = kvm.get_max_vcpus().min(VCPUS_MAX);
+    if !(1..=max).contains(&config.vcpus) {
         return Err(KvmError::Vcpus {
             asked: config.vcpus,
-            most,
+            max,
         });
     }
     let resident = source.resident.get().min(config.memory.get());
     if resident < Pages::BUDGET_MIN as u64 {
         return Err(KvmError::Resident {
             pages: resident,
-            least: Pages::BUDGET_MIN as u64,
+            min: Pages::BUDGET_MIN as u64,
         });
     }
     if tracker == Tracker::Pagemap && resident < config.memory.get() {
-        return Err(KvmError::Away);
+        return Err(KvmError::PartlyResident);
     }
     Ok(())
 }
 
-/// The VM's descriptor, with interrupt controllers.
-fn make(kvm: &Kvm) -> Result<VmFd, KvmError> {
+/// Makes KVM's VM, with interrupt controllers.
+fn create(kvm: &Kvm) -> Result<VmFd, KvmError> {
     let fd = kvm.create_vm().map_err(KvmError::step("make a VM"))?;
     arch::make_controllers(&fd)?;
     Ok(fd)
 }
 
-/// Adds the slots of the boot layout. Their memory is the guest's mapping.
+/// Adds the slots of the boot layout. They lie in the guest's mapping.
 fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
     let slots = SlotTable::new();
     for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
@@ -181,12 +180,12 @@ fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
 /// because other processors see a processor's stores in order.
 fn use_rings(fd: &VmFd, size: RingSize) -> Result<(), KvmError> {
     let caps = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
-    let most = |cap: u32| usize::try_from(fd.check_extension_raw(cap.into())).unwrap_or(0);
-    let cap = caps.into_iter().find(|cap| most(*cap) > 0);
+    let max = |cap: u32| usize::try_from(fd.check_extension_raw(cap.into())).unwrap_or(0);
+    let cap = caps.into_iter().find(|cap| max(*cap) > 0);
     let cap = cap.ok_or(KvmError::NoRing)?;
-    let (bytes, most) = (ring::bytes(size), most(cap));
-    if bytes > most {
-        return Err(KvmError::Ring { bytes, most });
+    let (bytes, max) = (ring::bytes(size), max(cap));
+    if bytes > max {
+        return Err(KvmError::Ring { bytes, max });
     }
     let mut enable = kvm_enable_cap {
         cap,
@@ -208,20 +207,20 @@ impl Kick for Vm {
 }
 
 impl Drop for Vm {
-    /// Makes the source supply all pending pages at once. Closing the VM's descriptor waits for
-    /// KVM's workers, and the workers wait for pages.
+    /// Makes the source supply all pages in flight at once. The close of the VM's descriptor waits
+    /// for KVM's workers, and the workers wait for pages.
     fn drop(&mut self) {
         self.end_latency();
     }
 }
 
-/// The part of an access that lies in one slot: its offset in the buffer, its length, and where it
-/// is in the guest and on the host.
+/// The part of an access that lies in one slot: its offset in the buffer, its length, its guest
+/// address and its host address.
 struct Piece {
     done: usize,
     len: usize,
     at: Gpa,
-    hva: u64,
+    hva: Hva,
     slot: Arc<KvmSlot>,
 }
 
@@ -240,7 +239,7 @@ impl Vm {
                 done,
                 len: part,
                 at,
-                hva: slot.backing.start().get() + offset,
+                hva: Hva::new(slot.backing.start().get() + offset),
                 slot: Arc::clone(slot),
             });
             done += part;

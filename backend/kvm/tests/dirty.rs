@@ -86,15 +86,15 @@ impl Running<'_> {
     /// Runs one vCPU on this thread. Workers are paused as soon as the status page exists, so they
     /// do nothing until the monitor is ready.
     fn drive(&self, mut vcpu: impl Vcpu) {
-        let mut held = false;
+        let mut paused = false;
         while self.devices.ending().is_none() {
             let exit = vcpu.run();
             if dispatch(&mut vcpu, exit, self.devices, self.vm) == Next::Stop {
                 break;
             }
-            if vcpu.index() == 0 && !held && self.devices.status_page().is_some() {
+            if vcpu.index() == 0 && !paused && self.devices.status_page().is_some() {
                 self.pause(Kind::Worker.paused_bit());
-                held = true;
+                paused = true;
             }
         }
         self.vcpus.fetch_sub(1, Ordering::Release);
@@ -223,8 +223,8 @@ fn impossible_requests_are_refused_with_a_reason() {
     }
     let mut builder = builder(16, 8, 1, "");
     builder.tracker = Tracker::Pagemap;
-    let away = builder.build().map(drop).unwrap_err();
-    assert!(matches!(away, KvmError::Away), "{away}");
+    let partly = builder.build().map(drop).unwrap_err();
+    assert!(matches!(partly, KvmError::PartlyResident), "{partly}");
     builder.tracker = Tracker::Kvm;
     builder.delivery = ring(LARGE, Backup::None);
     if has(builder.delivery) {

@@ -66,7 +66,7 @@ classes! {
         ExclusiveTurn "Exclusive::turn (soft)";
     Vcpus:
         DirtyRings "Tracking::rings (mmu)",
-        KvmHold "VcpuKicks::turn (kvm)";
+        KvmPause "VcpuKicks::turn (kvm)";
     Slots:
         SlotsWriter "Slots::writer";
     Blocks:

@@ -1,4 +1,4 @@
-//! The page source beside pages that Linux does not move.
+//! The page source and pages that Linux cannot move.
 
 use super::*;
 use crate::memory::{copy_in, copy_out};
@@ -7,8 +7,8 @@ use std::sync::mpsc;
 
 const PAGES: u64 = 4096;
 
-/// A source with its first pages in the store. `None` if this host has no userfaultfd; the skip is
-/// recorded then.
+/// A source whose oldest pages are in the store. `None` if this host has no userfaultfd; the skip
+/// is recorded then.
 fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
     let uffd = match Source::open(Tracker::Kvm) {
         Ok(uffd) => uffd,
@@ -33,18 +33,18 @@ fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
 
 fn write(memory: &Memory, page: Page, word: u64) {
     // SAFETY: 1. the page is in the guest's mapping.
-    unsafe { copy_in(memory.guest.page(page).get(), &word.to_ne_bytes()) };
+    unsafe { copy_in(memory.guest.page(page), &word.to_ne_bytes()) };
 }
 
 fn read(memory: &Memory, page: Page) -> u64 {
     let mut word = [0; 8];
     // SAFETY: 1. the page is in the guest's mapping.
-    unsafe { copy_out(memory.guest.page(page).get(), &mut word) };
+    unsafe { copy_out(memory.guest.page(page), &mut word) };
     u64::from_ne_bytes(word)
 }
 
-/// Pins the page that the store has of `page`, as a device does that reads from it: Linux does
-/// not move it then.
+/// Pins the store's copy of `page`, as a device that reads it does. Linux does not move a pinned
+/// page.
 fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
     let ring = match IoUring::new(1) {
         Ok(ring) => ring,
@@ -62,9 +62,9 @@ fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
     Some(ring)
 }
 
-/// A page that cannot be moved for a while is waited for, and keeps no other from coming.
+/// The source retries a page that it cannot move, and other pages arrive meanwhile.
 #[test]
-fn a_busy_page_is_waited_for() {
+fn a_busy_page_is_retried() {
     let Some((source, memory, _kicks)) = source() else {
         return;
     };
@@ -72,11 +72,14 @@ fn a_busy_page_is_waited_for() {
     let (tell, told) = mpsc::channel();
     let reader = Arc::clone(&memory);
     let waits = thread::spawn(move || tell.send(read(&reader, 0)).unwrap());
-    // Longer than a source that counts its tries would wait.
+    // Longer than a source with a limit on its retries would wait.
     thread::sleep(Duration::from_millis(2500));
     assert_eq!(source.failure(), None);
-    assert_eq!(read(&memory, 1), 2, "others come meanwhile");
-    assert!(told.try_recv().is_err(), "it cannot have come");
+    assert_eq!(read(&memory, 1), 2, "other pages arrive meanwhile");
+    assert!(
+        told.try_recv().is_err(),
+        "the pinned page cannot have arrived"
+    );
     ring.submitter().unregister_buffers().unwrap();
     assert_eq!(told.recv().unwrap(), 1);
     waits.join().unwrap();
@@ -84,7 +87,7 @@ fn a_busy_page_is_waited_for() {
     assert_eq!(source.failure(), None);
 }
 
-/// The end of a VM does not wait for a page that cannot come.
+/// The end of a VM does not wait for a page that cannot arrive.
 #[test]
 fn a_busy_page_does_not_delay_the_end() {
     let Some((source, memory, kicks)) = source() else {

@@ -395,7 +395,7 @@ mod tests {
     #[test]
     fn what_a_host_lacks_is_no_failure_of_the_experiment() {
         assert!(is_lacking(&KvmError::NoRing.into()));
-        assert!(is_lacking(&KvmError::Ring { bytes: 2, most: 1 }.into()));
+        assert!(is_lacking(&KvmError::Ring { bytes: 2, max: 1 }.into()));
         assert!(!is_lacking(&KvmError::NoApf.into()));
         let kernel = |errno: Errno| DirtyError::Kernel {
             step: "read the log",

@@ -16,7 +16,7 @@ const CLOCKS: u32 = 0x4000_0010;
 /// KVM's local APIC counts nanoseconds.
 const APIC_KHZ: u32 = 1_000_000;
 const SIGNATURE: u32 = 0x4000_0000;
-/// The leaves that look at ECX, of those that the common model has.
+/// The leaves of the common model that depend on ECX.
 const STRUCTURED: u32 = 7;
 const TOPOLOGY: u32 = 0xb;
 
@@ -50,7 +50,7 @@ pub enum Scaling {
 }
 
 impl Features {
-    /// What this host's KVM can do.
+    /// Reads what this host's KVM offers for `config`.
     pub fn of(kvm: &Kvm, config: &VmConfig) -> Result<Self, Error> {
         Ok(Self {
             supported: kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?,
@@ -66,7 +66,7 @@ impl Features {
         })
     }
 
-    /// Whether KVM can tell a guest about pages on their way.
+    /// Whether KVM offers asynchronous page faults.
     pub fn has_apf(&self) -> bool {
         let leaf = self.supported.as_slice().iter();
         let features = leaf.filter(|e| e.function == FEATURES).map(|e| e.eax);
@@ -78,7 +78,7 @@ impl Features {
         msrs::fresh(vcpu, &self.msrs)
     }
 
-    /// Why KVM cannot run the model that was asked for: the feature that is missing.
+    /// A feature of the processor model that KVM does not offer.
     pub fn missing(&self) -> Option<&'static str> {
         match self.model {
             CpuModel::Host => None,
@@ -96,29 +96,31 @@ impl Features {
         self.model
     }
 
-    /// The features that a guest is told.
-    pub fn told(&self) -> x86::cpuid::Features {
+    /// The features that CPUID announces to the guest.
+    pub fn announced(&self) -> x86::cpuid::Features {
         let entries = self.entries(0, 0);
         x86::cpuid::Features::of(|function, index| answer(&entries, function, index))
     }
 
-    /// Makes the TSC of vCPU `index` run at `khz`, and its CPUID say so. `false` if KVM cannot.
+    /// Makes the TSC of vCPU `index` run at `khz`, and its CPUID announce that. `false` if KVM
+    /// cannot.
     pub fn set_tsc(&self, vcpu: &VcpuFd, index: usize, khz: u32) -> Result<bool, Error> {
         let own = vcpu.get_tsc_khz()?;
         if khz == own {
             return Ok(true);
         }
         let set = set_tsc_khz(vcpu, khz, self.tsc_scales)?;
-        if set && self.tell(vcpu, index).is_err() {
-            // The vCPU has run: its guest knows the old frequency.
+        if set && self.set_cpuid(vcpu, index).is_err() {
+            // The vCPU has run, so its guest uses the old frequency.
             let _ = vcpu.set_tsc_khz(own);
             return Ok(false);
         }
         Ok(set)
     }
 
-    /// Makes `vcpu` announce the frequency that its TSC has. KVM takes it until the vCPU has run.
-    pub fn tell(&self, vcpu: &VcpuFd, index: usize) -> Result<(), Error> {
+    /// Sets the CPUID of vCPU `index`, with the present frequency of its TSC. KVM refuses that
+    /// after the vCPU has run.
+    pub fn set_cpuid(&self, vcpu: &VcpuFd, index: usize) -> Result<(), Error> {
         let entries = self.entries(index as u32, vcpu.get_tsc_khz()?);
         let cpuid = CpuId::from_entries(&entries).map_err(|_| Error::new(libc::E2BIG))?;
         vcpu.set_cpuid2(&cpuid)
@@ -145,7 +147,7 @@ impl Features {
         entries
     }
 
-    /// All that KVM has, without the clocks.
+    /// All leaves that KVM offers, without the leaf of clock frequencies.
     fn host_entries(&self, index: u32) -> Vec<kvm_cpuid_entry2> {
         let mut entries = self.supported.as_slice().to_vec();
         entries.retain(|e| e.function != CLOCKS);
@@ -167,9 +169,9 @@ impl Features {
         entries
     }
 
-    /// Puts a fresh vCPU at the guest's entry point.
+    /// Sets the first state of a new vCPU: its CPUID and, with `boot`, the guest's entry point.
     pub fn start(&self, vcpu: &VcpuFd, index: usize, boot: Option<&Boot>) -> Result<(), Error> {
-        self.tell(vcpu, index)?;
+        self.set_cpuid(vcpu, index)?;
         let Some(boot) = boot else {
             return Ok(());
         };
@@ -183,7 +185,7 @@ impl Features {
             rflags: 2,
             ..Default::default()
         })?;
-        // All vCPUs start at once; by default KVM lets all but the first wait for an INIT.
+        // All vCPUs start at once. By default, KVM makes all but the first wait for an INIT.
         vcpu.set_mp_state(kvm_mp_state {
             mp_state: KVM_MP_STATE_RUNNABLE,
         })
@@ -218,9 +220,9 @@ fn answer(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> Answer {
 
 /// Makes the TSC of `vcpu` run at `khz`. `false` if KVM cannot.
 ///
-/// Without scaling, KVM takes a higher frequency and makes up for it at each exit, so that a guest
-/// sees leaps: that is refused. KVM notes a frequency before it refuses it, so the old one is put
-/// back.
+/// Without scaling, KVM accepts a higher frequency and advances the TSC at each exit, so a guest
+/// sees jumps. This function refuses that. KVM stores a frequency before it refuses it, so this
+/// function sets the old one again.
 fn set_tsc_khz(vcpu: &VcpuFd, khz: u32, scaling: Scaling) -> Result<bool, Error> {
     let own = vcpu.get_tsc_khz()?;
     if khz == own {
@@ -264,7 +266,7 @@ fn long_mode(sregs: &mut kvm_sregs, boot: &Boot) {
     ] {
         *segment = data;
     }
-    // Never read before the guest loads its own, but hardware requires one.
+    // The guest loads its own before it uses one, but the processor requires a valid TR.
     sregs.tr = kvm_segment {
         limit: 0x67,
         type_: BUSY_TSS,

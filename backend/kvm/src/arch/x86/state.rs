@@ -51,7 +51,7 @@ pub fn save(fd: &VcpuFd, features: &Features, fresh: &Fresh) -> Result<VcpuState
             dr7: debug.dr7,
         },
         msrs: changed.map(|(index, _, now)| (index, now)).collect(),
-        features: features.told(),
+        features: features.announced(),
         tsc: Tsc {
             value: msr(TSC),
             khz: fd
@@ -144,7 +144,7 @@ pub fn restore(fd: &VcpuFd, fresh: &Fresh, state: Accepted<'_>) -> Result<(), St
 
 /// Refuses what KVM would take silently, or would refuse after it has set a part of the state.
 fn check(state: &State, features: &Features, fresh: &Fresh) -> Result<(), StateError> {
-    if let Some((field, value)) = state.features.missing_in(&features.told()) {
+    if let Some((field, value)) = state.features.missing_in(&features.announced()) {
         return unsupported(field, value);
     }
     let unknown = |index: &&u32| !fresh.contains_key(index);
@@ -200,9 +200,10 @@ fn unsupported<T>(field: &'static str, value: impl Into<u64>) -> Result<T, State
 
 /// Sets the TSC, before anything else is changed.
 ///
-/// Some KVMs ignore the write, and the guest reads the host's TSC. A state whose TSC would go back
-/// is refused. A TSC that leaps ahead is as after a long stop. KVM makes the TSCs of a VM's vCPUs
-/// agree if they are set to values that are nearly equal, so up to a second may be missing.
+/// Some KVMs ignore the write, and the guest reads the host's TSC. This function refuses a state
+/// whose TSC would go back; a TSC that is ahead looks to the guest like a long stop. KVM makes the
+/// TSCs of a VM's vCPUs equal if it is given nearly equal values, so the TSC may be up to a second
+/// behind.
 fn set_tsc(fd: &VcpuFd, tsc: &Tsc) -> Result<(), StateError> {
     msrs::write(fd, TSC, tsc.value)?;
     let second = u64::from(tsc.khz) * 1000;
@@ -337,7 +338,7 @@ fn put_system(sregs: &mut kvm_bindings::kvm_sregs, state: &State) {
     (sregs.gdt, sregs.idt) = (table(&from.gdtr), table(&from.idtr));
     (sregs.cr0, sregs.cr3, sregs.cr4) = (from.cr0, from.cr3, from.cr4);
     sregs.efer = from.efer;
-    // CR2 of a page fault that has not been delivered yet goes ahead.
+    // A page fault that has not been delivered yet has its own CR2, which takes precedence.
     let faulted = state.events.exception.and_then(|exception| exception.cr2);
     sregs.cr2 = faulted.unwrap_or(from.cr2);
     sregs.cr8 = u64::from(state.apic.regs[8] >> 4 & 15);
