@@ -3,8 +3,8 @@
 //!     cargo run --release --example devices
 
 use lacuna::{
-    Arch, Builder, Device, Ending, Exit, Gpa, Image, PageCount, PlatformDevices, Segment, Vcpu,
-    Width, dispatch, soft,
+    Arch, Builder, Device, Ending, Exit, Gpa, Image, MemorySlots, PageCount, PlatformDevices,
+    Segment, Vcpu, Width, dispatch, soft,
 };
 use std::error::Error;
 use std::sync::Arc;
@@ -61,6 +61,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let adder = Arc::new(Adder::default());
     let mut devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
     devices.add_mmio(Gpa::new(ADDER).ok_or("below 2^48")?, 4, adder.clone())?;
+
+    devices.check_memory(&vm.memory_slots())?;
 
     // `lacuna::run` has this loop, with a thread for each vCPU.
     for mut vcpu in vm.boot(&image, "")? {

@@ -1,9 +1,11 @@
 //! Runs as a VMM makes them, on both backends.
 
 use lacuna::{
-    Arch, BackendError, Builder, Ending, ErrorKind, Gpa, Image, PageCount, Segment, Vm, kvm, soft,
+    Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, Image, PageCount, PlatformDevices,
+    Segment, Vm, Width, kvm, soft,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -87,5 +89,42 @@ fn a_guest_without_memory_is_refused_as_a_bad_request() {
     refuses(&soft::VmBuilder::new(none, SIZE));
     if kvm::available().is_ok() {
         refuses(&kvm::VmBuilder::new(none, SIZE));
+    }
+}
+
+/// A device that no guest of these tests may reach.
+struct Unreachable;
+
+impl Device for Unreachable {
+    fn read(&self, offset: u64, _: Width) -> u64 {
+        panic!("a read at {offset}")
+    }
+
+    fn write(&self, offset: u64, _: Width, _: u64) -> Option<Ending> {
+        panic!("a write at {offset}")
+    }
+}
+
+/// The last page of the guest's memory belongs to the device too.
+fn refuses_a_device_over_memory<B: Builder>(builder: &B) {
+    let mut devices = PlatformDevices::new(|_: &str| ());
+    let last = Gpa::truncate(SIZE.bytes() - 0x1000);
+    let added = devices.add_mmio(last, 0x2000, Arc::new(Unreachable));
+    added.expect("the VM is not known yet");
+    let run = builder.run(&image(EXITS_WITH_SEVEN), Arc::new(devices), &mut |_| {});
+    let error = run.expect_err("the guest's memory would hide the device");
+    assert_eq!(error.kind(), ErrorKind::Request, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("overlaps the guest's memory"), "{text}");
+}
+
+#[test]
+fn a_device_over_memory_is_refused_before_the_guest_runs() {
+    refuses_a_device_over_memory(&soft::VmBuilder::new(SIZE, SIZE));
+    let mut seeded = soft::VmBuilder::new(SIZE, SIZE);
+    seeded.seed = Some(1);
+    refuses_a_device_over_memory(&seeded);
+    if kvm::available().is_ok() {
+        refuses_a_device_over_memory(&kvm::VmBuilder::new(SIZE, SIZE));
     }
 }

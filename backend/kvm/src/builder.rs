@@ -7,8 +7,8 @@ use crate::tracker::Tracker;
 use crate::vm::Vm;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, Builder, CpuModel, Delivery, Ending, Image, Observed, PlatformDevices, RunEnd, VmConfig,
-    run_watched, status_page,
+    Apf, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PlatformDevices,
+    RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, LatencySetting};
 use std::path::Path;
@@ -100,6 +100,7 @@ impl Builder for VmBuilder {
         watch: &mut dyn FnMut(&Observed<'_, Vm>),
     ) -> Result<RunEnd<Vm>, KvmError> {
         let vm = self.build()?;
+        devices.check_memory(&vm.memory_slots())?;
         let vcpus = lacuna_machine::Vm::boot(&vm, image, &self.full_command_line())?;
         let clock = HostClock::default();
         let run = run_watched(&vm, vcpus, &devices, &clock, watch);

@@ -1,7 +1,7 @@
 //! Why a run cannot start: the machine lacks something, or a request is refused.
 
 use crate::memory::MapError;
-use lacuna_machine::{BackendError, BootError, ErrorKind};
+use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind};
 use lacuna_slots::{DirtyError, SlotError};
 use lacuna_sys::Errno;
 
@@ -117,6 +117,9 @@ pub enum KvmError {
     /// The memory does not fit into slots.
     #[error(transparent)]
     Slot(#[from] SlotError),
+    /// A device of the VMM's own lies over the guest's memory.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// The VM has its vCPUs already.
     #[error("this VM has its vCPUs already: make another one")]
     Booted,
@@ -150,6 +153,7 @@ impl BackendError for KvmError {
             | Self::PartlyResident
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
+            Self::Device(error) => error.kind(),
             Self::Boot(error) | Self::Memory(MapError::Boot(error)) => error.kind(),
             Self::Unavailable(_)
             | Self::NoApf

@@ -12,8 +12,8 @@ use lacuna_host::{
     MemoryStore, SwapStore,
 };
 use lacuna_machine::{
-    Apf, Console, CpuModel, Ending, Image, Layout, Observed, PlatformDevices, RunEnd, VmConfig,
-    run_watched, status_page,
+    Apf, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed, PlatformDevices,
+    RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
@@ -158,6 +158,7 @@ impl VmBuilder {
     ) -> Result<(RunEnd<Vm>, Option<Trace>), SoftError> {
         let (vm, time) = self.vm()?;
         let vm = Arc::new(vm);
+        devices.check_memory(&vm.memory_slots())?;
         let vcpus = vm.boot(image, &self.full_command_line())?;
         let trace = match time {
             Time::Real(clock) => {

@@ -2,7 +2,7 @@
 
 use lacuna_addr::NoRoom;
 use lacuna_host::HostError;
-use lacuna_machine::{BootError, DirtyError};
+use lacuna_machine::{BootError, DeviceError, DirtyError};
 use lacuna_mmu::MmuError;
 use lacuna_slots::SlotError;
 
@@ -30,6 +30,9 @@ pub enum SoftError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// A device of the VMM's own lies over the guest's memory.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// The VM does not support this delivery of dirty pages.
     #[error(transparent)]
     Dirty(#[from] DirtyError),

@@ -27,6 +27,7 @@ impl SoftError {
                 ErrorKind::Host
             }
             Self::Boot(error) => error.kind(),
+            Self::Device(error) => error.kind(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The devices that a guest sees: those of every guest, and those that an embedder adds.
 
-use crate::{Kick, VcpuError, Width};
-use lacuna_addr::{Gfn, Gpa};
+use crate::{ErrorKind, Kick, MemorySlot, VcpuError, Width};
+use lacuna_addr::{Gfn, Gpa, PAGE_SIZE};
 use lacuna_sync::{Mutex, lock_order};
 use std::convert::Infallible;
 use std::fmt;
@@ -22,6 +22,13 @@ pub mod port {
     /// Status page frame number.
     pub const STATUS: u16 = 0x5c0;
 }
+
+/// The ports of the two PICs, which KVM emulates in the kernel.
+const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1];
+
+/// The guest-physical addresses of interrupt controllers: of the I/O APIC, which KVM emulates in
+/// the kernel, and of the local APIC.
+const APICS: [RangeInclusive<u64>; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
 
 /// Receives what the guest prints, in whole lines or at the end of the run.
 pub trait Console: Send {
@@ -81,6 +88,28 @@ pub enum DeviceError {
         /// Last port or address.
         to: u64,
     },
+    /// An interrupt controller of the VM has a part of the range, on one backend at least.
+    #[error(
+        "{from:#x}..={to:#x} overlaps an interrupt controller, which gets the accesses: choose \
+         another range"
+    )]
+    InterruptController {
+        /// First port or address.
+        from: u64,
+        /// Last port or address.
+        to: u64,
+    },
+    /// A memory slot of the VM has a part of the range.
+    #[error(
+        "the device at {from:#x}..={to:#x} overlaps the guest's memory, which gets the accesses: \
+         put the device where the VM has no memory slot, such as 0xc000_0000 to 0xfebf_ffff"
+    )]
+    Memory {
+        /// First address.
+        from: u64,
+        /// Last address.
+        to: u64,
+    },
     /// The range is empty, or exceeds the address space.
     #[error("a device of {bytes} bytes at {from:#x}: give it at least one byte, below 2^52")]
     Range {
@@ -89,6 +118,22 @@ pub enum DeviceError {
         /// Its size.
         bytes: u64,
     },
+}
+
+impl DeviceError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Overlap { .. }
+            | Self::InterruptController { .. }
+            | Self::Memory { .. }
+            | Self::Range { .. } => ErrorKind::Request,
+        }
+    }
+}
+
+fn overlap<T: PartialOrd>(a: &RangeInclusive<T>, b: &RangeInclusive<T>) -> bool {
+    a.start() <= b.end() && b.start() <= a.end()
 }
 
 /// The devices of one address space. Their ranges do not overlap.
@@ -102,11 +147,7 @@ impl Space {
         device: Arc<dyn Device>,
     ) -> Result<(), DeviceError> {
         let (from, to) = (*range.start(), *range.end());
-        if self
-            .0
-            .iter()
-            .any(|(other, _)| from <= *other.end() && *other.start() <= to)
-        {
+        if self.0.iter().any(|(other, _)| overlap(other, &range)) {
             return Err(DeviceError::Overlap { from, to });
         }
         self.0.push((range, device));
@@ -216,7 +257,7 @@ impl PlatformDevices {
         }
     }
 
-    /// Adds `device` at `ports`. The ports of [`port`] are taken.
+    /// Adds `device` at `ports`. The ports of [`port`] and of the PICs are taken.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.
@@ -229,17 +270,26 @@ impl PlatformDevices {
         if from > to {
             return Err(DeviceError::Range { from, bytes: 0 });
         }
-        let own = [port::SERIAL..=port::SERIAL_LAST, port::EXIT..=port::EXIT];
-        let mut own = own.iter().chain([&(port::STATUS..=port::STATUS)]);
-        if own.any(|own| ports.start() <= own.end() && own.start() <= ports.end()) {
+        let own = [
+            port::SERIAL..=port::SERIAL_LAST,
+            port::EXIT..=port::EXIT,
+            port::STATUS..=port::STATUS,
+        ];
+        if own.iter().any(|own| overlap(own, &ports)) {
             return Err(DeviceError::Overlap { from, to });
+        }
+        if PICS.iter().any(|pic| overlap(pic, &ports)) {
+            return Err(DeviceError::InterruptController { from, to });
         }
         self.ports.add(from..=to, device)
     }
 
-    /// Adds `device` at `bytes` guest-physical addresses from `start` on. Where there is a memory
-    /// slot as well, the guest accesses memory and not the device; the local APIC at 0xfee0_0000
-    /// takes precedence too. [`Layout`](crate::Layout) says where there is never memory at boot.
+    /// Adds `device` at `bytes` guest-physical addresses from `start` on. The addresses of the I/O
+    /// APIC (0xfec0_0000) and of the local APIC (0xfee0_0000) are taken.
+    ///
+    /// Where there is a memory slot as well, the guest accesses the memory. The VM is not known
+    /// here, so [`PlatformDevices::check_memory`] checks that before the run.
+    /// [`Layout`](crate::Layout) says where there is never memory at boot.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.
@@ -254,7 +304,34 @@ impl PlatformDevices {
             .checked_sub(1)
             .and_then(|last| start.checked_add(last));
         let last = last.ok_or(DeviceError::Range { from, bytes })?;
-        self.mmio.add(from..=last.get(), device)
+        let range = from..=last.get();
+        if APICS.iter().any(|apic| overlap(apic, &range)) {
+            let to = last.get();
+            return Err(DeviceError::InterruptController { from, to });
+        }
+        self.mmio.add(range, device)
+    }
+
+    /// Checks that no device lies over a memory slot. [`Builder::run`](crate::Builder::run) and
+    /// [`run_watched`](crate::run_watched) call this. A VMM with a run loop of its own calls it
+    /// with [`MemorySlots::memory_slots`](crate::MemorySlots::memory_slots) before the first run.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`], with the range of the first such device.
+    pub fn check_memory(&self, slots: &[MemorySlot]) -> Result<(), DeviceError> {
+        let page = PAGE_SIZE as u64;
+        let bytes = |slot: &MemorySlot| {
+            let start = slot.gfns.start().gpa().get();
+            start..=start + (slot.gfns.pages() * page - 1)
+        };
+        let over = |range: &RangeInclusive<u64>| slots.iter().any(|s| overlap(&bytes(s), range));
+        match self.mmio.0.iter().find(|(range, _)| over(range)) {
+            Some((range, _)) => Err(DeviceError::Memory {
+                from: *range.start(),
+                to: *range.end(),
+            }),
+            None => Ok(()),
+        }
     }
 
     /// A write to an address without memory.

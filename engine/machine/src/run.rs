@@ -121,7 +121,8 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) 
 /// reason.
 ///
 /// # Errors
-/// The runner's thread cannot be started.
+/// A device lies over the guest's memory ([`PlatformDevices::check_memory`]), or the runner's
+/// thread cannot be started.
 pub fn run_watched<V: Vm>(
     vm: &Arc<V>,
     vcpus: Vec<V::Vcpu>,
@@ -129,6 +130,8 @@ pub fn run_watched<V: Vm>(
     clock: &dyn Clock,
     watch: &mut dyn FnMut(&Observed<'_, V>),
 ) -> io::Result<()> {
+    let over = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
+    devices.check_memory(&vm.memory_slots()).map_err(over)?;
     let watcher = thread::current();
     thread::scope(|scope| {
         let named = thread::Builder::new().name("lacuna-run".into());

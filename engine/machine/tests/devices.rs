@@ -1,7 +1,9 @@
 //! Devices that an embedder adds.
 
-use lacuna_addr::Gpa;
-use lacuna_machine::{Device, DeviceError, Ending, Kick, PlatformDevices, Width, port};
+use lacuna_addr::{Gfn, GfnRange, Gpa};
+use lacuna_machine::{
+    Device, DeviceError, Ending, Kick, MemorySlot, PlatformDevices, SlotFlags, SlotId, Width, port,
+};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -96,4 +98,52 @@ fn devices_do_not_overlap() {
     let refused = devices.add_mmio(BASE, 0, latch.clone());
     assert!(matches!(refused, Err(DeviceError::Range { .. })));
     devices.add_ports(0x604..=0x604, latch).unwrap();
+}
+
+#[test]
+fn an_interrupt_controller_keeps_its_range() {
+    let (mut devices, latch) = with_latch();
+    for (start, bytes, taken) in [
+        (0xfebf_ff00, 0x100, false),
+        (0xfebf_ff00, 0x101, true),
+        (0xfec0_00ff, 1, true),
+        (0xfec0_0100, 0x100, false),
+        (0xfedf_f000, 0x1001, true),
+        (0xfee0_0fff, 1, true),
+        (0xfee0_1000, 0x1000, false),
+    ] {
+        let added = devices.add_mmio(Gpa::truncate(start), bytes, latch.clone());
+        let refused = matches!(added, Err(DeviceError::InterruptController { .. }));
+        assert_eq!(refused, taken, "{start:#x} {added:?}");
+        assert_eq!(added.is_ok(), !taken, "{start:#x} {added:?}");
+    }
+    for ports in [0x1f..=0x20, 0x21..=0x21, 0xa0..=0xa0, 0x4d1..=0x4d2] {
+        let refused = devices.add_ports(ports, latch.clone());
+        assert!(matches!(
+            refused,
+            Err(DeviceError::InterruptController { .. })
+        ));
+    }
+    devices.add_ports(0x22..=0x9f, latch).unwrap();
+}
+
+fn slot(first: u64, pages: u64) -> MemorySlot {
+    MemorySlot {
+        id: SlotId(3),
+        gfns: GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap(),
+        flags: SlotFlags::empty(),
+    }
+}
+
+#[test]
+fn a_device_over_memory_is_found() {
+    let (devices, _) = with_latch();
+    let base = BASE.get() / 0x1000;
+    let (from, to) = (BASE.get(), BASE.get() + 0xff);
+    let beside = [slot(0, base), slot(base + 1, 16)];
+    assert_eq!(devices.check_memory(&beside), Ok(()));
+    for over in [slot(base, 1), slot(0, base + 1), slot(base - 1, 16)] {
+        let found = devices.check_memory(&[slot(0, 1), over]);
+        assert_eq!(found, Err(DeviceError::Memory { from, to }), "{over:?}");
+    }
 }
