@@ -4,7 +4,7 @@
 
 use lacuna::{
     Arch, Builder, Device, Ending, Exit, Gpa, Image, MemorySlots, PageCount, PlatformDevices,
-    Segment, Vcpu, Width, dispatch, soft,
+    Segment, Vcpu, Vm as _, Width, dispatch, soft,
 };
 use std::error::Error;
 use std::sync::Arc;

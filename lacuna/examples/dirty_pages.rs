@@ -7,7 +7,8 @@
 
 use lacuna::{
     Builder, Detection, DirtyTracking, Ending, GuestMemory, HostClock, Image, Logging, MemorySlots,
-    PAGE_SIZE, PageCount, PlatformDevices, harvest, run_watched, set_logging_everywhere, soft,
+    PAGE_SIZE, PageCount, PlatformDevices, Vm as _, harvest, run_watched, set_logging_everywhere,
+    soft,
 };
 use std::error::Error;
 use std::time::{Duration, Instant};

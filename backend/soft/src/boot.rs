@@ -2,7 +2,7 @@
 
 use crate::error::SoftError;
 use crate::platform::Platform;
-use crate::vcpu::{Vcpu, VcpuOf};
+use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::room_for_threads;
 use lacuna_cpu::Wake;
@@ -16,25 +16,14 @@ use std::sync::atomic::Ordering;
 const THREADS_BESIDE: usize = 4;
 
 impl Vm {
-    /// Loads `image` and makes the vCPUs, each about to execute its first instruction. It works
-    /// once: a second set of vCPUs would share the interrupt controllers, the shoot-down slots and
-    /// the dirty rings with the first.
+    /// As [`lacuna_machine::Vm::boot`], with processors of any architecture: loads `image` and
+    /// makes the vCPUs, each about to execute its first instruction. It works once: a second set of
+    /// vCPUs would share the interrupt controllers, the shoot-down slots and the dirty rings with
+    /// the first.
     ///
     /// # Errors
     /// [`SoftError::Booted`], or the reason why the image cannot be loaded or a vCPU cannot be
     /// made; after such an error it may be tried again.
-    pub fn boot(
-        self: &Arc<Self>,
-        image: &Image<'_>,
-        command_line: &str,
-    ) -> Result<Vec<Vcpu>, SoftError> {
-        self.boot_on::<Cpu>(image, command_line)
-    }
-
-    /// [`Vm::boot`] with processors of another architecture.
-    ///
-    /// # Errors
-    /// As [`Vm::boot`].
     pub fn boot_on<P: Platform>(
         self: &Arc<Self>,
         image: &Image<'_>,
@@ -46,16 +35,7 @@ impl Vm {
         })
     }
 
-    /// Makes the vCPUs without an image, in long mode with all registers zero: their states are to
-    /// be restored. It works once, as [`Vm::boot`].
-    ///
-    /// # Errors
-    /// As [`Vm::boot`].
-    pub fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
-        self.make_once(|| self.make_vcpus::<Cpu>(None))
-    }
-
-    fn make_once<V>(
+    pub(crate) fn make_once<V>(
         &self,
         make: impl FnOnce() -> Result<Vec<V>, SoftError>,
     ) -> Result<Vec<V>, SoftError> {
@@ -70,7 +50,7 @@ impl Vm {
     }
 
     /// For a reset of the machine: loads the image of the boot a second time. The vCPUs continue
-    /// where they are until [`Vcpu::reset`].
+    /// where they are until [`VcpuOf::reset`].
     ///
     /// # Errors
     /// The reason why the image cannot be loaded.
@@ -79,7 +59,7 @@ impl Vm {
         Ok(())
     }
 
-    fn make_vcpus<P: Platform>(
+    pub(crate) fn make_vcpus<P: Platform>(
         self: &Arc<Self>,
         boot: Option<P::Boot>,
     ) -> Result<Vec<VcpuOf<P>>, SoftError> {

@@ -16,6 +16,7 @@ use lacuna_machine::{
     RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
+use lacuna_x86::Cpu;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -159,7 +160,7 @@ impl VmBuilder {
         let (vm, time) = self.vm()?;
         let vm = Arc::new(vm);
         devices.check_memory(&vm.memory_slots())?;
-        let vcpus = vm.boot(image, &self.full_command_line())?;
+        let vcpus = vm.boot_on::<Cpu>(image, &self.full_command_line())?;
         let trace = match time {
             Time::Real(clock) => {
                 let background = vm.host().spawn_background()?;

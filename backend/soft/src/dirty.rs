@@ -16,7 +16,7 @@ use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
 use lacuna_slots::SlotId;
 
 impl Vm {
-    /// Sets where writes are recorded, before [`Vm::boot`]. The default is bitmaps.
+    /// Sets where writes are recorded, before the VM has vCPUs. The default is bitmaps.
     ///
     /// # Errors
     /// [`DirtyError::TooLate`].

@@ -10,6 +10,7 @@ use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image, Observed,
     PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
 };
+use lacuna_x86::Cpu;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -35,7 +36,10 @@ impl lacuna_machine::Vm for Vm {
     const BACKEND: Backend = Backend::Soft;
 
     fn config(&self) -> VmConfig {
-        Self::config(self)
+        VmConfig {
+            delivery: self.mmu.delivery(),
+            ..self.config
+        }
     }
 
     fn boot(
@@ -43,11 +47,11 @@ impl lacuna_machine::Vm for Vm {
         image: &Image<'_>,
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
-        Self::boot(self, image, command_line)
+        self.boot_on::<Cpu>(image, command_line)
     }
 
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
-        Self::bare_vcpus(self)
+        self.make_once(|| self.make_vcpus::<Cpu>(None))
     }
 
     fn stats(&self) -> VmStats {
@@ -87,8 +91,11 @@ impl HugePagePolicy for Vm {
 }
 
 impl ApfSwitch for Vm {
+    /// The guest sees no other difference. No effect on a VM that did not offer async faults at
+    /// its start.
     fn set_apf(&self, apf: Apf) {
-        Self::set_apf(self, apf);
+        let off = apf == Apf::Off || self.config.apf == Apf::Off;
+        self.apf_paused.store(off, Ordering::Relaxed);
     }
 }
 

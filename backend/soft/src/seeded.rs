@@ -40,7 +40,7 @@ pub struct SimulatorConfig {
 pub struct SimulatedVm {
     /// The VM.
     pub vm: Arc<Vm>,
-    /// Its vCPUs, from [`Vm::boot`].
+    /// Its vCPUs, from [`Vm::boot`](lacuna_machine::Vm::boot).
     pub vcpus: Vec<Vcpu>,
     /// Its devices.
     pub devices: Arc<PlatformDevices>,

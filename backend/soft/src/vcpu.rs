@@ -37,8 +37,8 @@ const FUEL: u64 = 35_000;
 const HALT_POLL_NS: u64 = 200_000;
 
 /// One virtual processor of the soft backend.
-// [`Vm::boot`] returns a vector of them, and each runs on a thread of its own. Without the
-// alignment the end of one would share a cache line with the beginning of the next.
+// A VM's vCPUs are in one vector, and each runs on a thread of its own. Without the alignment the
+// end of one would share a cache line with the beginning of the next.
 #[repr(align(128))]
 pub struct VcpuOf<P: Platform> {
     pub(crate) vm: Arc<Vm>,
@@ -78,7 +78,7 @@ impl<P: Platform> VcpuOf<P> {
         Ok(vcpu)
     }
 
-    /// Puts the vCPU back into the state after [`Vm::boot`], as INIT or a reset by the VMM does.
+    /// Puts the vCPU back into its state after the boot, as INIT or a reset by the VMM does.
     pub fn reset(&mut self) {
         self.apf.reset();
         self.entry.cpu.reset();

@@ -50,7 +50,7 @@ pub struct Vm {
     pub(crate) meters: Box<[Meter]>,
     /// Whether its vCPUs are made.
     pub(crate) booted: AtomicBool,
-    apf_paused: AtomicBool,
+    pub(crate) apf_paused: AtomicBool,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
     /// with that slot.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
@@ -147,14 +147,6 @@ impl Vm {
         all.push((slot, backing));
     }
 
-    /// Its configuration.
-    pub fn config(&self) -> VmConfig {
-        VmConfig {
-            delivery: self.mmu.delivery(),
-            ..self.config
-        }
-    }
-
     /// Its memory-management unit.
     pub fn mmu(&self) -> &Arc<Mmu> {
         &self.mmu
@@ -175,13 +167,6 @@ impl Vm {
                 .clone()
         };
         self.meters.iter().map(read).collect()
-    }
-
-    /// Sets whether a guest that has enabled asynchronous page faults gets them from now on. The
-    /// guest sees no other difference. No effect on a VM that did not offer them at its start.
-    pub fn set_apf(&self, apf: Apf) {
-        let off = apf == Apf::Off || self.config.apf == Apf::Off;
-        self.apf_paused.store(off, Ordering::Relaxed);
     }
 
     pub(crate) fn apf(&self) -> Apf {

@@ -10,7 +10,7 @@ use common::shadow::{DETECTIONS, Shadow, end_logging, ring};
 use common::{boot_with, builder, from_env};
 use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange};
-use lacuna_machine::{Apf, DirtyRings as _, Ending, MemorySlot, MemorySlots as _};
+use lacuna_machine::{Apf, DirtyRings as _, Ending, MemorySlot, MemorySlots as _, Vm as _};
 use lacuna_skip::test;
 use lacuna_soft::{Backup, Delivery, Host, HugePages, SlotFlags, Vm, VmBuilder};
 use lacuna_sync::HostClock;

@@ -18,6 +18,7 @@ use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_machine::{
     DirtyRings as _, DirtyTracking as _, Exit, GuestMemory as _, MemorySlot, MemorySlots as _,
+    Vm as _,
 };
 use lacuna_soft::{
     Apf, ApfStats, Backup, Delivery, Detection, Host, Logging, RingSize, Step, Vcpu, Vm, VmBuilder,

@@ -5,7 +5,7 @@ mod common;
 
 use common::{boot, builder, pass};
 use lacuna_addr::{Gfn, GfnRange};
-use lacuna_machine::Ending;
+use lacuna_machine::{Ending, Vm as _};
 use lacuna_skip::test;
 use lacuna_soft::{
     HostStats, HugePages, LatencySetting, SimulatedVm, Simulator, SimulatorConfig, Swap, Trace, Vm,

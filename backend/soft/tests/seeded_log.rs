@@ -11,7 +11,7 @@ use fastrand::Rng;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{
     DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemorySlot, MemorySlots as _,
-    PlatformDevices, TwoStepLog as _,
+    PlatformDevices, TwoStepLog as _, Vm as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::{

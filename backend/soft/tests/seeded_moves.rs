@@ -19,7 +19,7 @@ use fastrand::Rng;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{
     Apf, Ending, GuestMemory as _, MemorySlots as _, PlatformDevices, SaveRestore as _, StateError,
-    VcpuState,
+    VcpuState, Vm as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder, VmConfig};

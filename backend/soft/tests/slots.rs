@@ -8,7 +8,7 @@ use common::{MIB, boot_image, builder};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::{BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, GuestMemory as _, MemorySlots as _, VcpuError};
+use lacuna_machine::{Exit, GuestMemory as _, MemorySlots as _, VcpuError, Vm as _};
 use lacuna_soft::{
     Host, HugePages, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu,
     Vm, VmBuilder, VmConfig, Wait,

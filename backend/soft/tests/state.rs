@@ -5,7 +5,9 @@ mod common;
 
 use common::{builder, image};
 use fastrand::Rng;
-use lacuna_machine::{Builder as _, PlatformDevices, SaveRestore, VcpuState, dispatch, x86};
+use lacuna_machine::{
+    Builder as _, PlatformDevices, SaveRestore, VcpuState, Vm as _, dispatch, x86,
+};
 use lacuna_skip::test;
 use lacuna_soft::{Step, Vcpu, Vm, VmBuilder};
 use std::sync::Arc;

@@ -4,7 +4,7 @@ use crate::run::Run;
 use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
-use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _};
+use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _, Vm as _};
 use lacuna_soft::{
     Apf, CpuModel, Host, HugePages, LatencySetting, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait,
 };

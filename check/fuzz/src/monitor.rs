@@ -11,8 +11,8 @@ use fastrand::Rng;
 use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::MmuNotifier as _;
 use lacuna_machine::{
-    DirtyRings as _, DirtyTracking as _, GuestMemory as _, MemorySlot, MemorySlots as _,
-    TwoStepLog as _,
+    ApfSwitch as _, DirtyRings as _, DirtyTracking as _, GuestMemory as _, MemorySlot,
+    MemorySlots as _, TwoStepLog as _,
 };
 use lacuna_soft::{
     Apf, Delivery, Detection, Host, LatencySetting, Recovery, RmapWalk, SlotFlags, SlotId, Vm,

@@ -14,7 +14,7 @@ use crate::tally::Tally;
 use fastrand::Rng;
 use lacuna_addr::{BackingAddr, BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{
-    GuestMemory as _, Image, Kick, MemoryError, MemorySlots as _, PlatformDevices, Segment,
+    GuestMemory as _, Image, Kick, MemoryError, MemorySlots as _, PlatformDevices, Segment, Vm as _,
 };
 use lacuna_soft::{Host, MmuNotifier, SlotFlags, SlotId, SlotSpec, Vcpu, Vm, VmConfig};
 use lacuna_sync::Clock;

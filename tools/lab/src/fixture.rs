@@ -9,7 +9,7 @@
 
 use crate::experiment::LabError;
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Arch, Image, Segment};
+use lacuna_machine::{Arch, Image, Segment, Vm as _};
 use lacuna_soft::{
     Apf, CpuModel, Delivery, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
     SlotSpec, Swap, Vcpu, Vm, VmBuilder, VmConfig,

@@ -22,7 +22,7 @@ mod machine;
 
 use crate::experiment::LabError;
 use crate::session::Guest;
-use lacuna_machine::{DirtyRings as _, Ending, PlatformDevices};
+use lacuna_machine::{DirtyRings as _, Ending, PlatformDevices, Vm as _};
 use lacuna_soft::{Delivery, HostStats, Vm, VmBuilder};
 use machine::{End, Machine};
 use std::thread;

@@ -5,7 +5,7 @@ pub mod program;
 pub mod shadow;
 
 use lacuna_addr::PageCount;
-use lacuna_machine::{Ending, Image, PlatformDevices};
+use lacuna_machine::{Ending, Image, PlatformDevices, Vm as _};
 use lacuna_soft::{
     Apf, CpuModel, HugePages, LatencySetting, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig,
 };

@@ -13,7 +13,7 @@ use crate::experiment::LabError;
 use crate::players::{Cast, Done, InBackground, Player, TURN, reap, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
 use lacuna_guest::status::SETTING_AT;
-use lacuna_machine::{DetectionChoice as _, DirtyTracking as _, GuestMemory};
+use lacuna_machine::{DetectionChoice as _, DirtyTracking as _, GuestMemory, Vm as _};
 use lacuna_soft::{Delivery, Detection, DirtyStats, Logging, SlotId, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
