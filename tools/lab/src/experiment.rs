@@ -47,7 +47,7 @@ pub enum LabError {
     #[error("{0}")]
     Guest(String),
     /// Other programs took the processors, so that what is to be measured did not happen. The
-    /// result is skipped: see [`skip_if_busy`].
+    /// function `skip_if_busy` skips the result then.
     #[error("{0}: leave this machine's processors to the lab")]
     Busy(String),
     /// The user asked for the end: see [`crate::interrupt`].
