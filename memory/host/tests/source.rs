@@ -308,7 +308,7 @@ fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> BackingRang
 }
 
 /// A source that hands each request to one of its threads, twice.
-struct Threads(std::sync::mpsc::Sender<PageRequest>);
+struct Threads(std::sync::mpsc::Sender<Option<PageRequest>>);
 
 impl PageSource for Threads {
     fn describe(&self) -> String {
@@ -316,8 +316,8 @@ impl PageSource for Threads {
     }
 
     fn fetch(&self, request: PageRequest) {
-        self.0.send(request.clone()).unwrap();
-        self.0.send(request).unwrap();
+        self.0.send(Some(request.clone())).unwrap();
+        self.0.send(Some(request)).unwrap();
     }
 }
 
@@ -330,8 +330,9 @@ fn many_threads_fault_and_answer() {
         Io::Threads { readers: 2 },
     );
     for round in 0..6 {
-        let (sender, requests) = std::sync::mpsc::channel::<PageRequest>();
+        let (sender, requests) = std::sync::mpsc::channel();
         let requests = std::sync::Mutex::new(requests);
+        let stop = sender.clone();
         let taken = AtomicUsize::new(0);
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(&host);
@@ -341,7 +342,8 @@ fn many_threads_fault_and_answer() {
         thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
-                    while let Ok(request) = { requests.lock().unwrap().recv() } {
+                    while let Ok(Some(request)) = { requests.lock().unwrap().recv() } {
+                        let request: PageRequest = request;
                         let addr = request.page();
                         if request.provide(&page_of(addr)) == Answer::Taken {
                             taken.fetch_add(1, Ordering::Relaxed);
@@ -370,6 +372,8 @@ fn many_threads_fault_and_answer() {
                 host.verify();
                 host.remove_region(range).unwrap();
             }
+            // The source is not dropped with its region at once, so its threads are told to end.
+            (0..3).for_each(|_| stop.send(None).unwrap());
         });
         assert_eq!(host.stats().resident, 0);
         host.verify();
