@@ -34,6 +34,7 @@ use lacuna_machine::{
     set_logging_everywhere,
 };
 use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -248,7 +249,7 @@ impl<'a, V: Vm> Monitor<'a, V> {
         if arm == Arm::On {
             set_logging_everywhere(*vm, Logging::LAZY)?;
         }
-        let (before, cpu) = (guest.count()?, vcpu_time()?);
+        let (before, cpu) = (guest.count()?, vcpu_time());
         let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
         for period in 1..=pace.periods {
             let due = before.at + pace.period * period;
@@ -260,7 +261,7 @@ impl<'a, V: Vm> Monitor<'a, V> {
                 harvesting += start.elapsed();
             }
         }
-        let (after, cpu) = (guest.count()?, vcpu_time()? - cpu);
+        let (after, cpu) = (guest.count()?, vcpu_time().saturating_sub(cpu));
         set_logging_everywhere(*vm, Logging::Off)?;
         let seconds = (after.at - before.at).as_secs_f64();
         let rate = after.rates_since(&before)[0];
@@ -286,25 +287,16 @@ impl<'a, V: Vm> Monitor<'a, V> {
     }
 }
 
-/// The processor time of the vCPU's thread so far, by its `schedstat` in /proc. The run loop names
-/// the threads of vCPUs alike on every backend.
-fn vcpu_time() -> Result<Duration, LabError> {
-    let read = || {
-        for task in std::fs::read_dir("/proc/self/task")? {
-            let task = task?.path();
-            if std::fs::read_to_string(task.join("comm"))?.trim_end() == "vcpu0" {
-                let stat = std::fs::read_to_string(task.join("schedstat"))?;
-                let ns = stat.split(' ').next().and_then(|word| word.parse().ok());
-                return ns.ok_or(std::io::ErrorKind::InvalidData.into());
-            }
-        }
-        Err(std::io::ErrorKind::NotFound.into())
+/// The processor time so far of all threads of the process but the calling one, the monitor. Of
+/// those only the vCPU's works while it is measured.
+fn vcpu_time() -> Duration {
+    let spent = |clock| {
+        let time = clock_gettime(clock);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
     };
-    let ns = read().map_err(|source| LabError::Io {
-        what: "the processor time of the vCPU's thread".into(),
-        source,
-    })?;
-    Ok(Duration::from_nanos(ns))
+    // The process first: the monitor's time between the two readings is in neither.
+    let all = spent(ClockId::ProcessCPUTime);
+    all.saturating_sub(spent(ClockId::ThreadCPUTime))
 }
 
 fn tell(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) {
