@@ -109,6 +109,7 @@ impl Cpu {
     /// blocks.
     pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
         let end = self.retired.saturating_add(fuel);
+        self.core.replay.enter();
         loop {
             let left = end.saturating_sub(self.retired);
             if left == 0 {

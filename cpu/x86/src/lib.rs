@@ -13,6 +13,7 @@
 //! system.rs   instructions that end a basic block                         msr.rs cpuid.rs apic.rs
 //! translations.rs  TLBs by privilege and PCID
 //! walk.rs     stage-1 paging               deliver.rs  events through the IDT
+//! replay.rs   accesses of devices, and the answers of an instruction
 //! ```
 #![forbid(unsafe_code)]
 
@@ -39,6 +40,7 @@ mod msr;
 mod op;
 mod processor;
 mod quiet;
+mod replay;
 mod returns;
 mod saved;
 mod seam;

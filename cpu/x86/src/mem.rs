@@ -12,6 +12,7 @@
 
 use crate::linear::{Linear, Width};
 use crate::processor::{Core, Why};
+use crate::replay::{after, device_pieces, low_bytes};
 use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::{User, walk};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
@@ -30,74 +31,6 @@ const LAST: u64 = PAGE_SIZE as u64 - 1;
 /// Offset in its page.
 const fn offset(va: u64) -> usize {
     (va & LAST) as usize
-}
-
-/// Device and MSR accesses that the current instruction has already made.
-///
-/// An instruction that touches a device, or an MSR that the machine answers, leaves the processor.
-/// It is executed again from its start when the answer has come. It may make several such accesses,
-/// so the answers are kept in order until it completes.
-#[derive(Clone, Debug)]
-pub(crate) struct Replay {
-    replies: [u64; Replay::MAX],
-    known: usize,
-    next: usize,
-    /// The instruction has asked for an answer, which has not come yet.
-    asked: bool,
-}
-
-impl Default for Replay {
-    fn default() -> Self {
-        Self {
-            replies: [0; Self::MAX],
-            known: 0,
-            next: 0,
-            asked: false,
-        }
-    }
-}
-
-impl Replay {
-    /// More accesses than one instruction makes. ENTER with 31 levels makes the most: it copies 31
-    /// frame pointers, each perhaps across two pages.
-    const MAX: usize = 128;
-
-    /// Whether the current instruction has answers waiting.
-    pub(crate) fn is_active(&self) -> bool {
-        self.known > 0
-    }
-
-    /// Whether no instruction waits for an answer or holds one.
-    pub(crate) fn is_idle(&self) -> bool {
-        self.known == 0 && !self.asked
-    }
-
-    /// The instruction starts again: its answers are read from the first.
-    pub(crate) fn rewind(&mut self) {
-        self.next = 0;
-    }
-
-    /// The instruction is complete.
-    pub(crate) fn clear(&mut self) {
-        (self.known, self.next, self.asked) = (0, 0, false);
-    }
-
-    /// Adds the answer to the exit that was just taken.
-    pub(crate) fn push(&mut self, value: u64) {
-        if let Some(slot) = self.replies.get_mut(self.known) {
-            *slot = value;
-            self.known += 1;
-        }
-    }
-
-    /// The next answer, in the order of the accesses. Without one, the instruction must leave and
-    /// ask.
-    pub(crate) fn take(&mut self) -> Option<u64> {
-        let reply = (self.next < self.known).then(|| self.replies[self.next]);
-        self.next += usize::from(reply.is_some());
-        self.asked = reply.is_none();
-        reply
-    }
 }
 
 /// A page of linear memory for one access.
@@ -284,10 +217,7 @@ impl Core {
                 let now = self.clock.now();
                 Ok(self.apic.mmio_read(gpa.offset() & !3, now).into())
             }
-            Target::Device(gpa) => match self.replay.take() {
-                Some(value) => Ok(value & (u64::MAX >> (64 - 8 * bytes))),
-                None => self.block(Why::DeviceRead(gpa, bytes as u8)),
-            },
+            Target::Device(gpa) => self.device_load(gpa, bytes),
         }
     }
 
@@ -305,11 +235,32 @@ impl Core {
                 let now = self.clock.now();
                 self.apic.mmio_write(gpa.offset(), value as u32, now);
             }
-            Target::Device(gpa) if self.replay.take().is_none() => {
-                let value = value & (u64::MAX >> (64 - 8 * bytes));
-                return self.block(Why::DeviceWrite(gpa, bytes as u8, value));
+            Target::Device(gpa) => return self.device_store(gpa, bytes, value),
+        }
+        Ok(())
+    }
+
+    /// Reads 1 to 8 bytes of a device.
+    #[cold]
+    fn device_load(&mut self, gpa: Gpa, bytes: usize) -> Touch<u64> {
+        let mut value = 0;
+        for (done, size) in device_pieces(gpa, bytes) {
+            match self.replay.take() {
+                Some(answer) => value |= low_bytes(answer, size) << (8 * done),
+                None => return self.block(Why::DeviceRead(after(gpa, done), size as u8)),
             }
-            Target::Device(_) => {}
+        }
+        Ok(value)
+    }
+
+    /// Writes the low 1 to 8 bytes of `value` to a device.
+    #[cold]
+    fn device_store(&mut self, gpa: Gpa, bytes: usize, value: u64) -> Touch<()> {
+        for (done, size) in device_pieces(gpa, bytes) {
+            if self.replay.take().is_none() {
+                let value = low_bytes(value >> (8 * done), size);
+                return self.block(Why::DeviceWrite(after(gpa, done), size as u8, value));
+            }
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use crate::cpuid::Announced;
 use crate::deliver::Flow;
 use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags, IF};
-use crate::mem::Replay;
+use crate::replay::Replay;
 use crate::state::{Exception, System, Trap};
 use crate::translations::Translations;
 use crate::walk::User;

@@ -47,9 +47,10 @@ impl Cpu {
     }
 
     /// Gives the value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
-    /// [`Exit::MmioRead`](crate::Exit::MmioRead).
+    /// [`Exit::MmioRead`](crate::Exit::MmioRead). Ignored if the last exit was another, or has been
+    /// answered.
     pub fn complete_read(&mut self, value: u64) {
-        self.core.replay.push(value);
+        self.core.replay.answer(value);
     }
 
     /// Forgets every translation, those of parked address spaces too, because the host has taken
