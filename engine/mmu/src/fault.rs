@@ -132,10 +132,31 @@ impl Mmu {
                 None => return Some(Outcome::Mmio),
             }
         }
-        match found.resolve(&self.host, &mut vcpu.cache) {
-            Ok(resolved) => resolved.map(self, &mut vcpu.marker),
+        self.map_page(found, &mut vcpu.cache, &mut vcpu.marker)
+    }
+
+    #[inline(always)]
+    fn map_page(
+        &self,
+        found: SlotFault<'_>,
+        cache: &mut PerCpuPages,
+        marker: &mut Marker,
+    ) -> Option<Outcome> {
+        let fault = found.fault;
+        match found.resolve(&self.host, cache) {
+            Ok(resolved) => resolved.map(self, marker),
+            Err(Outcome::Lost(_)) if self.is_outdated(fault) => None,
             Err(outcome) => Some(outcome),
         }
+    }
+
+    /// Whether an invalidation has begun or ended near the page since the fault began. Then the
+    /// page need not be lost, because of this race: the vCPU finds the slot; a thread deletes the
+    /// slot, and removes its memory; the vCPU asks the host for the page.
+    #[cold]
+    fn is_outdated(&self, fault: Fault) -> bool {
+        let cursor = self.stage2.fault_cursor(fault.gfn);
+        cursor.invalidate_retry(fault.seq)
     }
 
     /// The page of a write fault whose leaf lacked only W, after a fast page fault.
@@ -249,4 +270,64 @@ enum Tables {
     Waiting,
     /// Every table is linked: none will be free.
     None,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::SlotSpec;
+    use crate::tests::mmu;
+    use lacuna_addr::{PAGE_SIZE, PageCount};
+    use lacuna_host::MmuNotifier;
+    use lacuna_slots::SlotId;
+
+    const HOME: Gfn = Gfn::new(0x400).unwrap();
+    const PAGES: u64 = 8;
+
+    /// Removes a slot's memory between two steps of a fault, perhaps after the slot itself. Returns
+    /// what the fault comes to.
+    fn fault_while_memory_goes(delete: impl FnOnce(&Mmu, SlotId)) -> Option<Outcome> {
+        let (mmu, id) = (mmu(64), SlotId(1));
+        let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;
+        let backing = mmu.host.add_region(PageCount::new(PAGES), notifier);
+        let backing = backing.expect("a small region");
+        let spec = SlotSpec {
+            id,
+            guest: HOME.gpa().get(),
+            backing: backing.start(),
+            bytes: PAGES * PAGE_SIZE as u64,
+            flags: SlotFlags::empty(),
+        };
+        mmu.add_slot(spec).expect("room");
+        let mut vcpu = mmu.vcpu_mmu().expect("a large budget");
+        let fault = Fault {
+            gfn: HOME,
+            access: Access::Read,
+            seq: mmu.stage2.invalidate_seq(HOME),
+        };
+        let VcpuMmu {
+            reader,
+            cache,
+            marker,
+            ..
+        } = &mut vcpu;
+        let found = fault.find_slot(reader).expect("the slot is there");
+        delete(&mmu, id);
+        mmu.host.remove_region(backing).expect("just added");
+        mmu.map_page(found, cache, marker)
+    }
+
+    #[test]
+    fn a_page_of_a_deleted_slot_is_not_lost() {
+        let outcome = fault_while_memory_goes(|mmu, id| {
+            mmu.delete_slot(id).expect("just added");
+        });
+        assert!(outcome.is_none(), "it begins again, and finds no slot");
+    }
+
+    #[test]
+    fn a_page_without_its_memory_is_lost() {
+        let outcome = fault_while_memory_goes(|_, _| ());
+        assert!(matches!(outcome, Some(Outcome::Lost(_))));
+    }
 }

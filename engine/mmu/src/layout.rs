@@ -49,14 +49,15 @@ impl Mmu {
         self.slots.add(spec, Rmap::new).map(|_| ())
     }
 
-    /// Deletes a slot and its mappings. The backing keeps its content.
+    /// Deletes a slot and its mappings, and returns its backing, which keeps its content.
     ///
     /// # Errors
     /// [`SlotError::Unknown`].
-    pub fn delete_slot(&self, id: SlotId) -> Result<(), SlotError> {
+    pub fn delete_slot(&self, id: SlotId) -> Result<BackingRange, SlotError> {
         let _change = self.lock_layout();
         let slot = self.slot(id)?;
-        self.exclude(&slot, || self.slots.remove(id).map(|_| ()))
+        self.exclude(&slot, || self.slots.remove(id))?;
+        Ok(slot.backing)
     }
 
     /// Moves a slot, with its content, to another guest address.

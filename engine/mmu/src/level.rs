@@ -48,8 +48,8 @@ impl Mmu {
     /// contiguous frames by chance. Such a block gets no huge leaf, because reclaim would split
     /// that again, page by page.
     ///
-    /// # Panics
-    /// If the blocks were not disallowed.
+    /// A block for which there is no such reason stays as it is allowed: its slot was added, was
+    /// moved or changed its flags after [`Mmu::disallow_huge`].
     pub fn allow_huge(&self, gfns: GfnRange) {
         let _no_change = self.lock_layout();
         self.each_block(gfns, |cursor, slot, gfn| {

@@ -153,12 +153,14 @@ impl Rmap {
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Removes one reason that [`Rmap::disallow`] has added.
+    /// Removes one reason that [`Rmap::disallow`] has added, if there is one. A slot that has moved
+    /// since has lost its reasons.
     pub(crate) fn allow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         let was = count.load(Ordering::Relaxed);
-        assert_ne!(was & !CUT, 0, "gfn {gfn} was not disallowed");
-        count.store(was - 1, Ordering::Relaxed);
+        if was & !CUT != 0 {
+            count.store(was - 1, Ordering::Relaxed);
+        }
     }
 
     /// Asserts that the permanent reason ([`CUT`]) is the same here and in `fresh`, an empty map of

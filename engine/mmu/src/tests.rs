@@ -54,7 +54,7 @@ fn host() -> Arc<Host> {
 }
 
 /// An MMU with no slots, at most `tables` table pages, and vCPUs that are offline.
-fn mmu(tables: u32) -> Arc<Mmu> {
+pub(crate) fn mmu(tables: u32) -> Arc<Mmu> {
     Mmu::new(host(), Arc::new(Qsbr::new(2)), tables).expect("an MMU")
 }
 
