@@ -4,7 +4,7 @@ use crate::error::SoftError;
 use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 use crate::stall::Stalls;
 use crate::vcpu::Vcpu;
-use crate::vm::Vm;
+use crate::vm::{Vm, check_vcpus};
 use lacuna_addr::PageCount;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
@@ -109,7 +109,7 @@ impl VmBuilder {
             },
         };
         // Twice the memory, so that runs of free places for clusters are easy to find.
-        let capacity = PageCount::new(2 * self.memory.get());
+        let capacity = PageCount::new(self.memory.get().saturating_mul(2));
         let swap = match &self.swap {
             Swap::File(dir) => self.delayed(FileStore::create(dir, capacity)?),
             Swap::Memory => self.delayed(MemoryStore::new()),
@@ -214,6 +214,7 @@ impl VmBuilder {
     /// budget must suffice for all vCPUs. Each vCPU reserves its part only when it is made, so the
     /// host would find out too late.
     fn check(&self) -> Result<(), SoftError> {
+        check_vcpus(self.vcpus)?;
         Layout::new(self.memory)?;
         let minimum = Host::minimum_budget(self.vcpus);
         if self.resident < minimum {

@@ -5,7 +5,7 @@
 //! through the other, the change is not detected.
 
 use crate::vm::Vm;
-use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingRange, Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
@@ -22,6 +22,19 @@ impl Vm {
 
     fn forget_code(&self) {
         self.code.forget_all(self.qsbr());
+    }
+
+    /// Frees `backing` if it was made for slot `id`. The number alone does not say which backing:
+    /// another thread may have added a slot with the same number meanwhile.
+    fn free_backing(&self, id: SlotId, backing: BackingRange) {
+        let mut all = self.backing.lock().expect("no panic under this lock");
+        let place = all.iter().position(|entry| *entry == (Some(id), backing));
+        let found = place.map(|place| all.swap_remove(place));
+        drop(all);
+        if found.is_some() {
+            let removed = self.host.remove_region(backing);
+            debug_assert!(removed.is_ok(), "this VM added it");
+        }
     }
 }
 
@@ -47,6 +60,8 @@ impl MemorySlots for Vm {
             id,
             cause: error.to_string(),
         })?;
+        // Before the slot exists: another thread may remove it at once, and then finds this entry.
+        self.keep_backing(Some(id), backing);
         let added = self.mmu.add_slot(SlotSpec {
             id,
             guest: gfns.start().gpa().get(),
@@ -54,26 +69,14 @@ impl MemorySlots for Vm {
             bytes: gfns.pages() * PAGE_SIZE as u64,
             flags,
         });
-        if let Err(error) = added {
-            let removed = self.host.remove_region(backing);
-            debug_assert!(removed.is_ok(), "it was just added");
-            return Err(error.into());
-        }
-        self.keep_backing(Some(id), backing);
+        added.inspect_err(|_| self.free_backing(id, backing))?;
         Ok(())
     }
 
     fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError> {
-        self.mmu.delete_slot(id)?;
+        let backing = self.mmu.delete_slot(id)?;
         self.forget_code();
-        let mut all = self.backing.lock().expect("no panic under this lock");
-        let place = all.iter().position(|(slot, _)| *slot == Some(id));
-        let backing = place.map(|place| all.swap_remove(place).1);
-        drop(all);
-        if let Some(backing) = backing {
-            let removed = self.host.remove_region(backing);
-            debug_assert!(removed.is_ok(), "this VM added it");
-        }
+        self.free_backing(id, backing);
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use crate::vm::Vm;
 use lacuna_addr::{BackingAddr, Gfn, Gpa, PAGE_SIZE};
+use lacuna_host::HostError;
 use lacuna_machine::{GuestMemory, MemoryError};
 use lacuna_mmu::{DirtyError, Rmap, Writing};
 use lacuna_slots::Slot;
@@ -46,6 +47,19 @@ impl Vm {
         Ok(pieces)
     }
 
+    /// Why the page of `piece` could not be accessed. If its slot has been removed meanwhile, its
+    /// memory is gone with it, and nothing is lost.
+    fn no_page(&self, piece: &Piece, error: &HostError) -> MemoryError {
+        let slots = self.mmu.slots();
+        match slots.iter().any(|slot| slot.backing == piece.slot.backing) {
+            true => MemoryError::Backing {
+                gpa: piece.at,
+                cause: error.to_string(),
+            },
+            false => MemoryError::NoSlot(piece.at),
+        }
+    }
+
     /// Writes `bytes` past all TLBs; `begin` and `done` ensure that each page is marked.
     pub(crate) fn write_past(
         &self,
@@ -63,10 +77,7 @@ impl Vm {
             })?;
             let part = &bytes[piece.done..piece.done + piece.len];
             let copied = self.host.copy_in(piece.addr(), part);
-            copied.map_err(|e| MemoryError::Backing {
-                gpa,
-                cause: e.to_string(),
-            })?;
+            copied.map_err(|error| self.no_page(&piece, &error))?;
             done(writing);
             // A vCPU that decodes meanwhile sets the bit, then reads the bytes: either it sees the
             // write, or this code sees the bit.
@@ -89,10 +100,7 @@ impl GuestMemory for Vm {
         for piece in self.pieces(gpa, into.len())? {
             let part = &mut into[piece.done..piece.done + piece.len];
             let copied = self.host.copy_out(piece.addr(), part);
-            copied.map_err(|e| MemoryError::Backing {
-                gpa: piece.at,
-                cause: e.to_string(),
-            })?;
+            copied.map_err(|error| self.no_page(&piece, &error))?;
         }
         Ok(())
     }

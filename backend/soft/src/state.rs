@@ -77,10 +77,7 @@ impl SaveRestore for Vcpu {
         let processor = processor(state)?;
         self.entry.cpu.check(&processor).map_err(refused)?;
         self.check_apf(&state.apf)?;
-        // Nothing is in flight, and no failure waits to be told.
-        self.apf.reset();
-        (self.entry.failed, self.entry.bus.blocked) = (None, None);
-        self.stalled_since = None;
+        self.forget_stop();
         self.entry.cpu.restore(&processor);
         self.restore_apf(&state.apf)
     }

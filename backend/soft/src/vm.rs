@@ -78,9 +78,7 @@ impl Vm {
         let VmConfig {
             memory, vcpus, apf, ..
         } = config;
-        if !(1..=64).contains(&vcpus) {
-            return Err(SoftError::Vcpus(vcpus));
-        }
+        check_vcpus(vcpus)?;
         if config.cpu == (CpuModel::Common { tsc_khz: Some(0) }) {
             return Err(SoftError::TscFrequency);
         }
@@ -200,6 +198,14 @@ impl Vm {
         for meter in &self.meters {
             meter.kicked.store(false, Ordering::Release);
         }
+    }
+}
+
+/// Refuses a number of vCPUs that no VM has.
+pub(crate) fn check_vcpus(vcpus: usize) -> Result<(), SoftError> {
+    match vcpus {
+        1..=64 => Ok(()),
+        _ => Err(SoftError::Vcpus(vcpus)),
     }
 }
 

@@ -168,7 +168,7 @@ impl Host {
 
     /// The smallest budget in which `vcpus` vCPUs make progress, whatever their guests do.
     pub const fn minimum_budget(vcpus: usize) -> PageCount {
-        PageCount::new(BASE_FRAMES + FRAMES_PER_VCPU * vcpus as u64)
+        PageCount::new(BASE_FRAMES.saturating_add(FRAMES_PER_VCPU.saturating_mul(vcpus as u64)))
     }
 
     /// Makes the per-CPU page cache of one more vCPU. [`HostError::BudgetTooSmall`] if the budget
