@@ -10,14 +10,17 @@ use lacuna_slots::Delivery;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once.
+/// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once; an image
+/// that is refused does not count.
 pub fn with_image(
     vm: &Arc<Vm>,
     image: &Image<'_>,
     command_line: &str,
 ) -> Result<Vec<Vcpu>, KvmError> {
     take(vm)?;
-    let boot = Boot::load(image, &vm.memory.layout, command_line, &**vm)?;
+    let boot = Boot::load(image, &vm.memory.layout, command_line, &**vm);
+    // No vCPU is made yet, so another image may be tried.
+    let boot = boot.inspect_err(|_| vm.booted.store(false, Ordering::Release))?;
     make_vcpus(vm, Some(&boot))
 }
 

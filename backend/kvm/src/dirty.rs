@@ -191,7 +191,11 @@ impl Log<'_> {
         self.has_two_steps()?;
         let host = &slot.attach.host_writes;
         host.clear(first_page, pages, &mut mask.to_vec())?;
-        self.clear_log(&slot, first_page, pages, mask)
+        match pages {
+            // KVM refuses no page at the end of a slot.
+            0 => Ok(()),
+            _ => self.clear_log(&slot, first_page, pages, mask),
+        }
     }
 
     /// Calls `each` for the pages in all vCPUs' rings, and returns their number. First it makes

@@ -11,7 +11,7 @@ use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
 };
 use kvm_ioctls::{VcpuExit, VcpuFd};
-use lacuna_addr::Gpa;
+use lacuna_addr::{Gpa, aligned_piece};
 use lacuna_machine::{Exit, SaveRestore, StateError, VcpuError, VcpuState, Width};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -33,26 +33,37 @@ pub struct Vcpu {
 // that `fd` owns, and that mapping belongs to no thread.
 unsafe impl Send for Vcpu {}
 
-/// The accesses that one exit of KVM reports: several for a string instruction such as `REP OUTS`.
+/// The accesses that one exit of KVM reports: several for a string instruction such as `REP OUTS`,
+/// and for an instruction that accesses, for example, 3 bytes of a device before the end of a page.
 struct Io {
     direction: Direction,
-    width: Width,
     /// The data of the next access.
     data: NonNull<u8>,
-    /// Accesses left.
+    /// Bytes left.
     left: usize,
 }
 
 #[derive(Clone, Copy)]
 enum Direction {
-    In(Place),
+    In(Place, Answer),
     Out(Place),
 }
 
 #[derive(Clone, Copy)]
 enum Place {
-    Port(u16),
+    /// A port, and the size of an access there.
+    Port(u16, Width),
+    /// The address of the next access.
     Memory(Gpa),
+}
+
+/// Whether the VMM knows of the next access, which is a read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    /// It has got the exit, and may answer.
+    Asked,
+    /// It has not.
+    NotAsked,
 }
 
 impl Vcpu {
@@ -70,20 +81,25 @@ impl Vcpu {
     /// stays until `complete_read` answers it.
     fn next_access(&mut self) -> Option<Exit> {
         let io = self.io.as_mut().filter(|io| io.left > 0)?;
-        let width = io.width;
+        let width = io.width();
         Some(match io.direction {
-            Direction::In(Place::Port(port)) => Exit::IoIn { port, width },
-            Direction::In(Place::Memory(gpa)) => Exit::MmioRead { gpa, width },
+            Direction::In(place, _) => {
+                io.direction = Direction::In(place, Answer::Asked);
+                match place {
+                    Place::Port(port, _) => Exit::IoIn { port, width },
+                    Place::Memory(gpa) => Exit::MmioRead { gpa, width },
+                }
+            }
             Direction::Out(place) => {
                 let mut value = [0; 8];
                 let size = width as usize;
-                // SAFETY: 1. `left` accesses of `width` bytes lie at `data`, in the shared page.
+                // SAFETY: 1. `left` bytes, at least `width`, lie at `data`, in the shared page.
                 // 2. The vCPU is not in `KVM_RUN`, so the kernel does not write it.
                 unsafe { io.data.copy_to(NonNull::from(&mut value).cast(), size) };
                 io.advance();
                 let value = u64::from_le_bytes(value);
                 match place {
-                    Place::Port(port) => Exit::IoOut {
+                    Place::Port(port, _) => Exit::IoOut {
                         port,
                         width,
                         value: value as u32,
@@ -105,11 +121,19 @@ impl Vcpu {
             return Ok(Some(Exit::Interrupted));
         }
         self.io = None;
-        let (direction, data): (_, NonNull<[u8]>) = match self.fd.run() {
-            Ok(VcpuExit::IoOut(port, data)) => (Direction::Out(Place::Port(port)), data.into()),
+        let (direction, data): (Direction, NonNull<[u8]>) = match self.fd.run() {
+            Ok(VcpuExit::IoOut(port, data)) => {
+                let data = data.into();
+                (Direction::Out(self.port(port)), data)
+            }
             // The pointer comes from a `&mut`, because `complete_read` writes through it.
-            Ok(VcpuExit::IoIn(port, data)) => (Direction::In(Place::Port(port)), data.into()),
-            Ok(VcpuExit::MmioRead(at, data)) => (Direction::In(memory(at)), data.into()),
+            Ok(VcpuExit::IoIn(port, data)) => {
+                let data = data.into();
+                (Direction::In(self.port(port), Answer::NotAsked), data)
+            }
+            Ok(VcpuExit::MmioRead(at, data)) => {
+                (Direction::In(memory(at), Answer::NotAsked), data.into())
+            }
             Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data.into()),
             Ok(VcpuExit::Intr) => return Ok(self.requested()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
@@ -132,7 +156,11 @@ impl Vcpu {
             }
             Err(e) => return Err(self.failed(&format!("KVM_RUN: {e}"))),
         };
-        self.io = Some(self.accesses(direction, data.cast(), data.len()));
+        self.io = Some(Io {
+            direction,
+            data: data.cast(),
+            left: data.len(),
+        });
         Ok(None)
     }
 
@@ -143,20 +171,11 @@ impl Vcpu {
         taken.then_some(Exit::Interrupted)
     }
 
-    fn accesses(&mut self, direction: Direction, data: NonNull<u8>, bytes: usize) -> Io {
-        let size = match direction {
-            Direction::In(Place::Port(_)) | Direction::Out(Place::Port(_)) => {
-                // SAFETY: 1. the exit was KVM_EXIT_IO, so KVM has filled the union's `io`.
-                usize::from(unsafe { self.fd.get_kvm_run().__bindgen_anon_1.io.size })
-            }
-            Direction::In(Place::Memory(_)) | Direction::Out(Place::Memory(_)) => bytes,
-        };
-        Io {
-            direction,
-            width: width(size),
-            data,
-            left: bytes.checked_div(size).unwrap_or(0),
-        }
+    /// The place of an exit for `port`.
+    fn port(&mut self, port: u16) -> Place {
+        // SAFETY: 1. the exit was KVM_EXIT_IO, so KVM has filled the union's `io`.
+        let size = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.io.size };
+        Place::Port(port, width(usize::from(size)))
     }
 
     fn internal_error(&mut self) -> String {
@@ -186,11 +205,30 @@ impl Vcpu {
 }
 
 impl Io {
+    /// The size of the next access, at most `left`.
+    fn width(&self) -> Width {
+        let (Direction::In(place, _) | Direction::Out(place)) = self.direction;
+        match place {
+            Place::Port(_, width) => width,
+            Place::Memory(_) if self.left.is_power_of_two() => width(self.left),
+            Place::Memory(gpa) => width(aligned_piece(gpa.offset(), self.left)),
+        }
+    }
+
     fn advance(&mut self) {
-        self.left -= 1;
+        let bytes = self.width() as usize;
+        let next = |place| match place {
+            Place::Memory(gpa) => memory(gpa.get() + bytes as u64),
+            port @ Place::Port(..) => port,
+        };
+        self.direction = match self.direction {
+            Direction::In(place, _) => Direction::In(next(place), Answer::NotAsked),
+            Direction::Out(place) => Direction::Out(next(place)),
+        };
+        self.left -= bytes;
         if self.left > 0 {
-            // SAFETY: 1. an access is left, and its data follows that of this one.
-            self.data = unsafe { self.data.add(self.width as usize) };
+            // SAFETY: 1. bytes are left, and they follow those of this access.
+            self.data = unsafe { self.data.add(bytes) };
         }
     }
 }
@@ -218,16 +256,15 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn complete_read(&mut self, value: u64) {
-        let Some(io) = self.io.as_mut().filter(|io| io.left > 0) else {
+        let asked = |io: &&mut Io| matches!(io.direction, Direction::In(_, Answer::Asked));
+        let Some(io) = self.io.as_mut().filter(asked) else {
             return;
         };
-        let bytes = value.to_le_bytes();
-        // SAFETY: 1. `left` accesses of `width` bytes lie at `data`, in the shared page. 2. The
-        // vCPU is not in `KVM_RUN`, so the kernel does not read it.
-        unsafe {
-            io.data
-                .copy_from(NonNull::from(&bytes).cast(), io.width as usize)
-        };
+        let (bytes, size) = (value.to_le_bytes(), io.width() as usize);
+        // SAFETY: 1. the VMM has the exit of a read that is not answered, so `left` bytes, at least
+        // `width`, lie at `data`, in the shared page. 2. The vCPU is not in `KVM_RUN`, so the
+        // kernel does not read it.
+        unsafe { io.data.copy_from(NonNull::from(&bytes).cast(), size) };
         io.advance();
     }
 }
@@ -243,12 +280,28 @@ impl SaveRestore for Vcpu {
         arch::save(&self.fd, &self.vm.features, &self.fresh)
     }
 
+    /// Refuses while accesses of an instruction are left: KVM would complete the instruction over
+    /// the restored state.
     fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
-        let features = &self.vm.features;
-        let accepted = arch::accept(&self.fd, self.index, features, &self.fresh, state)?;
-        // The accesses that are left belong to the old state.
-        self.io = None;
-        arch::restore(&self.fd, &self.fresh, accepted)
+        if self.io.is_some() {
+            let vcpu = self.index;
+            return Err(StateError::MidInstruction { vcpu });
+        }
+        let (fd, features, fresh) = (&self.fd, &self.vm.features, &self.fresh);
+        let before = arch::save(fd, features, fresh);
+        let accepted = arch::accept(fd, self.index, features, fresh, state)?;
+        arch::restore(fd, fresh, accepted).or_else(|refused| {
+            // KVM may refuse when a part is set. The vCPU gets its own state back.
+            let own = before.and_then(|own| {
+                let accepted = arch::accept(fd, self.index, features, fresh, &own)?;
+                arch::restore(fd, fresh, accepted)
+            });
+            own.map_err(|error| StateError::Host {
+                step: "give the vCPU its own state back",
+                cause: format!("{error}, after another state was refused: {refused}"),
+            })?;
+            Err(refused)
+        })
     }
 }
 
