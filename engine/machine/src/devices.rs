@@ -30,7 +30,9 @@ const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1]
 /// the kernel, and of the local APIC.
 const APICS: [RangeInclusive<u64>; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
 
-/// Receives what the guest prints, in whole lines or at the end of the run.
+/// Receives what the guest prints, in whole lines or at the end of the run. A vCPU's thread calls
+/// it while it holds the lock of the serial line. It may end the run ([`PlatformDevices::end`]),
+/// but it must not access guest memory, change the VM or wait for another thread.
 pub trait Console: Send {
     /// One line without its newline; invalid UTF-8 replaced.
     fn line(&mut self, text: &str);
@@ -111,7 +113,7 @@ pub enum DeviceError {
         to: u64,
     },
     /// The range is empty, or exceeds the address space.
-    #[error("a device of {bytes} bytes at {from:#x}: give it at least one byte, below 2^52")]
+    #[error("a device of {bytes} bytes at {from:#x}: give it at least one byte, below 2^48")]
     Range {
         /// First address.
         from: u64,

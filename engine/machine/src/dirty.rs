@@ -12,7 +12,7 @@
 //! guest once.
 
 use crate::MemorySlots;
-use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotId};
+use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotError, SlotId};
 
 /// Dirty logging as every backend has it. [`Delivery`] is chosen with the VM.
 pub trait DirtyTracking {
@@ -45,8 +45,9 @@ pub trait DirtyTracking {
 /// Dirty rings, one for each vCPU.
 pub trait DirtyRings {
     /// Calls `each` for every page in the rings, and returns the number of calls. A page may come
-    /// more than once. The entries stay in use until [`DirtyRings::reset_rings`]; copy the pages
-    /// after that.
+    /// more than once, and its slot may have been removed since. The entries stay in use until
+    /// [`DirtyRings::reset_rings`]; copy the pages after that. `each` only notes the pages: locks
+    /// are held, so it must not change slots or track writes.
     ///
     /// # Errors
     /// [`DirtyError::Overflow`], and then in every later call.
@@ -96,7 +97,7 @@ pub trait DetectionChoice {
     fn dirty_stats(&self) -> Vec<DirtyStats>;
 }
 
-/// Turns the log of every slot on or off.
+/// Turns the log of every slot on or off. A slot that another thread removes meanwhile is skipped.
 ///
 /// # Errors
 /// The first slot that refuses; the slots before it have changed.
@@ -105,10 +106,14 @@ where
     V: DirtyTracking + MemorySlots + ?Sized,
 {
     let mut slots = vm.memory_slots().into_iter();
-    slots.try_for_each(|slot| vm.set_logging(slot.id, logging))
+    slots.try_for_each(|slot| match vm.set_logging(slot.id, logging) {
+        Err(DirtyError::Slot(SlotError::Unknown { .. })) => Ok(()),
+        result => result,
+    })
 }
 
-/// Harvests every slot that logs, from the rings, the bitmaps or both, as the VM delivers.
+/// Harvests every slot that logs, from the rings, the bitmaps or both, as the VM delivers. A slot
+/// that another thread removes meanwhile is skipped.
 ///
 /// Calls `each` with the slot and the index of each dirty page, perhaps more than once for a page,
 /// and returns the number of calls. The pages are re-armed then; copy them after this call.
@@ -131,7 +136,9 @@ where
         let mut words = vec![0; slot.gfns.pages().div_ceil(64) as usize];
         match vm.get_dirty(slot.id, &mut words) {
             Ok(()) => {}
-            Err(DirtyError::NotLogging(_)) => continue,
+            Err(DirtyError::NotLogging(_) | DirtyError::Slot(SlotError::Unknown { .. })) => {
+                continue;
+            }
             Err(error) => return Err(error),
         }
         for page in pages(&words) {

@@ -153,6 +153,8 @@ pub trait Vcpu: Send {
     /// Runs guest code until an exit that the VMM must handle.
     fn run(&mut self) -> Result<Exit, VcpuError>;
 
-    /// Supplies the value of an [`Exit::IoIn`] or [`Exit::MmioRead`] before the next run.
+    /// Supplies the value of an [`Exit::IoIn`] or [`Exit::MmioRead`] before the next run. After
+    /// another exit, and after an answer, the call does nothing. Without an answer, the guest asks
+    /// again: the next run returns the same exit, perhaps after an interrupt.
     fn complete_read(&mut self, value: u64);
 }

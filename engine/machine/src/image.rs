@@ -62,6 +62,14 @@ pub struct Segment<'a> {
     pub size: u64,
 }
 
+impl Segment<'_> {
+    /// The bytes that it occupies in memory. In a segment that a VMM has made, `size` may be
+    /// smaller than the content.
+    pub(crate) fn extent(&self) -> u64 {
+        self.size.max(self.bytes.len() as u64)
+    }
+}
+
 /// A parsed guest kernel; nothing has been loaded.
 ///
 /// [`Image::parse`] takes an ELF64 file whose segments are at their physical addresses, at or above
@@ -122,7 +130,7 @@ impl<'a> Image<'a> {
     pub fn end(&self) -> u64 {
         self.segments
             .iter()
-            .map(|s| s.gpa.get() + s.size)
+            .map(|s| s.gpa.get().saturating_add(s.extent()))
             .max()
             .unwrap_or(0)
     }

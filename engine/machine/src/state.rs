@@ -82,6 +82,8 @@ pub trait SaveRestore: Vcpu {
     /// Puts the vCPU into `state`. Restore the guest's memory first.
     ///
     /// # Errors
-    /// [`StateError`], with the name of the field.
+    /// [`StateError`], with the name of the field; the vCPU keeps the state that it had. A
+    /// hypervisor below that cannot forget a half-done instruction refuses with
+    /// [`StateError::MidInstruction`].
     fn restore(&mut self, state: &VcpuState) -> Result<(), StateError>;
 }

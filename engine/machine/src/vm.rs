@@ -110,7 +110,7 @@ pub trait Vm:
     fn config(&self) -> VmConfig;
 
     /// Loads `image` and makes the vCPUs, each about to execute its first instruction. A VM gets
-    /// its vCPUs once.
+    /// its vCPUs once. After an image that is refused, another one may be tried.
     ///
     /// # Errors
     /// The image does not fit, or the VM has its vCPUs already.
@@ -138,13 +138,15 @@ pub trait Vm:
 
 /// The host's policy of huge pages, set while a VM runs.
 pub trait HugePagePolicy {
-    /// From now on, no huge leaf maps frames of `gfns`. Huge leaves that exist there are split.
+    /// From now on, no huge leaf maps frames of `gfns`. Huge leaves that exist there are split. A
+    /// slot that is added later, moves or changes its flags may have huge leaves again.
     ///
     /// # Errors
     /// There is no memory for the tables.
     fn disallow_huge(&self, gfns: lacuna_addr::GfnRange) -> Result<(), String>;
 
-    /// Ends one [`HugePagePolicy::disallow_huge`] of the same range.
+    /// Ends one [`HugePagePolicy::disallow_huge`] of the same range. Does nothing where none is in
+    /// effect.
     fn allow_huge(&self, gfns: lacuna_addr::GfnRange);
 }
 
@@ -206,6 +208,8 @@ pub trait Builder {
 
     /// Runs `image` to its end. `watch` is called on the calling thread, about ten times a second
     /// unless the run is seeded. It may end the run: `seen.devices.end(Ending::Stopped, seen.vm)`.
+    /// If `devices` have an ending already, as after an earlier run, the guest executes nothing and
+    /// that ending is the result: each run needs devices of its own.
     ///
     /// # Errors
     /// The reason why the run cannot start. A run that started has an [`Ending`] instead.

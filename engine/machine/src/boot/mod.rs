@@ -120,9 +120,10 @@ impl Layout {
 
     fn holds(&self, gpa: Gpa, size: u64) -> bool {
         let page = PAGE_SIZE as u64;
+        let last = gpa.get().checked_add(size);
         self.ranges.iter().any(|r| {
             let (start, end) = (r.start().gpa().get(), r.end_raw() * page);
-            start <= gpa.get() && gpa.get() + size <= end
+            start <= gpa.get() && last.is_some_and(|last| last <= end)
         })
     }
 }
@@ -155,12 +156,13 @@ impl Placement {
             if s.gpa.get() < self.boot_end {
                 return Err(BootError::SegmentTooLow { index, gpa: s.gpa });
             }
-            if !layout.holds(s.gpa, s.size) {
+            let size = s.extent();
+            if !layout.holds(s.gpa, size) {
                 let needed = image.end().div_ceil(1 << 20);
                 return Err(BootError::SegmentOutside {
                     index,
                     gpa: s.gpa,
-                    size: s.size,
+                    size,
                     needed,
                 });
             }
