@@ -1,8 +1,8 @@
 //! Runs as a VMM makes them, on both backends.
 
 use lacuna::{
-    Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, Image, PageCount, PlatformDevices,
-    Segment, Vm, Width, kvm, soft,
+    Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, PageCount,
+    PlatformDevices, Segment, Vm, Width, kvm, soft,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -90,6 +90,50 @@ fn a_guest_without_memory_is_refused_as_a_bad_request() {
     if kvm::available().is_ok() {
         refuses(&kvm::VmBuilder::new(none, SIZE));
     }
+}
+
+/// Numbers that no host has, and that overflow when they are added or multiplied.
+#[test]
+fn numbers_that_no_host_has_are_refused_as_bad_requests() {
+    for vcpus in [0, 65, usize::MAX / 8, usize::MAX] {
+        let mut builder = soft::VmBuilder::new(SIZE, SIZE);
+        builder.vcpus = vcpus;
+        refuses(&builder);
+        if kvm::available().is_ok() {
+            let mut builder = kvm::VmBuilder::new(SIZE, SIZE);
+            builder.vcpus = vcpus;
+            refuses(&builder);
+        }
+    }
+    for pages in [1, 1 << 51, u64::MAX / 2 + 1, u64::MAX] {
+        let odd = PageCount::new(pages);
+        refuses(&soft::VmBuilder::new(odd, SIZE));
+        if kvm::available().is_ok() {
+            refuses(&kvm::VmBuilder::new(odd, SIZE));
+        }
+    }
+    refuses(&soft::VmBuilder::new(SIZE, PageCount::new(0)));
+    refuses(&soft::VmBuilder::new(SIZE, PageCount::new(u64::MAX)));
+    let odd = soft::VmBuilder::new(PageCount::new(u64::MAX), SIZE);
+    assert!(
+        odd.host(Arc::new(HostClock::default())).is_ok(),
+        "swap that grows"
+    );
+    assert_eq!(soft::Host::minimum_budget(usize::MAX).get(), u64::MAX);
+}
+
+/// Devices that have seen the end of a run do not run another guest.
+#[test]
+fn devices_of_an_earlier_run_end_a_run_at_once() {
+    let devices = Arc::new(PlatformDevices::new(|_: &str| ()));
+    let builder = soft::VmBuilder::new(SIZE, SIZE);
+    for _ in 0..2 {
+        let code = image(EXITS_WITH_SEVEN);
+        let end = builder.run(&code, Arc::clone(&devices), &mut |_| {});
+        assert_eq!(end.expect("it starts").ending, Ending::Exited(7));
+    }
+    let end = builder.run(&image(ENDLESS), devices, &mut |_| {});
+    assert_eq!(end.expect("it starts").ending, Ending::Exited(7));
 }
 
 /// A device that no guest of these tests may reach.

@@ -7,6 +7,8 @@ pub mod dirty;
 pub mod exits;
 pub mod guests;
 pub mod memory;
+pub mod misuse;
+pub mod odd_slots;
 pub mod powers;
 pub mod slots;
 pub mod state;

@@ -32,6 +32,18 @@ macro_rules! suite {
             slots:
                 a_slot_comes_moves_and_goes, writes_to_a_read_only_slot_exit,
                 slots_that_cannot_be_are_refused, slots_change_beside_a_guest;
+            misuse:
+                an_answer_without_a_question_is_ignored, a_string_of_ports_keeps_each_access,
+                a_device_access_across_pages_has_each_byte_once,
+                a_restore_over_half_an_instruction_is_whole,
+                an_image_that_is_refused_may_be_followed_by_another,
+                kicks_at_any_time, a_vm_lives_as_long_as_its_vcpus,
+                async_faults_are_enabled_anywhere, a_state_that_is_refused_late_changes_nothing;
+            odd_slots:
+                slots_of_any_size_and_place, a_slot_goes_while_it_is_used,
+                slots_with_one_number_are_added_and_removed_by_all,
+                logs_are_switched_while_slots_come_and_go, odd_ranges_of_a_log,
+                huge_pages_are_allowed_more_often_than_disallowed;
             between:
                 verify_goes_to_the_other_backend_and_back, bm_goes_to_the_other_backend_and_back,
                 interrupts_and_registers_go_to_the_other_backend_and_back,

@@ -1,0 +1,389 @@
+//! Calls in an order or with arguments that a careful VMM avoids. Each is refused with an error
+//! that says what to do, or does nothing; the guest misses nothing, and no call panics or hangs.
+
+use iced_x86::code_asm::*;
+use lacuna_addr::Gpa;
+use lacuna_machine::{
+    Apf, BackendError as _, ErrorKind, Exit, GuestMemory as _, Image, Kick as _, MemorySlots as _,
+    SaveRestore as _, Segment, StateError, Vcpu as _, VcpuState, Vm as _, x86,
+};
+
+use super::Outcome;
+use super::state::{registers, small};
+use crate::backend::{Backend, Built, Made, Request, VcpuOf, harvest, start_tracking};
+use crate::program::{CODE, DEVICE, STACK, assemble, image};
+use crate::running::within;
+
+/// Where the guest asks, and where it tells.
+const ASKED: u32 = 0x80;
+const TOLD: u32 = 0x81;
+fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Exit {
+    vcpu.run().expect("a vCPU that can go on")
+}
+
+fn told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
+    match next::<B>(vcpu) {
+        Exit::IoOut { value, .. } => value,
+        exit => panic!("{exit:?}"),
+    }
+}
+
+/// An answer without a question is no answer to a later question, and takes no write from a device.
+pub fn an_answer_without_a_question_is_ignored<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let code = assemble(|a| {
+            a.mov(rdi, DEVICE)?;
+            a.in_(eax, ASKED as i32)?;
+            a.out(TOLD as i32, eax)?;
+            a.mov(dword_ptr(rdi), eax)?;
+            a.mov(eax, dword_ptr(rdi))?;
+            a.out(TOLD as i32, eax)?;
+            a.hlt()
+        });
+        let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        vcpu.complete_read(1);
+        let exit = next::<B>(vcpu);
+        assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+        vcpu.complete_read(42);
+        vcpu.complete_read(43);
+        assert_eq!(told::<B>(vcpu), 42);
+        vcpu.complete_read(44);
+        let exit = next::<B>(vcpu);
+        let is_write = matches!(exit, Exit::MmioWrite { value, .. } if value as u32 == 42);
+        assert!(is_write, "{exit:?}");
+        vcpu.complete_read(45);
+        for _ in 0..2 {
+            let exit = next::<B>(vcpu);
+            assert!(matches!(exit, Exit::MmioRead { .. }), "{exit:?}");
+        }
+        vcpu.complete_read(46);
+        assert_eq!(told::<B>(vcpu), 46);
+        Ok(())
+    })
+}
+
+/// The accesses of a string instruction are each reported and each answered once, whatever the VMM
+/// answers between them.
+pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
+    backend.has_string_ports()?;
+    let backend = backend.clone();
+    within(move || {
+        let code = assemble(|a| {
+            let mut text = a.create_label();
+            a.mov(dx, TOLD as i32)?;
+            a.lea(rsi, ptr(text))?;
+            a.mov(ecx, 5)?;
+            a.rep().outsb()?;
+            a.mov(dx, ASKED as i32)?;
+            a.mov(rdi, STACK)?;
+            a.mov(ecx, 4)?;
+            a.rep().insb()?;
+            a.mov(eax, dword_ptr(rdi - 4))?;
+            a.out(TOLD as i32, eax)?;
+            a.hlt()?;
+            a.set_label(&mut text)?;
+            a.db(b"abcde")
+        });
+        let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        for letter in *b"abcde" {
+            assert_eq!(told::<B>(vcpu), u32::from(letter));
+            vcpu.complete_read(7);
+        }
+        for value in 1..=4 {
+            let exit = next::<B>(vcpu);
+            assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+            vcpu.complete_read(value);
+            vcpu.complete_read(9);
+        }
+        assert_eq!(told::<B>(vcpu), 0x0403_0201);
+        Ok(())
+    })
+}
+
+/// An access of a device across two pages leaves for each of its bytes once, by 1, 2, 4 or 8.
+pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) -> Outcome {
+    const VALUE: u64 = 0x8877_6655_4433_2211;
+    let backend = backend.clone();
+    within(move || {
+        for before in 1..8 {
+            let at = DEVICE + 0x1000 - before;
+            let code = assemble(|a| {
+                a.mov(rdi, at)?;
+                a.mov(rax, VALUE)?;
+                a.mov(qword_ptr(rdi), rax)?;
+                a.mov(rax, qword_ptr(rdi))?;
+                a.out(TOLD as i32, eax)?;
+                a.shr(rax, 32)?;
+                a.out(TOLD as i32, eax)?;
+                a.hlt()
+            });
+            let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+            let vcpu = &mut vcpus[0];
+            let mut written = Vec::new();
+            let mut read = Vec::new();
+            let low = loop {
+                match next::<B>(vcpu) {
+                    Exit::MmioWrite { gpa, width, value } => {
+                        let bytes = &value.to_le_bytes()[..width as usize];
+                        written.extend((gpa.get()..).zip(bytes.iter().copied()));
+                    }
+                    Exit::MmioRead { gpa, width } => {
+                        let bytes = gpa.get()..gpa.get() + width as u64;
+                        let low = |at: u64| at & 0xff;
+                        let value = bytes.clone().rev().fold(0, |all, at| all << 8 | low(at));
+                        read.extend(bytes);
+                        vcpu.complete_read(value);
+                    }
+                    Exit::IoOut { value, .. } => break value,
+                    exit => panic!("{exit:?}"),
+                }
+            };
+            let bytes: Vec<_> = (at..).zip(VALUE.to_le_bytes()).collect();
+            assert_eq!(written, bytes, "{before} bytes before the end of a page");
+            assert_eq!(read, (at..at + 8).collect::<Vec<_>>(), "{before}");
+            let value = u64::from(told::<B>(vcpu)) << 32 | u64::from(low);
+            let answers = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| (at + i) as u8);
+            assert_eq!(value.to_le_bytes(), answers, "{before}");
+        }
+        Ok(())
+    })
+}
+
+/// A state that is restored while an instruction waits for its answer is refused, or is the whole
+/// state of the vCPU from then on.
+pub fn a_restore_over_half_an_instruction_is_whole<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let code = assemble(|a| {
+            a.mov(rdi, DEVICE)?;
+            a.mov(ebx, 5)?;
+            a.out(TOLD as i32, eax)?;
+            a.add(ebx, dword_ptr(rdi))?;
+            a.mov(eax, ebx)?;
+            a.out(TOLD as i32, eax)?;
+            a.in_(eax, ASKED as i32)?;
+            a.hlt()
+        });
+        for leaves in 1..=3 {
+            let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+            let vcpu = &mut vcpus[0];
+            told::<B>(vcpu);
+            vm.kick(0);
+            assert_eq!(next::<B>(vcpu), Exit::Interrupted);
+            let state = vcpu.save().expect("between two instructions");
+            for _ in 0..leaves {
+                vcpu.complete_read(100);
+                next::<B>(vcpu);
+            }
+            match vcpu.restore(&state) {
+                Ok(()) => {}
+                Err(StateError::MidInstruction { vcpu: 0 }) => {
+                    vcpu.complete_read(200);
+                    vm.kick(0);
+                    while next::<B>(vcpu) != Exit::Interrupted {}
+                    vcpu.restore(&state).expect("between two instructions");
+                }
+                Err(error) => panic!("{error}"),
+            }
+            let exit = next::<B>(vcpu);
+            assert!(matches!(exit, Exit::MmioRead { .. }), "{leaves}: {exit:?}");
+            vcpu.complete_read(1);
+            assert_eq!(told::<B>(vcpu), 6, "{leaves}");
+        }
+        Ok(())
+    })
+}
+
+/// An image that does not fit changes nothing: another one may follow. Sizes and addresses that a
+/// VMM has filled in itself may be anything.
+pub fn an_image_that_is_refused_may_be_followed_by_another<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let Built { vm, .. } = backend.build(&small())?;
+        let bytes = [0; 5000];
+        let segment = |gpa, size| Segment {
+            gpa: Gpa::truncate(gpa),
+            bytes: &bytes,
+            size,
+        };
+        for bad in [
+            segment(0x20_0000, u64::MAX),
+            segment(0x20_0000, u64::MAX - 0x1f_ffff),
+            segment(u64::MAX, 8),
+            segment((16 << 20) - 4096, 10),
+            segment(0, 8),
+        ] {
+            let code = image(&[0xf4]);
+            let bad = Image {
+                segments: [code.segments, vec![bad]].concat(),
+                ..code
+            };
+            let refused = vm.boot(&bad, "").err().expect("it does not fit");
+            assert_eq!(refused.kind(), ErrorKind::Request, "{refused}");
+        }
+        let long = "x".repeat(4096);
+        let refused = vm.boot(&image(&[0xf4]), &long).err();
+        assert!(refused.is_some(), "a command line that is too long");
+        let mut byte = [1];
+        vm.read(Gpa::truncate(CODE), &mut byte)
+            .expect("guest memory");
+        assert_eq!(byte, [0], "nothing was written");
+        assert_eq!(vm.boot(&image(&[0xf4]), "").expect("it fits").len(), 1);
+        let again = vm.boot(&image(&[0xf4]), "").err().expect("once");
+        assert_eq!(again.kind(), ErrorKind::Request, "{again}");
+        assert!(vm.bare_vcpus().is_err());
+        Ok(())
+    })
+}
+
+/// Kicks of vCPUs that do not run, do not exist yet, or do not exist any more.
+pub fn kicks_at_any_time<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let Built { vm, .. } = backend.build(&small())?;
+        vm.kick(usize::MAX);
+        vm.kick(0);
+        vm.kick_all();
+        let mut vcpus = vm.bare_vcpus().expect("its first vCPUs");
+        assert_eq!(next::<B>(&mut vcpus[0]), Exit::Interrupted);
+        start_tracking(&*vm);
+        drop(vcpus);
+        vm.kick_all();
+        harvest(&*vm);
+        vm.remove_slot(vm.memory_slots()[0].id)
+            .expect("it is there");
+        Ok(())
+    })
+}
+
+/// vCPUs outlive the last other use of their VM, in the middle of an instruction too.
+pub fn a_vm_lives_as_long_as_its_vcpus<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let code = assemble(|a| {
+            a.mov(rdi, STACK)?;
+            a.mov(qword_ptr(rdi - 8), rdi)?;
+            a.in_(eax, ASKED as i32)?;
+            a.out(TOLD as i32, eax)?;
+            a.hlt()
+        });
+        let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        drop(vm);
+        let exit = next::<B>(&mut vcpus[0]);
+        assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+        vcpus[0].complete_read(3);
+        assert_eq!(told::<B>(&mut vcpus[0]), 3);
+        Ok(())
+    })
+}
+
+/// Asynchronous page faults are enabled at addresses of every kind. What the guest may not write
+/// raises an exception in the guest, and ends nothing but the guest.
+pub fn async_faults_are_enabled_anywhere<B: Backend>(backend: &B) -> Outcome {
+    const ENABLE: u32 = 0x4b56_4d02;
+    let backend = backend.clone();
+    within(move || {
+        let request = Request {
+            apf: Apf::On,
+            ..small()
+        };
+        for value in [
+            1,
+            0xb,
+            (16 << 20) - 64 + 0xb,
+            (16 << 20) + 0xb,
+            DEVICE + 0xb,
+            0xfee0_0000 + 0xb,
+            (1 << 47) + 0xb,
+            (1 << 48) + 0xb,
+            u64::MAX,
+            !0x34,
+            1 << 63 | 0xb,
+            0x3b,
+        ] {
+            let code = assemble(|a| {
+                a.mov(ecx, ENABLE)?;
+                a.mov(eax, value as u32)?;
+                a.mov(edx, (value >> 32) as u32)?;
+                a.wrmsr()?;
+                a.out(TOLD as i32, eax)?;
+                a.hlt()
+            });
+            let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+            // A KVM that emulates guest kernels cannot emulate a triple fault.
+            let Ok(exit) = vcpus[0].run() else { continue };
+            let known = matches!(exit, Exit::IoOut { .. } | Exit::Shutdown(_));
+            assert!(known, "{value:#x}: {exit:?}");
+            if let Exit::IoOut { .. } = exit {
+                vm.kick(0);
+                assert_eq!(next::<B>(&mut vcpus[0]), Exit::Interrupted);
+                let state = vcpus[0].save().expect("between two instructions");
+                vcpus[0].restore(&state).expect("its own state");
+                vm.remove_slot(vm.memory_slots()[0].id)
+                    .expect("it is there");
+                let refused = vcpus[0].restore(&state);
+                let named = refused.map_err(|error| error.to_string());
+                assert!(
+                    !matches!(&named, Err(text) if !text.contains("apf") && !text.contains("MSR")),
+                    "{named:?}"
+                );
+            }
+        }
+        Ok(())
+    })
+}
+
+/// A state with a value that only the hypervisor below can judge is refused by name, and the vCPU
+/// goes on as it was.
+pub fn a_state_that_is_refused_late_changes_nothing<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let code = assemble(|a| {
+            let mut again = a.create_label();
+            a.xor(ebx, ebx)?;
+            a.set_label(&mut again)?;
+            a.inc(ebx)?;
+            a.mov(eax, ebx)?;
+            a.out(TOLD as i32, eax)?;
+            a.jmp(again)
+        });
+        let request = Request::new(16, 16, 1, "");
+        let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        assert_eq!(told::<B>(vcpu), 1);
+        vm.kick(0);
+        assert_eq!(next::<B>(vcpu), Exit::Interrupted);
+        let state = vcpu.save().expect("between two instructions");
+        type Damage = fn(&mut x86::State);
+        let damages: [(&str, Damage); 4] = [
+            ("xsave", |s| s.xsave = Some(vec![0; 3])),
+            ("lstar", |s| _ = s.msrs.insert(0xc000_0082, 1 << 62)),
+            ("pat", |s| _ = s.msrs.insert(0x277, 2)),
+            ("apf", |s| s.apf.enable = u64::MAX),
+        ];
+        for (what, damage) in damages {
+            let mut damaged = state.clone();
+            let VcpuState::X86(changed) = &mut damaged else {
+                panic!("an x86 processor");
+            };
+            damage(changed);
+            changed.regs.gpr[3] = 1000;
+            let Err(refused) = vcpu.restore(&damaged) else {
+                // This hypervisor has no rule for the value.
+                vcpu.restore(&state).expect("its own state");
+                continue;
+            };
+            let now = vcpu.save().expect("between two instructions");
+            let (now, before) = (registers(&now), registers(&state));
+            assert_eq!(now.regs, before.regs, "{what}: {refused}");
+            assert_eq!(now.system, before.system, "{what}: {refused}");
+            assert_eq!(now.msrs, before.msrs, "{what}: {refused}");
+            assert_eq!(now.xsave, before.xsave, "{what}: {refused}");
+        }
+        assert_eq!(told::<B>(vcpu), 2);
+        Ok(())
+    })
+}
