@@ -16,8 +16,9 @@
 //! // Boot `vm` and run its vCPUs here.
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//! Such a loop ignores [`VmBuilder::seed`]: only `Builder::run` runs all vCPUs on one thread. A VM
-//! from `build` that has a seed has no background thread.
+//! Such a loop needs a builder without [`VmBuilder::seed`]. Only `Builder::run` moves the time of a
+//! VM with a seed; in another loop, a vCPU that waits for time to pass fails with
+//! [`VcpuError::TimeStandsStill`](crate::VcpuError::TimeStandsStill).
 //!
 //! # Speed
 //! Three settings of the program that depends on this crate matter for this backend. Cargo reads

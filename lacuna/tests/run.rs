@@ -2,7 +2,7 @@
 
 use lacuna::{
     Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, PageCount,
-    PlatformDevices, Segment, Vm, Width, kvm, soft,
+    PlatformDevices, Segment, Vcpu as _, VcpuError, Vm, Width, kvm, soft,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -134,6 +134,30 @@ fn devices_of_an_earlier_run_end_a_run_at_once() {
     }
     let end = builder.run(&image(ENDLESS), devices, &mut |_| {});
     assert_eq!(end.expect("it starts").ending, Ending::Exited(7));
+}
+
+/// Halts with interrupts on and a timer that is armed in the APIC's page.
+const WAITS_FOR_ITS_TIMER: &[u8] = &[
+    0xbb, 0x00, 0x00, 0xe0, 0xfe, // mov ebx, 0xfee00000
+    0xc7, 0x83, 0xf0, 0, 0, 0, 0xff, 1, 0, 0, // mov dword [rbx + 0xf0], 0x1ff: SVR
+    0xc7, 0x83, 0x20, 3, 0, 0, 0x30, 0, 0,
+    0, // mov dword [rbx + 0x320], 0x30: the timer's vector
+    0xc7, 0x83, 0x80, 3, 0, 0, 0x40, 0, 0, 0,    // mov dword [rbx + 0x380], 0x40: its count
+    0xfb, // sti
+    0xf4, // hlt
+    0xeb, 0xfe, // jmp to itself
+];
+
+/// A VMM's own loop cannot move the time of a VM with a seed: its guest would wait for ever.
+#[test]
+fn a_vm_with_a_seed_does_not_wait_for_time_in_another_loop() {
+    let mut builder = soft::VmBuilder::new(SIZE, SIZE);
+    builder.seed = Some(1);
+    let vm = builder.build().expect("room for it");
+    let mut vcpus = vm.boot(&image(WAITS_FOR_ITS_TIMER), "").expect("it fits");
+    let error = vcpus[0].run().expect_err("its time stands still");
+    assert_eq!(error, VcpuError::TimeStandsStill { vcpu: 0 });
+    assert_eq!(error.kind(), ErrorKind::Request, "{error}");
 }
 
 /// A device that no guest of these tests may reach.

@@ -50,8 +50,9 @@ pub struct VmBuilder {
     /// Which processor the guest sees.
     pub cpu: CpuModel,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
-    /// threads and real time. A VMM's own run loop over a VM from `build` ignores it, except that
-    /// the host of such a VM does not work in the background.
+    /// threads and real time. It is for `Builder::run`. The time of a VM from `build` with a seed
+    /// stands still: a vCPU that waits for time to pass fails with
+    /// [`VcpuError::TimeStandsStill`](lacuna_machine::VcpuError::TimeStandsStill).
     pub seed: Option<u64>,
     /// The command line of the guest kernel, to which the run adds `smp=` and `ap=`.
     pub command_line: String,
@@ -189,8 +190,9 @@ impl VmBuilder {
     /// background until the VM is dropped.
     pub(crate) fn vm_with_background(&self) -> Result<Vm, SoftError> {
         let (mut vm, time) = self.vm()?;
-        if let Time::Real(_) = time {
-            vm.background = Some(vm.host.spawn_background()?);
+        match time {
+            Time::Real(_) => vm.background = Some(vm.host.spawn_background()?),
+            Time::Virtual { .. } => vm.stands_still = true,
         }
         Ok(vm)
     }

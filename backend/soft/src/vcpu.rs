@@ -242,6 +242,9 @@ impl<P: Platform> VcpuOf<P> {
             vm.host.poll(vm.clock.now());
             match (self.step(FUEL), vm.host.next_due()) {
                 (Step::Ran, _) => {}
+                (Step::Wait(Wait::Halt(until)), _) if self.waits_for_ever(until) => {
+                    return Step::Failed(self.time_stands_still());
+                }
                 // The page that is due next is most likely one of this vCPU's. So this thread
                 // sleeps until then, and no other thread has to wake it.
                 (Step::Wait(Wait::Halt(until)), Some(due)) => {
@@ -253,6 +256,15 @@ impl<P: Platform> VcpuOf<P> {
             }
         }
         self.leave()
+    }
+
+    /// Whether only time can end this halt, and the time of its VM stands still.
+    fn waits_for_ever(&self, until: Option<Nanos>) -> bool {
+        self.vm.stands_still && (until.is_some() || self.apf.awaits_pages())
+    }
+
+    fn time_stands_still(&self) -> VcpuError {
+        VcpuError::TimeStandsStill { vcpu: self.index }
     }
 
     fn is_kicked(&self) -> bool {
@@ -372,6 +384,8 @@ impl<P: Platform> VcpuOf<P> {
             .host
             .reclaim_direct_until(frames, &vm.meters[self.index].kicked)
         {
+            // The frames come when writes are complete, which takes time.
+            Ok(progress) if vm.stands_still && progress.freed == 0 => Err(self.time_stands_still()),
             Ok(_) => Ok(()),
             Err(e) => Err(VcpuError::NoMemory {
                 vcpu: self.index,

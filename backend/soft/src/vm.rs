@@ -51,6 +51,8 @@ pub struct Vm {
     /// Whether its vCPUs are made.
     pub(crate) booted: AtomicBool,
     pub(crate) apf_paused: AtomicBool,
+    /// Its time stands still, because it was built with a seed for a run loop of the VMM's own.
+    pub(crate) stands_still: bool,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
     /// with that slot.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
@@ -103,6 +105,7 @@ impl Vm {
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
             booted: AtomicBool::new(false),
             apf_paused: AtomicBool::new(apf == Apf::Off),
+            stands_still: false,
             backing: Mutex::new(Vec::new()),
             background: None,
             config,

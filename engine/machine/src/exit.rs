@@ -130,6 +130,15 @@ pub enum VcpuError {
         /// What the hypervisor says.
         cause: String,
     },
+    /// The vCPU waits for time to pass, and nothing moves the time of its VM.
+    #[error(
+        "vCPU {vcpu}: it waits, and the time of this VM stands still, because the VM has a seed: \
+         run it with `Builder::run`, or build it without a seed"
+    )]
+    TimeStandsStill {
+        /// Which vCPU.
+        vcpu: usize,
+    },
     /// Every vCPU is halted, and no event can wake one.
     #[error("every vCPU is halted with interrupts off or no timer armed: the guest hangs")]
     Hang,
@@ -140,6 +149,7 @@ impl VcpuError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::PageLost { .. } | Self::NoMemory { .. } | Self::Host { .. } => ErrorKind::Host,
+            Self::TimeStandsStill { .. } => ErrorKind::Request,
             Self::Hang => ErrorKind::Guest,
         }
     }
