@@ -3,7 +3,7 @@
 use crate::boot;
 use crate::error::KvmError;
 use crate::memory::Mapping;
-use crate::slots::{KvmSlot, Refusal, SlotSpec, spec_of};
+use crate::slots::{KvmSlot, Refusal, SlotSpec, check_slot, spec_of};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
@@ -159,8 +159,10 @@ impl MemorySlots for Vm {
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
         flags.check(id, SlotFlags::READONLY)?;
+        let pages = PageCount::new(gfns.pages());
+        check_slot(&self.fd, id, pages)?;
         let _logs = self.dirty.state();
-        let own = Mapping::new(PageCount::new(gfns.pages()));
+        let own = Mapping::new(pages);
         let own = own.map_err(|errno| MemorySlotError::Host {
             id,
             cause: format!("cannot map its memory: {errno}"),

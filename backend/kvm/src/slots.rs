@@ -9,8 +9,9 @@
 
 use crate::memory::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
-use kvm_ioctls::VmFd;
-use lacuna_addr::{Hva, PAGE_SIZE};
+use kvm_ioctls::{Cap, VmFd};
+use lacuna_addr::{Hva, PAGE_SIZE, PageCount};
+use lacuna_machine::MemorySlotError;
 use lacuna_slots::{DirtyBitmap, Limits, Logging, Slot, SlotError, SlotFlags, SlotId};
 use lacuna_slots::{SlotData, Slots, Snapshot};
 use lacuna_sys::Errno;
@@ -135,6 +136,23 @@ impl SlotTable {
         let back = self.0.replace(spec_of(old), |_, _| Arc::clone(&old.attach));
         debug_assert!(back.is_ok(), "the table had it before");
     }
+}
+
+/// The most pages of a slot, `KVM_MEM_MAX_NR_PAGES`.
+const PAGES_MAX: PageCount = PageCount::new((1 << 31) - 1);
+
+/// Refuses a number or a size that KVM has not, before tables for the slot are made.
+pub fn check_slot(fd: &VmFd, id: SlotId, pages: PageCount) -> Result<(), MemorySlotError> {
+    let slots = fd.check_extension_int(Cap::NrMemslots);
+    let last = u16::try_from(slots - 1).unwrap_or(u16::MAX);
+    if id.0 > last {
+        return Err(MemorySlotError::Number { id, last });
+    }
+    if pages > PAGES_MAX {
+        let max = PAGES_MAX;
+        return Err(MemorySlotError::Size { id, pages, max });
+    }
+    Ok(())
 }
 
 /// The description of a slot that exists.

@@ -1,7 +1,7 @@
 //! Memory slots: which guest frames have memory behind them.
 
 use crate::ErrorKind;
-use lacuna_addr::{Gfn, GfnRange};
+use lacuna_addr::{Gfn, GfnRange, PageCount};
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
 
 /// A memory slot of a VM.
@@ -31,6 +31,24 @@ pub enum MemorySlotError {
     /// The slot table refuses the change.
     #[error(transparent)]
     Slot(#[from] SlotError),
+    /// The backend has no slot with such a number.
+    #[error("{id}: this backend has slots 0 to {last}: choose one of these numbers")]
+    Number {
+        /// The slot.
+        id: SlotId,
+        /// The last number.
+        last: u16,
+    },
+    /// The backend has no slot of such a size.
+    #[error("{id}: {pages} pages are more than the {max} of this backend's slots: add several")]
+    Size {
+        /// The slot.
+        id: SlotId,
+        /// Its size.
+        pages: PageCount,
+        /// The largest size.
+        max: PageCount,
+    },
     /// The host has no memory for the slot, or the host's kernel refuses.
     #[error("{id}: {cause}")]
     Host {
@@ -46,7 +64,7 @@ impl MemorySlotError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Slot(SlotError::NoRoom { .. }) | Self::Host { .. } => ErrorKind::Host,
-            Self::Slot(_) => ErrorKind::Request,
+            Self::Slot(_) | Self::Number { .. } | Self::Size { .. } => ErrorKind::Request,
         }
     }
 }

@@ -61,7 +61,12 @@ pub fn slots_of_any_size_and_place<B: Backend>(backend: &B) -> Outcome {
             for id in [SlotId(7), SlotId(u16::MAX)] {
                 match vm.add_memory(id, gfns(first, pages), SlotFlags::empty()) {
                     Ok(()) => vm.remove_slot(id).expect("it is there"),
-                    Err(error) => assert!(error.to_string().contains(&id.to_string()), "{error}"),
+                    Err(error) => {
+                        assert!(error.to_string().contains(&id.to_string()), "{error}");
+                        // Only room depends on the host: a number and an address do not.
+                        let of_size = error.kind() == ErrorKind::Host && pages > 1 << 31;
+                        assert!(of_size || error.kind() == ErrorKind::Request, "{error}");
+                    }
                 }
                 assert_eq!(vm.memory_slots(), before);
             }
