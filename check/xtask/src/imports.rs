@@ -11,7 +11,11 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-sys", &["lacuna-addr"]),
     ("lacuna-tables", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-slots", &["lacuna-addr", "lacuna-sync"]),
-    ("lacuna-host", &["lacuna-addr", "lacuna-sync"]),
+    ("lacuna-source", &["lacuna-addr"]),
+    (
+        "lacuna-host",
+        &["lacuna-addr", "lacuna-sync", "lacuna-source"],
+    ),
     (
         "lacuna-stage2",
         &["lacuna-addr", "lacuna-sync", "lacuna-tables"],

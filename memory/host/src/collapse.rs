@@ -181,7 +181,7 @@ impl Core {
         let is_zero = |state: &PageState| match state {
             PageState::Zero => true,
             // Never provided: it reads as zeros only if the region has no page source.
-            PageState::Empty => region.source.is_none(),
+            PageState::Empty => region.origin.is_none(),
             _ => false,
         };
         let zeros = states.iter().filter(|state| is_zero(state)).count();

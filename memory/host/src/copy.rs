@@ -127,7 +127,7 @@ impl Core {
             return false;
         };
         match region.place(page) {
-            Some(Place::Page(PageState::Empty)) => region.source.is_none(),
+            Some(Place::Page(PageState::Empty)) => region.origin.is_none(),
             place => place == Some(Place::Page(PageState::Zero)),
         }
     }

@@ -12,12 +12,13 @@ use crate::region::{MmuNotifier, Regions};
 use crate::residency::PageNo;
 use crate::sampled_split::SampledSplits;
 use crate::settled::Settled;
-use crate::source::PageSource;
+use crate::source::Origin;
 use crate::stats::Counters;
 use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
 use crate::writeback::Failure;
 use lacuna_addr::{BackingAddr, BackingRange, Level, PageCount, Pfn, room_for, room_for_threads};
+use lacuna_source::{PageSource, SourcePage};
 use lacuna_sync::lock_order::{self, LockClass};
 use lacuna_sync::{Clock, Mutex, MutexGuard, Nanos};
 use std::collections::BTreeMap;
@@ -188,16 +189,18 @@ impl Host {
         self.core.regions.add(pages, notifier, None)
     }
 
-    /// Adds a region of `pages` pages that `source` provides. A fault on a page that was not
+    /// Adds a region of `pages` pages that `source` provides, from its page `first` on. A fault on a page that was not
     /// provided yet resolves to [`Resolution::Missing`](crate::Resolution::Missing). `notifier`
     /// looks after their mappings.
     pub fn add_region_from(
         &self,
         source: Arc<dyn PageSource>,
+        first: SourcePage,
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
-        self.core.regions.add(pages, notifier, Some(source))
+        let origin = Origin::new(&self.core, source, first);
+        self.core.regions.add(pages, notifier, Some(origin))
     }
 
     /// Whether `range` lies in one region, and `notifier` looks after its mappings. The answer

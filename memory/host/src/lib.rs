@@ -30,7 +30,7 @@
 //! # Unsafe
 //! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
 //!
-//! Imports `addr` and `sync`. `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
+//! Imports `addr`, `sync` and `source`. `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
 
 mod balance;
 mod block;
@@ -69,12 +69,12 @@ pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
 pub use host::{Host, HostConfig, HugePages, Polling};
 pub use io::{Io, fine_sleeps};
+pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_sync::LatencySetting;
 pub use per_cpu_pages::{MAX_PINNED, PerCpuPages};
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::{Frame, Resolution};
-pub use source::{Answer, PageRequest, PageSource};
 pub use stats::HostStats;
 pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, SwapEntry, SwapStore};
 pub use ticket::Ticket;

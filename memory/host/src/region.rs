@@ -18,7 +18,7 @@ use crate::block_word::{BLOCK, BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
 use crate::host::HugePages;
 use crate::residency::{PageNo, PageState, PageWord};
-use crate::source::PageSource;
+use crate::source::Origin;
 use lacuna_addr::{BackingRange, PAGE_SHIFT, PageCount};
 use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -55,7 +55,7 @@ pub(crate) struct Region {
     advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
     /// Provides pages that were never provided; `None`: they are zeros.
-    pub source: Option<Arc<dyn PageSource>>,
+    pub origin: Option<Origin>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
     /// The host that owns it: see [`Regions::owns`].
@@ -90,6 +90,11 @@ impl Region {
 
     pub fn contains(&self, page: PageNo) -> bool {
         page.get().wrapping_sub(self.first.get()) < self.words.len() as u64
+    }
+
+    /// The number of `page`, which the region contains, from the region's first page on.
+    pub fn index_of(&self, page: PageNo) -> u64 {
+        page.get() - self.first.get()
     }
 
     /// `page`'s word; `None` outside.
@@ -281,7 +286,7 @@ impl Regions {
         &self,
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
-        source: Option<Arc<dyn PageSource>>,
+        origin: Option<Origin>,
     ) -> Result<BackingRange, HostError> {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let end = numbers.next_page.checked_add(pages.get());
@@ -306,7 +311,7 @@ impl Regions {
                 .map(|_| AtomicU64::new(0))
                 .collect(),
             notifier,
-            source,
+            origin,
             listener,
             home: self.home.clone(),
             removed: AtomicBool::new(false),

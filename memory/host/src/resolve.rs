@@ -107,7 +107,7 @@ impl Core {
                     Some(self.ready(frame, access))
                 }
                 PageState::Empty => match cache.region().block_word(page).map(BlockWord::load) {
-                    None | Some(PageBlockState::Split) => match &cache.region().source {
+                    None | Some(PageBlockState::Split) => match &cache.region().origin {
                         None => self.fill(page, PageState::Empty, access, cache),
                         Some(_) => self.begin_fetch(page, cache),
                     },
@@ -198,7 +198,7 @@ impl Core {
         let region = cache.region();
         let block_word = region.block_word(page)?;
         let mut block = None;
-        let zeros = region.source.is_none();
+        let zeros = region.origin.is_none();
         if zeros && max_level >= Level::L2M && region.wants_huge(self.huge, page) {
             block = self.frames.take_block();
             if block.is_none() {

@@ -1,4 +1,4 @@
-//! Page sources: where the pages of a region come from that were never provided.
+//! A region's page source, which provides the pages that were never provided.
 //!
 //! ```text
 //! fault on an Empty page
@@ -23,96 +23,64 @@
 
 use crate::error::LostPage;
 use crate::host::{Core, lock};
-use crate::pool::Page;
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
-use lacuna_addr::BackingAddr;
+use lacuna_addr::PAGE_SIZE;
+use lacuna_source::{Answer, Asker, PageRequest, PageSource, SourcePage};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-/// A region's page source: a peer, a snapshot file, an external handler. The host calls it with no
-/// lock held, from several threads at once.
-pub trait PageSource: Send + Sync {
-    /// Its name in error messages, such as `snapshot in /var/lib/vm`.
-    fn describe(&self) -> String;
-
-    /// Asks for a page, at most once for each page. The source answers `request` now or later, on
-    /// any thread. It does not wait here: the caller may be a vCPU that goes on.
-    fn fetch(&self, request: PageRequest);
+/// The source of a region.
+pub(crate) struct Origin {
+    source: Arc<dyn PageSource>,
+    /// What the region's first page is in the source.
+    first: SourcePage,
+    asker: Arc<dyn Asker>,
 }
 
-/// A page that a source was asked for. A clone is the same request. The request fails when its last
-/// clone is dropped without an answer, so a source that ends loses no ticket.
-#[derive(Clone)]
-pub struct PageRequest(Arc<Asked>);
-
-struct Asked {
-    /// Weak, because the source of a region of the host keeps the request.
-    core: Weak<Core>,
-    page: PageNo,
-}
-
-/// What an answer has come to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use]
-pub enum Answer {
-    /// It counts: the ticket is done.
-    Taken,
-    /// It changes nothing: the page was answered before, or its region or host is gone.
-    Late,
-}
-
-impl PageRequest {
-    /// The page's address.
-    pub fn page(&self) -> BackingAddr {
-        self.0.page.addr()
+impl Origin {
+    pub fn new(core: &Arc<Core>, source: Arc<dyn PageSource>, first: SourcePage) -> Self {
+        Self {
+            source,
+            first,
+            asker: Arc::new(Answers(Arc::downgrade(core))),
+        }
     }
 
-    /// Provides the page's content. Callbacks of the ticket run on this thread
-    /// ([`Ticket::on_done`]), so the caller holds no lock.
-    pub fn provide(&self, content: &Page) -> Answer {
-        self.0.answer(Ok(content))
+    /// The source's name.
+    pub fn describe(&self) -> String {
+        self.source.describe()
     }
 
-    /// The page cannot be provided: it is lost. As [`PageRequest::provide`] otherwise.
-    pub fn fail(&self, reason: &str) -> Answer {
-        self.0.answer(Err(reason))
+    /// Asks for the page at `index` of the region, which the host numbers as `page`.
+    fn fetch(&self, index: u64, page: PageNo) {
+        let wanted = SourcePage(self.first.0 + index);
+        let asker = Arc::clone(&self.asker);
+        self.source
+            .fetch(PageRequest::new(asker, page.get(), wanted));
     }
 }
 
-impl std::fmt::Debug for PageRequest {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "PageRequest({})", self.page())
-    }
-}
+/// Takes the answers. Weak, because the source of a region of the host keeps the requests.
+struct Answers(Weak<Core>);
 
-impl Asked {
-    fn answer(&self, content: Result<&Page, &str>) -> Answer {
-        match self.core.upgrade() {
-            Some(core) => core.answer(self.page, content),
+impl Asker for Answers {
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        match self.0.upgrade() {
+            Some(core) => core.answer(PageNo::new(key), content),
             None => Answer::Late,
         }
     }
 }
 
-impl Drop for Asked {
-    fn drop(&mut self) {
-        // Late, unless no clone was answered.
-        let _ = self.answer(Err("it dropped the request"));
-    }
-}
-
 impl Core {
     /// Asks the region's source for the page of a ticket that the caller has started.
-    pub fn ask_source(self: &Arc<Self>, ticket: &Ticket) {
-        let asked = Asked {
-            core: Arc::downgrade(self),
-            page: ticket.number(),
-        };
-        let source = ticket.region().source.as_ref();
-        let source = source.expect("only a region with a source has a page in Fetching");
-        source.fetch(PageRequest(Arc::new(asked)));
+    pub fn ask_source(&self, ticket: &Ticket) {
+        let (region, page) = (ticket.region(), ticket.number());
+        let origin = region.origin.as_ref();
+        let origin = origin.expect("only a region with a source has a page in Fetching");
+        origin.fetch(region.index_of(page), page);
     }
 
     /// Whether `ticket` is for a page that its source has not provided yet.
@@ -121,7 +89,7 @@ impl Core {
         matches!(word.map(PageWord::load), Some(PageState::Fetching { .. }))
     }
 
-    fn answer(&self, page: PageNo, content: Result<&Page, &str>) -> Answer {
+    fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let ticket = lock(&self.tickets).get(&page).cloned();
         // A page that was provided and swapped out may be in flight again, from swap.
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));
@@ -135,7 +103,7 @@ impl Core {
                 // SAFETY: the page word says Fetching, so nothing maps or evicts the frame, and
                 // this thread alone has won `Ticket::answer`.
                 let frame = unsafe { self.frames.pool.exclusive(ticket.frame()) };
-                frame.0.copy_from_slice(&content.0);
+                frame.0.copy_from_slice(content);
                 Counters::add(&self.stats.provided, 1);
                 Ok(())
             }
@@ -152,8 +120,8 @@ impl Core {
     }
 
     fn lost_by_source(&self, ticket: &Ticket, reason: &str) -> LostPage {
-        let source = ticket.region().source.as_ref();
-        let source = source.map_or_else(String::new, |source| source.describe());
+        let origin = ticket.region().origin.as_ref();
+        let source = origin.map_or_else(String::new, Origin::describe);
         let reason: Arc<str> = format!("{source} does not provide it: {reason}").into();
         self.note_lost(ticket.number(), reason.clone());
         LostPage {

@@ -8,7 +8,7 @@ use common::{FakeMmu, Use, Vm, huge_host, virtual_host};
 use lacuna_addr::{Access, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
     Answer, Collapse, FaultyStore, Host, HostConfig, HostError, HugePages, Io, MmuNotifier,
-    PageRequest, PageSource, Resolution, SwapStore, Ticket,
+    PageRequest, PageSource, Resolution, SourcePage, SwapStore, Ticket,
 };
 use lacuna_sync::{HostClock, VirtualClock};
 use std::sync::Arc;
@@ -120,9 +120,9 @@ fn a_second_answer_changes_nothing() {
     let ticket = fixture.started(3);
     let addr = fixture.vm.addr(3);
     let request = fixture.source.request(addr).unwrap();
-    assert_eq!(request.provide(&page_of(addr)), Answer::Taken);
+    assert_eq!(request.provide(&page_of(addr).0), Answer::Taken);
     fixture.vm.touch(3, Use::Write(77)).unwrap();
-    assert_eq!(request.provide(&page_with(666)), Answer::Late);
+    assert_eq!(request.provide(&page_with(666).0), Answer::Late);
     assert_eq!(request.fail("too late"), Answer::Late);
     fixture.source.forget(addr);
     drop(request);
@@ -138,7 +138,7 @@ fn a_page_may_come_that_was_not_asked_for_yet() {
     let first = fixture.started(1);
     let request = fixture.source.request(fixture.vm.addr(1)).unwrap();
     let idle = fixture.missing(2);
-    assert_eq!(request.provide(&page_with(1)), Answer::Taken);
+    assert_eq!(request.provide(&page_with(1).0), Answer::Taken);
     assert!(first.is_done() && !idle.is_done());
     assert!(matches!(fixture.resolve(1), Resolution::Ready(_)));
     fixture.host.verify();
@@ -151,7 +151,7 @@ fn an_error_of_the_source_loses_the_page_and_says_why() {
     let addr = fixture.vm.addr(3);
     let request = fixture.source.request(addr).unwrap();
     assert_eq!(request.fail("the peer has gone"), Answer::Taken);
-    assert_eq!(request.provide(&page_of(addr)), Answer::Late);
+    assert_eq!(request.provide(&page_of(addr).0), Answer::Late);
     let text = format!("page {addr} is lost: test source does not provide it: the peer has gone");
     assert_eq!(fixture.host.wait(&failed).unwrap_err().to_string(), text);
     match fixture.resolve(3) {
@@ -181,7 +181,7 @@ fn a_region_is_removed_while_its_tickets_are_out() {
         let error = fixture.host.wait(ticket).unwrap_err().to_string();
         assert!(error.ends_with("its region was removed"), "{error}");
     }
-    assert_eq!(request.provide(&page_of(addr)), Answer::Late);
+    assert_eq!(request.provide(&page_of(addr).0), Answer::Late);
     assert!(matches!(fixture.resolve(3), Resolution::Lost(_)));
     assert_eq!(fixture.host.stats().resident, 0);
     // The frames go to another region; a late answer does not reach it.
@@ -200,7 +200,7 @@ fn an_answer_after_the_host_is_late() {
     let Fixture { host, vm, .. } = fixture;
     drop((ticket, vm));
     drop(host);
-    assert_eq!(request.provide(&page_with(1)), Answer::Late);
+    assert_eq!(request.provide(&page_with(1).0), Answer::Late);
 }
 
 #[test]
@@ -303,8 +303,11 @@ fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> BackingRang
     let mmu = Arc::new(FakeMmu::default());
     mmu.belongs_to(host);
     let mmu: Arc<dyn MmuNotifier> = mmu;
-    host.add_region_from(source.clone(), PageCount::new(pages), mmu)
-        .unwrap()
+    let pages = PageCount::new(pages);
+    let range = host.add_region_from(source.clone(), SourcePage(0), pages, mmu);
+    let range = range.unwrap();
+    source.provides(range);
+    range
 }
 
 /// A source that hands each request to one of its threads, twice.
@@ -338,7 +341,9 @@ fn many_threads_fault_and_answer() {
         mmu.belongs_to(&host);
         let source = Arc::new(Threads(sender));
         let pages = PageCount::new(1500);
-        let range = host.add_region_from(source, pages, mmu).unwrap();
+        let range = host
+            .add_region_from(source, SourcePage(7), pages, mmu)
+            .unwrap();
         let in_the_middle = round % 2 == 1;
         // Nothing here panics before the region is removed: the source's threads would stay.
         let readers = thread::scope(|scope| {
@@ -346,8 +351,9 @@ fn many_threads_fault_and_answer() {
                 scope.spawn(|| {
                     while let Ok(request) = { requests.lock().unwrap().recv() } {
                         let request: PageRequest = request;
-                        let addr = request.page();
-                        if request.provide(&page_of(addr)) == Answer::Taken {
+                        let page = request.page().0 - 7;
+                        let addr = range.start().checked_add_pages(page).unwrap();
+                        if request.provide(&page_of(addr).0) == Answer::Taken {
                             taken.fetch_add(1, Ordering::Relaxed);
                         }
                     }

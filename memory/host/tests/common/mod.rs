@@ -8,7 +8,7 @@ pub mod source;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount, Pfn};
 use lacuna_host::{
     Frame, Host, HostConfig, HostError, HugePages, Io, MmuNotifier, PerCpuPages, Resolution,
-    SwapStore,
+    SourcePage, SwapStore,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use source::{TestSource, word_of};
@@ -251,8 +251,10 @@ impl Vm {
         let mmu = Arc::new(FakeMmu::default());
         mmu.belongs_to(host);
         let pages = PageCount::new(pages);
-        let range = host.add_region_from(source.clone(), pages, mmu.clone());
-        let mut vm = Self::of(host, clock, mmu, range.unwrap());
+        let range = host.add_region_from(source.clone(), SourcePage(0), pages, mmu.clone());
+        let range = range.unwrap();
+        source.provides(range);
+        let mut vm = Self::of(host, clock, mmu, range);
         vm.source = Some(source.clone());
         vm
     }

@@ -1,14 +1,16 @@
 //! A page source for tests: it keeps its requests until the test answers them.
 
-use lacuna_addr::{BackingAddr, PAGE_SIZE};
+use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
 use lacuna_host::{Answer, Page, PageRequest, PageSource};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 #[derive(Default)]
 pub struct TestSource {
     state: Mutex<State>,
     asked: Condvar,
+    /// The region, whose first page is page 0 of the source.
+    region: OnceLock<BackingRange>,
 }
 
 #[derive(Default)]
@@ -46,6 +48,11 @@ impl TestSource {
         Arc::default()
     }
 
+    /// Its pages are those of `region`.
+    pub fn provides(&self, region: BackingRange) {
+        self.region.set(region).unwrap();
+    }
+
     /// A copy of the request for the page at `addr`, which stays open.
     pub fn request(&self, addr: BackingAddr) -> Option<PageRequest> {
         self.state.lock().unwrap().open.get(&addr.get()).cloned()
@@ -60,7 +67,7 @@ impl TestSource {
     /// Provides the page at `addr`.
     pub fn answer(&self, addr: BackingAddr) -> Answer {
         let request = self.state.lock().unwrap().open.remove(&addr.get());
-        request.expect("asked").provide(&page_of(addr))
+        request.expect("asked").provide(&page_of(addr).0)
     }
 
     /// Provides some page that was asked for; false when none is open. The order depends on `pick`
@@ -75,7 +82,7 @@ impl TestSource {
         let request = state.open.remove(&addr).unwrap();
         drop(state);
         // Late: the region was removed, and the source did not hear of it.
-        let _ = request.provide(&page_of(BackingAddr::new(addr)));
+        let _ = request.provide(&page_of(BackingAddr::new(addr)).0);
         true
     }
 
@@ -98,7 +105,8 @@ impl PageSource for TestSource {
 
     fn fetch(&self, request: PageRequest) {
         let mut state = self.state.lock().unwrap();
-        let addr = request.page().get();
+        let first = self.region.get().unwrap().start();
+        let addr = first.checked_add_pages(request.page().0).unwrap().get();
         assert!(state.seen.insert(addr), "{addr:#x} was asked for twice");
         state.open.insert(addr, request);
         self.asked.notify_all();

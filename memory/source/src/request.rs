@@ -1,0 +1,90 @@
+//! What a source is asked, and what its answer comes to.
+
+use lacuna_addr::PAGE_SIZE;
+use std::fmt;
+use std::sync::Arc;
+
+/// A page's number in its source, from 0: its offset in a memory file, divided by 4 KiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Default)]
+pub struct SourcePage(pub u64);
+
+impl fmt::Display for SourcePage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "page {}", self.0)
+    }
+}
+
+/// Provides the pages of a VM's memory: a peer, a snapshot file, an external handler. A memory
+/// manager calls it with no lock held, from several threads at once.
+pub trait PageSource: Send + Sync {
+    /// Its name in error messages, such as `snapshot in /var/lib/vm`.
+    fn describe(&self) -> String;
+
+    /// Asks for a page, at most once for each page. The source answers `request` now or later, on
+    /// any thread. It does not wait here: the caller may be a vCPU that goes on.
+    fn fetch(&self, request: PageRequest);
+}
+
+/// The memory manager that asks, and takes the answers.
+pub trait Asker: Send + Sync {
+    /// Takes an answer: the page's content, or why the source has none. `key` is the asker's own
+    /// name for the page. The calling thread may run callbacks, so it holds no lock.
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer;
+}
+
+/// A page that a source was asked for. A clone is the same request. The request fails when its last
+/// clone is dropped without an answer, so a source that ends leaves no thread waiting.
+#[derive(Clone)]
+pub struct PageRequest(Arc<Asked>);
+
+struct Asked {
+    asker: Arc<dyn Asker>,
+    key: u64,
+    page: SourcePage,
+}
+
+/// What an answer has come to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Answer {
+    /// It counts: the page is in place, or it is lost for the reason given.
+    Taken,
+    /// It changes nothing: the page was answered before, or its memory is gone.
+    Late,
+}
+
+impl PageRequest {
+    /// A request by `asker`, which knows the page as `key`.
+    pub fn new(asker: Arc<dyn Asker>, key: u64, page: SourcePage) -> Self {
+        Self(Arc::new(Asked { asker, key, page }))
+    }
+
+    /// The page.
+    pub fn page(&self) -> SourcePage {
+        self.0.page
+    }
+
+    /// Provides the page's content. Threads that wait for the page are woken, and callbacks run on
+    /// the calling thread, which holds no lock.
+    pub fn provide(&self, content: &[u8; PAGE_SIZE]) -> Answer {
+        self.0.asker.answer(self.0.key, Ok(content))
+    }
+
+    /// The page cannot be provided: it is lost. As [`PageRequest::provide`] otherwise.
+    pub fn fail(&self, reason: &str) -> Answer {
+        self.0.asker.answer(self.0.key, Err(reason))
+    }
+}
+
+impl fmt::Debug for PageRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageRequest({})", self.0.page)
+    }
+}
+
+impl Drop for Asked {
+    fn drop(&mut self) {
+        // Late, unless no clone was answered.
+        let _ = self.asker.answer(self.key, Err("it dropped the request"));
+    }
+}
