@@ -9,7 +9,8 @@ use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    MemorySlot, MemorySlotError, MemorySlots, TwoStepLog, VcpuStats, VmConfig, VmStats,
+    MemorySlot, MemorySlotError, MemorySlots, MissingMemory, TwoStepLog, VcpuStats, VmConfig,
+    VmStats,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId};
 use std::fmt;
@@ -70,6 +71,10 @@ impl lacuna_machine::Vm for Vm {
     }
 
     /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
+    fn missing_memory(&self) -> Option<&dyn MissingMemory> {
+        None
+    }
+
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
         None
     }

@@ -12,7 +12,10 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::{Gpa, aligned_piece};
-use lacuna_machine::{Exit, SaveRestore, StateError, VcpuError, VcpuState, Width};
+use lacuna_machine::{
+    Exit, FaultToken, MissingMemory, SaveRestore, StateError, TokenError, VcpuError, VcpuState,
+    Width,
+};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -266,6 +269,15 @@ impl lacuna_machine::Vcpu for Vcpu {
         // kernel does not read it.
         unsafe { io.data.copy_from(NonNull::from(&bytes).cast(), size) };
         io.advance();
+    }
+
+    fn missing_memory(&self) -> Option<&dyn MissingMemory> {
+        None
+    }
+
+    /// No slot of this backend exits on missing memory, so there is no token.
+    fn accept(&mut self, _: FaultToken) -> Result<(), TokenError> {
+        Err(TokenError::Unknown)
     }
 }
 

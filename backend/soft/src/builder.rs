@@ -9,7 +9,7 @@ use lacuna_addr::PageCount;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
     FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting,
-    MemoryStore, SwapStore,
+    MemoryStore, PageSource, SwapStore,
 };
 use lacuna_machine::{
     Apf, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed, PlatformDevices,
@@ -43,6 +43,9 @@ pub struct VmBuilder {
     pub huge: HugePages,
     /// The place of pages that are swapped out.
     pub swap: Swap,
+    /// Provides the pages of the guest's memory when they are first needed, numbered from 0 in the
+    /// order of the memory slots; `None`: they are zeros.
+    pub source: Option<Arc<dyn PageSource>>,
     /// The delay that is added to every swap transfer.
     pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
@@ -92,6 +95,7 @@ impl VmBuilder {
             vcpus: 1,
             huge: HugePages::Never,
             swap: Swap::Memory,
+            source: None,
             latency: LatencySetting::default(),
             apf: Apf::On,
             cpu: CpuModel::default(),
@@ -209,7 +213,8 @@ impl VmBuilder {
         };
         let clock = time.clock();
         let host = self.host(Arc::clone(&clock))?;
-        Ok((Vm::make(host, clock, self.config())?, time))
+        let vm = Vm::make(host, clock, self.config(), self.source.clone())?;
+        Ok((vm, time))
     }
 
     /// Refuses sizes that no host can run, before memory and files are allocated for them. The

@@ -19,6 +19,8 @@ pub(crate) struct PageFault {
 pub(crate) enum Blocked {
     /// The page is not resident. The instruction waits for its ticket.
     Page(PageFault),
+    /// The page was never provided, and its slot exits: the VMM provides it.
+    NotProvided(Gfn, Access),
     /// No frame is free. The instruction waits for reclaim.
     Memory,
     /// An invalidation is in progress near the page. The instruction waits for its end.
@@ -133,7 +135,7 @@ impl SoftBus {
     }
 
     #[cold]
-    fn stop(&mut self, gfn: Gfn, access: Access, outcome: Outcome) -> Stop {
+    pub(crate) fn stop(&mut self, gfn: Gfn, access: Access, outcome: Outcome) -> Stop {
         let (blocked, stop) = match outcome {
             Outcome::Busy => (Blocked::Busy, Stop::Wait),
             Outcome::Pending(ticket) | Outcome::Missing(ticket) => {
@@ -144,6 +146,7 @@ impl SoftBus {
                 };
                 (Blocked::Page(fault), Stop::Wait)
             }
+            Outcome::NotProvided => (Blocked::NotProvided(gfn, access), Stop::Wait),
             Outcome::NoMemory => (Blocked::Memory, Stop::Wait),
             Outcome::Mmio => return Stop::Mmio(gfn.gpa()),
             Outcome::Lost(page) => (Blocked::Lost(gfn.gpa(), page.to_string()), Stop::Lost),

@@ -7,8 +7,8 @@ use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 use lacuna_addr::{GfnRange, PageCount};
 use lacuna_machine::{
-    Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image, Observed,
-    PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
+    Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image,
+    MissingMemory, Observed, PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
 };
 use lacuna_x86::Cpu;
 use std::fmt;
@@ -73,6 +73,10 @@ impl lacuna_machine::Vm for Vm {
 
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
         Some(self)
+    }
+
+    fn missing_memory(&self) -> Option<&dyn MissingMemory> {
+        self.source.is_some().then_some(self)
     }
 
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {

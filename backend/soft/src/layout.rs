@@ -55,7 +55,7 @@ impl MemorySlots for Vm {
         gfns: GfnRange,
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
-        let backing = self.add_backing(PageCount::new(gfns.pages()));
+        let backing = self.add_backing(PageCount::new(gfns.pages()), None);
         let backing = backing.map_err(|error| MemorySlotError::Host {
             id,
             cause: error.to_string(),

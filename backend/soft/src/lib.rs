@@ -45,6 +45,7 @@ mod kind;
 mod layout;
 mod memory;
 mod meter;
+mod missing;
 mod park;
 mod platform;
 mod seeded;

@@ -229,6 +229,7 @@ impl Simulator {
                 self.host.start(&ticket);
                 runner.state = State::Page(ticket);
             }
+            Step::Wait(Wait::Provided(ticket)) => runner.state = State::Page(ticket),
             // Its ring is emptied between slices: it need not sleep.
             Step::Exit(Exit::DirtyRingFull) => {}
             Step::Exit(exit) => {

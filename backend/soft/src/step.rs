@@ -20,8 +20,10 @@ pub enum Step {
 pub enum Wait {
     /// An interrupt; if a timer is armed, the wait ends at this time.
     Halt(Option<Nanos>),
-    /// A page.
+    /// A page. Its read is to be started, or its source to be asked.
     Page(Ticket),
+    /// A page that the VMM provides. Its source is not asked.
+    Provided(Ticket),
     /// A free frame.
     Memory,
     /// The end of an invalidation near its page: moments.

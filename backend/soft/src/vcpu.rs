@@ -12,6 +12,7 @@ use crate::bus::{Blocked, PageFault};
 use crate::entry::Entry;
 use crate::error::SoftError;
 use crate::meter::Meter;
+use crate::missing::Faulted;
 use crate::platform::Platform;
 use crate::step::{Step, Wait, width};
 use crate::vm::Vm;
@@ -19,7 +20,7 @@ use lacuna_addr::Gpa;
 use lacuna_apf::{NotPresent, Queue};
 use lacuna_cpu::{Exit as Left, Stop, Wake};
 use lacuna_host::{Ticket, fine_sleeps};
-use lacuna_machine::{Apf, Exit, VcpuError};
+use lacuna_machine::{Apf, Exit, FaultToken, MissingMemory, TokenError, VcpuError};
 use lacuna_mmu::Room;
 use lacuna_sync::Nanos;
 use lacuna_x86::{Cpu, Regs};
@@ -50,6 +51,8 @@ pub struct VcpuOf<P: Platform> {
     /// Instructions retired when its pins were last released.
     held_at: u64,
     pub(crate) stalled_since: Option<Nanos>,
+    /// Its last exit on missing memory, until it is entered or the token is accepted.
+    pub(crate) faulted: Option<Faulted>,
 }
 
 /// A virtual x86-64 processor.
@@ -73,6 +76,7 @@ impl<P: Platform> VcpuOf<P> {
             boot,
             held_at: 0,
             stalled_since: None,
+            faulted: None,
         };
         vcpu.start();
         Ok(vcpu)
@@ -80,6 +84,8 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Puts the vCPU back into its state after the boot, as INIT or a reset by the VMM does.
     pub fn reset(&mut self) {
+        self.end_exit();
+        self.faulted = None;
         self.forget_stop();
         self.entry.cpu.reset();
         self.start();
@@ -121,6 +127,7 @@ impl<P: Platform> VcpuOf<P> {
             self.held_at = self.entry.cpu.retired();
             self.entry.bus.vcpu_mmu().retired();
         }
+        self.end_exit();
         self.entry.handle_requests();
         // This check comes before any write of this step, because beyond its soft limit a ring has
         // room for few pages. It comes before any wait, because a full ring keeps a page that has
@@ -228,7 +235,7 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Publishes its counters for other threads.
-    fn publish(&self) {
+    pub(crate) fn publish(&self) {
         self.meter().publish(self.apf.stats());
     }
 
@@ -337,13 +344,14 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
-    fn blocked(&mut self) -> Step {
+    pub(crate) fn blocked(&mut self) -> Step {
         let vcpu = self.index;
         let wait = match self.entry.bus.blocked.take() {
             Some(Blocked::Page(fault)) => match self.page_not_present(fault) {
                 Some(ticket) => Wait::Page(ticket),
                 None => return Step::Ran,
             },
+            Some(Blocked::NotProvided(gfn, access)) => return self.missing(gfn, access),
             Some(Blocked::Memory) => Wait::Memory,
             Some(Blocked::RingFull) => return Step::Exit(Exit::DirtyRingFull),
             Some(Blocked::Busy) | None => return Step::Wait(Wait::Busy),
@@ -430,6 +438,10 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
                 Step::Wait(Wait::Page(ticket)) => {
                     let _ = self.vm.host.wait_until(&ticket, &self.meter().kicked);
                 }
+                Step::Wait(Wait::Provided(ticket)) => {
+                    let stop = &self.meter().kicked;
+                    let _ = self.vm.host.wait_provided(&ticket, stop);
+                }
                 Step::Wait(Wait::Memory) => self.reclaim()?,
                 Step::Wait(Wait::Busy) => yield_now(),
             }
@@ -438,5 +450,13 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
 
     fn complete_read(&mut self, value: u64) {
         self.entry.cpu.complete_read(value);
+    }
+
+    fn missing_memory(&self) -> Option<&dyn MissingMemory> {
+        lacuna_machine::Vm::missing_memory(&*self.vm)
+    }
+
+    fn accept(&mut self, token: FaultToken) -> Result<(), TokenError> {
+        self.accept_fault(token)
     }
 }

@@ -4,12 +4,13 @@ use crate::code::CodeMap;
 use crate::error::SoftError;
 use crate::exclusive::Exclusive;
 use crate::meter::Meter;
+use crate::missing::Tokens;
 use crate::park::Parker;
 use crate::stall::Stalls;
 use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
-use lacuna_host::{Background, Host, HostError};
+use lacuna_host::{Background, Host, HostError, PageSource, SourcePage};
 use lacuna_machine::{Apf, CpuModel, Delivery, Kick, Layout, VmConfig};
 use lacuna_mmu::{Mmu, SlotSpec};
 use lacuna_slots::{SlotFlags, SlotId};
@@ -53,6 +54,10 @@ pub struct Vm {
     pub(crate) apf_paused: AtomicBool,
     /// Its time stands still, because it was built with a seed for a run loop of the VMM's own.
     pub(crate) stands_still: bool,
+    /// Each vCPU's exits on missing memory.
+    pub(crate) tokens: Box<[Arc<Tokens>]>,
+    /// Provides the pages of the boot layout; without it they are zeros.
+    pub(crate) source: Option<Arc<dyn PageSource>>,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
     /// with that slot.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
@@ -68,7 +73,17 @@ impl Vm {
         clock: Arc<dyn Clock>,
         config: VmConfig,
     ) -> Result<Arc<Self>, SoftError> {
-        Self::make(host, clock, config).map(Arc::new)
+        Self::make(host, clock, config, None).map(Arc::new)
+    }
+
+    /// As [`Vm::new`], with a page source for the memory of the boot layout.
+    pub fn with_source(
+        host: Arc<Host>,
+        clock: Arc<dyn Clock>,
+        config: VmConfig,
+        source: Arc<dyn PageSource>,
+    ) -> Result<Arc<Self>, SoftError> {
+        Self::make(host, clock, config, Some(source)).map(Arc::new)
     }
 
     /// As [`Vm::new`], before the VM is shared.
@@ -76,6 +91,7 @@ impl Vm {
         host: Arc<Host>,
         clock: Arc<dyn Clock>,
         config: VmConfig,
+        source: Option<Arc<dyn PageSource>>,
     ) -> Result<Self, SoftError> {
         let VmConfig {
             memory, vcpus, apf, ..
@@ -108,6 +124,8 @@ impl Vm {
             stands_still: false,
             backing: Mutex::new(Vec::new()),
             background: None,
+            tokens: (0..vcpus).map(|_| Arc::default()).collect(),
+            source,
             config,
             layout,
             host,
@@ -120,8 +138,11 @@ impl Vm {
     }
 
     fn add_boot_memory(&self) -> Result<(), SoftError> {
+        let mut first = SourcePage(0);
         for (id, range) in (0..).map(SlotId).zip(self.layout.ranges()) {
-            let backing = self.add_backing(PageCount::new(range.pages()))?;
+            let origin = self.source.clone().map(|source| (source, first));
+            let backing = self.add_backing(PageCount::new(range.pages()), origin)?;
+            first.0 += range.pages();
             self.keep_backing(None, backing);
             self.mmu.add_slot(SlotSpec {
                 id,
@@ -135,10 +156,17 @@ impl Vm {
     }
 
     /// Adds a region of new memory, and advises the host to use huge pages for it, as VMMs do for
-    /// guest memory.
-    pub(crate) fn add_backing(&self, pages: PageCount) -> Result<BackingRange, HostError> {
+    /// guest memory. `origin` provides its pages, from that page on; without it they are zeros.
+    pub(crate) fn add_backing(
+        &self,
+        pages: PageCount,
+        origin: Option<(Arc<dyn PageSource>, SourcePage)>,
+    ) -> Result<BackingRange, HostError> {
         let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
-        let backing = self.host.add_region(pages, notifier)?;
+        let backing = match origin {
+            None => self.host.add_region(pages, notifier)?,
+            Some((source, first)) => self.host.add_region_from(source, first, pages, notifier)?,
+        };
         self.host.advise_huge(backing)?;
         Ok(backing)
     }

@@ -264,7 +264,7 @@ fn name(step: &Step) -> String {
         Step::Ran => "ran".into(),
         Step::Exit(exit) => format!("{exit:?}"),
         Step::Wait(Wait::Halt(_)) => "halt".into(),
-        Step::Wait(Wait::Page(_)) => "wait for a page".into(),
+        Step::Wait(Wait::Page(_) | Wait::Provided(_)) => "wait for a page".into(),
         Step::Wait(Wait::Memory) => "wait for memory".into(),
         Step::Wait(Wait::Busy) => "busy".into(),
         Step::Failed(error) => error.to_string(),

@@ -246,9 +246,10 @@ fn page_tables_may_be_in_a_read_only_slot() {
     }
 }
 
-/// A flag that the backend does not support is refused, and nothing changes.
+/// Exits on missing memory are refused for read-only slots and where no page is ever missing, and
+/// nothing changes.
 #[test]
-fn exits_on_missing_memory_are_refused() {
+fn exits_where_no_page_is_missing_are_refused() {
     let bench = Bench::new(
         1,
         HugePages::Never,
@@ -259,10 +260,9 @@ fn exits_on_missing_memory_are_refused() {
     let slots = bench.vm.mmu().slots();
     let id = slots.iter().last().expect("just added").id;
     let refused = bench.vm.set_slot_flags(id, flags | SlotFlags::READONLY);
-    assert_eq!(
-        refused,
-        Err(SlotError::UnsupportedFlags { id, flags }.into())
-    );
+    assert_eq!(refused, Err(SlotError::ReadOnlyExits { id }.into()));
+    let refused = bench.vm.set_slot_flags(id, flags);
+    assert_eq!(refused, Err(SlotError::NoSource { id }.into()));
     let after = bench.vm.mmu().slots();
     assert!(after.iter().all(|slot| slot.flags.is_empty()));
 }

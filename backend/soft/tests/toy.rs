@@ -231,6 +231,10 @@ impl Abi for Silence {
 }
 
 impl Tell<Entry<Toy>> for Silence {
+    fn takes_not_present(&mut self, _: &mut Entry<Toy>) -> bool {
+        false
+    }
+
     fn not_present(&mut self, _token: Token, _guest: &mut Entry<Toy>) -> Result<(), Untold> {
         Err(Untold)
     }

@@ -83,6 +83,7 @@ classes! {
         Tickets "Core::tickets (host)",
         LostPages "Core::lost (host)",
         PageCaches "Core::caches (host)",
+        SpareCaches "Host::spare_caches",
         SampledSplit "Core::sampled_splits (host)",
         Collapsing "Core::collapsing (host)",
         CollapseHand "Core::collapser (host)",
@@ -108,6 +109,7 @@ classes! {
         SoftStalls "Meter::stalls (soft)",
         SoftApfStats "Meter::apf (soft)",
         SoftBacking "Vm::backing (soft)",
+        SoftTokens "Vm::tokens (soft)",
         KvmKick "VcpuKick::state (kvm)",
         KvmSourceFailure "Source::failure (kvm)";
 }

@@ -6,7 +6,9 @@ use std::fmt::{self, Display};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lacuna_machine::{Apf, CpuModel, Image, Logging, SlotId, Vm, set_logging_everywhere};
+use lacuna_machine::{
+    Apf, CpuModel, Image, Logging, PageSource, SlotFlags, SlotId, Vm, set_logging_everywhere,
+};
 
 /// Why a backend cannot do what a body needs, on this machine or at all.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -45,6 +47,24 @@ pub enum Tracking {
     PageMap,
 }
 
+/// The pages of a VM whose memory is elsewhere when the guest starts.
+#[derive(Clone, Debug)]
+pub struct Origin {
+    /// Provides the pages.
+    pub source: Arc<dyn PageSource>,
+    /// What a vCPU does that needs a page which was not provided.
+    pub missing: Missing,
+}
+
+/// What a vCPU does that needs a page which was not provided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Missing {
+    /// It waits for the source.
+    Waits,
+    /// It exits to its VMM.
+    Exits,
+}
+
 /// A VM to make.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -62,6 +82,8 @@ pub struct Request {
     pub tracking: Tracking,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
+    /// Where its pages come from; `None`: they are zeros.
+    pub origin: Option<Origin>,
     /// The guest kernel's parameters.
     pub command_line: String,
 }
@@ -77,6 +99,7 @@ impl Request {
             apf: Apf::Off,
             tracking: Tracking::default(),
             cpu: CpuModel::default(),
+            origin: None,
             command_line: command_line.to_owned(),
         }
     }
@@ -120,6 +143,10 @@ pub trait Backend: Clone + Send + 'static {
     fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
         let built = self.build(request)?;
         let vcpus = Vm::boot(&built.vm, image, &built.command_line);
+        let origin = request.origin.as_ref();
+        if origin.is_some_and(|origin| origin.missing == Missing::Exits) {
+            exit_on_missing(&*built.vm, SlotFlags::EXIT_ON_MISSING);
+        }
         Ok(Made {
             vcpus: vcpus.expect("room for the image"),
             vm: built.vm,
@@ -135,6 +162,13 @@ pub trait Backend: Clone + Send + 'static {
             vm: built.vm,
             beside: built.beside,
         })
+    }
+}
+
+/// Sets the flags of every slot of the boot layout.
+pub fn exit_on_missing(vm: &impl Vm, flags: SlotFlags) {
+    for slot in vm.memory_slots() {
+        vm.set_slot_flags(slot.id, flags).expect("slots of this VM");
     }
 }
 

@@ -7,6 +7,7 @@ pub mod dirty;
 pub mod exits;
 pub mod guests;
 pub mod memory;
+pub mod missing;
 pub mod misuse;
 pub mod odd_slots;
 pub mod powers;

@@ -35,6 +35,11 @@ impl Backend for Kvm {
     type Vm = Vm;
 
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
+        if request.origin.is_some() {
+            return Err(Lacks::because(
+                "kvm: no page source provides its memory yet",
+            ));
+        }
         available().map_err(Lacks::because)?;
         let (delivery, tracker) = mode(request.tracking)?;
         let builder = VmBuilder {

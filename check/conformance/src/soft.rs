@@ -60,6 +60,10 @@ impl Backend for Soft {
             latency: LatencySetting::default(),
             apf: request.apf,
             cpu: request.cpu,
+            source: request
+                .origin
+                .as_ref()
+                .map(|origin| Arc::clone(&origin.source)),
             seed: None,
             command_line: request.command_line.clone(),
         };
@@ -73,7 +77,13 @@ impl Backend for Soft {
             delivery,
             cpu: request.cpu,
         };
-        let vm = Vm::new(Arc::clone(&host), clock, config).expect("a VM");
+        let vm = match builder.source {
+            None => Vm::new(Arc::clone(&host), clock, config),
+            Some(ref source) => {
+                Vm::with_source(Arc::clone(&host), clock, config, Arc::clone(source))
+            }
+        };
+        let vm = vm.expect("a VM");
         if let Some(detection) = detection {
             vm.set_detection(detection);
         }

@@ -16,6 +16,11 @@ macro_rules! suite {
                 every_word_is_where_it_was_written, nothing_is_lost_at_4x_overcommit,
                 nothing_is_lost_with_late_pages, memory_outside_of_slots_is_refused,
                 aligned_copies_do_not_tear;
+            missing:
+                the_source_is_asked_for_what_a_vcpu_needs, a_vcpu_exits_once_for_a_missing_page,
+                devices_wait_where_vcpus_exit, a_guest_that_cannot_be_told_waits,
+                tokens_are_accepted_once, nothing_is_lost_with_exits,
+                nothing_is_lost_with_exits_and_tokens;
             async_faults:
                 every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
                 nothing_is_lost_with_async_faults;

@@ -206,7 +206,9 @@ fn drive(vcpu: &mut Vcpu, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) 
             Step::Ran | Step::Wait(Wait::Busy) => {}
             Step::Wait(Wait::Halt(None)) => return run.tally.note("images", "halted"),
             Step::Wait(Wait::Halt(Some(until))) => clock.advance_to(until),
-            Step::Wait(Wait::Page(ticket)) => host.wait(&ticket).expect("memory does not fail"),
+            Step::Wait(Wait::Page(ticket) | Wait::Provided(ticket)) => {
+                host.wait(&ticket).expect("memory does not fail")
+            }
             Step::Wait(Wait::Memory) => vcpu.reclaim().expect("budget enough"),
             Step::Exit(Exit::Shutdown(_)) => return run.tally.note("images", "shut down"),
             Step::Exit(exit) => {

@@ -243,6 +243,7 @@ impl Simulator {
                 runner.state = State::Page(ticket);
                 runner.stuck = 0;
             }
+            Wait::Provided(ticket) => runner.state = State::Page(ticket),
         }
     }
 

@@ -32,7 +32,12 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     (
         "lacuna-machine",
-        &["lacuna-addr", "lacuna-sync", "lacuna-slots", "lacuna-host"],
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-slots",
+            "lacuna-source",
+        ],
     ),
     ("lacuna-apf", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-cpu", &["lacuna-addr", "lacuna-sync"]),

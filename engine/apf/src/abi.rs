@@ -50,6 +50,10 @@ pub trait Abi {
 /// The trait is apart from [`Abi`] because each architecture needs something else of its guest.
 /// x86's contract implements it for every `G` that is an [`x86::Guest`](crate::x86::Guest).
 pub trait Tell<G>: Abi {
+    /// Whether [`Tell::not_present`] would succeed now. Changes nothing. The caller has checked
+    /// that the vCPU is interruptible and the contract enabled.
+    fn takes_not_present(&mut self, guest: &mut G) -> bool;
+
     /// Tells the guest that the page of `token` is not present, if the guest may be told now. The
     /// caller has checked that the vCPU is interruptible and the contract enabled. An event that
     /// the guest has not read is never overwritten.

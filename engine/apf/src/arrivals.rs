@@ -68,6 +68,12 @@ pub struct Completion {
 }
 
 impl Completion {
+    /// Whether reporting has an effect no more: the queue was cancelled, reset, disabled or dropped
+    /// since.
+    pub fn is_cancelled(&self) -> bool {
+        self.shared.lock().generation != self.generation
+    }
+
     /// Reports that the page has come. The calling thread takes a lock for a moment, and then kicks
     /// the vCPU.
     pub fn complete(self) {}

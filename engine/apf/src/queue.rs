@@ -96,6 +96,33 @@ impl<A: Abi> Queue<A> {
         }
     }
 
+    /// Whether [`Queue::not_present`] would tell the guest of a fault on `gfn` now. Changes nothing.
+    pub fn can_tell<G: Guest>(&mut self, gfn: Gfn, guest: &mut G) -> bool
+    where
+        A: Tell<G>,
+    {
+        self.abi.is_enabled()
+            && !self.recent.contains(gfn)
+            && guest.is_interruptible()
+            && !self.is_in_flight(gfn)
+            && !self.is_full()
+            && self.abi.takes_not_present(guest)
+    }
+
+    /// Whether a fault on `gfn` is in flight.
+    pub fn is_in_flight(&self, gfn: Gfn) -> bool {
+        self.flights.contains_key(&gfn)
+    }
+
+    /// Whether no more faults may be in flight.
+    ///
+    /// KVM cancels its workers before a disable returns. Workers here go on, so `live` counts their
+    /// pages until they have come. A guest that disables and enables in a loop then has no more
+    /// frames in flight than any other guest.
+    fn is_full(&self) -> bool {
+        self.queued() == QUEUED_MAX || self.arrivals.live() >= QUEUED_MAX
+    }
+
     /// The vCPU needs the page at `gfn`, which is not present. Tells the guest if possible, and
     /// says what the vCPU does meanwhile.
     pub fn not_present<G: Guest>(
@@ -119,13 +146,10 @@ impl<A: Abi> Queue<A> {
             self.stats.waited_uninterruptible += 1;
             return NotPresent::Wait;
         }
-        if self.flights.contains_key(&gfn) {
+        if self.is_in_flight(gfn) {
             return self.not_present_again(gfn);
         }
-        // KVM cancels its workers before a disable returns. Workers here go on, so `live` counts
-        // their pages until they have come. A guest that disables and enables in a loop then has no
-        // more frames in flight than any other guest.
-        if self.queued() == QUEUED_MAX || self.arrivals.live() >= QUEUED_MAX {
+        if self.is_full() {
             self.stats.waited_full += 1;
             return NotPresent::Wait;
         }

@@ -1,6 +1,6 @@
 //! Why a vCPU returned to its VMM.
 
-use crate::ErrorKind;
+use crate::{ErrorKind, FaultToken, MissingMemory, TokenError};
 use lacuna_addr::Gpa;
 
 /// Size of a port or device access.
@@ -37,6 +37,9 @@ bitflags::bitflags! {
         const EXEC = 1 << 2;
         /// The guest accessed the memory as private.
         const PRIVATE = 1 << 3;
+        /// The guest can be told of the missing page now: [`Vcpu::accept`] will succeed. Bit 5 is
+        /// that of Firecracker's patches for KVM.
+        const CAN_TELL = 1 << 5;
     }
 }
 
@@ -79,8 +82,9 @@ pub enum Exit {
     },
     /// A vCPU accessed a page that was never provided, in a slot with
     /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
-    /// enters the vCPU again, and the vCPU repeats the access. The fields are those of
-    /// `KVM_EXIT_MEMORY_FAULT`. No backend returns this exit yet.
+    /// enters the vCPU again, and the vCPU repeats the access. Or the VMM accepts the token, and the
+    /// guest runs something else until the page is ready: see [`MissingMemory`](crate::MissingMemory).
+    /// The fields before `token` are those of `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The first guest-physical address of the missing memory.
         gpa: Gpa,
@@ -88,6 +92,8 @@ pub enum Exit {
         size: u64,
         /// How the guest accessed it.
         flags: MemoryFaultFlags,
+        /// Names this exit.
+        token: FaultToken,
     },
     /// The vCPU shut down (triple fault); the text says where.
     Shutdown(String),
@@ -167,4 +173,15 @@ pub trait Vcpu: Send {
     /// another exit, and after an answer, the call does nothing. Without an answer, the guest asks
     /// again: the next run returns the same exit, perhaps after an interrupt.
     fn complete_read(&mut self, value: u64);
+
+    /// The memory of its VM that the VMM provides, as [`Vm::missing_memory`](crate::Vm).
+    fn missing_memory(&self) -> Option<&dyn MissingMemory>;
+
+    /// Tells the guest that the page of its last [`Exit::MemoryFault`] is not present. The next run
+    /// goes on with the guest's handler. The VMM provides the page later, and then calls
+    /// [`MissingMemory::ready`](crate::MissingMemory::ready).
+    ///
+    /// # Errors
+    /// [`TokenError`].
+    fn accept(&mut self, token: FaultToken) -> Result<(), TokenError>;
 }

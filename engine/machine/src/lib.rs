@@ -5,6 +5,7 @@
 //!   state as one value ([`VcpuState`]).
 //! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as pages that
 //!   were written.
+//! * [`MissingMemory`]: pages that the VMM provides while the guest runs.
 //! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry
 //!   state.
 //! * [`PlatformDevices`]: what a guest sees (serial line, exit port, status-page port), and the
@@ -26,6 +27,7 @@ mod image;
 mod kick;
 mod kind;
 mod memory;
+mod missing;
 mod run;
 mod slots;
 mod state;
@@ -47,7 +49,9 @@ pub use lacuna_slots::{
     Backup, ClearError, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially,
     Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
 };
+pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use memory::{GuestMemory, MemoryError};
+pub use missing::{FaultToken, MissingMemory, Provided, TokenError, Told};
 pub use run::{Next, dispatch, run, run_watched, status_page};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
 pub use state::{SaveRestore, StateError, VcpuState, x86};

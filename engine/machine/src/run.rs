@@ -1,7 +1,9 @@
 //! The run loop: one thread per vCPU until the guest ends.
 
-use crate::{Ending, Exit, GuestMemory, Kick, Observed, PlatformDevices, Vcpu, VcpuError, Vm};
-use lacuna_addr::PAGE_SIZE;
+use crate::{
+    Ending, Exit, FaultToken, GuestMemory, Kick, Observed, PlatformDevices, Vcpu, VcpuError, Vm,
+};
+use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_sync::Clock;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,15 +41,10 @@ pub fn dispatch(
         // Another thread harvests, and needs a core. Until the ring has room, each entry ends with
         // this exit again.
         Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
-        // A VMM that sets the slot flag provides the page itself; this loop has no pages.
-        Ok(Exit::MemoryFault { gpa, .. }) => {
-            let error = VcpuError::Host {
-                vcpu: vcpu.index(),
-                cause: format!(
-                    "the memory at {gpa} was never provided, and this VMM provides none"
-                ),
-            };
-            devices.end(Ending::Failed(error), kick);
+        Ok(Exit::MemoryFault { gpa, token, .. }) => {
+            if let Err(error) = fetch(vcpu, gpa, token) {
+                devices.end(Ending::Failed(error), kick);
+            }
         }
         Ok(Exit::Shutdown(text)) => devices.end(Ending::Shutdown(text), kick),
         Err(error) => devices.end(Ending::Failed(error), kick),
@@ -57,6 +54,21 @@ pub fn dispatch(
     } else {
         Next::Enter
     }
+}
+
+/// Asks the VM's page source for a page that a vCPU has exited for. If the guest can be told, it
+/// goes on meanwhile; otherwise the next run of the vCPU waits for the page.
+fn fetch(vcpu: &mut impl Vcpu, gpa: Gpa, token: FaultToken) -> Result<(), VcpuError> {
+    let accepted = vcpu.accept(token).is_ok();
+    let lost = |cause| VcpuError::PageLost {
+        vcpu: vcpu.index(),
+        gpa,
+        cause,
+    };
+    let memory = vcpu.missing_memory();
+    let memory = memory.ok_or_else(|| lost("the VM has no page source".into()))?;
+    let asked = memory.fetch(gpa, accepted.then_some(token));
+    asked.map_err(|error| lost(error.to_string()))
 }
 
 /// Ends the run if a thread of it panics. Otherwise the other threads would run for ever, and the

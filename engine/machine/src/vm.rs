@@ -6,7 +6,7 @@
 
 use crate::{
     Apf, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick, MemorySlots,
-    PlatformDevices, SaveRestore,
+    MissingMemory, PlatformDevices, SaveRestore,
 };
 use lacuna_addr::PageCount;
 use lacuna_slots::Delivery;
@@ -131,6 +131,9 @@ pub trait Vm:
 
     /// The policy of huge pages for its memory, if the VMM may set it.
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy>;
+
+    /// Memory that the VMM provides, if the VM was made with a page source.
+    fn missing_memory(&self) -> Option<&dyn MissingMemory>;
 
     /// The switch of asynchronous page faults, if the VMM may use it while the VM runs.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch>;

@@ -41,6 +41,9 @@ pub enum Outcome {
     /// The page was never provided. Its region's page source is asked when a thread starts the
     /// ticket.
     Missing(Ticket),
+    /// The page was never provided, and its slot has [`SlotFlags::EXIT_ON_MISSING`]: the VMM
+    /// provides it. Nothing is in flight; see [`Mmu::wait_for_page`].
+    NotProvided,
     /// No frame is free: reclaim, then try again.
     NoMemory,
     /// The access is one to a device: no slot has the page, or it is a write to a read-only slot.
@@ -99,6 +102,17 @@ impl Mmu {
             Some(outcome) => outcome,
             None => self.fault_again(vcpu, gfn, access),
         }
+    }
+
+    /// Resolves the page of `gfn` without mapping it, for a vCPU that waits for a page although its
+    /// slot has [`SlotFlags::EXIT_ON_MISSING`]. `None`: the page is there, so the access can be
+    /// tried again.
+    #[cold]
+    pub fn wait_for_page(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
+        let seq = self.stage2.invalidate_seq(gfn);
+        let fault = Fault { gfn, access, seq };
+        let found = fault.find_slot(&mut vcpu.reader)?;
+        found.resolve_in(&self.host, &mut vcpu.cache).err()
     }
 
     /// The attempts after the first. They are out of line: in a loop around all attempts, the
@@ -203,6 +217,17 @@ impl<'v> SlotFault<'v> {
 
     #[inline(always)]
     fn resolve(self, host: &Host, cache: &mut PerCpuPages) -> Result<PageFault<'v>, Outcome> {
+        // A page that is provided between this test and the next call costs one exit in vain.
+        if self.slot.flags.contains(SlotFlags::EXIT_ON_MISSING)
+            && host.is_missing(self.slot.backing_of(self.fault.gfn), cache)
+        {
+            return Err(Outcome::NotProvided);
+        }
+        self.resolve_in(host, cache)
+    }
+
+    #[inline(always)]
+    fn resolve_in(self, host: &Host, cache: &mut PerCpuPages) -> Result<PageFault<'v>, Outcome> {
         let Fault { gfn, access, .. } = self.fault;
         let (addr, max_level) = (self.slot.backing_of(gfn), self.slot.attach.max_level(gfn));
         let Frame { pfn, level } = match host.resolve(addr, access, max_level, cache) {

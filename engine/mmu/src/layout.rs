@@ -21,15 +21,15 @@ use lacuna_sync::shim::Ordering;
 use std::sync::Arc;
 
 /// The flags that a slot may have.
-const SUPPORTED: SlotFlags = SlotFlags::READONLY;
+const SUPPORTED: SlotFlags = SlotFlags::READONLY.union(SlotFlags::EXIT_ON_MISSING);
 
 impl Mmu {
     /// Adds a slot.
     ///
     /// # Errors
     /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory that is not in
-    /// a region of this MMU, because nothing would tell this MMU that its pages are evicted.
-    /// Nothing has changed then.
+    /// a region of this MMU, because nothing would tell this MMU that its pages are evicted. The
+    /// flags' errors are those of [`Mmu::set_slot_flags`]. Nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let backing = BackingRange::new(spec.backing, spec.bytes / PAGE_SIZE as u64);
         // A range that is not valid has an error of its own.
@@ -37,7 +37,18 @@ impl Mmu {
             let SlotSpec { id, backing, .. } = spec;
             return Err(SlotError::ForeignBacking { id, backing });
         }
+        self.check_source(spec)?;
         self.insert_slot(spec)
+    }
+
+    /// Only pages with a source are ever missing. Otherwise the flag would wait for exits that do
+    /// not come.
+    fn check_source(&self, spec: SlotSpec) -> Result<(), SlotError> {
+        let exits = spec.flags.contains(SlotFlags::EXIT_ON_MISSING);
+        match exits && !self.host.has_source(spec.backing) {
+            false => Ok(()),
+            true => Err(SlotError::NoSource { id: spec.id }),
+        }
     }
 
     /// Adds a slot over any addresses: tests of this crate use frames of their own.
@@ -71,10 +82,11 @@ impl Mmu {
         })
     }
 
-    /// Makes a slot read-only or writable.
+    /// Replaces the slot's flags.
     ///
     /// # Errors
-    /// [`SlotError::Unknown`], [`SlotError::UnsupportedFlags`].
+    /// [`SlotError::Unknown`], [`SlotError::UnsupportedFlags`], [`SlotError::ReadOnlyExits`],
+    /// [`SlotError::NoSource`].
     pub fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), SlotError> {
         flags.check(id, SUPPORTED)?;
         self.replace(id, |spec| SlotSpec { flags, ..spec })
@@ -88,6 +100,7 @@ impl Mmu {
         let _change = self.lock_layout();
         let old = self.slot(id)?;
         let wanted = edit(spec_of(&old));
+        self.check_source(wanted)?;
         let log = Arc::clone(old.attach.log());
         self.exclude(&old, || {
             let attach = |gfns, backing| Rmap::with_log(gfns, backing, log);

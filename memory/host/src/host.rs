@@ -63,6 +63,8 @@ pub struct HostConfig {
 pub struct Host {
     pub(crate) core: Arc<Core>,
     pub(crate) io: Executor,
+    /// Page caches of threads that are no vCPUs, between two operations.
+    pub(crate) spare_caches: Mutex<Vec<PerCpuPages>, lock_order::SpareCaches>,
 }
 
 /// The state that the executor's threads share with all others.
@@ -164,6 +166,7 @@ impl Host {
         Ok(Arc::new(Self {
             io: Executor::new(io, core.clone()),
             core,
+            spare_caches: Mutex::default(),
         }))
     }
 
@@ -211,6 +214,12 @@ impl Host {
             region.range().intersect(range) == Some(range)
                 && std::ptr::addr_eq(Arc::as_ptr(&region.notifier), notifier)
         })
+    }
+
+    /// Whether a page source provides the pages of the region that holds `addr`.
+    pub fn has_source(&self, addr: BackingAddr) -> bool {
+        let region = self.core.regions.find(PageNo::of(addr));
+        region.is_some_and(|region| region.origin.is_some())
     }
 
     /// Under [`HugePages::Madvise`]: from now on the host makes compound pages, if possible, of the

@@ -47,6 +47,7 @@ mod io;
 mod patience;
 mod per_cpu_pages;
 mod pool;
+mod provide;
 mod reclaim;
 mod region;
 mod removal;

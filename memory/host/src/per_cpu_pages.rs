@@ -237,11 +237,16 @@ impl PerCpuPages {
         self.free.pop()
     }
 
+    /// Drops its references to regions that were removed. Such a region keeps its page source.
+    pub(crate) fn forget_removed(&mut self) {
+        self.report();
+        self.regions.retain(|region| !region.is_removed());
+    }
+
     #[cold]
     fn find_slow(&mut self, page: PageNo) -> Option<()> {
-        self.report();
+        self.forget_removed();
         self.shared.reports_to.store(page.get(), Ordering::Relaxed);
-        self.regions.retain(|region| !region.is_removed());
         if let Some(at) = self.regions.iter().position(|region| region.contains(page)) {
             self.regions[..=at].rotate_right(1);
             return Some(());

@@ -48,6 +48,7 @@ impl Host {
                 busy += usize::from(self.core.remove_span(&region, span) == Removal::Busy);
             }
             if busy == 0 {
+                self.drain_spare_caches();
                 return Ok(());
             }
             self.io.hurry(&region);

@@ -89,7 +89,7 @@ impl Core {
         matches!(word.map(PageWord::load), Some(PageState::Fetching { .. }))
     }
 
-    fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    pub fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let ticket = lock(&self.tickets).get(&page).cloned();
         // A page that was provided and swapped out may be in flight again, from swap.
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));

@@ -57,6 +57,15 @@ impl Host {
         Ok(self.io.wait(&self.core, ticket, stop)?)
     }
 
+    /// As [`Host::wait_until`], for a missing page that the VMM provides: the source is not asked.
+    ///
+    /// # Panics
+    /// As [`Host::start`].
+    pub fn wait_provided(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), HostError> {
+        self.check_own(ticket);
+        Ok(self.io.wait(&self.core, ticket, stop)?)
+    }
+
     fn check_own(&self, ticket: &Ticket) {
         let own = self.core.regions.owns(ticket.region());
         assert!(own, "another host's ticket");

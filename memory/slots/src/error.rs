@@ -101,6 +101,24 @@ pub enum SlotError {
         /// The flags that it does not support.
         flags: SlotFlags,
     },
+    /// The slot would be read-only, and exit on missing memory.
+    #[error(
+        "{id}: a read-only slot cannot exit on missing memory: clear `READONLY` or \
+         `EXIT_ON_MISSING`"
+    )]
+    ReadOnlyExits {
+        /// The slot.
+        id: SlotId,
+    },
+    /// The slot would exit on missing memory, and no page of it is ever missing.
+    #[error(
+        "{id}: no page source provides its memory, so no page of it is missing: clear \
+         `EXIT_ON_MISSING`, or give the VM a page source"
+    )]
+    NoSource {
+        /// The slot.
+        id: SlotId,
+    },
     /// The limit is reached.
     #[error("{id} would be one slot more than the {limit} that this VM may have: remove one first")]
     TooMany {

@@ -22,22 +22,26 @@ bitflags::bitflags! {
         const READONLY = 1 << 0;
         /// A vCPU's access to a page that was never provided leaves the guest as a memory-fault
         /// exit, as with `KVM_MEM_EXIT_ON_MISSING` of the KVM series of 2023: the VMM provides the
-        /// page and enters the vCPU again. Without the flag the vCPU waits for the region's page
-        /// source. No backend supports the flag yet: a slot with it is refused.
+        /// page and enters the vCPU again. Without the flag the vCPU waits for the page source. A
+        /// slot has this flag or `READONLY`, not both, and its pages have a source.
         const EXIT_ON_MISSING = 1 << 3;
     }
 }
 
 impl SlotFlags {
-    /// Refuses flags that are not in `supported`, the set of a backend.
+    /// Refuses flags that are not in `supported`, the set of a backend, and flags that exclude each
+    /// other.
     ///
     /// # Errors
-    /// [`SlotError::UnsupportedFlags`].
+    /// [`SlotError::UnsupportedFlags`], [`SlotError::ReadOnlyExits`].
     pub fn check(self, id: SlotId, supported: Self) -> Result<(), SlotError> {
         let flags = self.difference(supported);
-        match flags.is_empty() {
-            true => Ok(()),
-            false => Err(SlotError::UnsupportedFlags { id, flags }),
+        if !flags.is_empty() {
+            return Err(SlotError::UnsupportedFlags { id, flags });
+        }
+        match self.contains(Self::READONLY | Self::EXIT_ON_MISSING) {
+            false => Ok(()),
+            true => Err(SlotError::ReadOnlyExits { id }),
         }
     }
 }

@@ -32,6 +32,12 @@ pub trait Asker: Send + Sync {
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer;
 }
 
+impl fmt::Debug for dyn PageSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PageSource({})", self.describe())
+    }
+}
+
 /// A page that a source was asked for. A clone is the same request. The request fails when its last
 /// clone is dropped without an answer, so a source that ends leaves no thread waiting.
 #[derive(Clone)]

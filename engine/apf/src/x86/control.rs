@@ -162,6 +162,11 @@ impl Abi for Control {
 }
 
 impl<G: Guest> Tell<G> for Control {
+    fn takes_not_present(&mut self, guest: &mut G) -> bool {
+        self.enabled
+            .is_some_and(|enabled| enabled.takes_not_present(guest))
+    }
+
     fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
         self.enabled.ok_or(Untold)?.not_present(token, guest)
     }

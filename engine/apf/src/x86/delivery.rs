@@ -55,11 +55,17 @@ impl Enabled {
         guest.read_u32(self.reason()).is_some()
     }
 
+    /// Whether the guest can be told now that a page is not present. The caller has checked that
+    /// the vCPU is interruptible.
+    pub fn takes_not_present(self, guest: &mut impl Guest) -> bool {
+        let CpuState { user, paging, .. } = guest.state();
+        paging && (user || self.send_always) && guest.read_u32(self.reason()) == Some(0)
+    }
+
     /// Tells the guest that a page is not present. The caller has checked that the vCPU is
     /// interruptible.
     pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
-        let CpuState { user, paging, .. } = guest.state();
-        if !paging || !(user || self.send_always) || guest.read_u32(self.reason()) != Some(0) {
+        if !self.takes_not_present(guest) {
             return Err(Untold);
         }
         guest.write_u32(self.reason(), NOT_PRESENT)?;

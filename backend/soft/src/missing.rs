@@ -1,0 +1,283 @@
+//! Missing memory: exits to the VMM, their tokens, and pages that the VMM provides.
+//!
+//! One vCPU has at most one pending token, that of its last exit, and as many accepted ones as its
+//! queue has faults in flight. The vCPU's thread makes both kinds; any thread may say ready.
+
+use crate::platform::Platform;
+use crate::step::{Step, Wait};
+use crate::vcpu::VcpuOf;
+use crate::vm::Vm;
+use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
+use lacuna_apf::{Completion, NotPresent};
+use lacuna_host::{Answer, HostError};
+use lacuna_machine::{
+    Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
+};
+use lacuna_mmu::Outcome;
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// The tokens of one vCPU.
+#[derive(Default)]
+pub(crate) struct Tokens(Mutex<State, lock_order::SoftTokens>);
+
+#[derive(Default)]
+struct State {
+    /// Exits so far.
+    exits: u64,
+    pending: Option<Pending>,
+    /// What tells the guest that the page of an accepted token is ready.
+    accepted: HashMap<FaultToken, Completion>,
+}
+
+#[derive(Clone, Copy)]
+struct Pending {
+    token: FaultToken,
+    is_ready: bool,
+}
+
+impl Tokens {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().expect("no panic under this lock")
+    }
+
+    /// The token of a new exit of `vcpu`.
+    fn exit(&self, vcpu: usize) -> FaultToken {
+        let mut state = self.lock();
+        state.exits += 1;
+        let token = FaultToken::new(vcpu, state.exits);
+        let is_ready = false;
+        state.pending = Some(Pending { token, is_ready });
+        token
+    }
+
+    /// The vCPU is entered: its exit needs no answer any more.
+    fn enter(&self) {
+        self.lock().pending = None;
+    }
+
+    /// Whether `token` may be accepted.
+    fn check(&self, token: FaultToken) -> Result<(), TokenError> {
+        let state = self.lock();
+        match state.pending {
+            Some(pending) if pending.token == token && pending.is_ready => Err(TokenError::Ready),
+            Some(pending) if pending.token == token => Ok(()),
+            _ if state.accepted.contains_key(&token) => Err(TokenError::Accepted),
+            _ => Err(TokenError::Unknown),
+        }
+    }
+
+    /// The guest was told. If another thread has said ready meanwhile, the page is ready at once.
+    fn accepted(&self, token: FaultToken, completion: Completion) {
+        let mut state = self.lock();
+        let pending = state.pending.take();
+        if pending.is_some_and(|pending| pending.is_ready) {
+            drop(state);
+            completion.complete();
+        } else {
+            state.accepted.insert(token, completion);
+        }
+    }
+
+    fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
+        let mut state = self.lock();
+        if let Some(pending) = state.pending.as_mut().filter(|p| p.token == token) {
+            return match std::mem::replace(&mut pending.is_ready, true) {
+                false => Ok(Told::Early),
+                true => Err(TokenError::Ready),
+            };
+        }
+        let completion = state.accepted.remove(&token).ok_or(TokenError::Unknown)?;
+        // The completion takes a lock and kicks the vCPU.
+        drop(state);
+        let told = match completion.is_cancelled() {
+            true => Told::Cancelled,
+            false => Told::Guest,
+        };
+        completion.complete();
+        Ok(told)
+    }
+}
+
+/// What a vCPU does about the missing page that it has exited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Faulted {
+    gfn: Gfn,
+    access: Access,
+    /// The VMM could not tell the guest: the next run waits for the page instead of exiting again.
+    waits: bool,
+}
+
+impl<P: Platform> VcpuOf<P> {
+    /// The vCPU is entered.
+    pub(crate) fn end_exit(&mut self) {
+        match self.faulted {
+            Some(faulted) if !faulted.waits => {
+                self.faulted = None;
+                self.tokens().enter();
+            }
+            _ => {}
+        }
+    }
+
+    fn tokens(&self) -> &Tokens {
+        &self.vm.tokens[self.index]
+    }
+
+    /// The vCPU needs a page that was never provided, in a slot that exits.
+    pub(crate) fn missing(&mut self, gfn: Gfn, access: Access) -> Step {
+        let last = self.faulted;
+        let waits = last.is_some_and(|last| last.waits && last.gfn == gfn);
+        // Another task of the guest, or the same one after an interrupt, needs a page that the
+        // guest was told of. The VMM has that exit already.
+        if waits || self.apf.is_in_flight(gfn) {
+            return self.wait_for_page(gfn, access);
+        }
+        let mut flags = match access {
+            Access::Read => MemoryFaultFlags::READ,
+            Access::Write => MemoryFaultFlags::WRITE,
+            Access::Fetch => MemoryFaultFlags::EXEC,
+        };
+        if self.can_tell(gfn) {
+            flags |= MemoryFaultFlags::CAN_TELL;
+        }
+        self.faulted = Some(Faulted {
+            gfn,
+            access,
+            waits: false,
+        });
+        Step::Exit(Exit::MemoryFault {
+            gpa: gfn.gpa(),
+            size: PAGE_SIZE as u64,
+            flags,
+            token: self.tokens().exit(self.index),
+        })
+    }
+
+    fn can_tell(&mut self, gfn: Gfn) -> bool {
+        self.vm.apf() == Apf::On && self.apf.can_tell(gfn, &mut self.entry)
+    }
+
+    /// Waits for a page that the VMM provides. The page source is not asked: the VMM has exited for
+    /// the page.
+    fn wait_for_page(&mut self, gfn: Gfn, access: Access) -> Step {
+        let vm = &self.vm;
+        let outcome = vm.mmu.wait_for_page(self.entry.bus.vcpu_mmu(), gfn, access);
+        match outcome {
+            None => Step::Ran,
+            Some(Outcome::Missing(ticket)) => {
+                self.stalled_since = Some(vm.clock.now());
+                Step::Wait(Wait::Provided(ticket))
+            }
+            Some(other) => {
+                let _ = self.entry.bus.stop(gfn, access, other);
+                self.blocked()
+            }
+        }
+    }
+
+    pub(crate) fn accept_fault(&mut self, token: FaultToken) -> Result<(), TokenError> {
+        self.tokens().check(token)?;
+        let faulted = self.faulted.as_mut().ok_or(TokenError::Unknown)?;
+        let (gfn, access) = (faulted.gfn, faulted.access);
+        if self.vm.apf() == Apf::On {
+            let now = self.vm.clock.now();
+            match self.apf.not_present(gfn, access, now, &mut self.entry) {
+                NotPresent::Injected(completion) => {
+                    self.publish();
+                    self.faulted = None;
+                    self.tokens().accepted(token, completion);
+                    return Ok(());
+                }
+                // A completion that is dropped ends the artificial halt: the vCPU tries its access
+                // again, and waits for the page then.
+                NotPresent::Halt(completion) => drop(completion),
+                NotPresent::Wait => {}
+            }
+        }
+        if let Some(faulted) = &mut self.faulted {
+            faulted.waits = true;
+        }
+        self.tokens().enter();
+        Err(TokenError::CannotTell)
+    }
+}
+
+fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
+    let cause = error.to_string();
+    MemoryError::Backing { gpa, cause }
+}
+
+impl Vm {
+    fn backing_addr(&self, at: Gpa) -> Result<BackingAddr, MemoryError> {
+        let slots = self.mmu.slots();
+        let slot = slots.find(at.gfn()).ok_or(MemoryError::NoSlot(at))?;
+        Ok(slot.backing_of(at.gfn()))
+    }
+}
+
+impl MissingMemory for Vm {
+    fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError> {
+        let (chunks, rest) = pages.as_chunks::<PAGE_SIZE>();
+        if gpa.offset() != 0 || !rest.is_empty() {
+            return Err(MemoryError::Refused {
+                gpa,
+                cause: format!(
+                    "{} bytes from there are not whole pages: give multiples of 4 KiB",
+                    pages.len()
+                ),
+            });
+        }
+        let mut provided = Provided::default();
+        let mut at = Some(gpa);
+        for page in chunks {
+            let here = at.ok_or(MemoryError::NoSlot(gpa))?;
+            let answer = self.host.provide(self.backing_addr(here)?, page);
+            at = here.checked_add(PAGE_SIZE as u64);
+            match answer.map_err(|error| backing(here, &error))? {
+                Answer::Taken => provided.taken += 1,
+                Answer::Late => provided.late += 1,
+            }
+        }
+        Ok(provided)
+    }
+
+    fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError> {
+        let coming = self.host.fetch(self.backing_addr(gpa)?);
+        let coming = coming.map_err(|error| backing(gpa, &error))?;
+        let tokens = token.and_then(|token| self.tokens.get(token.vcpu()).zip(Some(token)));
+        let Some((tokens, token)) = tokens else {
+            return Ok(());
+        };
+        let tokens = Arc::clone(tokens);
+        // A token that is completed meanwhile needs nothing.
+        let ready = move || _ = tokens.ready(token);
+        match coming {
+            Some(ticket) => ticket.on_done(ready),
+            None => ready(),
+        }
+        Ok(())
+    }
+
+    fn populate(&self, gfns: GfnRange) -> Result<(), MemoryError> {
+        let slots = self.mmu.slots();
+        let mut next = Some(gfns.start());
+        while let Some(gfn) = next.filter(|gfn| gfns.contains(*gfn)) {
+            let slot = slots.find(gfn).ok_or(MemoryError::NoSlot(gfn.gpa()))?;
+            let part = slot.gfns.intersect(gfns).expect("the slot has the page");
+            let range = BackingRange::new(slot.backing_of(part.start()), part.pages());
+            let populated = self
+                .host
+                .populate(range.expect("a part of the slot's backing"));
+            populated.map_err(|error| backing(part.start().gpa(), &error))?;
+            next = gfn.checked_add(part.pages());
+        }
+        Ok(())
+    }
+
+    fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
+        let tokens = self.tokens.get(token.vcpu());
+        tokens.ok_or(TokenError::Unknown)?.ready(token)
+    }
+}

@@ -1,0 +1,375 @@
+//! Pages that are elsewhere when the guest starts: waits, exits to the VMM, and tokens.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use iced_x86::code_asm::*;
+use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_machine::{
+    Apf, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryFaultFlags, PageRequest, PageSource,
+    Provided, SlotFlags, SourcePage, TokenError, Vcpu as _, Vm as _,
+};
+
+use super::Outcome;
+use crate::backend::{Backend, Made, Missing, Origin, Request, VcpuOf, exit_on_missing};
+use crate::program::{assemble, image};
+use crate::running::{guest, run, within};
+
+/// Two pages that the program below accesses.
+const READ: u64 = 0x30_0000;
+const WRITTEN: u64 = 0x30_5000;
+
+/// A source of pages that repeat a word, each after a delay.
+struct Words {
+    asked: Mutex<BTreeSet<SourcePage>>,
+    answers: Option<Mutex<Sender<(Instant, PageRequest)>>>,
+}
+
+/// The word of a page.
+fn word(page: SourcePage) -> u64 {
+    page.0.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+fn page_of(word: u64) -> [u8; PAGE_SIZE] {
+    let bytes = word.to_le_bytes().repeat(PAGE_SIZE / 8);
+    bytes.try_into().expect("a page")
+}
+
+/// How the pages of a source look.
+#[derive(Clone, Copy)]
+enum Content {
+    Words,
+    Zeros,
+}
+
+impl Words {
+    /// Answers at once, on the thread that asks.
+    fn at_once() -> Arc<Self> {
+        Arc::new(Self {
+            asked: Mutex::default(),
+            answers: None,
+        })
+    }
+
+    /// Answers with zeros, each page `delay` after it was asked for.
+    fn late(delay: Duration) -> Arc<Self> {
+        let (sender, requests) = channel::<(Instant, PageRequest)>();
+        thread::spawn(move || {
+            // The delay is the same for all, so they are due in the order of the requests.
+            for (asked, request) in requests {
+                thread::sleep((asked + delay).saturating_duration_since(Instant::now()));
+                answer(&request, Content::Zeros);
+            }
+        });
+        Arc::new(Self {
+            asked: Mutex::default(),
+            answers: Some(Mutex::new(sender)),
+        })
+    }
+
+    fn asked(&self) -> BTreeSet<SourcePage> {
+        self.asked.lock().unwrap().clone()
+    }
+}
+
+fn answer(request: &PageRequest, content: Content) {
+    let page = match content {
+        Content::Words => page_of(word(request.page())),
+        Content::Zeros => [0; PAGE_SIZE],
+    };
+    // Late: the VM has ended, or the VMM has provided the page itself.
+    let _ = request.provide(&page);
+}
+
+impl PageSource for Words {
+    fn describe(&self) -> String {
+        "words".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let page = request.page();
+        assert!(
+            self.asked.lock().unwrap().insert(page),
+            "{page} asked for twice"
+        );
+        match &self.answers {
+            None => answer(&request, Content::Words),
+            Some(sender) => {
+                let request = (Instant::now(), request);
+                sender.lock().unwrap().send(request).unwrap();
+            }
+        }
+    }
+}
+
+fn request(source: &Arc<Words>, missing: Missing) -> Request {
+    let source = Arc::clone(source) as Arc<dyn PageSource>;
+    Request {
+        origin: Some(Origin { source, missing }),
+        ..Request::new(16, 16, 1, "")
+    }
+}
+
+/// Reads the word at `READ`, writes it to `WRITTEN`, and puts it out, again and again.
+fn program() -> Vec<u8> {
+    assemble(|a| {
+        let mut again = a.create_label();
+        a.mov(rsi, READ)?;
+        a.mov(rdi, WRITTEN)?;
+        a.set_label(&mut again)?;
+        a.mov(rax, qword_ptr(rsi))?;
+        a.mov(qword_ptr(rdi), rax)?;
+        a.mov(dx, 0x80)?;
+        a.out(dx, eax)?;
+        a.jmp(again)
+    })
+}
+
+fn source_page(gpa: u64) -> SourcePage {
+    SourcePage(gpa / PAGE_SIZE as u64)
+}
+
+fn at(gpa: u64) -> Gpa {
+    Gpa::new(gpa).unwrap()
+}
+
+/// Runs until the program puts out a value.
+fn value<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
+    loop {
+        match vcpu.run() {
+            Ok(Exit::IoOut {
+                port: 0x80, value, ..
+            }) => return value,
+            Ok(Exit::Interrupted) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn fault<B: Backend>(vcpu: &mut VcpuOf<B>) -> (Gpa, MemoryFaultFlags, FaultToken) {
+    match vcpu.run() {
+        Ok(Exit::MemoryFault {
+            gpa,
+            size: 4096,
+            flags,
+            token,
+        }) => (gpa, flags, token),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn read<B: Backend>(vm: &B::Vm, gpa: u64) -> u64 {
+    let mut bytes = [0; 8];
+    vm.read(at(gpa), &mut bytes).unwrap();
+    u64::from_le_bytes(bytes)
+}
+
+/// Without the flag a vCPU waits: the source is asked for what it needs, once, and for no other
+/// page.
+pub fn the_source_is_asked_for_what_a_vcpu_needs<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program();
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&request(&source, Missing::Waits), &image(&code))?;
+        let before = source.asked();
+        assert!(!before.contains(&source_page(READ)));
+        assert_eq!(value::<B>(&mut vcpus[0]), word(source_page(READ)) as u32);
+        assert_eq!(value::<B>(&mut vcpus[0]), word(source_page(READ)) as u32);
+        let after: Vec<_> = source.asked().difference(&before).copied().collect();
+        assert_eq!(after, [READ, WRITTEN].map(source_page));
+        assert_eq!(read::<B>(&vm, WRITTEN), word(source_page(READ)));
+        assert_eq!(read::<B>(&vm, WRITTEN + 8), word(source_page(WRITTEN)));
+        Ok(())
+    })
+}
+
+/// With the flag a vCPU exits for each missing page, and the VMM provides it. The flag can be
+/// cleared while pages are missing.
+pub fn a_vcpu_exits_once_for_a_missing_page<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program();
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let before = source.asked();
+        let vcpu = &mut vcpus[0];
+        let memory = vm.missing_memory().expect("it has a source");
+        let (gpa, flags, _) = fault::<B>(vcpu);
+        assert_eq!((gpa, flags), (at(READ), MemoryFaultFlags::READ));
+        // Entered without the page, it exits again.
+        let (gpa, ..) = fault::<B>(vcpu);
+        assert_eq!(gpa, at(READ));
+        let one = |taken, late| Ok(Provided { taken, late });
+        assert_eq!(memory.provide(gpa, &page_of(77)), one(1, 0));
+        assert_eq!(memory.provide(gpa, &page_of(78)), one(0, 1));
+        let (gpa, flags, _) = fault::<B>(vcpu);
+        assert_eq!((gpa, flags), (at(WRITTEN), MemoryFaultFlags::WRITE));
+        // A batch: the page itself, its neighbours, and one that is there.
+        let batch = page_of(9).repeat(4);
+        assert_eq!(memory.provide(at(WRITTEN - 0x1000), &batch), one(4, 0));
+        assert_eq!(memory.provide(at(WRITTEN - 0x2000), &batch), one(1, 3));
+        assert_eq!(value::<B>(vcpu), 77);
+        assert_eq!(value::<B>(vcpu), 77);
+        assert_eq!(
+            (read::<B>(&vm, WRITTEN), read::<B>(&vm, WRITTEN + 8)),
+            (77, 9)
+        );
+        assert_eq!(source.asked(), before, "the VMM has provided all");
+        let refused = memory.provide(at(READ + 8), &page_of(1));
+        assert!(refused.is_err(), "{refused:?}");
+        let refused = memory.provide(at(READ), &[0; 100]);
+        assert!(refused.is_err(), "{refused:?}");
+        let refused = memory.provide(at(1 << 40), &page_of(1));
+        assert!(refused.is_err(), "{refused:?}");
+        exit_on_missing(&*vm, SlotFlags::empty());
+        assert_eq!(value::<B>(vcpu), 77);
+        Ok(())
+    })
+}
+
+/// An access that is not a vCPU's waits for the source, also in a slot that exits; and `populate`
+/// asks for a whole range.
+pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program();
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        assert_eq!(read::<B>(&vm, READ), word(source_page(READ)));
+        let (gpa, ..) = fault::<B>(&mut vcpus[0]);
+        assert_eq!(gpa, at(WRITTEN));
+        let memory = vm.missing_memory().expect("it has a source");
+        let range = GfnRange::new(at(WRITTEN - 0x3000).gfn(), 100).unwrap();
+        memory.populate(range).unwrap();
+        assert_eq!(value::<B>(&mut vcpus[0]), word(source_page(READ)) as u32);
+        let asked = source.asked();
+        assert!((0..100).all(|page| asked.contains(&SourcePage(range.start().get() + page))));
+        assert_eq!(
+            read::<B>(&vm, WRITTEN + 0x8000),
+            word(source_page(WRITTEN + 0x8000))
+        );
+        let beyond = GfnRange::new(at(15 << 20).gfn(), 1000).unwrap();
+        assert!(memory.populate(beyond).is_err());
+        Ok(())
+    })
+}
+
+/// A guest without async faults cannot be told. The refused accept makes the next run wait, until
+/// the VMM provides the page, or a kick.
+pub fn a_guest_that_cannot_be_told_waits<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program();
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let before = source.asked();
+        let vcpu = &mut vcpus[0];
+        let memory = vm.missing_memory().expect("it has a source");
+        let (gpa, flags, token) = fault::<B>(vcpu);
+        assert!(!flags.contains(MemoryFaultFlags::CAN_TELL));
+        assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+        assert_eq!(vcpu.accept(token), Err(TokenError::Unknown));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(20));
+                vm.kick(0);
+            });
+            assert_eq!(vcpu.run(), Ok(Exit::Interrupted), "a kick ends the wait");
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(20));
+                memory.provide(gpa, &page_of(5)).unwrap();
+            });
+            let (gpa, ..) = fault::<B>(vcpu);
+            assert_eq!(gpa, at(WRITTEN), "the wait has ended without another exit");
+        });
+        // The source may be asked while the vCPU waits.
+        let (gpa, _, token) = fault::<B>(vcpu);
+        assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+        memory.fetch(gpa, None).unwrap();
+        assert_eq!(value::<B>(vcpu), 5);
+        let after: Vec<_> = source.asked().difference(&before).copied().collect();
+        assert_eq!(after, [source_page(WRITTEN)]);
+        Ok(())
+    })
+}
+
+/// Each order of calls about a token has one outcome.
+pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program();
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let vcpu = &mut vcpus[0];
+        let memory = vm.missing_memory().expect("it has a source");
+        let unknown = Err(TokenError::Unknown);
+        for never in [FaultToken::new(0, 1), FaultToken::new(200, 7)] {
+            assert_eq!(vcpu.accept(never), unknown);
+            assert_eq!(memory.ready(never), Err(TokenError::Unknown));
+        }
+        let (_, _, first) = fault::<B>(vcpu);
+        let (_, _, second) = fault::<B>(vcpu);
+        assert_ne!(first, second);
+        assert_eq!(vcpu.accept(first), unknown, "its vCPU was entered since");
+        assert_eq!(memory.ready(first), Err(TokenError::Unknown));
+        assert_eq!(memory.ready(second), Ok(lacuna_machine::Told::Early));
+        assert_eq!(memory.ready(second), Err(TokenError::Ready));
+        assert_eq!(vcpu.accept(second), Err(TokenError::Ready));
+        let (_, _, third) = fault::<B>(vcpu);
+        assert_eq!(memory.ready(second), Err(TokenError::Unknown));
+        memory.provide(at(READ), &page_of(1)).unwrap();
+        let _ = fault::<B>(vcpu);
+        assert_eq!(memory.ready(third), Err(TokenError::Unknown));
+        Ok(())
+    })
+}
+
+/// `verify` with every page behind exits, two vCPUs, and a source that is late.
+pub fn nothing_is_lost_with_exits<B: Backend>(backend: &B) -> Outcome {
+    with_exits(backend, Apf::Off)
+}
+
+/// The same, and the guest is told of the pages.
+pub fn nothing_is_lost_with_exits_and_tokens<B: Backend>(backend: &B) -> Outcome {
+    with_exits(backend, Apf::On)
+}
+
+fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::late(Duration::from_micros(300));
+        let zeros = Arc::clone(&source) as Arc<dyn PageSource>;
+        let request = Request {
+            apf,
+            origin: Some(Origin {
+                source: zeros,
+                missing: Missing::Exits,
+            }),
+            ..Request::new(16, 4, 2, "rounds=1 threads=6")
+        };
+        let finished = run(&backend, &request, &guest("verify"))?.passed();
+        assert!(
+            source.asked().len() > 1000,
+            "{} pages",
+            source.asked().len()
+        );
+        let told = finished.status.expect("it announces its status page").apf;
+        match apf {
+            Apf::Off => assert_eq!(told.not_present, 0),
+            Apf::On => {
+                assert!(told.not_present > 500, "{told:?}");
+                assert_eq!((told.not_present, told.lost), (told.ready, 0), "{told:?}");
+            }
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,133 @@
+//! Memory whose pages the VMM provides while the guest runs.
+//!
+//! ```text
+//! vCPU thread                               VMM                                 guest
+//! run ── page never provided ──► MemoryFault { gpa, token }
+//!        either  provide(gpa, bytes), run again ──────────────────────────────► the access is repeated
+//!        or      accept(token), run again ────────────────────────────────────► page-not-present
+//!                provide(gpa, bytes), then ready(token), on any thread ───────► page-ready
+//! ```
+//! The exits come from slots with [`SlotFlags::EXIT_ON_MISSING`](crate::SlotFlags::EXIT_ON_MISSING)
+//! and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
+//! such as those of devices and of [`GuestMemory`](crate::GuestMemory), wait, and the VM's page
+//! source is asked for the page. A page that was provided and then evicted is brought back by the
+//! backend; it causes no exit.
+//!
+//! A token goes from *pending*, with the exit, to *accepted*, to *completed*:
+//!
+//! | call | pending | accepted | completed, or unknown |
+//! |---|---|---|---|
+//! | [`Vcpu::accept`](crate::Vcpu::accept) | accepted, or [`TokenError::CannotTell`] | [`TokenError::Accepted`] | [`TokenError::Unknown`] |
+//! | [`MissingMemory::ready`] | the next `accept` is [`TokenError::Ready`] | completed: the guest is told | [`TokenError::Unknown`] |
+//! | [`Vcpu::run`](crate::Vcpu::run) | completed | stays | |
+//! | the guest disables async page faults, or the vCPU is reset | stays | completed by `ready`, which is [`Told::Cancelled`] | |
+
+use crate::{ErrorKind, MemoryError};
+use lacuna_addr::{GfnRange, Gpa};
+
+/// Names one exit on missing memory, among all of its VM.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub struct FaultToken(u64);
+
+/// The number of low bits of a token that hold the vCPU.
+const VCPU_BITS: u32 = 8;
+
+impl FaultToken {
+    /// The token of exit `number` of vCPU `vcpu`, for backends.
+    pub const fn new(vcpu: usize, number: u64) -> Self {
+        Self(number << VCPU_BITS | vcpu as u64)
+    }
+
+    /// The vCPU that exited.
+    pub const fn vcpu(self) -> usize {
+        (self.0 & ((1 << VCPU_BITS) - 1)) as usize
+    }
+}
+
+/// Why a token is refused. Nothing has changed then, except as [`TokenError::CannotTell`] says.
+#[derive(Debug, thiserror::Error, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TokenError {
+    /// The token is not known: it is completed, or its vCPU was entered again without an accept.
+    #[error("the token is completed or was never given: use the token of the vCPU's last exit")]
+    Unknown,
+    /// The token was accepted before.
+    #[error("the token was accepted before: enter the vCPU, and say ready once")]
+    Accepted,
+    /// The page was said to be ready before the token was accepted.
+    #[error("the page is ready already: enter the vCPU")]
+    Ready,
+    /// The guest cannot be told now. If the vCPU is entered, it waits for the page without another
+    /// exit.
+    #[error(
+        "the guest cannot be told of a missing page now: provide the page, or enter the vCPU, which \
+         then waits for the page"
+    )]
+    CannotTell,
+}
+
+impl TokenError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Unknown | Self::Accepted | Self::Ready => ErrorKind::Request,
+            Self::CannotTell => ErrorKind::Guest,
+        }
+    }
+}
+
+/// What [`MissingMemory::ready`] has come to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Told {
+    /// The guest is told, or will be as soon as it can be.
+    Guest,
+    /// The guest has forgotten the token: it has disabled async page faults, or its vCPU was reset.
+    Cancelled,
+    /// The token is not accepted yet: [`Vcpu::accept`](crate::Vcpu::accept) will be refused with
+    /// [`TokenError::Ready`].
+    Early,
+}
+
+/// Which pages of [`MissingMemory::provide`] were provided by that call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Provided {
+    /// Pages that were missing.
+    pub taken: u64,
+    /// Pages that were provided before. They keep their content.
+    pub late: u64,
+}
+
+/// Memory that a VMM provides page by page. A VM has it if it was made with a page source, which is
+/// asked for pages that something other than a vCPU needs.
+pub trait MissingMemory: Send + Sync {
+    /// Provides whole pages from `gpa` on, both multiples of 4 KiB. A page that was provided before
+    /// keeps its content. A vCPU that has exited needs no wake-up. Threads that wait for one of the
+    /// pages are woken. Any thread may call this; it may wait for free memory.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoSlot`], [`MemoryError::Refused`] for addresses or sizes that are not whole
+    /// pages, [`MemoryError::Backing`]. The pages before the one that failed are provided.
+    fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError>;
+
+    /// Asks the VM's page source for the page at `gpa`, unless the source was asked before or the
+    /// page is there. When the page has come, `token` is said to be ready, if one is given.
+    /// Returns at once, except that it may wait for free memory.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoSlot`], [`MemoryError::Backing`].
+    fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError>;
+
+    /// Brings every page of `gfns` in: the page source is asked for those that are missing, and
+    /// evicted ones are read back. Returns when all have come; reclaim may have evicted some again.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoSlot`], [`MemoryError::Backing`].
+    fn populate(&self, gfns: GfnRange) -> Result<(), MemoryError>;
+
+    /// The page of `token` is provided: the guest, which was told that it is not present, is told
+    /// that it is ready. Any thread may call this.
+    ///
+    /// # Errors
+    /// [`TokenError::Unknown`], and [`TokenError::Ready`] if this was said before.
+    fn ready(&self, token: FaultToken) -> Result<Told, TokenError>;
+}

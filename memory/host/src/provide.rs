@@ -1,0 +1,238 @@
+//! A VMM provides pages by address, without a fault before.
+//!
+//! The fill takes a frame that no page word names, copies into it, and then changes the page word
+//! from Empty to Resident. So it takes no shared lock, makes no ticket, and two threads that
+//! provide one page do not harm each other: the second one is [`Answer::Late`].
+
+use crate::block_word::{BlockWord, PageBlockState};
+use crate::desc::Dirt;
+use crate::error::HostError;
+use crate::host::{Core, Host, lock};
+use crate::per_cpu_pages::PerCpuPages;
+use crate::residency::{PageNo, PageState, PageWord};
+use crate::resolve::Resolution;
+use crate::stats::Counters;
+use crate::ticket::Ticket;
+use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
+use lacuna_source::Answer;
+use std::collections::VecDeque;
+
+/// Pages that [`Host::populate`] waits for at once.
+const AT_ONCE: usize = 32;
+
+impl Host {
+    /// Whether the page at `addr` was never provided: its region has a page source, and neither the
+    /// source nor [`Host::provide`] has supplied the page. A page that is provided stays so.
+    #[inline]
+    pub fn is_missing(&self, addr: BackingAddr, cache: &mut PerCpuPages) -> bool {
+        self.core.is_never_provided(PageNo::of(addr), cache)
+    }
+
+    /// Provides the page at `addr`. If a thread waits for the page, or the source was asked for it,
+    /// this counts as the source's answer. [`Answer::Late`]: the page was provided before, or its
+    /// region has no source; nothing has changed.
+    ///
+    /// The call may reclaim, and wait for it. The caller holds no lock.
+    ///
+    /// # Errors
+    /// No frame can be made free, or no region has the page.
+    pub fn provide(
+        &self,
+        addr: BackingAddr,
+        content: &[u8; PAGE_SIZE],
+    ) -> Result<Answer, HostError> {
+        let page = PageNo::of(addr);
+        let mut cache = self.borrow_cache();
+        let answer = loop {
+            match self.core.provide(page, content, &mut cache) {
+                Some(answer) => break answer,
+                None => drop(self.reclaim_direct(&mut cache)?),
+            }
+        };
+        self.return_cache(cache);
+        answer
+    }
+
+    /// Asks the source for the page at `addr` if it is missing and was not asked for, or begins to
+    /// read it back. Returns the ticket; `None` if the page is there. The call may wait for free
+    /// memory. The caller holds no lock.
+    ///
+    /// # Errors
+    /// The page is lost, or no frame can be made free.
+    pub fn fetch(&self, addr: BackingAddr) -> Result<Option<Ticket>, HostError> {
+        let mut cache = self.borrow_cache();
+        let ticket = loop {
+            let resolution = self.resolve(addr, Access::Read, Level::L4K, &mut cache);
+            cache.unpin_all();
+            match resolution {
+                Resolution::Ready(_) => break None,
+                Resolution::Pending(ticket) | Resolution::Missing(ticket) => break Some(ticket),
+                Resolution::NoMemory => drop(self.reclaim_direct(&mut cache)?),
+                Resolution::Lost(lost) => return Err(lost.into()),
+            }
+        };
+        self.return_cache(cache);
+        ticket.iter().for_each(|ticket| self.start(ticket));
+        Ok(ticket)
+    }
+
+    /// Brings every page of `range` in: asks the source for pages that are missing, and reads back
+    /// evicted ones, several at a time. Returns when all have come. Reclaim may have evicted some
+    /// again. The caller holds no lock.
+    ///
+    /// # Errors
+    /// A page is lost, or no frame can be made free.
+    pub fn populate(&self, range: BackingRange) -> Result<(), HostError> {
+        let mut cache = self.borrow_cache();
+        let populated = self.populate_with(range, &mut cache);
+        self.return_cache(cache);
+        populated
+    }
+
+    fn populate_with(&self, range: BackingRange, cache: &mut PerCpuPages) -> Result<(), HostError> {
+        let mut coming = VecDeque::with_capacity(AT_ONCE);
+        let mut page = 0;
+        while page < range.pages() {
+            let addr = range.start().checked_add_pages(page);
+            let addr = addr.expect("in the range");
+            let resolution = self.resolve(addr, Access::Read, Level::L4K, cache);
+            cache.unpin_all();
+            match resolution {
+                Resolution::Ready(_) => page += 1,
+                Resolution::Pending(ticket) | Resolution::Missing(ticket) => {
+                    self.start(&ticket);
+                    coming.push_back(ticket);
+                    page += 1;
+                    if coming.len() == AT_ONCE {
+                        coming
+                            .pop_front()
+                            .map_or(Ok(()), |ticket| self.wait(&ticket))?;
+                    }
+                }
+                // Pages that come keep their frames until then.
+                Resolution::NoMemory => match coming.pop_front() {
+                    Some(ticket) => self.wait(&ticket)?,
+                    None => drop(self.reclaim_direct(cache)?),
+                },
+                Resolution::Lost(lost) => return Err(lost.into()),
+            }
+        }
+        coming.iter().try_for_each(|ticket| self.wait(ticket))
+    }
+
+    /// A page cache for one operation of a thread that is no vCPU. A cache per operation would have
+    /// to be registered each time, under a lock.
+    fn borrow_cache(&self) -> PerCpuPages {
+        let spare = lock(&self.spare_caches).pop();
+        spare.unwrap_or_else(|| PerCpuPages::new(self.core.clone()))
+    }
+
+    fn return_cache(&self, mut cache: PerCpuPages) {
+        cache.forget_removed();
+        lock(&self.spare_caches).push(cache);
+    }
+
+    /// Gives back the free frames in the caches that no thread uses at present: a thread needs one.
+    pub(crate) fn drain_spare_caches(&self) {
+        let caches = std::mem::take(&mut *lock(&self.spare_caches));
+        drop(caches);
+    }
+}
+
+impl Core {
+    #[inline]
+    fn is_never_provided(&self, page: PageNo, cache: &mut PerCpuPages) -> bool {
+        if cache.find(page).is_none() {
+            return false;
+        }
+        let region = cache.region();
+        if region.origin.is_none() {
+            return false;
+        }
+        match region.word(page).map(PageWord::load) {
+            Some(PageState::Fetching { .. }) => true,
+            Some(PageState::Empty) => !matches!(
+                region.block_word(page).map(BlockWord::load),
+                Some(PageBlockState::Compound { .. } | PageBlockState::Gone)
+            ),
+            _ => false,
+        }
+    }
+
+    /// `None`: no frame is free.
+    fn provide(
+        &self,
+        page: PageNo,
+        content: &[u8; PAGE_SIZE],
+        cache: &mut PerCpuPages,
+    ) -> Option<Result<Answer, HostError>> {
+        let lost = || Some(Err(self.lost_page(page).into()));
+        if cache.find(page).is_none() {
+            return lost();
+        }
+        if cache.region().origin.is_none() {
+            return Some(Ok(Answer::Late));
+        }
+        loop {
+            match cache.region().word(page).map(PageWord::load) {
+                Some(PageState::Empty) => {}
+                // If another thread is answering at this moment, its content counts.
+                Some(PageState::Fetching { .. }) => {
+                    return Some(Ok(self.answer(page, Ok(content))));
+                }
+                None | Some(PageState::Gone) => return lost(),
+                Some(_) => return Some(Ok(Answer::Late)),
+            }
+            let block_word = cache.region().block_word(page);
+            match block_word.map(BlockWord::load) {
+                None | Some(PageBlockState::Split) => {}
+                Some(PageBlockState::Untouched) => {
+                    // Another thread may have changed it: the loop looks again.
+                    let (from, to) = (PageBlockState::Untouched, PageBlockState::Split);
+                    let _ = block_word.map(|word| word.change(from, to));
+                    continue;
+                }
+                Some(PageBlockState::Compound { .. }) => return Some(Ok(Answer::Late)),
+                Some(PageBlockState::Gone) => return lost(),
+            }
+            if self.fill_with(page, content, cache)? == Answer::Taken {
+                return Some(Ok(Answer::Taken));
+            }
+        }
+    }
+
+    /// Gives the empty page a frame with `content`. `None` if no frame is free;
+    /// [`Answer::Late`] if the page is not empty any more.
+    fn fill_with(
+        &self,
+        page: PageNo,
+        content: &[u8; PAGE_SIZE],
+        cache: &mut PerCpuPages,
+    ) -> Option<Answer> {
+        let frame = cache.take()?;
+        // SAFETY: this thread took the frame from its own `cache`, and no page word names it yet.
+        unsafe { self.frames.pool.exclusive(frame) }
+            .0
+            .copy_from_slice(content);
+        let desc = self.frames.desc(frame);
+        // No swap entry has these bytes, so the page is dirty.
+        desc.prepare(page, Dirt::Dirty);
+        // The vCPU that needs the page may need some time until it retries, so reclaim's clock hand
+        // spares the page for one turn.
+        desc.mark_recent();
+        let resident = PageState::Resident { frame, entry: None };
+        // Release order: a thread that sees the word sees the bytes.
+        let changed = cache
+            .region()
+            .word(page)?
+            .change(PageState::Empty, resident);
+        if changed.is_err() {
+            cache.untake(frame);
+            return Some(Answer::Late);
+        }
+        desc.publish();
+        cache.shared.allocated();
+        Counters::add(&self.stats.provided, 1);
+        Some(Answer::Taken)
+    }
+}
