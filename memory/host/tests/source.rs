@@ -51,6 +51,11 @@ impl Fixture {
         resolution
     }
 
+    fn is_missing(&mut self, page: u64) -> bool {
+        let addr = self.vm.addr(page);
+        self.host.is_missing(addr, &mut self.vm.cache)
+    }
+
     fn missing(&mut self, page: u64) -> Ticket {
         match self.resolve(page) {
             Resolution::Missing(ticket) => ticket,
@@ -279,6 +284,133 @@ fn no_compound_page_is_made_of_missing_pages() {
     fixture.vm.check_all();
     assert_eq!(fixture.source.asked(), 512);
     fixture.host.verify();
+}
+
+/// A VMM provides pages by address: before a fault, instead of the source's answer, and too late.
+#[test]
+fn a_vmm_provides_pages_by_address() {
+    let mut fixture = Fixture::new(256, 64);
+    let addr = fixture.vm.addr(5);
+    let provide = |fixture: &Fixture, page: u64, word: u64| {
+        let addr = fixture.vm.addr(page);
+        fixture.host.provide(addr, &page_with(word).0).unwrap()
+    };
+    assert!(fixture.is_missing(5));
+    assert_eq!(provide(&fixture, 5, 500), Answer::Taken);
+    assert!(!fixture.is_missing(5));
+    assert_eq!(provide(&fixture, 5, 501), Answer::Late);
+    assert!(matches!(fixture.resolve(5), Resolution::Ready(_)));
+    assert_eq!((fixture.read(5), fixture.source.asked()), (500, 0));
+    // A fault has a ticket that no thread has started; then one whose source was asked.
+    for (page, ticket) in [(6, fixture.missing(6)), (7, fixture.started(7))] {
+        assert!(fixture.is_missing(page));
+        assert_eq!(provide(&fixture, page, page), Answer::Taken);
+        assert!(ticket.is_done() && !fixture.is_missing(page));
+        assert_eq!(fixture.read(page), page);
+    }
+    assert_eq!(fixture.source.answer(fixture.vm.addr(7)), Answer::Late);
+    assert_eq!(fixture.read(7), 7);
+    assert_eq!(fixture.host.fetch(addr).unwrap().is_some(), false);
+    let asked = fixture.host.fetch(fixture.vm.addr(8)).unwrap().unwrap();
+    assert!(asked.is_started() && fixture.source.asked() == 2);
+    assert_eq!(fixture.source.answer(fixture.vm.addr(8)), Answer::Taken);
+    fixture.host.verify();
+    assert_eq!(fixture.host.stats().provided, 4);
+    fixture.host.remove_region(fixture.vm.range).unwrap();
+    let error = fixture.host.provide(addr, &page_with(1).0).unwrap_err();
+    assert!(matches!(error, HostError::Lost(_)), "{error}");
+    assert_eq!(fixture.host.stats().resident, 0);
+    fixture.host.verify();
+}
+
+/// A region without a source has no missing page, and what the VMM provides changes nothing.
+#[test]
+fn pages_of_zeros_are_not_provided() {
+    let (host, clock) = virtual_host(256, store());
+    let mut vm = Vm::new(&host, &clock, 64);
+    assert!(!host.has_source(vm.addr(1)));
+    assert!(!host.is_missing(vm.addr(1), &mut vm.cache));
+    let answer = host.provide(vm.addr(1), &page_with(1).0);
+    assert_eq!(answer, Ok(Answer::Late));
+    vm.touch(1, Use::Read).unwrap();
+    host.verify();
+}
+
+/// Far more pages than the budget: providing reclaims, and what was provided comes back from swap.
+#[test]
+fn providing_reclaims() {
+    let host = real_host(Host::minimum_budget(2).get(), Io::Threads { readers: 1 });
+    let source = TestSource::new();
+    let range = region(&host, &source, 3000);
+    let addr = |page| range.start().checked_add_pages(page).unwrap();
+    for page in 0..3000 {
+        let content = page_of(addr(page));
+        assert_eq!(host.provide(addr(page), &content.0), Ok(Answer::Taken));
+    }
+    for page in (0..3000).rev() {
+        let mut bytes = [0; PAGE_SIZE];
+        host.copy_out(addr(page), &mut bytes).unwrap();
+        assert_eq!(bytes, page_of(addr(page)).0);
+    }
+    assert!(host.stats().swapped_out > 2000 && source.asked() == 0);
+    host.verify();
+}
+
+/// Threads provide and fetch the same pages while others read them, and the region goes away in
+/// the middle. Each page has one content, and each call returns.
+#[test]
+fn many_threads_provide() {
+    let host = real_host(
+        Host::minimum_budget(8).get() + 32,
+        Io::Threads { readers: 2 },
+    );
+    for round in 0..6 {
+        let source = TestSource::new();
+        let range = region(&host, &source, 1500);
+        let addr = |page| range.start().checked_add_pages(page).unwrap();
+        let taken = AtomicUsize::new(0);
+        let gone = |error: HostError| assert!(matches!(error, HostError::Lost(_)), "{error}");
+        thread::scope(|scope| {
+            for seed in 0..3 {
+                let (host, taken) = (&host, &taken);
+                scope.spawn(move || {
+                    for i in 0..1500 {
+                        let addr = addr((i + seed * 5) % 1500);
+                        match host.provide(addr, &page_of(addr).0) {
+                            Ok(Answer::Taken) => _ = taken.fetch_add(1, Ordering::Relaxed),
+                            Ok(Answer::Late) => {}
+                            Err(error) => return gone(error),
+                        }
+                    }
+                });
+            }
+            scope.spawn(|| {
+                for page in (0..1500).rev() {
+                    match host.fetch(addr(page)) {
+                        Ok(_) => _ = source.answer_one(page),
+                        Err(error) => return gone(error),
+                    }
+                }
+                while source.answer_one(0) {}
+            });
+            let reader = scope.spawn(|| read_all(&host, range, 3));
+            if round % 2 == 1 {
+                while taken.load(Ordering::Relaxed) < 200 && !reader.is_finished() {
+                    thread::yield_now();
+                }
+                host.remove_region(range).unwrap();
+            }
+            let lost = reader.join().unwrap();
+            assert!(round % 2 == 1 || !lost);
+        });
+        if round % 2 == 0 {
+            assert_eq!(host.stats().in_flight, 0);
+            host.verify();
+            host.remove_region(range).unwrap();
+        }
+        assert_eq!(host.stats().resident, 0);
+        host.verify();
+    }
 }
 
 fn virtual_io() -> Io {
