@@ -37,11 +37,12 @@
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |
 //! | learn which pages the guest has written | [`set_logging_everywhere`], then [`harvest`] |
+//! | start a guest whose memory is elsewhere | [`PageSource`], [`MissingMemory`] |
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
 //! | end the run | [`PlatformDevices::end`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`] |
 //!
-//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `vmm`, `vm_memory`.
+//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `vmm`, `vm_memory`.
 //!
 //! # Guest memory by `vm-memory`'s traits
 //! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's

@@ -54,6 +54,18 @@ fn boot_kvm_runs_or_says_why_not() {
     );
 }
 
+/// The sum of the page numbers 512 to 611. The guest's accesses to its page tables exit as well.
+#[test]
+fn missing_provides_what_the_guest_needs() {
+    let text = output_of("missing", &[]);
+    assert!(text.contains("the guest exited with code 56150"), "{text}");
+    let exits = text.split(' ').next().and_then(|word| word.parse().ok());
+    assert!(
+        exits.is_some_and(|exits: u32| (100..120).contains(&exits)),
+        "{text}"
+    );
+}
+
 #[test]
 fn devices_answers_the_guest() {
     let text = output_of("devices", &[]);

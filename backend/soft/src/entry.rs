@@ -9,6 +9,7 @@ use lacuna_addr::{Access, Gfn};
 use lacuna_cpu::{Exit, HostPage, Processor, Stop};
 use lacuna_host::Ticket;
 use lacuna_machine::VcpuError;
+use lacuna_mmu::Outcome;
 use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
 use std::sync::Arc;
 
@@ -118,8 +119,20 @@ impl<P: Processor> Entry<P> {
             Err(Stop::Mmio(_)) => Err(Absent::NoMemory),
             Err(_) => match self.bus.blocked.take() {
                 Some(Blocked::Page(fault)) => Err(Absent::Pending(fault.ticket)),
+                Some(Blocked::NotProvided(..)) => Err(self.absent(gfn, access)),
                 _ => Err(Absent::Busy),
             },
+        }
+    }
+
+    /// A page that was never provided, in a slot that exits. Only the accesses of instructions
+    /// exit; this one waits for the page source.
+    #[cold]
+    fn absent(&mut self, gfn: Gfn, access: Access) -> Absent {
+        let mmu = &self.vm.mmu;
+        match mmu.wait_for_page(self.bus.vcpu_mmu(), gfn, access) {
+            Some(Outcome::Missing(ticket) | Outcome::Pending(ticket)) => Absent::Pending(ticket),
+            _ => Absent::Busy,
         }
     }
 

@@ -22,6 +22,7 @@
 //! | `layout` | memory slots of a running VM |
 //! | `platform`, `x86` | what an architecture adds to its processor |
 //! | `dirty` | dirty tracking |
+//! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
 //! | `memory` | guest memory for threads other than vCPUs: loaders, devices, viewers |
 //! | `state` | a vCPU's whole state, saved and restored |
 //!
@@ -52,6 +53,7 @@ mod seeded;
 mod stall;
 mod state;
 mod step;
+mod tokens;
 mod vcpu;
 mod vm;
 mod x86;

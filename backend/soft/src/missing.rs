@@ -1,113 +1,18 @@
-//! Missing memory: exits to the VMM, their tokens, and pages that the VMM provides.
-//!
-//! One vCPU has at most one pending token, that of its last exit, and as many accepted ones as its
-//! queue has faults in flight. The vCPU's thread makes both kinds; any thread may say ready.
+//! Missing memory: a vCPU's exits to the VMM, and pages that the VMM provides.
 
 use crate::platform::Platform;
 use crate::step::{Step, Wait};
+use crate::tokens::{Faulted, Tokens};
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
-use lacuna_apf::{Completion, NotPresent};
+use lacuna_apf::NotPresent;
 use lacuna_host::{Answer, HostError};
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
 };
 use lacuna_mmu::Outcome;
-use lacuna_sync::{Mutex, MutexGuard, lock_order};
-use std::collections::HashMap;
 use std::sync::Arc;
-
-/// The tokens of one vCPU.
-#[derive(Default)]
-pub(crate) struct Tokens(Mutex<State, lock_order::SoftTokens>);
-
-#[derive(Default)]
-struct State {
-    /// Exits so far.
-    exits: u64,
-    pending: Option<Pending>,
-    /// What tells the guest that the page of an accepted token is ready.
-    accepted: HashMap<FaultToken, Completion>,
-}
-
-#[derive(Clone, Copy)]
-struct Pending {
-    token: FaultToken,
-    is_ready: bool,
-}
-
-impl Tokens {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().expect("no panic under this lock")
-    }
-
-    /// The token of a new exit of `vcpu`.
-    fn exit(&self, vcpu: usize) -> FaultToken {
-        let mut state = self.lock();
-        state.exits += 1;
-        let token = FaultToken::new(vcpu, state.exits);
-        let is_ready = false;
-        state.pending = Some(Pending { token, is_ready });
-        token
-    }
-
-    /// The vCPU is entered: its exit needs no answer any more.
-    fn enter(&self) {
-        self.lock().pending = None;
-    }
-
-    /// Whether `token` may be accepted.
-    fn check(&self, token: FaultToken) -> Result<(), TokenError> {
-        let state = self.lock();
-        match state.pending {
-            Some(pending) if pending.token == token && pending.is_ready => Err(TokenError::Ready),
-            Some(pending) if pending.token == token => Ok(()),
-            _ if state.accepted.contains_key(&token) => Err(TokenError::Accepted),
-            _ => Err(TokenError::Unknown),
-        }
-    }
-
-    /// The guest was told. If another thread has said ready meanwhile, the page is ready at once.
-    fn accepted(&self, token: FaultToken, completion: Completion) {
-        let mut state = self.lock();
-        let pending = state.pending.take();
-        if pending.is_some_and(|pending| pending.is_ready) {
-            drop(state);
-            completion.complete();
-        } else {
-            state.accepted.insert(token, completion);
-        }
-    }
-
-    fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
-        let mut state = self.lock();
-        if let Some(pending) = state.pending.as_mut().filter(|p| p.token == token) {
-            return match std::mem::replace(&mut pending.is_ready, true) {
-                false => Ok(Told::Early),
-                true => Err(TokenError::Ready),
-            };
-        }
-        let completion = state.accepted.remove(&token).ok_or(TokenError::Unknown)?;
-        // The completion takes a lock and kicks the vCPU.
-        drop(state);
-        let told = match completion.is_cancelled() {
-            true => Told::Cancelled,
-            false => Told::Guest,
-        };
-        completion.complete();
-        Ok(told)
-    }
-}
-
-/// What a vCPU does about the missing page that it has exited for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Faulted {
-    gfn: Gfn,
-    access: Access,
-    /// The VMM could not tell the guest: the next run waits for the page instead of exiting again.
-    waits: bool,
-}
 
 impl<P: Platform> VcpuOf<P> {
     /// The vCPU is entered.
@@ -129,10 +34,11 @@ impl<P: Platform> VcpuOf<P> {
     pub(crate) fn missing(&mut self, gfn: Gfn, access: Access) -> Step {
         let last = self.faulted;
         let waits = last.is_some_and(|last| last.waits && last.gfn == gfn);
-        // Another task of the guest, or the same one after an interrupt, needs a page that the
-        // guest was told of. The VMM has that exit already.
-        if waits || self.apf.is_in_flight(gfn) {
+        if waits {
             return self.wait_for_page(gfn, access);
+        }
+        if self.apf.is_in_flight(gfn) {
+            return self.missing_again(gfn, access);
         }
         let mut flags = match access {
             Access::Read => MemoryFaultFlags::READ,
@@ -153,6 +59,20 @@ impl<P: Platform> VcpuOf<P> {
             flags,
             token: self.tokens().exit(self.index),
         })
+    }
+
+    /// Another process of the guest, or the same one after an interrupt, needs a page that the guest
+    /// was told of. The VMM has that exit already. The vCPU halts until the page has come, and an
+    /// interrupt ends the halt; or it waits, if it cannot take one.
+    fn missing_again(&mut self, gfn: Gfn, access: Access) -> Step {
+        let now = self.vm.clock.now();
+        match self.apf.not_present(gfn, access, now, &mut self.entry) {
+            NotPresent::Halt(None) => Step::Ran,
+            NotPresent::Wait => self.wait_for_page(gfn, access),
+            NotPresent::Injected(_) | NotPresent::Halt(Some(_)) => {
+                unreachable!("a fault on the page is in flight")
+            }
+        }
     }
 
     fn can_tell(&mut self, gfn: Gfn) -> bool {

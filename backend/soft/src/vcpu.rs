@@ -9,14 +9,14 @@
 //! ```
 
 use crate::bus::{Blocked, PageFault};
-use crate::entry::Entry;
+use crate::entry::{Absent, Entry};
 use crate::error::SoftError;
 use crate::meter::Meter;
-use crate::missing::Faulted;
 use crate::platform::Platform;
 use crate::step::{Step, Wait, width};
+use crate::tokens::Faulted;
 use crate::vm::Vm;
-use lacuna_addr::Gpa;
+use lacuna_addr::{Access, Gpa};
 use lacuna_apf::{NotPresent, Queue};
 use lacuna_cpu::{Exit as Left, Stop, Wake};
 use lacuna_host::{Ticket, fine_sleeps};
@@ -135,6 +135,11 @@ impl<P: Platform> VcpuOf<P> {
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
         }
+        if self.apf.has_arrivals()
+            && let Some(wait) = self.shared_page()
+        {
+            return wait;
+        }
         self.tell_of_pages();
         if let Some(error) = self.entry.failed.take() {
             return Step::Failed(error);
@@ -165,6 +170,17 @@ impl<P: Platform> VcpuOf<P> {
     /// Whether the vCPU must leave for its VMM until its dirty ring is reset.
     fn is_ring_full(&mut self) -> bool {
         self.entry.bus.vcpu_mmu().room() == Room::SoftFull
+    }
+
+    /// The wait for the page with the words of async faults, if that page is not resident. A kick
+    /// ends this wait, unlike one inside of telling the guest.
+    pub(crate) fn shared_page(&mut self) -> Option<Step> {
+        let gfn = self.apf.shared_page()?;
+        match self.entry.with_page(gfn, Access::Write, |_| ()) {
+            Err(Absent::Pending(ticket)) => Some(Step::Wait(Wait::Page(ticket))),
+            // A page that comes or goes at this moment is waited for inside.
+            Ok(()) | Err(Absent::NoMemory | Absent::Busy) => None,
+        }
     }
 
     /// Tells the guest of pages that have arrived. Returns their number.
@@ -347,6 +363,11 @@ impl<P: Platform> VcpuOf<P> {
     pub(crate) fn blocked(&mut self) -> Step {
         let vcpu = self.index;
         let wait = match self.entry.bus.blocked.take() {
+            Some(Blocked::Page(_) | Blocked::NotProvided(..))
+                if let Some(wait) = self.shared_page() =>
+            {
+                return wait;
+            }
             Some(Blocked::Page(fault)) => match self.page_not_present(fault) {
                 Some(ticket) => Wait::Page(ticket),
                 None => return Step::Ran,

@@ -4,7 +4,7 @@
 mod common;
 
 use common::builder;
-use lacuna_addr::{Access, Gpa, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_apf::{Abi, Queue, Tell, Token, TokenFormat, Untold};
 use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, SecondStage, Stop, Wake};
 use lacuna_machine::{Apf, Arch, BootError, Exit as Left, GuestMemory as _, Image, Segment, Width};
@@ -225,6 +225,10 @@ impl Abi for Silence {
 
     fn is_enabled(&self) -> bool {
         false
+    }
+
+    fn shared_page(&self) -> Option<Gfn> {
+        None
     }
 
     fn reset(&mut self) {}

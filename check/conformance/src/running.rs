@@ -200,7 +200,8 @@ fn pause(vm: &impl GuestMemory, devices: &PlatformDevices, kinds: u32) {
     vm.write(at, &kinds.to_le_bytes()).expect("guest memory");
 }
 
-fn status(vm: &impl GuestMemory, devices: &PlatformDevices) -> Option<Status> {
+/// The status page of a guest, once it has announced one.
+pub fn status(vm: &impl GuestMemory, devices: &PlatformDevices) -> Option<Status> {
     let mut page = [0; PAGE_SIZE];
     vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
     Status::parse(&page).ok()

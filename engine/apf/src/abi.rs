@@ -41,6 +41,10 @@ pub trait Abi {
     /// Whether the guest has asked to be told of pages.
     fn is_enabled(&self) -> bool;
 
+    /// The page with the words that guest and host share, while the contract is enabled. The host
+    /// reads and writes them when it tells the guest.
+    fn shared_page(&self) -> Option<Gfn>;
+
     /// vCPU reset: the configuration becomes that at power-on.
     fn reset(&mut self);
 }

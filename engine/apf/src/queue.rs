@@ -109,6 +109,12 @@ impl<A: Abi> Queue<A> {
             && self.abi.takes_not_present(guest)
     }
 
+    /// The page that telling the guest accesses; `None` while the contract is disabled. A backend
+    /// that must not wait inside of a call brings it in before.
+    pub fn shared_page(&self) -> Option<Gfn> {
+        self.abi.shared_page()
+    }
+
     /// Whether a fault on `gfn` is in flight.
     pub fn is_in_flight(&self, gfn: Gfn) -> bool {
         self.flights.contains_key(&gfn)

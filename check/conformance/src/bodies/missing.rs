@@ -1,6 +1,7 @@
 //! Pages that are elsewhere when the guest starts: waits, exits to the VMM, and tokens.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -9,14 +10,15 @@ use std::time::{Duration, Instant};
 use iced_x86::code_asm::*;
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryFaultFlags, PageRequest, PageSource,
-    Provided, SlotFlags, SourcePage, TokenError, Vcpu as _, Vm as _,
+    Apf, Ending, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryFaultFlags, PageRequest,
+    PageSource, PlatformDevices, Provided, SlotFlags, SourcePage, TokenError, Told, Vcpu as _,
+    Vm as _, dispatch,
 };
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Missing, Origin, Request, VcpuOf, exit_on_missing};
 use crate::program::{assemble, image};
-use crate::running::{guest, run, within};
+use crate::running::{guest, run, status, within};
 
 /// Two pages that the program below accesses.
 const READ: u64 = 0x30_0000;
@@ -321,7 +323,7 @@ pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
         assert_ne!(first, second);
         assert_eq!(vcpu.accept(first), unknown, "its vCPU was entered since");
         assert_eq!(memory.ready(first), Err(TokenError::Unknown));
-        assert_eq!(memory.ready(second), Ok(lacuna_machine::Told::Early));
+        assert_eq!(memory.ready(second), Ok(Told::Early));
         assert_eq!(memory.ready(second), Err(TokenError::Ready));
         assert_eq!(vcpu.accept(second), Err(TokenError::Ready));
         let (_, _, third) = fault::<B>(vcpu);
@@ -370,6 +372,74 @@ fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
                 assert_eq!((told.not_present, told.lost), (told.ready, 0), "{told:?}");
             }
         }
+        Ok(())
+    })
+}
+
+/// A VMM that says ready for accepted tokens late, and for some of them before their page is there.
+/// The guest's processes get every page all the same, and each accepted token is told twice: not
+/// present and ready.
+pub fn a_guest_is_told_and_goes_on<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let request = Request {
+            apf: Apf::On,
+            command_line: "faulters=6 workers=1 accesses=300".into(),
+            ..request(&Words::late(Duration::ZERO), Missing::Exits)
+        };
+        let Made { vm, mut vcpus, .. } = backend.make(&request, &guest("bm"))?;
+        let vcpu = &mut vcpus[0];
+        let memory = vm.missing_memory().expect("it has a source");
+        let devices = PlatformDevices::new(|_: &str| ());
+        let (accepted, early) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (sender, tokens) = channel::<(Gpa, FaultToken)>();
+        thread::scope(|scope| {
+            let early = &early;
+            scope.spawn(move || {
+                for (count, (gpa, token)) in tokens.iter().enumerate() {
+                    thread::sleep(Duration::from_micros(200));
+                    match count % 10 {
+                        9 => _ = early.fetch_add(1, Ordering::Relaxed),
+                        _ => _ = memory.provide(gpa, &[0; PAGE_SIZE]).unwrap(),
+                    }
+                    assert_eq!(memory.ready(token), Ok(Told::Guest));
+                    assert_eq!(memory.ready(token), Err(TokenError::Unknown));
+                }
+            });
+            let mut known = BTreeSet::new();
+            while devices.ending().is_none() {
+                match vcpu.run() {
+                    Ok(Exit::MemoryFault {
+                        gpa, flags, token, ..
+                    }) => {
+                        assert!(known.insert(token), "{token:?} comes twice");
+                        if flags.contains(MemoryFaultFlags::CAN_TELL) {
+                            assert_eq!(vcpu.accept(token), Ok(()));
+                            accepted.fetch_add(1, Ordering::Relaxed);
+                            sender.send((gpa, token)).unwrap();
+                        } else {
+                            memory.provide(gpa, &[0; PAGE_SIZE]).unwrap();
+                        }
+                    }
+                    exit => _ = dispatch(vcpu, exit, &devices, &*vm),
+                }
+            }
+            drop(sender);
+        });
+        let ending = devices.ending();
+        assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
+        let accepted = accepted.into_inner();
+        assert!(
+            accepted > 100 && early.into_inner() > 5,
+            "{accepted} accepted"
+        );
+        let status = status(&*vm, &devices).expect("it announces its status page");
+        let told = status.apf;
+        assert_eq!(
+            (told.not_present, told.lost),
+            (accepted as u32, 0),
+            "{told:?}"
+        );
         Ok(())
     })
 }

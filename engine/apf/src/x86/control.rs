@@ -7,7 +7,7 @@ use super::delivery::{Enabled, ReadyBy};
 use super::{Features, Guest, Msr};
 use crate::abi::{Abi, Request, Tell, Untold};
 use crate::token::{Token, TokenFormat};
-use lacuna_addr::Gpa;
+use lacuna_addr::{Gfn, Gpa};
 
 /// The access raises #GP(0) and changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -154,6 +154,10 @@ impl Abi for Control {
 
     fn is_enabled(&self) -> bool {
         self.enabled.is_some()
+    }
+
+    fn shared_page(&self) -> Option<Gfn> {
+        self.enabled.map(|enabled| enabled.area.gfn())
     }
 
     fn reset(&mut self) {
