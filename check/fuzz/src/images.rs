@@ -34,6 +34,7 @@ pub fn run(run: &mut Run<'_>) {
         vcpus: 1,
         huge: HugePages::Never,
         swap: Swap::Memory,
+        source: None,
         latency: LatencySetting::default(),
         apf: Apf::Off,
         cpu: CpuModel::Host,

@@ -112,6 +112,7 @@ impl Plan {
                 _ => Apf::On,
             },
             cpu: CpuModel::Host,
+            source: None,
             seed: match mode {
                 Mode::Seeded(seed) => Some(seed),
                 Mode::Threads => None,

@@ -237,6 +237,7 @@ fn soft(args: &RunArgs) -> lacuna_soft::VmBuilder {
         latency: LatencySetting::new(swap.latency),
         apf: apf(args),
         cpu: CpuModel::default(),
+        source: None,
         seed: args.seed,
         command_line: args.append.clone(),
     }

@@ -26,6 +26,7 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
         vcpus,
         huge: HugePages::Never,
         swap: Swap::Memory,
+        source: None,
         latency: LatencySetting::default(),
         apf: Apf::Off,
         cpu: CpuModel::Host,

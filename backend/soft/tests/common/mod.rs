@@ -51,6 +51,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         vcpus,
         huge: HugePages::Never,
         swap: Swap::File(std::env::temp_dir()),
+        source: None,
         latency: LatencySetting::default(),
         apf: Apf::Off,
         cpu: CpuModel::default(),
