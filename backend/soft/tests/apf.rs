@@ -183,7 +183,9 @@ impl Bench {
         let vcpu = &mut self.vcpus[index];
         match vcpu.step(1000) {
             Step::Ran | Step::Wait(Wait::Busy | Wait::Halt(_)) => {}
-            Step::Wait(Wait::Page(ticket)) => drop(self.host.wait(&ticket)),
+            Step::Wait(Wait::Page(ticket) | Wait::Provided(ticket)) => {
+                drop(self.host.wait(&ticket));
+            }
             Step::Wait(Wait::Memory) => drop(vcpu.reclaim()),
             Step::Exit(exit) => {
                 let next = dispatch(vcpu, Ok(exit), &self.devices, &*self.vm);
