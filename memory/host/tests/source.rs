@@ -310,7 +310,7 @@ fn a_vmm_provides_pages_by_address() {
     }
     assert_eq!(fixture.source.answer(fixture.vm.addr(7)), Answer::Late);
     assert_eq!(fixture.read(7), 7);
-    assert_eq!(fixture.host.fetch(addr).unwrap().is_some(), false);
+    assert!(fixture.host.fetch(addr).unwrap().is_none());
     let asked = fixture.host.fetch(fixture.vm.addr(8)).unwrap().unwrap();
     assert!(asked.is_started() && fixture.source.asked() == 2);
     assert_eq!(fixture.source.answer(fixture.vm.addr(8)), Answer::Taken);
