@@ -84,8 +84,6 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Puts the vCPU back into its state after the boot, as INIT or a reset by the VMM does.
     pub fn reset(&mut self) {
-        self.end_exit();
-        self.faulted = None;
         self.forget_stop();
         self.entry.cpu.reset();
         self.start();
@@ -93,6 +91,8 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Forgets why it has stopped: nothing is in flight, and no failure waits to be told.
     pub(crate) fn forget_stop(&mut self) {
+        self.end_exit();
+        self.faulted = None;
         self.apf.reset();
         (self.entry.failed, self.entry.bus.blocked) = (None, None);
         self.stalled_since = None;
