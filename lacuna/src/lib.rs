@@ -42,7 +42,8 @@
 //! | end the run | [`PlatformDevices::end`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`] |
 //!
-//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `vmm`, `vm_memory`.
+//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `vmm`,
+//! `vm_memory`.
 //!
 //! # Guest memory by `vm-memory`'s traits
 //! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's

@@ -6,19 +6,16 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `vm` | one VM: what its vCPUs share |
-//! | `boot` | from a VM to its vCPUs |
+//! | `vm`, `boot` | one VM: what its vCPUs share; from a VM to its vCPUs |
 //! | `meter`, `stall` | counters of a vCPU that other threads read |
 //! | `bus` | a vCPU's view of memory: stage-2 walk, faults |
 //! | `entry` | a processor and its bus, between two quiescent points |
 //! | `vcpu`, `step` | one step of a vCPU, and the thread-mode loop around it |
-//! | `code` | write tracking of pages that hold decoded instructions |
-//! | `frame_set` | a set of guest frames, anywhere, read without a lock |
+//! | `code`, `frame_set` | write tracking of pages that hold decoded instructions |
 //! | `exclusive` | stops all vCPUs for split locks |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `interface` | the backend interface of `lacuna_machine` |
-//! | `error`, `kind` | why a VM cannot be made: the request, the guest or the host |
-//! | `builder` | from a description of a run to its end |
+//! | `error`, `kind`, `builder` | from a description of a run to its end, or why not |
 //! | `layout` | memory slots of a running VM |
 //! | `platform`, `x86` | what an architecture adds to its processor |
 //! | `dirty` | dirty tracking |
@@ -27,8 +24,8 @@
 //! | `state` | a vCPU's whole state, saved and restored |
 //!
 //! # Unsafe
-//! One `unsafe impl` (in `bus`): the promise that a page given to a processor stays valid until the
-//! vCPU's next quiescent point. The shoot-down protocol of `lacuna_sync::Qsbr` ensures this.
+//! One `unsafe impl` (in `bus`): a page given to a processor stays valid until the vCPU's next
+//! quiescent point. The shoot-down protocol of `lacuna_sync::Qsbr` ensures this.
 #![deny(unsafe_code)]
 
 mod apf;

@@ -61,9 +61,9 @@ impl<P: Platform> VcpuOf<P> {
         })
     }
 
-    /// Another process of the guest, or the same one after an interrupt, needs a page that the guest
-    /// was told of. The VMM has that exit already. The vCPU halts until the page has come, and an
-    /// interrupt ends the halt; or it waits, if it cannot take one.
+    /// Another process of the guest, or the same one after an interrupt, needs a page that the
+    /// guest was told of. The VMM has that exit already. The vCPU halts until the page has come,
+    /// and an interrupt ends the halt; or it waits, if it cannot take one.
     fn missing_again(&mut self, gfn: Gfn, access: Access) -> Step {
         let now = self.vm.clock.now();
         match self.apf.not_present(gfn, access, now, &mut self.entry) {

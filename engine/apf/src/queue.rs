@@ -96,7 +96,8 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// Whether [`Queue::not_present`] would tell the guest of a fault on `gfn` now. Changes nothing.
+    /// Whether [`Queue::not_present`] would tell the guest of a fault on `gfn` now. Changes
+    /// nothing.
     pub fn can_tell<G: Guest>(&mut self, gfn: Gfn, guest: &mut G) -> bool
     where
         A: Tell<G>,

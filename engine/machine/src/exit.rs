@@ -82,9 +82,9 @@ pub enum Exit {
     },
     /// A vCPU accessed a page that was never provided, in a slot with
     /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
-    /// enters the vCPU again, and the vCPU repeats the access. Or the VMM accepts the token, and the
-    /// guest runs something else until the page is ready: see [`MissingMemory`](crate::MissingMemory).
-    /// The fields before `token` are those of `KVM_EXIT_MEMORY_FAULT`.
+    /// enters the vCPU again, and the vCPU repeats the access. Or the VMM accepts the token, and
+    /// the guest runs something else until the page is ready: see [`MissingMemory`]. The fields
+    /// before `token` are those of `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The first guest-physical address of the missing memory.
         gpa: Gpa,

@@ -1,11 +1,11 @@
 //! Memory whose pages the VMM provides while the guest runs.
 //!
 //! ```text
-//! vCPU thread                               VMM                                 guest
-//! run ── page never provided ──► MemoryFault { gpa, token }
-//!        either  provide(gpa, bytes), run again ──────────────────────────────► the access is repeated
-//!        or      accept(token), run again ────────────────────────────────────► page-not-present
-//!                provide(gpa, bytes), then ready(token), on any thread ───────► page-ready
+//! vCPU                            VMM                                        guest
+//! run ── never provided ──► MemoryFault { gpa, token }
+//!        either  provide(gpa, bytes), run again ───────────────────────► repeats its access
+//!        or      accept(token), run again ─────────────────────────────► page-not-present
+//!                provide(gpa, bytes), then ready(token), any thread ───► page-ready
 //! ```
 //! The exits come from slots with [`SlotFlags::EXIT_ON_MISSING`](crate::SlotFlags::EXIT_ON_MISSING)
 //! and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
@@ -15,12 +15,16 @@
 //!
 //! A token goes from *pending*, with the exit, to *accepted*, to *completed*:
 //!
-//! | call | pending | accepted | completed, or unknown |
+//! | | pending | accepted | completed, unknown |
 //! |---|---|---|---|
-//! | [`Vcpu::accept`](crate::Vcpu::accept) | accepted, or [`TokenError::CannotTell`] | [`TokenError::Accepted`] | [`TokenError::Unknown`] |
-//! | [`MissingMemory::ready`] | the next `accept` is [`TokenError::Ready`] | completed: the guest is told | [`TokenError::Unknown`] |
-//! | [`Vcpu::run`](crate::Vcpu::run) | completed | stays | |
-//! | the guest disables async page faults, or the vCPU is reset | stays | completed by `ready`, which is [`Told::Cancelled`] | |
+//! | accept | accepted, or `CannotTell` | `Accepted` | `Unknown` |
+//! | ready | `Told::Early`; accept is then refused with `Ready` | `Told::Guest` | `Unknown` |
+//! | run | completed | stays | |
+//! | disable, reset | stays | stays; ready is `Told::Cancelled` | |
+//!
+//! *accept* is [`Vcpu::accept`](crate::Vcpu::accept), and *ready* is [`MissingMemory::ready`].
+//! *disable* is the guest's: it turns async page faults off. The names of refusals are those of
+//! [`TokenError`].
 
 use crate::{ErrorKind, MemoryError};
 use lacuna_addr::{GfnRange, Gpa};
@@ -60,8 +64,8 @@ pub enum TokenError {
     /// The guest cannot be told now. If the vCPU is entered, it waits for the page without another
     /// exit.
     #[error(
-        "the guest cannot be told of a missing page now: provide the page, or enter the vCPU, which \
-         then waits for the page"
+        "the guest cannot be told of a missing page now: provide the page, or enter the vCPU, \
+         which then waits for the page"
     )]
     CannotTell,
 }

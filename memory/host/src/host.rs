@@ -192,9 +192,9 @@ impl Host {
         self.core.regions.add(pages, notifier, None)
     }
 
-    /// Adds a region of `pages` pages that `source` provides, from its page `first` on. A fault on a page that was not
-    /// provided yet resolves to [`Resolution::Missing`](crate::Resolution::Missing). `notifier`
-    /// looks after their mappings.
+    /// Adds a region of `pages` pages that `source` provides, from its page `first` on. A fault on
+    /// a page that was not provided yet resolves to
+    /// [`Resolution::Missing`](crate::Resolution::Missing). `notifier` looks after their mappings.
     pub fn add_region_from(
         &self,
         source: Arc<dyn PageSource>,

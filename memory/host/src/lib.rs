@@ -29,8 +29,7 @@
 //!
 //! # Unsafe
 //! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
-//!
-//! Imports `addr`, `sync` and `source`. `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
+//! `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
 
 mod balance;
 mod block;
