@@ -7,7 +7,7 @@
 //! checked so: the source of a move and the page to copy from. Their own contracts have the same
 //! promise.
 
-use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
@@ -25,6 +25,8 @@ const WAKE: Opcode = opcode::read::<Range>(TYPE, 0x02);
 const COPY: Opcode = opcode::read_write::<Copy>(TYPE, 0x03);
 const MOVE: Opcode = opcode::read_write::<Move>(TYPE, 0x05);
 const WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(TYPE, 0x06);
+/// `UFFD_FEATURE_THREAD_ID`, since Linux 4.14.
+const FEATURE_THREAD_ID: u64 = 1 << 8;
 /// `UFFD_FEATURE_WP_ASYNC`, since Linux 6.7.
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 /// `UFFD_FEATURE_MOVE`, since Linux 6.8.
@@ -33,6 +35,8 @@ const FEATURE_MOVE: u64 = 1 << 16;
 const MODE_MISSING: u64 = 1;
 /// `UFFDIO_REGISTER_MODE_WP`.
 const MODE_WP: u64 = 2;
+/// `UFFD_PAGEFAULT_FLAG_WRITE`.
+const FLAG_WRITE: u64 = 1;
 /// `UFFD_EVENT_PAGEFAULT`.
 const EVENT_PAGEFAULT: u8 = 0x12;
 
@@ -93,14 +97,22 @@ const _: () = assert!(size_of::<Copy>() == 40 && size_of::<Move>() == 40);
 
 /// Bytes of a `struct uffd_msg`; its first byte is the event.
 const MESSAGE: usize = 32;
-/// The offset of the address in a page-fault message, a u64.
+/// Offsets in a page-fault message: of the flags and the address, both u64, and of the thread's
+/// number, a u32.
+const FLAGS_AT: usize = 8;
 const ADDRESS_AT: usize = 16;
+const THREAD_AT: usize = 24;
 
 /// A thread waits for a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
     /// The page.
     pub page: Hva,
+    /// A write, or any other access.
+    pub access: Access,
+    /// The thread that waits, as `gettid(2)` numbers it. A thread of the kernel that acts for this
+    /// process has a number too.
+    pub thread: u32,
 }
 
 /// A userfaultfd. When it is closed, all waiting threads continue with zero-filled pages.
@@ -119,7 +131,7 @@ impl Userfaultfd {
     /// `PERM` without `CAP_SYS_PTRACE` (and `vm.unprivileged_userfaultfd` off); `NOSYS` where the
     /// kernel was built without it; `INVAL` before Linux 6.8, which cannot move pages.
     pub fn open() -> io::Result<Self> {
-        Self::with(FEATURE_MOVE, MODE_MISSING)
+        Self::with(FEATURE_MOVE | FEATURE_THREAD_ID, MODE_MISSING)
     }
 
     /// As [`open`](Self::open). For ranges registered with this descriptor the kernel also records
@@ -131,7 +143,8 @@ impl Userfaultfd {
     /// # Errors
     /// As [`open`](Self::open).
     pub fn open_tracking() -> io::Result<Self> {
-        Self::with(FEATURE_MOVE | FEATURE_WP_ASYNC, MODE_MISSING | MODE_WP)
+        let features = FEATURE_MOVE | FEATURE_THREAD_ID | FEATURE_WP_ASYNC;
+        Self::with(features, MODE_MISSING | MODE_WP)
     }
 
     fn with(features: u64, modes: u64) -> io::Result<Self> {
@@ -279,8 +292,19 @@ fn one(page: Hva) -> Range {
 
 /// The fault in one message. Other events are not enabled.
 fn fault(message: &[u8]) -> Option<Fault> {
-    let address = message.get(ADDRESS_AT..ADDRESS_AT + 8)?.try_into().ok()?;
-    (message[0] == EVENT_PAGEFAULT).then(|| Fault {
-        page: Hva::new(u64::from_ne_bytes(address)).page(),
-    })
+    let word = |at: usize| {
+        Some(u64::from_ne_bytes(
+            message.get(at..at + 8)?.try_into().ok()?,
+        ))
+    };
+    let thread = message.get(THREAD_AT..THREAD_AT + 4)?.try_into().ok()?;
+    let fault = Fault {
+        page: Hva::new(word(ADDRESS_AT)?).page(),
+        access: match word(FLAGS_AT)? & FLAG_WRITE {
+            0 => Access::Read,
+            _ => Access::Write,
+        },
+        thread: u32::from_ne_bytes(thread),
+    };
+    (message[0] == EVENT_PAGEFAULT).then_some(fault)
 }

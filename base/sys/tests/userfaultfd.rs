@@ -1,11 +1,13 @@
 //! The kernel behaves as this crate expects: pages are supplied, moved and waited for, and writes
 //! are recorded.
 
-use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, Pagemap, Userfaultfd, Written};
+use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
+use lacuna_sys::{Errno, Fault, Pagemap, Userfaultfd, Written};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+use rustix::thread::gettid;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::thread;
 
 fn open() -> Option<Userfaultfd> {
@@ -74,13 +76,22 @@ fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
     uffd.copy(&[5; PAGE_SIZE], page(0)).unwrap();
     // SAFETY: 1. both pages are registered.
     unsafe { uffd.shift(page(0), page(1)) }.unwrap();
-    let reader = thread::spawn(move || word(page(0)).load(Ordering::Relaxed));
+    let (first, (tell, told)) = (page(0), channel());
+    let reader = thread::spawn(move || {
+        tell.send(gettid().as_raw_nonzero().get() as u32).unwrap();
+        word(first).load(Ordering::Relaxed)
+    });
     let mut faults = Vec::new();
     while faults.is_empty() {
         uffd.faults(&mut faults).unwrap();
         thread::yield_now();
     }
-    assert_eq!(faults.len(), 1);
+    let expected = Fault {
+        page: first,
+        access: Access::Read,
+        thread: told.recv().unwrap(),
+    };
+    assert_eq!(faults, [expected]);
     // A thread that is woken without a page faults again.
     uffd.wake(faults[0].page).unwrap();
     faults.clear();
