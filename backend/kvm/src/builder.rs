@@ -7,8 +7,8 @@ use crate::tracker::Tracker;
 use crate::vm::Vm;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PlatformDevices,
-    RunEnd, VmConfig, run_watched, status_page,
+    Apf, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
+    PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, LatencySetting};
 use std::path::Path;
@@ -35,6 +35,9 @@ pub struct VmBuilder {
     pub tracker: Tracker,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
+    /// What provides the pages of guest memory at their first touch, where `first_touch` is not
+    /// used then; `None`: they are zeros.
+    pub source: Option<Arc<dyn PageSource>>,
     /// For the guest kernel; `smp=` and `ap=` are added, and what the host's KVM makes necessary.
     pub command_line: String,
 }
@@ -58,6 +61,7 @@ impl VmBuilder {
             delivery: Delivery::default(),
             tracker: Tracker::default(),
             cpu: CpuModel::default(),
+            source: None,
             command_line: String::new(),
         }
     }
@@ -78,6 +82,7 @@ impl Builder for VmBuilder {
             resident: self.resident,
             latency: self.latency.clone(),
             first_touch: self.first_touch,
+            from: self.source.clone(),
         };
         Vm::new(config, source, self.tracker)
     }

@@ -12,7 +12,7 @@ use lacuna_machine::{
     MemorySlot, MemorySlotError, MemorySlots, MissingMemory, TwoStepLog, VcpuStats, VmConfig,
     VmStats,
 };
-use lacuna_slots::{Delivery, DirtyError, Logging, SlotFlags, SlotId};
+use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -70,11 +70,11 @@ impl lacuna_machine::Vm for Vm {
         None
     }
 
-    /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
     fn missing_memory(&self) -> Option<&dyn MissingMemory> {
-        None
+        self.source.provider().map(|_| self as &dyn MissingMemory)
     }
 
+    /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
         None
     }
@@ -144,6 +144,9 @@ fn refused(id: SlotId) -> impl Fn(Refusal) -> MemorySlotError {
     }
 }
 
+/// The flags that a slot may have here.
+const SUPPORTED: SlotFlags = SlotFlags::READONLY.union(SlotFlags::EXIT_ON_MISSING);
+
 impl MemorySlots for Vm {
     fn memory_slots(&self) -> Vec<MemorySlot> {
         let slots = self.slots.snapshot();
@@ -163,7 +166,10 @@ impl MemorySlots for Vm {
         gfns: GfnRange,
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
-        flags.check(id, SlotFlags::READONLY)?;
+        flags.check(id, SUPPORTED)?;
+        if flags.contains(SlotFlags::EXIT_ON_MISSING) {
+            return Err(SlotError::NoSource { id }.into());
+        }
         let pages = PageCount::new(gfns.pages());
         check_slot(&self.fd, id, pages)?;
         let _logs = self.dirty.state();
@@ -185,7 +191,9 @@ impl MemorySlots for Vm {
 
     fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError> {
         let _logs = self.dirty.state();
-        self.slots.remove(&self.fd, id).map_err(refused(id))
+        let removed = self.slots.remove(&self.fd, id);
+        self.source.slots_changed();
+        removed.map_err(refused(id))
     }
 
     fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
@@ -198,22 +206,37 @@ impl MemorySlots for Vm {
     }
 
     fn set_slot_flags(&self, id: SlotId, flags: SlotFlags) -> Result<(), MemorySlotError> {
-        flags.check(id, SlotFlags::READONLY)?;
+        flags.check(id, SUPPORTED)?;
         let _logs = self.dirty.state();
         let slot = self.slots.get(id)?;
+        let has_source = slot.attach.has_source() && self.source.provider().is_some();
+        if flags.contains(SlotFlags::EXIT_ON_MISSING) && !has_source {
+            return Err(SlotError::NoSource { id }.into());
+        }
         if slot.flags == flags {
             return Ok(());
         }
-        // KVM deletes the slot and adds it again. A vCPU in between would find no memory there, and
-        // KVM deletes the slot's log.
+        let by_kvm = (slot.flags ^ flags).contains(SlotFlags::READONLY);
+        let changed = match by_kvm {
+            true => self.change_by_kvm(&slot, flags),
+            false => Ok(self.slots.set_own_flags(id, flags)?),
+        };
+        self.source.slots_changed();
+        changed
+    }
+}
+
+impl Vm {
+    /// Replaces flags that KVM knows. It deletes the slot and adds it again. A vCPU in between
+    /// would find no memory there, and KVM deletes the slot's log.
+    fn change_by_kvm(&self, slot: &KvmSlot, flags: SlotFlags) -> Result<(), MemorySlotError> {
         let _paused = self.kicks.pause();
-        let preserved = self.log().preserve(&slot);
+        let preserved = self.log().preserve(slot);
         preserved.map_err(|error| MemorySlotError::Host {
-            id,
+            id: slot.id,
             cause: error.to_string(),
         })?;
-        self.slots
-            .set_flags(&self.fd, id, flags)
-            .map_err(refused(id))
+        let changed = self.slots.set_flags(&self.fd, slot.id, flags);
+        changed.map_err(refused(slot.id))
     }
 }

@@ -19,11 +19,16 @@
 //! thread and the page exist while the vCPU is entered, and a vCPU leaves under its `VcpuKick`'s
 //! lock.
 
+mod missing;
+
+pub use missing::{MissingPage, Reported};
+
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use missing::Missing;
 use std::os::raw::c_int;
 use std::ptr::NonNull;
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 
 /// A vCPU that is in `KVM_RUN`, or about to enter it.
 struct Entered {
@@ -55,11 +60,15 @@ struct State {
     waiting: usize,
     /// The vCPU's next return to the VMM is `Interrupted`.
     requested: bool,
+    missing: Missing,
 }
 
 /// The kick state of one vCPU.
 #[derive(Default)]
 struct VcpuKick {
+    /// The thread that has entered the vCPU, as `gettid(2)` numbers it. 0: none. Written under the
+    /// lock.
+    thread: AtomicU32,
     state: Mutex<State, lock_order::KvmKick>,
     /// The vCPU has left, or vCPUs may enter again.
     changed: Condvar,
@@ -78,6 +87,8 @@ pub struct VcpuKicks {
     /// No vCPU may enter the guest.
     paused: AtomicBool,
     turn: Mutex<(), lock_order::KvmPause>,
+    /// Where the next search for any vCPU begins.
+    any: AtomicU32,
 }
 
 /// While this exists, no vCPU is in the guest.
@@ -109,7 +120,13 @@ impl VcpuKicks {
             vcpus: (0..vcpus).map(|_| VcpuKick::default()).collect(),
             paused: AtomicBool::new(false),
             turn: Mutex::new(()),
+            any: AtomicU32::new(0),
         }
+    }
+
+    /// The number of vCPUs.
+    pub fn count(&self) -> usize {
+        self.vcpus.len()
     }
 
     /// Whether the run has ended.
@@ -189,10 +206,12 @@ impl VcpuKicks {
         let paused = |_: &mut State| self.paused.load(Ordering::SeqCst);
         let state = vcpu.changed.wait_while(vcpu.state(), paused);
         let mut state = state.expect("no panic under this lock");
+        let leaves = state.requested || state.missing.is_found();
         // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all code that
         // writes the byte holds the lock.
         unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }
-            .store(u8::from(state.requested), Ordering::SeqCst);
+            .store(u8::from(leaves), Ordering::SeqCst);
+        vcpu.thread.store(thread_number(), Ordering::SeqCst);
         state.entries += 1;
         state.entered = Some(Entered {
             // SAFETY: 1. it has no preconditions.
@@ -206,12 +225,21 @@ impl VcpuKicks {
 impl Drop for EnteredVcpu<'_> {
     fn drop(&mut self) {
         let mut state = self.0.state();
+        self.0.thread.store(0, Ordering::SeqCst);
         state.entered = None;
         // A wake-up is a system call. Exits are frequent, and waiting threads are rare.
         if state.waiting > 0 {
             self.0.changed.notify_all();
         }
     }
+}
+
+/// The calling thread's number, from one system call for each thread.
+fn thread_number() -> u32 {
+    thread_local! {
+        static NUMBER: u32 = rustix::thread::gettid().as_raw_nonzero().get() as u32;
+    }
+    NUMBER.with(|number| *number)
 }
 
 /// The fifth real-time signal that the C library leaves to programs: other code in this process may

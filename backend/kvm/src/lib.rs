@@ -11,12 +11,18 @@
 //! | `available` | whether this machine can run the backend |
 //! | `memory` | the guest's memory in this process |
 //! | `pages` | the state of each page, and the choice of the page to evict |
+//! | `tokens` | tokens of exits on missing memory |
 //! | `source` | the page source: a thread on userfaultfd that supplies and evicts pages |
+//! | `source/shared` | what that thread shares with others: configuration, counters, notices |
+//! | `source/provision` | pages that the VM's own source, or its VMM, provides |
+//! | `source/missing` | faults of pages that were never provided |
 //! | `arch` | what depends on the host's architecture, for x86-64 and for others |
 //! | `arch/x86/msrs` | model-specific registers, one by one |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `vcpu` | `KVM_RUN` and its exits |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
+//! | `kick/missing` | which vCPU exits for a missing page |
+//! | `missing` | exits on missing memory, and pages that the VMM provides |
 //! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and KVM's |
@@ -42,10 +48,12 @@ mod error;
 mod interface;
 mod kick;
 mod memory;
+mod missing;
 mod pages;
 mod ring;
 mod slots;
 mod source;
+mod tokens;
 mod tracker;
 mod vcpu;
 mod vm;

@@ -184,6 +184,20 @@ unsafe fn atomic<'a, A>(address: usize) -> &'a A {
     unsafe { &*ptr::with_exposed_provenance::<A>(address) }
 }
 
+/// Brings `pages` pages from `at` on in, as writes to them would, and changes none
+/// (`MADV_POPULATE_WRITE`, Linux 5.14). Waits for pages that are missing.
+pub fn populate(at: Hva, pages: u64) -> Result<(), Errno> {
+    let base = ptr::with_exposed_provenance_mut(at.get() as usize);
+    let bytes = pages as usize * PAGE_SIZE;
+    loop {
+        // SAFETY: 1. the advice changes no byte. 2. The kernel checks the range.
+        match unsafe { madvise(base, bytes, Advice::LinuxPopulateWrite) } {
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            result => return result,
+        }
+    }
+}
+
 /// Whether Linux has every page of these bytes in memory (`mincore(2)`).
 pub fn is_mapped(at: Hva, bytes: usize) -> bool {
     let address = at.get() as usize;

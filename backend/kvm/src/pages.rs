@@ -126,6 +126,13 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
+    /// Another thread has put `page` in place, or had done so when this was last said.
+    pub fn provided(&mut self, page: Page) {
+        if self.places[page as usize] == Place::Untouched {
+            self.arrived(page);
+        }
+    }
+
     /// The next page to evict. The caller then calls [`evicted`](Self::evicted) or
     /// [`refused`](Self::refused). Pages in flight count as resident, so that there is room when
     /// they arrive.
@@ -270,6 +277,20 @@ mod tests {
             pages.end_probation();
         }
         assert_eq!(pages.mapped.len(), Pages::BUDGET_MIN / 2);
+    }
+
+    #[test]
+    fn a_late_notice_of_a_page_changes_nothing() {
+        let mut pages = Pages::new(4096, 1024, FirstTouch::Immediate);
+        pages.provided(7);
+        pages.provided(7);
+        assert_eq!((pages.touched(7), pages.resident()), (Need::Wake, 1));
+        for page in 100..1100 {
+            let _ = touch(&mut pages, page);
+        }
+        assert_eq!(pages.places[7], Place::Probation);
+        pages.provided(7);
+        assert_eq!(pages.touched(7), Need::Return);
     }
 
     #[test]

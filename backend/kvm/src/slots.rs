@@ -10,7 +10,7 @@
 use crate::memory::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, VmFd};
-use lacuna_addr::{Hva, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gpa, Hva, PAGE_SIZE, PageCount};
 use lacuna_machine::MemorySlotError;
 use lacuna_slots::{DirtyBitmap, Limits, Logging, Slot, SlotError, SlotFlags, SlotId};
 use lacuna_slots::{SlotData, Slots, Snapshot};
@@ -94,12 +94,28 @@ impl SlotTable {
         found.ok_or(SlotError::Unknown { id })
     }
 
+    /// The slot whose memory has the page at `hva`, and the guest's address of that page.
+    pub fn at(&self, hva: Hva) -> Option<(Arc<KvmSlot>, Gpa)> {
+        let slots = self.0.snapshot();
+        let (slot, offset) = slots.iter().find_map(|slot| {
+            let offset = hva.get().checked_sub(slot.backing.start().get())?;
+            (offset / (PAGE_SIZE as u64) < slot.backing.pages()).then_some((slot, offset))
+        })?;
+        let gpa = slot.gfns.start().gpa().get() + offset;
+        Some((Arc::clone(slot), Gpa::truncate(gpa)))
+    }
+
     /// Adds a slot over `own`, or over the VM's own mapping.
     pub fn add(&self, fd: &VmFd, spec: SlotSpec, own: Option<Mapping>) -> Result<(), Refusal> {
-        let pages = spec.bytes / PAGE_SIZE as u64;
-        let slot = self.0.add(spec, |_, _| SlotState::new(pages, own))?;
+        let slot = self.insert(spec, own)?;
         set(fd, &slot, flags(&slot)).inspect_err(|_| drop(self.0.remove(spec.id)))?;
         Ok(())
+    }
+
+    /// Adds a slot to this process's table alone.
+    pub fn insert(&self, spec: SlotSpec, own: Option<Mapping>) -> Result<Arc<KvmSlot>, SlotError> {
+        let pages = spec.bytes / PAGE_SIZE as u64;
+        self.0.add(spec, |_, _| SlotState::new(pages, own))
     }
 
     /// Removes a slot. Its own memory is unmapped when the last reader drops the slot.
@@ -118,16 +134,26 @@ impl SlotTable {
         Ok(())
     }
 
+    /// Replaces those of a slot's flags that KVM does not know.
+    pub fn set_own_flags(&self, id: SlotId, new: SlotFlags) -> Result<(), SlotError> {
+        let old = self.get(id)?;
+        self.replace_flags(&old, new).map(drop)
+    }
+
+    fn replace_flags(&self, old: &KvmSlot, flags: SlotFlags) -> Result<Arc<KvmSlot>, SlotError> {
+        let spec = SlotSpec {
+            flags,
+            ..spec_of(old)
+        };
+        self.0.replace(spec, |_, _| Arc::clone(&old.attach))
+    }
+
     /// Replaces a slot's flags. KVM cannot change READONLY of a slot, so the slot is deleted and
     /// added again. The caller keeps all vCPUs out of the guest meanwhile, and has preserved the
     /// slot's log, which KVM deletes.
     pub fn set_flags(&self, fd: &VmFd, id: SlotId, new: SlotFlags) -> Result<(), Refusal> {
         let old = self.get(id)?;
-        let spec = SlotSpec {
-            flags: new,
-            ..spec_of(&old)
-        };
-        let slot = self.0.replace(spec, |_, _| Arc::clone(&old.attach))?;
+        let slot = self.replace_flags(&old, new)?;
         delete(fd, &old).inspect_err(|_| self.put_back(&old))?;
         set(fd, &slot, flags(&slot))
     }

@@ -18,90 +18,40 @@
 //! UNSAFETY: pages are registered and moved by address. The addresses are those of `Memory`'s two
 //! mappings. The thread keeps both alive, and all code accesses them only by atomics.
 
+mod missing;
+mod provision;
+mod shared;
+
+pub use provision::{Provider, Provision, State};
+pub use shared::{Failure, SourceConfig, SourceStats};
+
 use crate::kick::VcpuKicks;
 use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
+use crate::slots::SlotTable;
 use crate::tracker::Tracker;
-use lacuna_addr::{HvaRange, PAGE_SIZE, PageCount};
-use lacuna_sync::{LatencySetting, Mutex, lock_order};
+use lacuna_addr::{HvaRange, PAGE_SIZE};
 use lacuna_sys::{Errno, Fault, Userfaultfd};
+use missing::Handled;
+use provision::Budget;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fd::OwnedFd;
+use shared::{Shared, count};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The configuration of a source.
-#[derive(Clone, Debug)]
-pub struct SourceConfig {
-    /// How many pages may be resident, at least 2 MiB.
-    pub resident: PageCount,
-    /// How long a swapped-out page takes to arrive.
-    pub latency: LatencySetting,
-    /// Whether this also holds for a page at its first touch.
-    pub first_touch: FirstTouch,
-}
-
-/// Counters of a source.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct SourceStats {
-    /// Faults received. Several threads that wait for one page may count as one or as several.
-    pub faults: u64,
-    /// Of all pages supplied, those that had never been touched.
-    pub first_touches: u64,
-    /// Pages supplied after the latency.
-    pub fetched: u64,
-    /// Pages on probation that were mapped again at once.
-    pub reprieved: u64,
-    /// Pages evicted.
-    pub evicted: u64,
-    /// Pages that Linux refused to move.
-    pub refused: u64,
-    /// Sum over the delayed pages of the time from the receipt of the fault until the page was in
-    /// place, in nanoseconds.
-    pub delay_ns: u64,
-}
-
-#[derive(Default)]
-struct Counters {
-    faults: AtomicU64,
-    first_touches: AtomicU64,
-    fetched: AtomicU64,
-    reprieved: AtomicU64,
-    evicted: AtomicU64,
-    refused: AtomicU64,
-    delay_ns: AtomicU64,
-}
-
-fn count(counter: &AtomicU64, by: u64) {
-    counter.fetch_add(by, Ordering::Relaxed);
-}
-
-#[derive(Default)]
-struct Shared {
-    counters: Counters,
-    failure: Mutex<Option<String>, lock_order::KvmSourceFailure>,
-    quit: AtomicBool,
-}
-
-impl Shared {
-    fn has_failed(&self) -> bool {
-        let failure = self.failure.lock();
-        failure.expect("no panic under this lock").is_some()
-    }
-}
-
 /// A running page source, until it is dropped.
 pub struct Source {
     shared: Arc<Shared>,
-    doorbell: OwnedFd,
     thread: Option<JoinHandle<()>>,
     /// The thread's descriptor, which is closed when the thread ends.
     uffd: Weak<Userfaultfd>,
+    /// What provides pages at their first touch, if it is not this source with zeros.
+    provider: Option<Arc<Provider>>,
 }
 
 impl Source {
@@ -117,14 +67,15 @@ impl Source {
         }
     }
 
-    /// Starts to supply `memory`. If a page cannot be supplied, the source ends the run with
-    /// `kicks`.
+    /// Starts to supply `memory`, which `slots` describes. If a page cannot be supplied, the source
+    /// ends the run with `kicks`.
     ///
     /// # Errors
     /// Those of userfaultfd; the text says which step failed.
     pub fn start(
         uffd: Userfaultfd,
         memory: Arc<Memory>,
+        slots: &Arc<SlotTable>,
         config: SourceConfig,
         kicks: Arc<VcpuKicks>,
     ) -> Result<Self, (&'static str, Errno)> {
@@ -135,23 +86,40 @@ impl Source {
         }
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let doorbell = eventfd(0, flags).map_err(|e| ("make an eventfd", e))?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared::new(doorbell, kicks));
         let uffd = Arc::new(uffd);
         let lent = Arc::downgrade(&uffd);
         let count = memory.guest.range().pages() as usize;
+        let resident = config.resident.get() as usize;
+        let provider = config.from.as_ref().map(|from| {
+            let provision = Provision::new(
+                Arc::clone(&memory),
+                Arc::clone(slots),
+                Weak::clone(&lent),
+                Arc::clone(&shared),
+                match resident < count {
+                    true => Budget::Some,
+                    false => Budget::All,
+                },
+                from.describe(),
+            );
+            Arc::new(Provider::new(provision, Arc::clone(from)))
+        });
+        let first_touch = match provider {
+            Some(_) => FirstTouch::Immediate,
+            None => config.first_touch,
+        };
         let mut worker = Worker {
-            pages: Pages::new(count, config.resident.get() as usize, config.first_touch),
-            doorbell: doorbell
-                .try_clone()
-                .map_err(|_| ("copy an eventfd", Errno::MFILE))?,
+            pages: Pages::new(count, resident, first_touch),
             shared: Arc::clone(&shared),
             in_flight: BinaryHeap::new(),
             short_since: None,
             over_since: None,
+            closed: false,
             uffd,
             memory,
+            provider: provider.clone(),
             config,
-            kicks,
         };
         let thread = thread::Builder::new()
             .name("page-source".into())
@@ -159,25 +127,32 @@ impl Source {
             .map_err(|_| ("start a thread", Errno::AGAIN))?;
         Ok(Self {
             shared,
-            doorbell,
             thread: Some(thread),
             uffd: lent,
+            provider,
         })
     }
 
     /// Its counters so far.
     pub fn stats(&self) -> SourceStats {
-        let c = &self.shared.counters;
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        SourceStats {
-            faults: read(&c.faults),
-            first_touches: read(&c.first_touches),
-            fetched: read(&c.fetched),
-            reprieved: read(&c.reprieved),
-            evicted: read(&c.evicted),
-            refused: read(&c.refused),
-            delay_ns: read(&c.delay_ns),
+        self.shared.counters.read()
+    }
+
+    /// What provides pages at their first touch. `None`: the pages are zeros.
+    pub fn provider(&self) -> Option<&Provider> {
+        self.provider.as_deref()
+    }
+
+    /// Slots were changed: held pages of slots that exit no longer are asked for.
+    pub fn slots_changed(&self) {
+        if self.provider.is_some() {
+            self.shared.notify(&self.shared.slots_changed);
         }
+    }
+
+    /// From now on missing pages are zeros: the VM is being dropped, and no guest reads them.
+    pub fn close(&self) {
+        self.shared.notify(&self.shared.closing);
     }
 
     /// Lets the pages of `range` be written without a record. If the descriptor is closed there is
@@ -191,23 +166,20 @@ impl Source {
     }
 
     /// Why a page could not be supplied, if that has happened.
-    pub fn failure(&self) -> Option<String> {
-        let failure = self.shared.failure.lock();
-        failure.expect("no panic under this lock").clone()
+    pub fn failure(&self) -> Option<Failure> {
+        self.shared.failure()
     }
 
     /// Wakes the thread, so that it sees that the VM has stopped. Pages then arrive without
     /// latency, so the end of the VM does not wait for KVM's workers.
     pub fn wake(&self) {
-        let rung = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
-        debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
+        self.shared.ring();
     }
 }
 
 impl Drop for Source {
     fn drop(&mut self) {
-        self.shared.quit.store(true, Ordering::Release);
-        self.wake();
+        self.shared.notify(&self.shared.quit);
         if let Some(thread) = self.thread.take() {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the source does not panic");
@@ -240,6 +212,9 @@ const RETRY: Duration = Duration::from_millis(1);
 const SHORTAGE_MAX: Duration = Duration::from_secs(10);
 /// How long the source retries a busy page after the run has ended.
 const END_MAX: Duration = Duration::from_secs(1);
+/// How long a failed source waits for vCPUs to leave the guest, before it lets go of the threads
+/// that wait for pages.
+const LEAVE_MAX: Duration = Duration::from_millis(100);
 /// How many refused pages end one attempt to make room.
 const REFUSALS_MAX: usize = 8;
 
@@ -259,15 +234,16 @@ struct Worker {
     uffd: Arc<Userfaultfd>,
     memory: Arc<Memory>,
     config: SourceConfig,
-    kicks: Arc<VcpuKicks>,
+    provider: Option<Arc<Provider>>,
     shared: Arc<Shared>,
-    doorbell: OwnedFd,
     pages: Pages,
     in_flight: BinaryHeap<Reverse<InFlight>>,
     /// Since when Linux has lacked memory.
     short_since: Option<Instant>,
     /// Since when the run has ended.
     over_since: Option<Instant>,
+    /// Missing pages for which threads waited have become zeros, because the VM is being dropped.
+    closed: bool,
 }
 
 impl Worker {
@@ -278,17 +254,22 @@ impl Worker {
         // any longer for a page that will not arrive.
         while !self.shared.quit.load(Ordering::Acquire) && !self.shared.has_failed() {
             self.wait();
+            self.take_notices();
             self.supply_due();
             faults.clear();
             if let Err(errno) = self.uffd.faults(&mut faults) {
                 self.fail(format!("cannot read page faults from userfaultfd: {errno}"));
-                return;
+                break;
             }
             let now = Instant::now();
             for &fault in &faults {
                 self.touched(fault, now);
                 self.make_room();
             }
+        }
+        // The threads that wait then find zeros. A vCPU in the guest would go on with them.
+        if self.shared.has_failed() {
+            self.shared.kicks.wait_until_left(LEAVE_MAX);
         }
     }
 
@@ -304,16 +285,16 @@ impl Worker {
         });
         let mut fds = [
             PollFd::new(&self.uffd, PollFlags::IN),
-            PollFd::new(&self.doorbell, PollFlags::IN),
+            PollFd::new(&self.shared.doorbell, PollFlags::IN),
         ];
         // A signal may end the wait early; the caller checks all three.
         let _ = poll(&mut fds, timeout.as_ref());
         // The read fails if no wake-up came, which is no error.
-        let _ = rustix::io::read(&self.doorbell, &mut [0; 8]);
+        let _ = rustix::io::read(&self.shared.doorbell, &mut [0; 8]);
     }
 
     fn supply_due(&mut self) {
-        let (now, over) = (Instant::now(), self.kicks.is_stopping());
+        let (now, over) = (Instant::now(), self.shared.kicks.is_stopping());
         let mut later = Vec::new();
         while let Some(&Reverse(next)) = self.in_flight.peek() {
             if next.deadline > now && !over {
@@ -340,6 +321,9 @@ impl Worker {
             // The store faults only on an access by this process, and no code accesses it.
             return self.fail(format!("page fault in the page store at {:?}", fault.page));
         };
+        if self.never_provided(page, fault) == Handled::Yes {
+            return;
+        }
         match self.pages.touched(page) {
             Need::Zeros => self.supply_at_once(page, now),
             Need::Return => {
@@ -347,7 +331,7 @@ impl Worker {
                 count(&self.shared.counters.reprieved, 1);
             }
             Need::Fetch => {
-                let over = self.kicks.is_stopping();
+                let over = self.shared.kicks.is_stopping();
                 let latency = if over { 0 } else { self.config.latency.ns() };
                 self.in_flight.push(Reverse(InFlight {
                     deadline: now + Duration::from_nanos(latency),
@@ -388,7 +372,7 @@ impl Worker {
             Err(errno) => errno,
         };
         let now = Instant::now();
-        let over = self.kicks.is_stopping();
+        let over = self.shared.kicks.is_stopping();
         let (since, limit) = match errno {
             Errno::AGAIN | Errno::BUSY if !over => return Supply::Later,
             Errno::AGAIN | Errno::BUSY => (&mut self.over_since, END_MAX),
@@ -411,7 +395,7 @@ impl Worker {
         let (guest, store) = (self.memory.guest.page(page), self.memory.store.page(page));
         // SAFETY: 1. the store is registered with this descriptor.
         match unsafe { self.uffd.shift(store, guest) } {
-            Err(Errno::NOENT) => {
+            Err(Errno::NOENT) if self.provider.is_none() => {
                 self.uffd.copy(&ZEROS, guest)?;
                 count(&self.shared.counters.first_touches, 1);
                 Ok(())
@@ -449,13 +433,8 @@ impl Worker {
         self.pages.end_probation();
     }
 
-    /// Ends the run: the guest cannot continue without a page. The vCPUs return and report why.
     fn fail(&self, cause: String) {
-        let failure = self.shared.failure.lock();
-        failure
-            .expect("no panic under this lock")
-            .get_or_insert(cause);
-        self.kicks.stop();
+        self.shared.fail(Failure { lost: None, cause });
     }
 }
 

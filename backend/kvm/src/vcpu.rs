@@ -6,6 +6,7 @@
 //! enters `KVM_RUN` only after all accesses are answered.
 
 use crate::arch::{self, Fresh};
+use crate::kick::MissingPage;
 use crate::vm::Vm;
 use kvm_bindings::{
     KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
@@ -25,11 +26,21 @@ pub struct Vcpu {
     /// Dropped before `vm`, which may unmap the guest's memory: KVM uses that memory until the last
     /// descriptor of the VM and its vCPUs is closed.
     fd: VcpuFd,
-    vm: Arc<Vm>,
-    index: usize,
+    pub(crate) vm: Arc<Vm>,
+    pub(crate) index: usize,
     io: Option<Io>,
+    /// The missing page of its last exit for one.
+    pub(crate) faulted: Option<Faulted>,
     /// The values of registers when KVM made the vCPU.
     fresh: Fresh,
+}
+
+/// The missing page that a vCPU has exited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Faulted {
+    pub(crate) missing: MissingPage,
+    /// Its token was refused: the next run waits for the page instead of exiting again.
+    pub(crate) waits: bool,
 }
 
 // SAFETY: 1. the pointer in `io` is the only field that is not `Send`. It points into the mapping
@@ -77,6 +88,7 @@ impl Vcpu {
             vm,
             index,
             io: None,
+            faulted: None,
         }
     }
 
@@ -242,12 +254,13 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn run(&mut self) -> Result<Exit, VcpuError> {
+        self.end_exit();
         let exit = loop {
-            if let Some(cause) = self.vm.source_failure() {
-                let vcpu = self.index;
-                return Err(VcpuError::Host { vcpu, cause });
-            }
+            self.check_source()?;
             if let Some(exit) = self.next_access() {
+                break exit;
+            }
+            if let Some(exit) = self.missing_exit() {
                 break exit;
             }
             if let Some(exit) = self.enter()? {
@@ -272,12 +285,12 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn missing_memory(&self) -> Option<&dyn MissingMemory> {
-        None
+        lacuna_machine::Vm::missing_memory(&*self.vm)
     }
 
-    /// No slot of this backend exits on missing memory, so there is no token.
-    fn accept(&mut self, _: FaultToken) -> Result<(), TokenError> {
-        Err(TokenError::Unknown)
+    /// Refuses every token: the next run waits for the page.
+    fn accept(&mut self, token: FaultToken) -> Result<(), TokenError> {
+        Err(self.refuse_fault(token))
     }
 }
 

@@ -32,7 +32,7 @@ pub struct Vm {
     /// page fault workers may wait for pages, and the source supplies them.
     pub(crate) fd: VmFd,
     /// The memory slots. A slot that was added after boot has its own mapping here.
-    pub(crate) slots: SlotTable,
+    pub(crate) slots: Arc<SlotTable>,
     pub(crate) source: Source,
     pub(crate) memory: Arc<Memory>,
     pub(crate) features: Features,
@@ -68,14 +68,18 @@ impl Vm {
         let memory = Arc::new(Memory::new(config.memory)?);
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
         let dirty = Dirty::new(config.delivery, tracker)?;
+        let slots = Arc::new(SlotTable::new());
         let source = Source::open(tracker)
-            .and_then(|uffd| Source::start(uffd, Arc::clone(&memory), source, Arc::clone(&kicks)))
+            .and_then(|uffd| {
+                let (memory, kicks) = (Arc::clone(&memory), Arc::clone(&kicks));
+                Source::start(uffd, memory, &slots, source, kicks)
+            })
             .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
         let fd = create(&kvm)?;
         if let Delivery::Ring { size, .. } = config.delivery {
             use_rings(&fd, size)?;
         }
-        let slots = boot_slots(&fd, &memory)?;
+        add_boot_slots(&fd, &slots, &memory)?;
         Ok(Arc::new(Self {
             dirty,
             fd,
@@ -110,11 +114,6 @@ impl Vm {
     /// The counters of the VM's page source.
     pub fn source_stats(&self) -> SourceStats {
         self.source.stats()
-    }
-
-    /// Why the source could not supply a page. `None` unless that has happened.
-    pub(crate) fn source_failure(&self) -> Option<String> {
-        self.source.failure()
     }
 }
 
@@ -153,8 +152,7 @@ fn create(kvm: &Kvm) -> Result<VmFd, KvmError> {
 }
 
 /// Adds the slots of the boot layout. They lie in the guest's mapping.
-fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
-    let slots = SlotTable::new();
+fn add_boot_slots(fd: &VmFd, slots: &SlotTable, memory: &Memory) -> Result<(), KvmError> {
     for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
         let spec = SlotSpec {
             id,
@@ -171,7 +169,7 @@ fn boot_slots(fd: &VmFd, memory: &Memory) -> Result<SlotTable, KvmError> {
             },
         })?;
     }
-    Ok(slots)
+    Ok(())
 }
 
 /// Enables dirty rings: every vCPU that is created after this call has one.
@@ -207,10 +205,12 @@ impl Kick for Vm {
 }
 
 impl Drop for Vm {
-    /// Makes the source supply all pages in flight at once. The close of the VM's descriptor waits
-    /// for KVM's workers, and the workers wait for pages.
+    /// Makes the source supply all pages in flight at once, and zeros for pages that its own source
+    /// has not provided. The close of the VM's descriptor waits for KVM's workers, and the workers
+    /// wait for pages.
     fn drop(&mut self) {
         self.end_latency();
+        self.source.close();
     }
 }
 
@@ -268,7 +268,7 @@ impl GuestMemory for Vm {
                 let _ = piece.slot.attach.host_writes.mark(page);
             }
         }
-        Ok(())
+        self.check_source(gpa)
     }
 
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
@@ -277,7 +277,8 @@ impl GuestMemory for Vm {
             // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
             unsafe { memory::copy_out(piece.hva, part) };
         }
-        Ok(())
+        // A source that has failed lets go of threads that wait for pages: they find zeros.
+        self.check_source(gpa)
     }
 
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {

@@ -20,23 +20,30 @@ fn gfns(first: u64, pages: u64) -> GfnRange {
     GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap()
 }
 
+/// Exits on missing memory are refused for read-only slots and where no page is ever missing, and
+/// nothing changes.
 #[test]
-fn a_flag_that_the_backend_lacks_is_refused_and_nothing_changes() {
+fn exits_where_no_page_is_missing_are_refused() {
     if !can_run() {
         return;
     }
     let vm = builder(16, 16, 1, "").build().unwrap();
     let flags = SlotFlags::EXIT_ON_MISSING;
-    let unsupported = MemorySlotError::Slot(SlotError::UnsupportedFlags { id: LATER, flags });
-    let before = vm.memory_slots();
     let both = flags | SlotFlags::READONLY;
-    let added = vm.add_memory(LATER, gfns(0x10_0000, 16), both);
-    assert_eq!(added, Err(unsupported.clone()));
-    assert_eq!(vm.memory_slots(), before);
-    vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
-        .unwrap();
+    let none = MemorySlotError::Slot(SlotError::NoSource { id: LATER });
+    let read_only = MemorySlotError::Slot(SlotError::ReadOnlyExits { id: LATER });
     let before = vm.memory_slots();
-    assert_eq!(vm.set_slot_flags(LATER, flags), Err(unsupported));
+    let add = |flags| vm.add_memory(LATER, gfns(0x10_0000, 16), flags);
+    assert_eq!(add(flags), Err(none.clone()));
+    assert_eq!(add(both), Err(read_only.clone()));
+    assert_eq!(vm.memory_slots(), before);
+    add(SlotFlags::empty()).unwrap();
+    let before = vm.memory_slots();
+    assert_eq!(vm.set_slot_flags(LATER, flags), Err(none));
+    assert_eq!(vm.set_slot_flags(LATER, both), Err(read_only));
+    let id = before[0].id;
+    let boot = MemorySlotError::Slot(SlotError::NoSource { id });
+    assert_eq!(vm.set_slot_flags(id, flags), Err(boot));
     assert_eq!(vm.memory_slots(), before);
 }
 

@@ -111,5 +111,8 @@ classes! {
         SoftBacking "Vm::backing (soft)",
         SoftTokens "Vm::tokens (soft)",
         KvmKick "VcpuKick::state (kvm)",
-        KvmSourceFailure "Source::failure (kvm)";
+        KvmSourceFailure "Shared::failure (kvm)",
+        KvmArrived "Shared::arrived (kvm)",
+        KvmTokens "Tokens (kvm)",
+        KvmToldLater "Provision::told_later (kvm)";
 }

@@ -139,6 +139,9 @@ pub trait Backend: Clone + Send + 'static {
     /// Whether its processors have INS and OUTS.
     fn has_string_ports(&self) -> Result<(), Lacks>;
 
+    /// Whether its VMM can tell a guest of a missing page.
+    fn accepts_tokens(&self) -> Result<(), Lacks>;
+
     /// Makes a VM and boots `image` in it.
     fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
         let built = self.build(request)?;

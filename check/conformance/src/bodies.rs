@@ -8,6 +8,7 @@ pub mod exits;
 pub mod guests;
 pub mod memory;
 pub mod missing;
+pub mod missing_races;
 pub mod misuse;
 pub mod odd_slots;
 pub mod powers;

@@ -1,5 +1,7 @@
 //! The kvm backend.
 
+use std::sync::Arc;
+
 use lacuna_addr::PageCount;
 use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Tracker, Vm, VmBuilder, available};
 use lacuna_machine::{Backup, Builder as _, Delivery, RingSize};
@@ -35,11 +37,6 @@ impl Backend for Kvm {
     type Vm = Vm;
 
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
-        if request.origin.is_some() {
-            return Err(Lacks::because(
-                "kvm: no page source provides its memory yet",
-            ));
-        }
         available().map_err(Lacks::because)?;
         let (delivery, tracker) = mode(request.tracking)?;
         let builder = VmBuilder {
@@ -52,6 +49,10 @@ impl Backend for Kvm {
             delivery,
             tracker,
             cpu: request.cpu,
+            source: request
+                .origin
+                .as_ref()
+                .map(|origin| Arc::clone(&origin.source)),
             command_line: request.command_line.clone(),
         };
         builder.latency.set(request.latency);
@@ -75,5 +76,11 @@ impl Backend for Kvm {
 
     fn has_string_ports(&self) -> Result<(), Lacks> {
         Ok(())
+    }
+
+    fn accepts_tokens(&self) -> Result<(), Lacks> {
+        let why =
+            "kvm: the guest's async page faults are KVM's, so a VMM's token is never accepted";
+        Err(Lacks::because(why))
     }
 }

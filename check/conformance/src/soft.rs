@@ -99,4 +99,8 @@ impl Backend for Soft {
         let why = "soft: its processors have no INS and OUTS, which raise #UD";
         Err(Lacks::because(why))
     }
+
+    fn accepts_tokens(&self) -> Result<(), Lacks> {
+        Ok(())
+    }
 }

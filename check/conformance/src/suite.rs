@@ -20,7 +20,11 @@ macro_rules! suite {
                 the_source_is_asked_for_what_a_vcpu_needs, a_vcpu_exits_once_for_a_missing_page,
                 devices_wait_where_vcpus_exit, a_guest_that_cannot_be_told_waits,
                 tokens_are_accepted_once, nothing_is_lost_with_exits,
-                nothing_is_lost_with_exits_and_tokens, a_guest_is_told_and_goes_on;
+                nothing_is_lost_with_exits_and_tokens, a_guest_is_told_and_goes_on,
+                a_vcpu_with_interrupts_exits_once;
+            missing_races:
+                two_vcpus_need_one_page, the_flag_is_cleared_while_a_vcpu_waits,
+                the_flag_is_set_while_a_vcpu_waits, a_silent_source_delays_no_end;
             async_faults:
                 every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
                 nothing_is_lost_with_async_faults;

@@ -64,6 +64,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-sync",
             "lacuna-sys",
             "lacuna-slots",
+            "lacuna-source",
             "lacuna-machine",
         ],
     ),

@@ -256,6 +256,7 @@ fn kvm(args: &RunArgs) -> lacuna_kvm::VmBuilder {
         delivery: Delivery::Bitmap,
         tracker: lacuna_kvm::Tracker::default(),
         cpu: CpuModel::default(),
+        source: None,
         command_line: args.append.clone(),
     }
 }

@@ -3,6 +3,8 @@
 use super::*;
 use crate::memory::{copy_in, copy_out};
 use io_uring::IoUring;
+use lacuna_addr::PageCount;
+use lacuna_sync::LatencySetting;
 use std::sync::mpsc;
 
 const PAGES: u64 = 4096;
@@ -23,8 +25,17 @@ fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
         resident: PageCount::new(Pages::BUDGET_MIN as u64),
         latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
+        from: None,
     };
-    let source = Source::start(uffd, Arc::clone(&memory), config, Arc::clone(&kicks)).unwrap();
+    let slots = Arc::new(SlotTable::new());
+    let source = Source::start(
+        uffd,
+        Arc::clone(&memory),
+        &slots,
+        config,
+        Arc::clone(&kicks),
+    );
+    let source = source.unwrap();
     for page in 0..PAGES as u32 {
         write(&memory, page, u64::from(page) + 1);
     }

@@ -60,6 +60,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         delivery: Delivery::Bitmap,
         tracker: Tracker::default(),
         cpu: CpuModel::default(),
+        source: None,
         command_line: command_line.to_owned(),
     }
 }

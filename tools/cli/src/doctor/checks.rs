@@ -208,6 +208,7 @@ pub(super) fn kvm() -> Check {
         resident: PageCount::from_bytes(4 << 20),
         latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
+        from: None,
     };
     match Vm::new(config, source, Tracker::default()) {
         Ok(_) => Check::ok("kvm", "/dev/kvm runs guests, with asynchronous page faults"),

@@ -1,0 +1,110 @@
+//! Faults of pages that were never provided: what the page source's thread does about them.
+//!
+//! | what waits | the slot exits | otherwise |
+//! |---|---|---|
+//! | a vCPU's thread, in the guest | the vCPU exits | the source is asked |
+//! | the same, for an access of KVM's own | the source is asked | the source is asked |
+//! | a worker of KVM, for its async page fault | a vCPU exits | the source is asked |
+//! | another thread of this process | the source is asked | the source is asked |
+
+use super::Page;
+use super::Worker;
+use super::provision::{Provider, State};
+use crate::kick::{MissingPage, Reported};
+use lacuna_sys::Fault;
+use std::sync::atomic::Ordering;
+
+/// Whether a fault was that of a page which was never provided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Handled {
+    Yes,
+    No,
+}
+
+impl Worker {
+    /// Handles the fault of `page` if the page was never provided.
+    pub fn never_provided(&mut self, page: Page, fault: Fault) -> Handled {
+        let Some(provider) = &self.provider else {
+            return Handled::No;
+        };
+        match provider.provision.state(page) {
+            State::Provided => {
+                // The notice of its arrival may be on its way.
+                self.pages.provided(page);
+                return Handled::No;
+            }
+            // The copy wakes the thread.
+            State::Filling => {}
+            // The run has ended.
+            State::Lost => {}
+            State::Missing | State::Held | State::Asked => {
+                if self.shared.closing.load(Ordering::Acquire) {
+                    provider.release(page);
+                } else if provider.provision.exits(page).is_some() {
+                    self.exit(provider, page, fault);
+                } else {
+                    provider.ask(page);
+                }
+            }
+        }
+        Handled::Yes
+    }
+
+    /// A thread waits for a missing page in a slot that exits.
+    fn exit(&self, provider: &Provider, page: Page, fault: Fault) {
+        let missing = MissingPage {
+            page,
+            access: fault.access,
+        };
+        let kicks = &self.shared.kicks;
+        match kicks.vcpu_of(fault.thread) {
+            Some(vcpu) => match kicks.report(vcpu, missing) {
+                Reported::Leaves | Reported::Left => {}
+                Reported::Waits => _ = provider.provision.hold(page),
+                Reported::Stays => provider.ask(page),
+            },
+            None if is_of_this_process(fault.thread) => provider.ask(page),
+            // If the page is held, the VMM was told of it.
+            None => {
+                if provider.provision.hold(page) {
+                    kicks.report_for_any(missing);
+                }
+            }
+        }
+    }
+
+    /// Takes notices: pages that other threads have put in place, slots that have changed, and that
+    /// the VM is being dropped.
+    pub fn take_notices(&mut self) {
+        let Some(provider) = &self.provider else {
+            return;
+        };
+        for page in self.shared.take_arrived() {
+            self.pages.provided(page);
+        }
+        // Only this thread holds pages, so none is held between this search and the next notice.
+        if self.shared.slots_changed.swap(false, Ordering::AcqRel) {
+            let held = provider.provision.in_state(State::Held);
+            held.filter(|page| provider.provision.exits(*page).is_none())
+                .for_each(|page| provider.ask(page));
+        }
+        if self.shared.closing.load(Ordering::Acquire) && !std::mem::replace(&mut self.closed, true)
+        {
+            for state in [State::Held, State::Asked] {
+                for page in provider.provision.in_state(state) {
+                    provider.release(page);
+                }
+            }
+        }
+        self.make_room();
+    }
+}
+
+/// Whether `thread` is one of this process. The threads that KVM uses for its async page faults are
+/// the kernel's.
+fn is_of_this_process(thread: u32) -> bool {
+    // SAFETY: 1. signal 0 is not sent: the call only looks for the thread.
+    let found = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, 0) };
+    found == 0
+}

@@ -1,0 +1,332 @@
+//! Which pages were provided, and how they are put in place, for a VM with a page source.
+//!
+//! ```text
+//!  Missing ──► Held ──► Asked            Held: a thread waits, and the source was not asked
+//!     └─────────┴─────────┴──► Filling ──► Provided
+//!                         └──► Lost
+//! ```
+//! Any thread may fill a page: the one that answers a request, or one of the VMM. It claims the
+//! page (`Filling`) and copies by `UFFDIO_COPY`, which wakes the threads that wait for the page. So
+//! an answer needs no other thread, and answers of several threads do not wait for each other. The
+//! page source's thread hears of the page afterwards, because it counts resident pages. Only the
+//! claim says that a page may be filled. Linux cannot say that: it sees an evicted page as missing.
+//!
+//! | `UFFDIO_COPY` | outcome |
+//! |---|---|
+//! | `EEXIST` | the page keeps its content and counts as provided before; threads are woken |
+//! | `EAGAIN`, `ENOMEM` | tried again, for [`SHORTAGE_MAX`](super::SHORTAGE_MAX); then as others |
+//! | `ENOENT`, `ESRCH`, others | the VM fails |
+//! | the descriptor is closed | the VM has failed or ended |
+
+use super::shared::{Failure, Shared, count};
+use super::{Page, RETRY, SHORTAGE_MAX, ZEROS};
+use crate::memory::{self, Memory};
+use crate::slots::SlotTable;
+use crate::tokens::Tokens;
+use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_machine::{Answer, FaultToken, PageSource, Provided};
+use lacuna_slots::SlotFlags;
+use lacuna_source::{Asker, PageRequest, SourcePage};
+use lacuna_sync::{Mutex, lock_order};
+use lacuna_sys::{Errno, Userfaultfd};
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Instant;
+
+/// The state of a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum State {
+    /// It was never provided, and no thread is known to wait for it.
+    Missing,
+    /// A thread waits for it, and the VMM was told by an exit.
+    Held,
+    /// The source was asked for it.
+    Asked,
+    /// A thread puts it in place.
+    Filling,
+    /// It was provided. It may be evicted.
+    Provided,
+    /// The source has lost it.
+    Lost,
+}
+
+const STATES: [State; 6] = [
+    State::Missing,
+    State::Held,
+    State::Asked,
+    State::Filling,
+    State::Provided,
+    State::Lost,
+];
+
+impl State {
+    /// Whether the page still has to be provided.
+    pub const fn is_missing(self) -> bool {
+        matches!(self, Self::Missing | Self::Held | Self::Asked)
+    }
+}
+
+/// Whether the page source's thread counts resident pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Budget {
+    /// All pages fit.
+    All,
+    /// Pages may have to be evicted.
+    Some,
+}
+
+/// The pages of a VM's boot layout.
+pub struct Provision {
+    states: Box<[AtomicU8]>,
+    memory: Arc<Memory>,
+    slots: Arc<SlotTable>,
+    /// Closed when the page source's thread ends.
+    uffd: Weak<Userfaultfd>,
+    shared: Arc<Shared>,
+    budget: Budget,
+    /// The source's name.
+    source: String,
+    pub tokens: Tokens,
+    /// Tokens that are said to be ready when a page has come.
+    told_later: Mutex<HashMap<Page, Vec<FaultToken>>, lock_order::KvmToldLater>,
+}
+
+/// A page cannot be put in place, for this reason.
+pub type Unfilled = String;
+
+impl Provision {
+    pub fn new(
+        memory: Arc<Memory>,
+        slots: Arc<SlotTable>,
+        uffd: Weak<Userfaultfd>,
+        shared: Arc<Shared>,
+        budget: Budget,
+        source: String,
+    ) -> Self {
+        let pages = memory.guest.range().pages();
+        let vcpus = shared.kicks.count();
+        Self {
+            states: (0..pages).map(|_| AtomicU8::new(0)).collect(),
+            memory,
+            slots,
+            uffd,
+            shared,
+            budget,
+            source,
+            tokens: Tokens::new(vcpus),
+            told_later: Mutex::default(),
+        }
+    }
+
+    pub fn state(&self, page: Page) -> State {
+        STATES[usize::from(self.states[page as usize].load(Ordering::SeqCst))]
+    }
+
+    /// Whether this call has changed the state of `page` from one of `from`.
+    fn change(&self, page: Page, from: &[State], to: State) -> bool {
+        let word = &self.states[page as usize];
+        from.iter().any(|from| {
+            let order = Ordering::SeqCst;
+            word.compare_exchange(*from as u8, to as u8, order, order)
+                .is_ok()
+        })
+    }
+
+    fn set(&self, page: Page, to: State) {
+        self.states[page as usize].store(to as u8, Ordering::SeqCst);
+    }
+
+    /// A thread waits for `page`, and the VMM is told by an exit. Returns whether it is the first.
+    pub fn hold(&self, page: Page) -> bool {
+        self.change(page, &[State::Missing], State::Held)
+    }
+
+    /// Where the guest has `page`, if it is missing in a slot that exits.
+    pub fn exits(&self, page: Page) -> Option<Gpa> {
+        if !self.state(page).is_missing() {
+            return None;
+        }
+        let (slot, gpa) = self.slots.at(self.memory.guest.page(page))?;
+        slot.flags
+            .contains(SlotFlags::EXIT_ON_MISSING)
+            .then_some(gpa)
+    }
+
+    /// The pages in `state`.
+    pub fn in_state(&self, state: State) -> impl Iterator<Item = Page> {
+        let pages = 0..self.states.len() as Page;
+        pages.filter(move |page| self.state(*page) == state)
+    }
+
+    /// Provides pages from `first` on. Those that were provided before keep their content.
+    pub fn fill(&self, first: Page, content: &[[u8; PAGE_SIZE]]) -> Result<Provided, Unfilled> {
+        let mut provided = Provided::default();
+        for (page, content) in (first..).zip(content) {
+            match self.fill_one(page, content)? {
+                Answer::Taken => provided.taken += 1,
+                Answer::Late => provided.late += 1,
+            }
+        }
+        Ok(provided)
+    }
+
+    fn fill_one(&self, page: Page, content: &[u8; PAGE_SIZE]) -> Result<Answer, Unfilled> {
+        const FROM: [State; 3] = [State::Missing, State::Held, State::Asked];
+        // A state only moves towards `Filling`, so a failed attempt means that another thread has
+        // claimed the page, or that the state has moved to the next of `FROM`.
+        if !self.change(page, &FROM, State::Filling) {
+            return Ok(Answer::Late);
+        }
+        let hva = self.memory.guest.page(page);
+        match self.copy(page, content) {
+            Ok(()) => {
+                self.set(page, State::Provided);
+                count(&self.shared.counters.first_touches, 1);
+                self.has_come(page);
+                Ok(Answer::Taken)
+            }
+            Err(Some(Errno::EXIST)) => {
+                self.set(page, State::Provided);
+                self.has_come(page);
+                // A failed copy wakes no thread. Linux may have swapped the page out.
+                if let Some(uffd) = self.uffd.upgrade() {
+                    let _ = uffd.wake(hva);
+                }
+                let _ = memory::populate(hva, 1);
+                Ok(Answer::Late)
+            }
+            Err(Some(errno)) => {
+                self.set(page, State::Lost);
+                let cause = format!("cannot put the page in place: {errno}");
+                self.fail(page, cause.clone());
+                Err(cause)
+            }
+            Err(None) => {
+                self.set(page, State::Lost);
+                let failure = self.shared.failure();
+                Err(failure.map_or("the VM has ended".into(), |failure| failure.cause))
+            }
+        }
+    }
+
+    /// `None`: the descriptor is closed.
+    fn copy(&self, page: Page, content: &[u8; PAGE_SIZE]) -> Result<(), Option<Errno>> {
+        let uffd = self.uffd.upgrade().ok_or(None)?;
+        let since = Instant::now();
+        loop {
+            match uffd.copy(content, self.memory.guest.page(page)) {
+                Err(Errno::AGAIN | Errno::NOMEM) if since.elapsed() < SHORTAGE_MAX => {
+                    thread::sleep(RETRY);
+                }
+                result => return result.map_err(Some),
+            }
+        }
+    }
+
+    /// `page` is in place.
+    fn has_come(&self, page: Page) {
+        if self.budget == Budget::Some {
+            self.shared.arrived(page..page + 1);
+        }
+        self.tell(page);
+    }
+
+    fn tell(&self, page: Page) {
+        let mut later = self.told_later.lock().expect("no panic under this lock");
+        let tokens = later.remove(&page);
+        drop(later);
+        for token in tokens.into_iter().flatten() {
+            // A token that is completed meanwhile needs nothing.
+            let _ = self.tokens.ready(token);
+        }
+    }
+
+    /// Says that `token` is ready when `page` has come.
+    pub fn tell_later(&self, page: Page, token: FaultToken) {
+        let mut later = self.told_later.lock().expect("no panic under this lock");
+        later.entry(page).or_default().push(token);
+        drop(later);
+        // The page may have come before the entry was there.
+        if self.state(page) == State::Provided {
+            self.tell(page);
+        }
+    }
+
+    fn lose(&self, page: Page, reason: &str) -> Answer {
+        if !self.change(page, &[State::Asked], State::Lost) {
+            return Answer::Late;
+        }
+        self.fail(page, format!("{} cannot provide it: {reason}", self.source));
+        Answer::Taken
+    }
+
+    fn fail(&self, page: Page, cause: String) {
+        let lost = self.slots.at(self.memory.guest.page(page));
+        self.shared.fail(Failure {
+            lost: lost.map(|(_, gpa)| gpa),
+            cause,
+        });
+    }
+}
+
+/// Takes the answers to requests. It does not keep the VM alive.
+struct Answers(Weak<Provision>);
+
+impl Asker for Answers {
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        let provision = self
+            .0
+            .upgrade()
+            .filter(|all| (key as usize) < all.states.len());
+        let Some(provision) = provision else {
+            return Answer::Late;
+        };
+        match content {
+            Ok(content) => provision
+                .fill_one(key as Page, content)
+                .unwrap_or(Answer::Late),
+            Err(reason) => provision.lose(key as Page, reason),
+        }
+    }
+}
+
+/// A page source, and what it provides.
+pub struct Provider {
+    pub provision: Arc<Provision>,
+    source: Arc<dyn PageSource>,
+    answers: Arc<dyn Asker>,
+}
+
+impl Provider {
+    pub fn new(provision: Provision, source: Arc<dyn PageSource>) -> Self {
+        let provision = Arc::new(provision);
+        Self {
+            answers: Arc::new(Answers(Arc::downgrade(&provision))),
+            provision,
+            source,
+        }
+    }
+
+    /// Asks the source for `page`, unless it was asked before or the page is there.
+    pub fn ask(&self, page: Page) {
+        const FROM: [State; 2] = [State::Missing, State::Held];
+        if !self.provision.change(page, &FROM, State::Asked) {
+            return;
+        }
+        let number = SourcePage(u64::from(page));
+        let request = PageRequest::new(Arc::clone(&self.answers), u64::from(page), number);
+        // A source that panics drops the request, so the page is lost and the VM ends with that.
+        let _ = catch_unwind(AssertUnwindSafe(|| self.source.fetch(request)));
+    }
+
+    /// Puts zeros where threads wait for missing pages. The VM is being dropped: KVM's workers end
+    /// when they have their pages, and no guest reads them.
+    pub fn release(&self, page: Page) {
+        // The descriptor is open, because the page source's thread calls this.
+        let _ = self.provision.fill(page, &[ZEROS]);
+    }
+}

@@ -1,0 +1,195 @@
+//! Missing pages while something else happens: other vCPUs, changes of the slot's flag, kicks, and
+//! the end of the VM.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use lacuna_machine::{
+    Answer, Exit, Kick as _, PageRequest, PageSource, Provided, SlotFlags, TokenError, Vcpu as _,
+    Vm as _,
+};
+
+use super::Outcome;
+use super::missing::{
+    READ, WRITTEN, Words, at, fault, page_of, program, request, source_page, value, word,
+};
+use crate::backend::{Backend, Made, Missing, Origin, Request, VcpuOf, exit_on_missing};
+use crate::program::{Interrupts, image};
+use crate::running::within;
+
+/// A source that answers at once until it is silenced. From then on it only keeps what it is asked.
+struct Silent {
+    is_silent: AtomicBool,
+    kept: Mutex<Sender<PageRequest>>,
+}
+
+impl Silent {
+    fn new() -> (Arc<Self>, Receiver<PageRequest>) {
+        let (sender, requests) = channel();
+        let source = Self {
+            is_silent: AtomicBool::new(false),
+            kept: Mutex::new(sender),
+        };
+        (Arc::new(source), requests)
+    }
+
+    fn silence(&self) {
+        self.is_silent.store(true, Ordering::SeqCst);
+    }
+}
+
+impl PageSource for Silent {
+    fn describe(&self) -> String {
+        "silent".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        if self.is_silent.load(Ordering::SeqCst) {
+            // An error: the body has ended, and needs no page.
+            let _ = self.kept.lock().unwrap().send(request);
+        } else {
+            let _ = request.provide(&page_of(word(request.page())));
+        }
+    }
+}
+
+fn silent_request(source: &Arc<Silent>, missing: Missing) -> Request {
+    let source = Arc::clone(source) as Arc<dyn PageSource>;
+    Request {
+        origin: Some(Origin { source, missing }),
+        ..Request::new(16, 16, 1, "")
+    }
+}
+
+/// Exits for the page at `READ`, and refuses to be told of it: the next run waits.
+fn wait_for_read<B: Backend>(vcpu: &mut VcpuOf<B>) {
+    let (gpa, _, token) = fault::<B>(vcpu);
+    assert_eq!(gpa, at(READ));
+    assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+}
+
+/// Each of two vCPUs exits for the page that both need, and one fill ends the waits of both.
+pub fn two_vcpus_need_one_page<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program(Interrupts::Off);
+        let two = Request {
+            vcpus: 2,
+            ..request(&source, Missing::Exits)
+        };
+        let Made { vm, mut vcpus, .. } = backend.make(&two, &image(&code))?;
+        let memory = vm.missing_memory().expect("it has a source");
+        let before = source.asked();
+        vcpus.iter_mut().for_each(wait_for_read::<B>);
+        let provide = |gpa| memory.provide(at(gpa), &page_of(6)).unwrap();
+        let new = Provided { taken: 1, late: 0 };
+        let late = Provided { taken: 0, late: 1 };
+        thread::scope(|scope| {
+            let needs = |vcpu| scope.spawn(move || fault::<B>(vcpu).0);
+            let threads: Vec<_> = vcpus.iter_mut().map(needs).collect();
+            thread::sleep(Duration::from_millis(20));
+            assert_eq!(provide(READ), new);
+            for thread in threads {
+                assert_eq!(thread.join().unwrap(), at(WRITTEN));
+            }
+        });
+        assert_eq!(provide(WRITTEN), new);
+        assert_eq!(provide(WRITTEN), late);
+        for vcpu in &mut vcpus {
+            assert_eq!(value::<B>(vcpu), 6);
+        }
+        assert_eq!(source.asked(), before, "the VMM has provided all");
+        Ok(())
+    })
+}
+
+/// A vCPU that waits for its VMM is not left behind when the flag is cleared: the source is asked.
+pub fn the_flag_is_cleared_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcome {
+    for interrupts in [Interrupts::Off, Interrupts::On] {
+        let backend = backend.clone();
+        within(move || {
+            let source = Words::at_once();
+            let code = program(interrupts);
+            let Made { vm, mut vcpus, .. } =
+                backend.make(&request(&source, Missing::Exits), &image(&code))?;
+            let before = source.asked();
+            let vcpu = &mut vcpus[0];
+            wait_for_read::<B>(vcpu);
+            let read = source_page(READ);
+            thread::scope(|scope| {
+                let runs = scope.spawn(|| value::<B>(vcpu));
+                thread::sleep(Duration::from_millis(20));
+                exit_on_missing(&*vm, SlotFlags::empty());
+                // A vCPU that sleeps on the page itself looks at the flag when it is entered again.
+                vm.kick(0);
+                assert_eq!(runs.join().unwrap(), word(read) as u32);
+            });
+            let after: Vec<_> = source.asked().difference(&before).copied().collect();
+            assert_eq!(after, [read, source_page(WRITTEN)]);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// A vCPU that waits for the source goes on with the source's answer when the flag is set, and
+/// exits for the next page.
+pub fn the_flag_is_set_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcome {
+    for interrupts in [Interrupts::Off, Interrupts::On] {
+        let backend = backend.clone();
+        within(move || {
+            let (source, requests) = Silent::new();
+            let code = program(interrupts);
+            let Made { vm, mut vcpus, .. } =
+                backend.make(&silent_request(&source, Missing::Waits), &image(&code))?;
+            source.silence();
+            let vcpu = &mut vcpus[0];
+            thread::scope(|scope| {
+                let runs = scope.spawn(|| fault::<B>(vcpu).0);
+                let asked = requests.recv().unwrap();
+                assert_eq!(asked.page(), source_page(READ));
+                exit_on_missing(&*vm, SlotFlags::EXIT_ON_MISSING);
+                assert_eq!(asked.provide(&page_of(8)), Answer::Taken);
+                assert_eq!(runs.join().unwrap(), at(WRITTEN));
+            });
+            let memory = vm.missing_memory().expect("it has a source");
+            memory.provide(at(WRITTEN), &page_of(1)).unwrap();
+            assert_eq!(value::<B>(vcpu), 8);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// A kick ends the run of a vCPU whose source never answers, and the VM can be dropped. An answer
+/// after that is late.
+pub fn a_silent_source_delays_no_end<B: Backend>(backend: &B) -> Outcome {
+    for interrupts in [Interrupts::Off, Interrupts::On] {
+        let backend = backend.clone();
+        within(move || {
+            let (source, requests) = Silent::new();
+            let code = program(interrupts);
+            let Made {
+                vm,
+                mut vcpus,
+                beside,
+            } = backend.make(&silent_request(&source, Missing::Waits), &image(&code))?;
+            source.silence();
+            let asked = thread::scope(|scope| {
+                let runs = scope.spawn(|| vcpus[0].run());
+                let asked = requests.recv().unwrap();
+                vm.kick(0);
+                assert_eq!(runs.join().unwrap(), Ok(Exit::Interrupted));
+                asked
+            });
+            drop((vcpus, vm, beside));
+            assert_eq!(asked.provide(&page_of(1)), Answer::Late);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
