@@ -3,15 +3,18 @@
 //! * [`Userfaultfd`]: a thread receives the faults of missing pages and supplies the pages, and the
 //!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
+//! * [`PageReads`]: reads of pages of a file by io_uring.
 //! * [`clear_dirty_log`], [`reset_dirty_rings`]: two calls of KVM's dirty logging.
 //!
-//! An *unsafe room*: these ioctls change the process's own memory, or are given its addresses.
+//! An *unsafe room*: these calls change the process's own memory, or are given its addresses.
 
 mod counted;
 mod dirty_log;
+mod page_reads;
 mod pagemap;
 mod userfaultfd;
 
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
+pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
 pub use userfaultfd::{Errno, Fault, Userfaultfd};
