@@ -11,7 +11,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-sys", &["lacuna-addr"]),
     ("lacuna-tables", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-slots", &["lacuna-addr", "lacuna-sync"]),
-    ("lacuna-source", &["lacuna-addr"]),
+    (
+        "lacuna-source",
+        &["lacuna-addr", "lacuna-sync", "lacuna-sys"],
+    ),
     (
         "lacuna-host",
         &["lacuna-addr", "lacuna-sync", "lacuna-source"],
@@ -97,6 +100,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",
+            "lacuna-source",
             "lacuna-guest",
             "lacuna-lab",
         ],

@@ -7,25 +7,62 @@
 //! ```
 //! use lacuna_source::{PageRequest, PageSource};
 //!
-//! /// Provides zeros.
-//! struct Zeros;
+//! /// Provides pages of ones.
+//! struct Ones;
 //!
-//! impl PageSource for Zeros {
+//! impl PageSource for Ones {
 //!     fn describe(&self) -> String {
-//!         "zeros".into()
+//!         "ones".into()
 //!     }
 //!
 //!     fn fetch(&self, request: PageRequest) {
 //!         // Late: the page was provided in another way, or its memory is gone.
-//!         let _ = request.provide(&[0; 4096]);
+//!         let _ = request.provide(&[1; 4096]);
 //!     }
 //! }
 //! ```
+//! | source | its pages come from |
+//! |---|---|
+//! | [`Zeros`] | nowhere |
+//! | [`MemoryFile`] | a raw memory file, sparse or not, read by io_uring |
+//! | [`Peer`] | another process, which calls [`serve`] |
+//! | [`Injected`] | another source, behind a link with latency, loss and reordering |
+//!
+//! [`Measured`] counts what a source does. A [`Policy`] says how long a source tries, and what
+//! becomes of its pages when it is gone.
+//!
 //! | file | job |
 //! |---|---|
 //! | `request` | what a source is asked, and what its answer comes to |
+//! | `policy` | how long a source tries, and what happens then |
+//! | `measured` | counters and fetch times |
+//! | `zeros`, `file` | sources |
+//! | `holes`, `readers` | parts of `file`: pages that need no read, threads that wait for a read |
+//! | `peer` | the protocol between processes, and its two sides |
+//! | `injected` | faults of a link, from a seed |
+//!
+//! It imports `base` alone, and has no `unsafe`.
 #![forbid(unsafe_code)]
 
+mod file;
+mod holes;
+mod injected;
+mod measured;
+mod peer;
+mod policy;
+mod readers;
 mod request;
+mod zeros;
 
+pub use file::{FileError, MemoryFile};
+pub use injected::{Fate, Faults, Injected};
+pub use measured::{Measured, SourceStats};
+pub use peer::{Peer, PeerError, Server, serve};
+pub use policy::{Policy, WhenGone};
 pub use request::{Answer, Asker, PageRequest, PageSource, SourcePage};
+pub use zeros::Zeros;
+
+/// The messages between a [`Peer`] and its server, for tests that play one side.
+pub mod wire {
+    pub use crate::peer::{Decoder, HELLO, Hello, Message, encode};
+}

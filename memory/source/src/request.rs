@@ -25,6 +25,26 @@ pub trait PageSource: Send + Sync {
     fn fetch(&self, request: PageRequest);
 }
 
+impl<S: PageSource + ?Sized> PageSource for Box<S> {
+    fn describe(&self) -> String {
+        (**self).describe()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        (**self).fetch(request);
+    }
+}
+
+impl<S: PageSource + ?Sized> PageSource for Arc<S> {
+    fn describe(&self) -> String {
+        (**self).describe()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        (**self).fetch(request);
+    }
+}
+
 /// The memory manager that asks, and takes the answers.
 pub trait Asker: Send + Sync {
     /// Takes an answer: the page's content, or why the source has none. `key` is the asker's own

@@ -1,0 +1,346 @@
+//! A memory file: page n is at offset 4096 * n.
+//!
+//! ```text
+//! fetch, any thread ─► asked ─► the source's thread ─┬─ a hole ─────────────────► zeros
+//!                                                    ├─ io_uring ─► 4 KiB ──────► the page
+//!                                                    │         ├──► fewer ──────► lost: truncated
+//!                                                    └─ no ring ▼ an error
+//!                                                       readers: pread, again until the deadline
+//! ```
+//! The file must not change while a guest runs from it. Every answer, also that of a hole, first
+//! compares the file's length and time of modification with those at the start. So a file that is
+//! truncated, and one that is truncated and written anew, loses pages; it never provides zeros in
+//! place of what it had.
+
+use crate::holes::Holes;
+use crate::policy::{Asked, Outage, Policy};
+use crate::readers::{ReadError, ReadPages, Readers, join};
+use crate::{PageRequest, PageSource};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_sync::{Mutex, lock_order};
+use lacuna_sys::{PageReads, Waker};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::fs::{File, Metadata};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Reads in flight.
+const DEPTH: u32 = 64;
+const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// A raw memory file, sparse or not.
+pub struct MemoryFile {
+    shared: Arc<Shared>,
+    ring: Option<Ring>,
+}
+
+/// Why a memory file cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FileError {
+    /// It cannot be opened, or not examined.
+    #[error("cannot open the memory file {}: {source}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// The system's words.
+        source: io::Error,
+    },
+    /// A folder, a pipe or a device.
+    #[error("the memory file {} is not a regular file: copy it into one", .0.display())]
+    NotAFile(PathBuf),
+    /// The guest has more memory than the file.
+    #[error(
+        "the memory file {} has {has} pages of 4 KiB and the guest needs {needs}: give the guest \
+         less memory, or the whole file", path.display()
+    )]
+    TooShort {
+        /// The file.
+        path: PathBuf,
+        /// Whole pages in the file.
+        has: u64,
+        /// Pages of the guest.
+        needs: u64,
+    },
+    /// No thread can be started.
+    #[error("cannot start a thread to read the memory file: {0}; raise the limit (ulimit -u)")]
+    Thread(io::Error),
+}
+
+/// The thread of a ring.
+struct Ring {
+    waker: Waker,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    file: Arc<Opened>,
+    readers: Readers<Opened>,
+    /// Requests that the ring's thread has not taken. The thread that makes it non-empty wakes the
+    /// ring's thread.
+    asked: Mutex<VecDeque<Asked>, lock_order::SourceAsked>,
+    stop: AtomicBool,
+}
+
+/// The file as it was opened.
+struct Opened {
+    file: File,
+    path: PathBuf,
+    pages: PageCount,
+    state: State,
+    outage: Outage,
+}
+
+/// What a change of the file's content changes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct State {
+    length: u64,
+    modified: (i64, i64),
+}
+
+impl State {
+    fn of(found: &Metadata) -> Self {
+        Self {
+            length: found.len(),
+            modified: (found.mtime(), found.mtime_nsec()),
+        }
+    }
+}
+
+impl MemoryFile {
+    /// Opens the file at `path` for a guest of `pages` pages. It is read by io_uring, or by threads
+    /// where io_uring is refused.
+    ///
+    /// # Errors
+    /// The file cannot be opened, is not a regular file, or has fewer pages.
+    pub fn open(path: &Path, pages: PageCount, policy: Policy) -> Result<Self, FileError> {
+        let opened = Arc::new(Opened::open(path, pages, policy)?);
+        let file = opened.file.try_clone();
+        let reads = file.and_then(|file| PageReads::new(OwnedFd::from(file), DEPTH));
+        Self::start(opened, reads.ok())
+    }
+
+    /// As [`MemoryFile::open`], without io_uring.
+    ///
+    /// # Errors
+    /// As [`MemoryFile::open`].
+    pub fn open_without_ring(
+        path: &Path,
+        pages: PageCount,
+        policy: Policy,
+    ) -> Result<Self, FileError> {
+        Self::start(Arc::new(Opened::open(path, pages, policy)?), None)
+    }
+
+    fn start(file: Arc<Opened>, reads: Option<PageReads<Asked>>) -> Result<Self, FileError> {
+        let shared = Arc::new(Shared {
+            readers: Readers::new(Arc::clone(&file)).map_err(FileError::Thread)?,
+            file,
+            asked: Mutex::default(),
+            stop: AtomicBool::new(false),
+        });
+        let ring = reads.map(|reads| {
+            let waker = reads.waker();
+            let runs = Arc::clone(&shared);
+            let named = std::thread::Builder::new().name("lacuna-source".into());
+            let thread = named.spawn(move || runs.run(reads))?;
+            Ok(Ring {
+                waker,
+                thread: Some(thread),
+            })
+        });
+        let ring = ring.transpose().map_err(FileError::Thread)?;
+        Ok(Self { shared, ring })
+    }
+
+    /// Whether io_uring reads the file.
+    pub fn has_ring(&self) -> bool {
+        self.ring.is_some()
+    }
+}
+
+impl PageSource for MemoryFile {
+    fn describe(&self) -> String {
+        format!("the memory file {}", self.shared.file.path.display())
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let asked = Asked::now(request);
+        let Some(ring) = &self.ring else {
+            return self.shared.readers.read(asked);
+        };
+        let mut queue = self.shared.asked();
+        let is_first = queue.is_empty();
+        queue.push_back(asked);
+        drop(queue);
+        if is_first {
+            ring.waker.wake();
+        }
+    }
+}
+
+impl Drop for MemoryFile {
+    /// Ends the threads. Reads in flight are waited for; requests without an answer fail.
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        if let Some(ring) = &mut self.ring {
+            ring.waker.wake();
+            ring.thread.take().into_iter().for_each(join);
+        }
+    }
+}
+
+impl Shared {
+    fn asked(&self) -> lacuna_sync::MutexGuard<'_, VecDeque<Asked>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread of the ring.
+    fn run(&self, mut reads: PageReads<Asked>) {
+        let (mut holes, mut waiting) = (Holes::default(), VecDeque::new());
+        while !self.stop.load(Ordering::Acquire) {
+            let arrived = std::mem::take(&mut *self.asked());
+            for asked in arrived {
+                match self.file.examine(asked.request.page().0, &mut holes) {
+                    Ok(Place::Data(offset)) => waiting.push_back((asked, offset)),
+                    Ok(Place::Hole) => self.file.provide(&asked, &ZEROS),
+                    Err(reason) => _ = asked.request.fail(&reason),
+                }
+            }
+            while reads.has_room()
+                && let Some((asked, offset)) = waiting.pop_front()
+            {
+                // There is room.
+                let _ = reads.start(asked, offset);
+            }
+            if reads.wait().is_err() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            reads.finished(|asked, read| match read.map(<&[u8; PAGE_SIZE]>::try_from) {
+                Ok(Ok(page)) => self.file.provide(&asked, page),
+                Ok(Err(_)) => _ = asked.request.fail(&self.file.too_short()),
+                // A thread that can wait tries again, or says why not.
+                Err(_) => self.readers.read(asked),
+            });
+        }
+    }
+}
+
+/// Where a page is.
+enum Place {
+    Hole,
+    Data(u64),
+}
+
+impl Opened {
+    fn open(path: &Path, pages: PageCount, policy: Policy) -> Result<Self, FileError> {
+        let path = path.to_owned();
+        let failed = |source| FileError::Open {
+            path: path.clone(),
+            source,
+        };
+        // Examined before it is opened, because opening a pipe waits for its writer.
+        if !std::fs::metadata(&path).map_err(failed)?.is_file() {
+            return Err(FileError::NotAFile(path));
+        }
+        let file = File::open(&path).map_err(failed)?;
+        let state = State::of(&file.metadata().map_err(failed)?);
+        let (has, needs) = (state.length / PAGE_SIZE as u64, pages.get());
+        if has < needs {
+            return Err(FileError::TooShort { path, has, needs });
+        }
+        Ok(Self {
+            file,
+            path,
+            pages,
+            state,
+            outage: Outage::new(policy),
+        })
+    }
+
+    fn examine(&self, page: u64, holes: &mut Holes) -> Result<Place, String> {
+        if page >= self.pages.get() {
+            let pages = self.pages.get();
+            return Err(format!("page {page} is beyond the guest's {pages} pages"));
+        }
+        let offset = page * PAGE_SIZE as u64;
+        Ok(match holes.is_hole(&self.file, offset) {
+            true => Place::Hole,
+            false => Place::Data(offset),
+        })
+    }
+
+    /// Answers with content that was read just now, if the file is still the one that was opened.
+    fn provide(&self, asked: &Asked, content: &[u8; PAGE_SIZE]) {
+        // Late: the page was provided in another way, or its memory is gone.
+        let _ = match self.check() {
+            Ok(()) => {
+                self.outage.provided();
+                asked.request.provide(content)
+            }
+            Err(reason) => asked.request.fail(&reason),
+        };
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let found = self.file.metadata().map_err(|error| error.to_string())?;
+        let found = State::of(&found);
+        if found.length < self.state.length {
+            return Err(self.too_short());
+        }
+        if found != self.state {
+            return Err("the file was written to after the guest was started from it".into());
+        }
+        Ok(())
+    }
+
+    fn too_short(&self) -> String {
+        let length = self.state.length;
+        format!("the file was truncated: it had {length} bytes when the guest was started from it")
+    }
+}
+
+impl ReadPages for Opened {
+    type Memo = Holes;
+
+    fn read(
+        &self,
+        page: u64,
+        holes: &mut Holes,
+        into: &mut [u8; PAGE_SIZE],
+    ) -> Result<(), ReadError> {
+        match self.examine(page, holes).map_err(ReadError::Never)? {
+            Place::Hole => into.fill(0),
+            Place::Data(offset) => {
+                let read = self.file.read_exact_at(into, offset);
+                read.map_err(|error| self.read_error(&error))?;
+            }
+        }
+        self.check().map_err(ReadError::Never)
+    }
+
+    fn outage(&self) -> &Outage {
+        &self.outage
+    }
+}
+
+impl Opened {
+    fn read_error(&self, error: &io::Error) -> ReadError {
+        if error.kind() == io::ErrorKind::UnexpectedEof {
+            return ReadError::Never(self.too_short());
+        }
+        let reason = format!("a read failed: {error}");
+        let again = [Errno::IO, Errno::AGAIN, Errno::INTR, Errno::NOMEM];
+        match Errno::from_io_error(error) {
+            Some(errno) if again.contains(&errno) => ReadError::Again(reason),
+            _ => ReadError::Never(reason),
+        }
+    }
+}

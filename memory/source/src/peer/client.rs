@@ -1,0 +1,417 @@
+//! The source: asks a peer, and asks again after each connection that broke.
+//!
+//! ```text
+//! fetch, on the caller's thread ─► in flight, and 16 bytes into the socket (it does not wait)
+//! the source's thread: poll ─► answers ─► provide          no connection ─► connect, hello,
+//!                       └─ overdue, or any PeerError ─► close ─►            ask for all in flight
+//! ```
+//! The caller's thread writes the request itself, so that no other thread has to be woken before
+//! the peer learns of it. One thread reads, because answers come in any order. A page counts as in
+//! flight until its answer is taken, whatever happens to the connection, so nothing is lost with
+//! one. After an error the connection is closed: no answer of an earlier connection can be taken
+//! for one of a later.
+
+use super::wire::{Decoder, HELLO, Hello, Message, encode};
+use super::{IN_FLIGHT, PeerError};
+use crate::policy::{Asked, Outage, Policy, WhenGone};
+use crate::readers::join;
+use crate::{PageRequest, PageSource, SourcePage};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv,
+    send, socket_with,
+};
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The time between two tries to connect.
+const PAUSE: Duration = Duration::from_millis(20);
+/// The longest wait for a hello.
+const HELLO_WAIT: Duration = Duration::from_secs(2);
+const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// Pages from another process.
+pub struct Peer {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    path: PathBuf,
+    pages: PageCount,
+    outage: Outage,
+    link: Mutex<Link, lock_order::SourceLink>,
+    /// Wakes the thread: there are bytes that the socket did not take, or the source ends.
+    bell: OwnedFd,
+    stop: AtomicBool,
+}
+
+#[derive(Default)]
+struct Link {
+    /// The connection, after the hellos.
+    socket: Option<Arc<OwnedFd>>,
+    /// What the socket did not take.
+    unsent: VecDeque<u8>,
+    /// Pages that the peer was asked for, or is as soon as there is a connection.
+    in_flight: BTreeMap<u64, Vec<Asked>>,
+    /// Requests beyond [`IN_FLIGHT`].
+    waiting: VecDeque<Asked>,
+    /// What was wrong with the last connection, or the last try to connect.
+    trouble: Option<String>,
+}
+
+impl Peer {
+    /// Connects to the peer at `path`, which must have the `pages` pages of the guest. Tries until
+    /// `policy.patience` is over.
+    ///
+    /// # Errors
+    /// The peer cannot be reached, or cannot serve this guest.
+    pub fn connect(path: &Path, pages: PageCount, policy: Policy) -> Result<Self, PeerError> {
+        let shared = Arc::new(Shared {
+            path: path.to_owned(),
+            pages,
+            outage: Outage::new(policy),
+            link: Mutex::default(),
+            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(io::Error::from)?,
+            stop: AtomicBool::new(false),
+        });
+        let end = Instant::now() + shared.outage.policy().patience;
+        let socket = loop {
+            match shared.connect() {
+                Ok(socket) => break socket,
+                Err(error) if error.is_final() || Instant::now() >= end => return Err(error),
+                Err(_) => std::thread::sleep(PAUSE),
+            }
+        };
+        let runs = Arc::clone(&shared);
+        let named = std::thread::Builder::new().name("lacuna-source".into());
+        let thread = named.spawn(move || runs.run(socket))?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Peer {
+    /// What was wrong with the last connection that ended, or the last try to connect; `None` while
+    /// the first connection is in use.
+    pub fn trouble(&self) -> Option<String> {
+        self.shared.link().trouble.clone()
+    }
+}
+
+impl PageSource for Peer {
+    fn describe(&self) -> String {
+        format!("the peer at {}", self.shared.path.display())
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let shared = &*self.shared;
+        let page = request.page();
+        if page.0 >= shared.pages.get() {
+            let pages = shared.pages.get();
+            let _ = request.fail(&format!("{page} is beyond the guest's {pages} pages"));
+            return;
+        }
+        let mut link = shared.link();
+        link.ask(Asked::now(request));
+        let rest = !link.unsent.is_empty();
+        drop(link);
+        if rest {
+            shared.ring_bell();
+        }
+    }
+}
+
+impl Drop for Peer {
+    /// Ends the thread; requests without an answer fail.
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        self.shared.ring_bell();
+        self.thread.take().into_iter().for_each(join);
+    }
+}
+
+impl Link {
+    /// Asks for a page, now or when there is room.
+    fn ask(&mut self, asked: Asked) {
+        let page = asked.request.page();
+        if let Some(others) = self.in_flight.get_mut(&page.0) {
+            others.push(asked);
+        } else if self.in_flight.len() < IN_FLIGHT {
+            self.in_flight.insert(page.0, vec![asked]);
+            self.request(page);
+        } else {
+            self.waiting.push_back(asked);
+        }
+    }
+
+    fn request(&mut self, page: SourcePage) {
+        // Without a connection, the next one begins with all pages in flight.
+        if self.socket.is_some() {
+            let mut bytes = Vec::with_capacity(16);
+            encode(&Message::Request(page), &mut bytes);
+            self.unsent.extend(bytes);
+            self.flush();
+        }
+    }
+
+    /// Sends what the socket takes without a wait.
+    fn flush(&mut self) {
+        let Some(socket) = &self.socket else { return };
+        while !self.unsent.is_empty() {
+            let bytes = self.unsent.make_contiguous();
+            match send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(sent) => drop(self.unsent.drain(..sent)),
+                Err(Errno::INTR) => {}
+                // Full; or broken, which the thread that reads notices.
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Takes the requests that the answer to `page` is for.
+    fn answered(&mut self, page: SourcePage) -> Option<Vec<Asked>> {
+        let asked = self.in_flight.remove(&page.0)?;
+        while self.in_flight.len() < IN_FLIGHT
+            && let Some(next) = self.waiting.pop_front()
+        {
+            self.ask(next);
+        }
+        Some(asked)
+    }
+
+    fn open(&mut self, socket: Arc<OwnedFd>) {
+        self.socket = Some(socket);
+        self.unsent.clear();
+        let pages: Vec<u64> = self.in_flight.keys().copied().collect();
+        for page in pages {
+            self.request(SourcePage(page));
+        }
+    }
+
+    fn close(&mut self) {
+        self.socket = None;
+        self.unsent.clear();
+    }
+
+    /// The page that has waited longest.
+    fn oldest(&self) -> Option<&Asked> {
+        let asked = self.in_flight.values().flatten().chain(&self.waiting);
+        asked.min_by_key(|asked| asked.at)
+    }
+
+    /// Takes the requests for which `is_over`.
+    fn take(&mut self, is_over: impl Fn(&Asked) -> bool) -> Vec<Asked> {
+        let mut over: Vec<_> = Vec::new();
+        self.in_flight.retain(|_, asked| {
+            over.extend(asked.extract_if(.., |asked| is_over(asked)));
+            !asked.is_empty()
+        });
+        let waiting = std::mem::take(&mut self.waiting);
+        let (late, rest): (VecDeque<_>, _) = waiting.into_iter().partition(is_over);
+        self.waiting = rest;
+        over.extend(late);
+        over
+    }
+}
+
+impl Shared {
+    fn link(&self) -> MutexGuard<'_, Link> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ring_bell(&self) {
+        // It fails only if the counter is full: then the thread is woken anyway.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+
+    fn stops(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// The time between two looks for requests that are overdue.
+    fn tick(&self) -> Duration {
+        let patience = self.outage.policy().patience;
+        (patience / 8).clamp(Duration::from_millis(5), Duration::from_millis(500))
+    }
+
+    /// The thread.
+    fn run(&self, first: OwnedFd) {
+        let mut socket = Some(first);
+        while !self.stops() {
+            let connected = socket.take().map_or_else(|| self.connect(), Ok);
+            let error = match connected {
+                Ok(socket) => {
+                    let socket = Arc::new(socket);
+                    self.link().open(Arc::clone(&socket));
+                    let error = self.exchange(socket.as_fd());
+                    self.link().close();
+                    error
+                }
+                Err(error) => {
+                    let _ = self.wait(None, PAUSE);
+                    error
+                }
+            };
+            self.link().trouble = Some(error.to_string());
+            self.give_up(&error, |at| self.outage.deadline_after_failure(at));
+        }
+        let link = std::mem::take(&mut *self.link());
+        // Requests that are dropped fail; that takes other locks.
+        drop(link);
+    }
+
+    /// Fails the requests that are past their deadline. Those that are held have another one from
+    /// now on, so that the next connection gets time to answer.
+    fn give_up(&self, error: &PeerError, deadline: impl Fn(Instant) -> Option<Instant>) {
+        let now = Instant::now();
+        let mut link = self.link();
+        let over = link.take(|asked| deadline(asked.at).is_some_and(|deadline| deadline <= now));
+        if let WhenGone::Hold = self.outage.policy().when_gone {
+            let link = &mut *link;
+            let held = link.in_flight.values_mut().flatten();
+            held.chain(&mut link.waiting)
+                .for_each(|asked| asked.at = now);
+        }
+        drop(link);
+        let reason = error.to_string();
+        over.iter()
+            .for_each(|asked| self.outage.give_up(&asked.request, &reason));
+    }
+
+    /// Waits until `socket` or the bell has something, but for at most `patience`. Whether the
+    /// socket has something to read.
+    fn wait(&self, socket: Option<(BorrowedFd<'_>, PollFlags)>, patience: Duration) -> bool {
+        let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
+        fds.extend(socket.map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags)));
+        let patience = Timespec::try_from(patience).ok();
+        // Interrupted: as if the time were over.
+        let _ = poll(&mut fds, patience.as_ref());
+        if !fds[0].revents().is_empty() {
+            let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+        }
+        let woken = fds.get(1).map(PollFd::revents);
+        woken.is_some_and(|events| !(events - PollFlags::OUT).is_empty())
+    }
+
+    /// Takes answers until the connection is of no use; says why.
+    fn exchange(&self, socket: BorrowedFd<'_>) -> PeerError {
+        let mut decoder = Decoder::default();
+        let mut buffer = vec![0; 16 * PAGE_SIZE];
+        let mut look = Instant::now() + self.tick();
+        loop {
+            if self.stops() {
+                return PeerError::Closed;
+            }
+            let mut link = self.link();
+            link.flush();
+            let mut flags = PollFlags::IN;
+            flags.set(PollFlags::OUT, !link.unsent.is_empty());
+            drop(link);
+            if self.wait(Some((socket, flags)), self.tick()) {
+                let received = recv(socket, &mut *buffer, RecvFlags::DONTWAIT);
+                match received.map(|(length, _)| length) {
+                    Ok(0) => return PeerError::Closed,
+                    Ok(length) => decoder.push(&buffer[..length]),
+                    Err(Errno::INTR | Errno::AGAIN) => {}
+                    Err(errno) => return PeerError::Io(errno.into()),
+                }
+                if let Err(error) = self.take_answers(&mut decoder) {
+                    return error;
+                }
+            }
+            // Also while other pages come all the time.
+            if look <= Instant::now() {
+                if let Some(error) = self.overdue() {
+                    return error;
+                }
+                look = Instant::now() + self.tick();
+            }
+        }
+    }
+
+    fn take_answers(&self, decoder: &mut Decoder) -> Result<(), PeerError> {
+        while let Some(message) = decoder.decode()? {
+            let (page, content) = match message {
+                Message::Content(page, content) => (page, Ok(content)),
+                Message::Zeros(page) => (page, Ok(&ZEROS)),
+                Message::Failure(page, reason) => (page, Err(String::from_utf8_lossy(reason))),
+                Message::Request(_) => return Err(PeerError::Kind(message.kind())),
+            };
+            let asked = self.link().answered(page);
+            let asked = asked.ok_or(PeerError::NotAsked(page))?;
+            self.outage.provided();
+            for Asked { request, .. } in asked {
+                // Late: the page was provided in another way, or its memory is gone.
+                let _ = match &content {
+                    Ok(content) => request.provide(content),
+                    Err(reason) => request.fail(reason),
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// The page that the peer should have sent by now.
+    fn overdue(&self) -> Option<PeerError> {
+        let link = self.link();
+        let oldest = link.oldest()?;
+        let waited = oldest.at.elapsed();
+        let page = oldest.request.page();
+        (waited >= self.outage.policy().patience).then_some(PeerError::Silent { page, waited })
+    }
+
+    /// A new connection, after the hellos.
+    fn connect(&self) -> Result<OwnedFd, PeerError> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let made = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let socket = made.map_err(io::Error::from)?;
+        let address = SocketAddrUnix::new(&self.path).map_err(io::Error::from)?;
+        // A full backlog is EAGAIN, because the socket does not wait.
+        connect(&socket, &address).map_err(io::Error::from)?;
+        let mine = Hello {
+            pages: self.pages.get(),
+        };
+        // An empty socket has room for a hello.
+        send(&socket, &mine.bytes(), SendFlags::NOSIGNAL).map_err(io::Error::from)?;
+        let theirs = self.hello(socket.as_fd())?;
+        let (has, needs) = (theirs.pages, self.pages.get());
+        if has < needs {
+            return Err(PeerError::TooFewPages { has, needs });
+        }
+        Ok(socket)
+    }
+
+    fn hello(&self, socket: BorrowedFd<'_>) -> Result<Hello, PeerError> {
+        let end = Instant::now() + HELLO_WAIT;
+        let (mut bytes, mut have) = ([0; HELLO], 0);
+        while have < HELLO {
+            let left = end.saturating_duration_since(Instant::now());
+            let silent = || io::Error::from(io::ErrorKind::TimedOut).into();
+            if left.is_zero() || self.stops() {
+                return Err(silent());
+            }
+            self.give_up(&silent(), |at| self.outage.deadline(at));
+            let _ = self.wait(Some((socket, PollFlags::IN)), left.min(self.tick()));
+            match recv(socket, &mut bytes[have..], RecvFlags::DONTWAIT).map(|(length, _)| length) {
+                Ok(0) => return Err(PeerError::Closed),
+                Ok(length) => have += length,
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(errno) => return Err(PeerError::Io(errno.into())),
+            }
+        }
+        Hello::parse(&bytes)
+    }
+}

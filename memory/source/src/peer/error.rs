@@ -1,0 +1,77 @@
+//! What can be wrong with the other side of a connection. There is one error for each.
+
+use crate::SourcePage;
+use std::io;
+use std::time::Duration;
+
+/// Why a connection is of no use. The client closes it and connects again, and asks again for every
+/// page without an answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PeerError {
+    /// No process accepts connections, or the connection broke.
+    #[error("{0}: start the peer again, at the same socket")]
+    Io(#[from] io::Error),
+    /// The peer has closed the connection.
+    #[error("the peer has closed the connection: start it again, at the same socket")]
+    Closed,
+    /// The hello does not begin as it has to.
+    #[error("the other side does not speak this protocol: is it the right socket?")]
+    NotAPeer,
+    /// The peer speaks another version.
+    #[error("the peer speaks version {theirs} of the protocol, this side {ours}: use one release")]
+    Version {
+        /// The peer's.
+        theirs: u32,
+        /// This side's.
+        ours: u32,
+    },
+    /// Pages of another size.
+    #[error("the peer has pages of {0} bytes, not of 4096")]
+    PageSize(u32),
+    /// The guest has more pages than the peer.
+    #[error("the peer has {has} pages and the guest needs {needs}: give the guest less memory")]
+    TooFewPages {
+        /// Pages of the peer.
+        has: u64,
+        /// Pages of the guest.
+        needs: u64,
+    },
+    /// A message of no known kind, or of a kind that only the other side sends.
+    #[error("the peer sent a message of kind {0}, which is none that it may send")]
+    Kind(u16),
+    /// A message with a length that its kind cannot have: the page is short, or too long.
+    #[error("the peer sent {length} bytes for {page}, which a message of kind {kind} cannot have")]
+    Length {
+        /// The message's kind.
+        kind: u16,
+        /// Its page.
+        page: SourcePage,
+        /// Its length.
+        length: u32,
+    },
+    /// An answer to no request: the wrong page, or a page for the second time.
+    #[error("the peer sent {0}, which it was not asked for, or has sent before")]
+    NotAsked(SourcePage),
+    /// No answer in time.
+    #[error("the peer has not sent {page} for {} s", waited.as_secs_f64())]
+    Silent {
+        /// The page that was asked for first.
+        page: SourcePage,
+        /// The time since then.
+        waited: Duration,
+    },
+    /// A client asks for too much at a time. Servers have this error.
+    #[error("the client asked for {0} while 1024 others had no answer")]
+    Greedy(SourcePage),
+}
+
+impl PeerError {
+    /// Whether the peer will be the same at the next connection.
+    pub(crate) const fn is_final(&self) -> bool {
+        matches!(
+            self,
+            Self::NotAPeer | Self::Version { .. } | Self::PageSize(_) | Self::TooFewPages { .. }
+        )
+    }
+}

@@ -1,0 +1,257 @@
+//! The side that has the pages: serves any [`PageSource`] to peers.
+//!
+//! Each connection has two threads. One reads requests and asks the source; answers come on the
+//! source's threads, which only queue them; the other thread writes them. So a client that does not
+//! read delays no other client, and holds at most [`IN_FLIGHT`] answers.
+
+use super::wire::{Decoder, HELLO, Hello, Message, encode};
+use super::{IN_FLIGHT, PeerError};
+use crate::readers::join;
+use crate::{Answer, Asker, PageRequest, PageSource, SourcePage};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Bytes from which on a write is not made longer.
+const WRITE: usize = 64 << 10;
+
+/// Serves pages until it is dropped.
+pub struct Server {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    listener: UnixListener,
+    pages: PageCount,
+    source: Arc<dyn PageSource>,
+    /// Wakes the thread that accepts, for the end.
+    bell: OwnedFd,
+    stop: AtomicBool,
+    accepted: AtomicU64,
+    /// The connections that are open, to be closed at the end.
+    connections: Mutex<BTreeMap<u64, Open>, lock_order::SourceConnections>,
+}
+
+struct Open {
+    socket: UnixStream,
+    thread: JoinHandle<()>,
+}
+
+/// Serves the `pages` pages of `source` to the clients of `listener`, on threads of its own.
+///
+/// # Errors
+/// There are no descriptors or threads left.
+pub fn serve(
+    listener: UnixListener,
+    pages: PageCount,
+    source: Arc<dyn PageSource>,
+) -> io::Result<Server> {
+    listener.set_nonblocking(true)?;
+    let shared = Arc::new(Shared {
+        listener,
+        pages,
+        source,
+        bell: eventfd(0, EventfdFlags::CLOEXEC)?,
+        stop: AtomicBool::new(false),
+        accepted: AtomicU64::new(0),
+        connections: Mutex::default(),
+    });
+    let accepts = Arc::clone(&shared);
+    let named = std::thread::Builder::new().name("lacuna-serve".into());
+    let thread = named.spawn(move || accepts.accept())?;
+    Ok(Server {
+        shared,
+        thread: Some(thread),
+    })
+}
+
+impl Server {
+    /// Connections so far.
+    pub fn accepted(&self) -> u64 {
+        self.shared.accepted.load(Ordering::Relaxed)
+    }
+
+    /// Closes the connections that are open. Clients may connect again.
+    pub fn hang_up(&self) {
+        self.shared.connections().values().for_each(Open::close);
+    }
+}
+
+impl Drop for Server {
+    /// Closes all connections and ends the threads.
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        // It fails only if the counter is full: then the thread is woken anyway.
+        let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
+        self.thread.take().into_iter().for_each(join);
+        let open = std::mem::take(&mut *self.shared.connections());
+        open.values().for_each(Open::close);
+        open.into_values().for_each(|open| join(open.thread));
+    }
+}
+
+impl Open {
+    fn close(&self) {
+        // It fails only if the other side has closed it before.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+}
+
+impl Shared {
+    fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Open>> {
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread that accepts.
+    fn accept(self: Arc<Self>) {
+        while !self.stop.load(Ordering::Acquire) {
+            let mut fds = [
+                PollFd::new(&self.listener, PollFlags::IN),
+                PollFd::new(&self.bell, PollFlags::IN),
+            ];
+            // Interrupted: as if a client had come.
+            let _ = poll(&mut fds, None);
+            match self.listener.accept() {
+                // A client that cannot be served sees that the connection closes.
+                Ok((socket, _)) => _ = self.open(socket),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // No descriptors are left: other connections may close.
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+
+    fn open(self: &Arc<Self>, socket: UnixStream) -> io::Result<()> {
+        socket.set_nonblocking(false)?;
+        let number = self.accepted.fetch_add(1, Ordering::Relaxed);
+        let (shared, reads) = (Arc::clone(self), socket.try_clone()?);
+        let named = std::thread::Builder::new().name("lacuna-serve".into());
+        let mut connections = self.connections();
+        let thread = named.spawn(move || {
+            // Which error it was concerns the client alone, which is told by the end.
+            let _ = Connection::serve(&shared, &reads);
+            let _ = reads.shutdown(Shutdown::Both);
+            // The server may wait for this thread at the same time: it has taken the entry then.
+            let _ = shared.connections().remove(&number);
+        })?;
+        connections.insert(number, Open { socket, thread });
+        Ok(())
+    }
+}
+
+/// Takes the source's answers for one client.
+struct Connection {
+    /// Requests without an answer, by number. Numbers are not used twice, so a second answer to a
+    /// request is never taken for the answer to a later one.
+    asked: Mutex<BTreeMap<u64, SourcePage>, lock_order::SourceServed>,
+    /// Requests whose answers are not written.
+    unwritten: Arc<AtomicUsize>,
+    answers: Sender<Vec<u8>>,
+}
+
+impl Connection {
+    /// Serves a client until it has closed the connection, or is not to be served.
+    fn serve(shared: &Shared, mut socket: &UnixStream) -> Result<(), PeerError> {
+        let mut theirs = [0; HELLO];
+        socket.read_exact(&mut theirs)?;
+        Hello::parse(&theirs)?;
+        let pages = shared.pages.get();
+        socket.write_all(&Hello { pages }.bytes())?;
+        let (answers, written) = channel();
+        let unwritten = Arc::new(AtomicUsize::new(0));
+        let (writes, count) = (socket.try_clone()?, Arc::clone(&unwritten));
+        let named = std::thread::Builder::new().name("lacuna-serve".into());
+        // It ends when no request is left whose answer it could be sent.
+        named.spawn(move || write(&writes, &written, &count))?;
+        let connection = Self {
+            asked: Mutex::default(),
+            unwritten,
+            answers,
+        };
+        Arc::new(connection).read(shared, socket)
+    }
+
+    fn read(self: Arc<Self>, shared: &Shared, mut socket: &UnixStream) -> Result<(), PeerError> {
+        let mut decoder = Decoder::default();
+        let mut buffer = vec![0; PAGE_SIZE];
+        let mut number = 0;
+        loop {
+            match socket.read(&mut buffer)? {
+                0 => return Ok(()),
+                length => decoder.push(&buffer[..length]),
+            }
+            while let Some(message) = decoder.decode()? {
+                let Message::Request(page) = message else {
+                    return Err(PeerError::Kind(message.kind()));
+                };
+                if self.unwritten.fetch_add(1, Ordering::Relaxed) >= IN_FLIGHT {
+                    return Err(PeerError::Greedy(page));
+                }
+                number += 1;
+                self.asked().insert(number, page);
+                let asker = Arc::clone(&self) as Arc<dyn Asker>;
+                let request = PageRequest::new(asker, number, page);
+                match page.0 < shared.pages.get() {
+                    true => shared.source.fetch(request),
+                    false => _ = request.fail("it is beyond the end of the memory"),
+                }
+            }
+        }
+    }
+
+    fn asked(&self) -> MutexGuard<'_, BTreeMap<u64, SourcePage>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Asker for Connection {
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        let Some(page) = self.asked().remove(&key) else {
+            return Answer::Late;
+        };
+        let message = match content {
+            Ok([0, rest @ ..]) if rest.iter().all(|byte| *byte == 0) => Message::Zeros(page),
+            Ok(content) => Message::Content(page, content),
+            Err(reason) => Message::Failure(page, reason.as_bytes()),
+        };
+        let mut bytes = Vec::new();
+        encode(&message, &mut bytes);
+        match self.answers.send(bytes) {
+            Ok(()) => Answer::Taken,
+            // The writer has ended: the client is gone.
+            Err(_) => Answer::Late,
+        }
+    }
+}
+
+/// The thread that writes to a client.
+fn write(mut socket: &UnixStream, answers: &Receiver<Vec<u8>>, unwritten: &AtomicUsize) {
+    for mut bytes in answers {
+        let mut count = 1;
+        // One call for all answers that are there.
+        while bytes.len() < WRITE
+            && let Ok(more) = answers.try_recv()
+        {
+            bytes.extend(more);
+            count += 1;
+        }
+        // Before the client can see an answer, and ask for more.
+        unwritten.fetch_sub(count, Ordering::Relaxed);
+        if socket.write_all(&bytes).is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! How long a source tries to provide a page, and what becomes of the page then.
+
+use crate::PageRequest;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+/// What a source does about pages that it cannot provide at present.
+#[derive(Clone, Debug)]
+pub struct Policy {
+    /// For how long it tries again, counted from the request. After that the source is *gone*.
+    pub patience: Duration,
+    /// What becomes of the pages of a source that is gone.
+    pub when_gone: WhenGone,
+}
+
+/// What becomes of the pages of a source that is gone. No choice provides zeros.
+#[derive(Clone)]
+pub enum WhenGone {
+    /// The source keeps the requests and goes on trying. The vCPUs wait.
+    Hold,
+    /// The function is called once, with the reason: it ends the run. Then the pages are lost, so
+    /// that no vCPU waits for them.
+    Kill(Arc<dyn Fn(&str) + Send + Sync>),
+    /// The pages are lost. An access to one fails, as an access to memory with an uncorrectable
+    /// error does.
+    Poison,
+}
+
+/// Ten seconds, then [`WhenGone::Poison`].
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            patience: Duration::from_secs(10),
+            when_gone: WhenGone::Poison,
+        }
+    }
+}
+
+impl fmt::Debug for WhenGone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Hold => "Hold",
+            Self::Kill(_) => "Kill",
+            Self::Poison => "Poison",
+        })
+    }
+}
+
+/// A request, and when it was made.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub request: PageRequest,
+    pub at: Instant,
+}
+
+impl Asked {
+    pub fn now(request: PageRequest) -> Self {
+        Self {
+            request,
+            at: Instant::now(),
+        }
+    }
+}
+
+/// A source's policy, and whether the source is gone at present.
+pub(crate) struct Outage {
+    policy: Policy,
+    gone: AtomicBool,
+    killed: Once,
+}
+
+impl Outage {
+    pub fn new(policy: Policy) -> Self {
+        Self {
+            policy,
+            gone: AtomicBool::new(false),
+            killed: Once::new(),
+        }
+    }
+
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// When a request of the time `at` is given up. `None`: it is held.
+    pub fn deadline(&self, at: Instant) -> Option<Instant> {
+        match self.policy.when_gone {
+            WhenGone::Hold => None,
+            WhenGone::Kill(_) | WhenGone::Poison => Some(at + self.policy.patience),
+        }
+    }
+
+    /// As [`Outage::deadline`], after a try that has failed: while the source is gone, one failed
+    /// try is enough.
+    pub fn deadline_after_failure(&self, at: Instant) -> Option<Instant> {
+        let deadline = self.deadline(at)?;
+        Some(match self.gone.load(Ordering::Relaxed) {
+            true => at,
+            false => deadline,
+        })
+    }
+
+    /// The source has provided a page: it is not gone.
+    pub fn provided(&self) {
+        // The first test keeps the cache line shared.
+        if self.gone.load(Ordering::Relaxed) {
+            self.gone.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// The source is gone for `reason`, and `request` is past its deadline. The calling thread
+    /// holds no lock.
+    pub fn give_up(&self, request: &PageRequest, reason: &str) {
+        self.gone.store(true, Ordering::Relaxed);
+        if let WhenGone::Kill(end) = &self.policy.when_gone {
+            // Other threads wait until the function has returned.
+            self.killed.call_once(|| end(reason));
+        }
+        // Late: the page was provided in another way.
+        let _ = request.fail(reason);
+    }
+}
