@@ -9,9 +9,11 @@
 //! ```
 
 mod lab;
+mod pages;
 mod run;
 
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts};
+pub use pages::PagesFrom;
 pub use run::{Apf, Backend, RunArgs, SwapMedium, SwapSpec, Thp};
 
 use std::path::PathBuf;

@@ -10,11 +10,12 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
-//! * [`run`], [`image`], [`observe`]: `lacuna run`. [`lab`]: `lacuna lab`, and `lacuna` alone.
+//! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
+//! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //!
-//! May import `lab`, `machine`, `soft`, `kvm`, `guest` and `addr`. No `unsafe`.
+//! May import `lab`, `machine`, `soft`, `kvm`, `source`, `guest` and `addr`. No `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
@@ -25,6 +26,7 @@ pub mod lab;
 pub mod live;
 pub mod observe;
 pub mod output;
+pub mod pages;
 pub mod run;
 pub mod sample;
 pub mod signals;

@@ -13,13 +13,15 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use lacuna_lab::report::{short, time};
 
-use crate::sample::{Apf, Huge, RunSample, Stalls, Thread};
+use crate::sample::{Apf, Huge, Pages, RunSample, Stalls, Thread};
 use crate::size::Size;
 
 /// A live view on stderr, for a [`RunSample`] several times a second.
 pub struct Live {
     screen: MultiProgress,
     threads: Vec<ProgressBar>,
+    /// The pages of a source, once there is one.
+    pages: Option<ProgressBar>,
     totals: ProgressBar,
 }
 
@@ -36,6 +38,7 @@ impl Live {
         Self {
             screen,
             threads: Vec::new(),
+            pages: None,
             totals,
         }
     }
@@ -62,6 +65,14 @@ impl Live {
         for (bar, thread) in self.threads.iter().zip(&now.threads) {
             show_thread(bar, thread, width);
         }
+        if let Some(pages) = &now.pages {
+            let bar = self.pages.get_or_insert_with(|| {
+                let bar = ProgressBar::new_spinner().with_style(style("{msg}"));
+                self.screen.insert_before(&self.totals, bar)
+            });
+            bar.set_message(pages_now(pages));
+            bar.tick();
+        }
         self.totals.set_message(totals(now));
         self.totals.tick();
     }
@@ -71,6 +82,7 @@ impl Live {
         for bar in &self.threads {
             bar.finish_and_clear();
         }
+        self.pages.iter().for_each(ProgressBar::finish_and_clear);
         self.totals.finish_and_clear();
     }
 }
@@ -113,6 +125,30 @@ fn totals(now: &RunSample) -> String {
     )
 }
 
+fn pages_now(pages: &Pages) -> String {
+    let [present, missing] = [pages.present, pages.missing].map(|count| short(count as f64));
+    let lost = match pages.lost {
+        0 => String::new(),
+        lost => format!(" lost {lost}"),
+    };
+    format!(
+        "pages present {present} missing {missing}{lost}   fetched {}/s, p99 {}",
+        short(pages.rate),
+        time(pages.p99_ns)
+    )
+}
+
+fn pages_line(pages: &Pages) -> String {
+    let [p50, p99] = [pages.p50_ns, pages.p99_ns].map(time);
+    format!(
+        "pages     {} present, {} missing, {} lost; {}/s, fetch p50 {p50}, p99 {p99}\n",
+        pages.present,
+        pages.missing,
+        pages.lost,
+        short(pages.rate),
+    )
+}
+
 /// The summary of a run, for stdout.
 pub fn summary(last: &RunSample) -> String {
     let mut text = String::new();
@@ -151,6 +187,9 @@ pub fn summary(last: &RunSample) -> String {
     );
     if let Some(huge) = &last.huge {
         text.push_str(&huge_line(huge));
+    }
+    if let Some(pages) = &last.pages {
+        text.push_str(&pages_line(pages));
     }
     let _ = writeln!(
         text,
@@ -280,6 +319,16 @@ mod tests {
                     lost: 0,
                 },
             }),
+            pages: Some(Pages {
+                total: 524_288,
+                present: 65_536,
+                missing: 458_750,
+                lost: 2,
+                in_flight: 12,
+                rate: 16_384.0,
+                p50_ns: 90_000,
+                p99_ns: 1_200_000,
+            }),
         }
     }
 
@@ -292,6 +341,7 @@ work-0   work           8000000        2.0M
 
 memory    guest 2G, budget 512M, peak 520M
 huge      150 pages of 2M: 192 by a fault, 8 by a collapse; 50 split; 64 faults found no 2M free
+pages     65536 present, 458750 missing, 2 lost; 16.4k/s, fetch p50 90.0 us, p99 1.2 ms
 swap      81000 pages in, 640 out
 faults    131072 zero, 81000 major
 vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
@@ -315,7 +365,7 @@ time      4.0 s
         live.update(&sample());
         let screen = terminal.contents();
         let lines: Vec<&str> = screen.lines().collect();
-        assert_eq!(lines.len(), 3, "{screen}");
+        assert_eq!(lines.len(), 4, "{screen}");
         assert!(lines[0].starts_with("fault-0 ████████████░"), "{screen}");
         assert!(lines[0].ends_with("50 %  12.5k/s"), "{screen}");
         assert!(
@@ -324,7 +374,9 @@ time      4.0 s
         );
         let totals = "resident 512M of 512M, 300M in 2M pages (guest: 2G)   swap in 81.0k out \
                       640   faults zero 131k major 81.0k";
-        assert_eq!(lines[2], totals);
+        let pages = "pages present 65.5k missing 459k lost 2   fetched 16.4k/s, p99 1.2 ms";
+        assert_eq!(lines[2], pages);
+        assert_eq!(lines[3], totals);
         live.finish();
         assert_eq!(terminal.contents().trim(), "");
     }

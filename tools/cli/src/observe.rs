@@ -1,5 +1,6 @@
 //! From a running VM to a [`RunSample`].
 
+use crate::pages::{self, Source};
 use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
@@ -10,12 +11,13 @@ use std::time::Duration;
 /// Takes samples of a run.
 pub struct Observer {
     last: RunSample,
+    source: Option<Source>,
 }
 
 impl Observer {
     /// Before the run. `last` has the optional parts that this run will have.
-    pub fn new(last: RunSample) -> Self {
-        Self { last }
+    pub fn new(last: RunSample, source: Option<Source>) -> Self {
+        Self { last, source }
     }
 
     /// Takes a sample now.
@@ -24,6 +26,7 @@ impl Observer {
         if let Some(status) = read_status(now) {
             self.read(&status, elapsed);
         }
+        self.count_pages(elapsed.saturating_sub(self.last.elapsed));
         self.last.elapsed = elapsed;
         now.vm.count(&mut self.last);
         &self.last
@@ -33,15 +36,26 @@ impl Observer {
     pub fn last<V: Watched>(&self, end: &RunEnd<V>) -> RunSample {
         let mut last = Self {
             last: self.last.clone(),
+            source: self.source.clone(),
         };
         let elapsed = Duration::from_nanos(end.end.0);
         let status = end.status.as_ref();
         if let Some(status) = status.and_then(|page| Status::parse(page).ok()) {
             last.read(&status, elapsed);
         }
+        if let Some(pages) = &mut last.last.pages {
+            pages.present = 0;
+        }
+        last.count_pages(elapsed);
         last.last.elapsed = elapsed;
         end.vm.count(&mut last.last);
         last.last
+    }
+
+    fn count_pages(&mut self, elapsed: Duration) {
+        if let (Some(pages), Some(source)) = (&mut self.last.pages, &self.source) {
+            *pages = pages::count(source, pages, elapsed);
+        }
     }
 
     fn read(&mut self, status: &Status, elapsed: Duration) {

@@ -6,11 +6,13 @@ use crate::image::{check_limits, load};
 use crate::live::{Live, summary};
 use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain, print_guest_line, tell, visible};
-use crate::sample::{RunOptions, RunReport, RunSample};
+use crate::pages::{self, Source};
+use crate::sample::{Pages, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, RunEnd, Vm as _,
+    Apf, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource,
+    RunEnd, VcpuError, Vm as _,
 };
 use lacuna_soft::{HugePages, LatencySetting, Swap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,8 +42,11 @@ pub fn run(args: &RunArgs) -> Exit {
         Err(error) => return refuse(Exit::Usage, &format!("{}: {error}", args.image)),
     };
     match choose(args) {
-        Ok(Backend::Kvm) => run_on(&kvm(args), args, &image, &signals),
-        Ok(Backend::Soft | Backend::Auto) => run_on(&soft(args), args, &image, &signals),
+        Ok(Backend::Kvm) => run_on(&kvm(args), args, &image, (&signals, None)),
+        Ok(Backend::Soft | Backend::Auto) => match pages::open(args) {
+            Ok(source) => run_on(&soft(args, &source), args, &image, (&signals, source)),
+            Err(error) => refuse(error.exit(), &error.to_string()),
+        },
         Err((exit, text)) => refuse(exit, &text),
     }
 }
@@ -68,15 +73,28 @@ fn choose(args: &RunArgs) -> Result<Backend, (Exit, String)> {
     }
 }
 
-/// Runs a guest on any backend.
-fn run_on<B: Builder>(builder: &B, args: &RunArgs, image: &Image<'_>, signals: &Signals) -> Exit
+/// Runs a guest on any backend, with the pages of `source` if there is one.
+fn run_on<B: Builder>(
+    builder: &B,
+    args: &RunArgs,
+    image: &Image<'_>,
+    (signals, source): (&Signals, Option<Source>),
+) -> Exit
 where
     B::Vm: Watched,
 {
-    let mut observer = Observer::new(at_first::<B>(args));
+    let mut observer = Observer::new(at_first::<B>(args), source);
+    let mut set_exits = args.exit_on_missing;
     let mut screen = Screen::new(args);
     let console = screen.console();
     let mut watch = |now: &Observed<'_, B::Vm>| {
+        if std::mem::take(&mut set_exits)
+            && let Err(error) = pages::exit_on_missing(now.vm)
+        {
+            let cause = format!("--exit-on-missing: {error}");
+            let failed = VcpuError::Host { vcpu: 0, cause };
+            now.devices.end(Ending::Failed(failed), now.vm);
+        }
         screen.show(observer.look(now));
         if signals.caught().is_some() {
             now.devices.end(Ending::Stopped, now.vm);
@@ -102,6 +120,14 @@ fn at_first<B: Builder>(args: &RunArgs) -> RunSample {
         budget_bytes: args.resident.0,
         huge: (soft && huge).then(Default::default),
         apf: (soft && args.apf == args::Apf::On).then(Default::default),
+        pages: args.pages_from.is_some().then(|| {
+            let total = PageCount::from_bytes(args.memory.0).get();
+            Pages {
+                total,
+                missing: total,
+                ..Pages::default()
+            }
+        }),
         ..RunSample::default()
     }
 }
@@ -223,7 +249,8 @@ fn apf(args: &RunArgs) -> Apf {
     }
 }
 
-fn soft(args: &RunArgs) -> lacuna_soft::VmBuilder {
+fn soft(args: &RunArgs, source: &Option<Source>) -> lacuna_soft::VmBuilder {
+    let source = source.clone().map(|source| source as Arc<dyn PageSource>);
     let swap = args.swap.clone().unwrap_or_default();
     lacuna_soft::VmBuilder {
         memory: PageCount::from_bytes(args.memory.0),
@@ -237,7 +264,7 @@ fn soft(args: &RunArgs) -> lacuna_soft::VmBuilder {
         latency: LatencySetting::new(swap.latency),
         apf: apf(args),
         cpu: CpuModel::default(),
-        source: None,
+        source,
         seed: args.seed,
         command_line: args.append.clone(),
     }
@@ -277,6 +304,8 @@ fn options<B: Builder>(args: &RunArgs, builder: &B) -> RunOptions {
         }),
         apf: args.apf == args::Apf::On,
         thp: if soft { thp } else { "never".into() },
+        pages_from: args.pages_from.as_ref().map(ToString::to_string),
+        exit_on_missing: args.exit_on_missing,
         seed: args.seed,
         append: builder.full_command_line(),
     }
@@ -286,7 +315,6 @@ fn options<B: Builder>(args: &RunArgs, builder: &B) -> RunOptions {
 mod tests {
     use super::*;
     use lacuna_addr::Gpa;
-    use lacuna_machine::VcpuError;
 
     #[test]
     fn an_ending_has_the_code_of_its_cause() {

@@ -35,6 +35,29 @@ pub struct RunSample {
     pub huge: Option<Huge>,
     /// Asynchronous page faults; `None` where the guest is not offered them.
     pub apf: Option<Apf>,
+    /// Pages of the page source; `None` without `--pages-from`.
+    pub pages: Option<Pages>,
+}
+
+/// Pages that a page source provides.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
+pub struct Pages {
+    /// Pages of the guest.
+    pub total: u64,
+    /// Pages that the source has provided.
+    pub present: u64,
+    /// Pages that the guest has not needed yet, or waits for.
+    pub missing: u64,
+    /// Pages that the source has failed to provide.
+    pub lost: u64,
+    /// Pages that the source was asked for and has not answered.
+    pub in_flight: u64,
+    /// Pages a second since the sample before; at the end of the run, since its start.
+    pub rate: f64,
+    /// Half of the pages came within this time, in nanoseconds.
+    pub p50_ns: u64,
+    /// 99 of 100 pages came within this time.
+    pub p99_ns: u64,
 }
 
 /// Host memory in pages of 2 MiB.
@@ -165,6 +188,10 @@ pub struct RunOptions {
     pub apf: bool,
     /// Where host memory is allocated in 2 MiB pages, as `--thp` takes it.
     pub thp: String,
+    /// Where the guest's memory comes from, as `--pages-from` takes it.
+    pub pages_from: Option<String>,
+    /// Whether vCPUs exit for missing pages.
+    pub exit_on_missing: bool,
     /// The seed of a deterministic run.
     pub seed: Option<u64>,
     /// The guest's command line.

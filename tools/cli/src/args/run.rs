@@ -1,6 +1,6 @@
 //! The options of `lacuna run`.
 
-use super::Output;
+use super::{Output, PagesFrom};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, ValueEnum};
@@ -41,6 +41,15 @@ pub struct RunArgs {
     /// Where host memory is allocated in 2 MiB pages; soft only [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
+    /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
+    /// raw memory file) or peer:PATH (the socket of a process that serves pages); soft only
+    /// [default: zeros, without a source]
+    #[arg(long, value_name = "SOURCE")]
+    pub pages_from: Option<PagesFrom>,
+    /// A vCPU that needs a page of the source exits to the run loop, instead of waiting in the
+    /// engine
+    #[arg(long, requires = "pages_from")]
+    pub exit_on_missing: bool,
     /// Run all vCPUs on one thread under a virtual clock: the same seed gives the same run; soft
     /// only
     #[arg(long, value_name = "N")]
@@ -76,6 +85,7 @@ impl RunArgs {
         match () {
             () if self.seed.is_some() => Some("--seed"),
             () if self.thp.is_some() => Some("--thp"),
+            () if self.pages_from.is_some() => Some("--pages-from"),
             () if self.swap.as_ref().is_some_and(file) => Some("--swap file"),
             () => None,
         }
@@ -233,13 +243,15 @@ mod tests {
         assert_eq!(args.backend, Backend::Soft);
         assert_eq!(Thp::default().pages(), HugePages::default());
         assert_eq!(args.swap, None);
+        assert_eq!((args.pages_from, args.exit_on_missing), (None, false));
     }
 
     #[test]
     fn run_reads_everything() {
         let args = run(
             "lacuna run x.elf --memory 64M --resident 16M --vcpus 4 --seed 7 --quiet \
-                        --swap mem,latency=1ms --apf off --thp always --append -v --json -",
+                        --pages-from file:/m --exit-on-missing --swap mem,latency=1ms --apf off \
+                        --thp always --append -v --json -",
         );
         assert_eq!(
             (args.image.as_str(), args.memory, args.vcpus),
@@ -247,6 +259,8 @@ mod tests {
         );
         assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
         assert_eq!((args.apf, args.thp), (Apf::Off, Some(Thp::Always)));
+        let file = Some(PagesFrom::File("/m".into()));
+        assert_eq!((args.pages_from, args.exit_on_missing), (file, true));
         let swap = SwapSpec {
             medium: SwapMedium::Memory,
             latency: Duration::from_millis(1),

@@ -1,0 +1,66 @@
+//! `--pages-from`: where the guest's memory comes from.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// A page source, as `--pages-from` describes it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum PagesFrom {
+    /// Pages of zeros.
+    Zeros,
+    /// A raw memory file.
+    File(PathBuf),
+    /// A process that serves pages at this socket.
+    Peer(PathBuf),
+}
+
+impl FromStr for PagesFrom {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "zeros" => Ok(Self::Zeros),
+            Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
+            Some(("peer", path)) if !path.is_empty() => Ok(Self::Peer(path.into())),
+            _ => Err(format!(
+                "{text:?} is no page source; use zeros, file:PATH or peer:PATH"
+            )),
+        }
+    }
+}
+
+/// As `--pages-from` takes it.
+impl fmt::Display for PagesFrom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Zeros => f.write_str("zeros"),
+            Self::File(path) => write!(f, "file:{}", path.display()),
+            Self::Peer(path) => write!(f, "peer:{}", path.display()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_sources() {
+        for (text, source) in [
+            ("zeros", PagesFrom::Zeros),
+            ("file:/var/a:b", PagesFrom::File("/var/a:b".into())),
+            ("peer:run/socket", PagesFrom::Peer("run/socket".into())),
+        ] {
+            assert_eq!(text.parse(), Ok(source.clone()));
+            assert_eq!(source.to_string(), text);
+        }
+        for text in ["", "file", "file:", "peer:", "tape:/x", "zeros:1"] {
+            let error = text.parse::<PagesFrom>().unwrap_err();
+            assert!(
+                error.ends_with("use zeros, file:PATH or peer:PATH"),
+                "{error}"
+            );
+        }
+    }
+}

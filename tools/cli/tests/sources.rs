@@ -1,0 +1,151 @@
+//! `lacuna run --pages-from`: a guest whose memory comes from a source, and sources that fail.
+
+use assert_cmd::Command;
+use lacuna_addr::PageCount;
+use lacuna_skip::test;
+use lacuna_source::{Faults, Injected, PageRequest, PageSource, Server, Zeros, serve};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tempfile::TempDir;
+
+const RUN: &str = "run verify --memory 32M --resident 8M --append rounds=1 --json - --pages-from";
+
+/// Exit code, JSON and errors of a run; skipped in a build without guests.
+fn run(options: &str) -> (i32, serde_json::Value, String) {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let mut command = Command::cargo_bin("lacuna").expect("cargo builds it for this test");
+    let line = format!("{RUN} {options}");
+    let output = command.args(line.split_whitespace()).output().unwrap();
+    let json = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    (output.status.code().unwrap(), json, errors)
+}
+
+fn serves(path: &Path, memory: u64, source: impl PageSource + 'static) -> Server {
+    let listener = UnixListener::bind(path).unwrap();
+    serve(listener, PageCount::from_bytes(memory), Arc::new(source)).unwrap()
+}
+
+/// The run was whole, and its pages came from the source.
+fn assert_done(options: &str) {
+    let (code, json, errors) = run(options);
+    assert_eq!(code, 0, "{options}: {errors}");
+    assert_eq!(json["outcome"], "done", "{options}: {errors}");
+    let pages = &json["last"]["pages"];
+    let count = |name: &str| pages[name].as_u64().unwrap();
+    assert_eq!(count("total"), 8192, "{options}: {pages}");
+    assert_eq!(
+        count("present") + count("missing"),
+        8192,
+        "{options}: {pages}"
+    );
+    assert_eq!(count("lost"), 0, "{options}: {pages}");
+    // The guest writes most of its memory.
+    assert!(count("present") > 2048, "{options}: {pages}");
+}
+
+#[test]
+fn a_guest_runs_from_each_source() {
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("memory");
+    let sparse = std::fs::File::create(&file).unwrap();
+    sparse.set_len(32 << 20).unwrap();
+    let peer = folder.path().join("peer");
+    let faults = Faults {
+        loss: 0.05,
+        resend: Duration::from_millis(1),
+        reordering: 0.2,
+        ..Faults::latency(Duration::from_micros(200))
+    };
+    let _server = serves(&peer, 32 << 20, Injected::new(Zeros, faults).unwrap());
+    let (file, peer) = (file.display(), peer.display());
+    for options in [
+        "zeros".into(),
+        "zeros --exit-on-missing --apf off".into(),
+        "zeros --seed 7 --exit-on-missing".into(),
+        format!("file:{file}"),
+        format!("file:{file} --exit-on-missing"),
+        format!("peer:{peer}"),
+        format!("peer:{peer} --exit-on-missing"),
+        format!("peer:{peer} --exit-on-missing --apf off"),
+    ] {
+        assert_done(&options);
+    }
+}
+
+#[test]
+fn sources_that_cannot_be_used_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let short = folder.path().join("short");
+    std::fs::write(&short, [0; 5000]).unwrap();
+    let few = folder.path().join("few");
+    let _server = serves(&few, 1 << 20, Zeros);
+    let (short, few) = (short.display(), few.display());
+    for (options, code, told) in [
+        (
+            "file:/nonexistent/m".into(),
+            2,
+            "cannot open the memory file /nonexistent/m",
+        ),
+        (
+            format!("file:{short}"),
+            2,
+            "has 1 pages of 4 KiB and the guest needs 8192",
+        ),
+        (
+            format!("peer:{few}"),
+            2,
+            "the peer has 256 pages and the guest needs 8192",
+        ),
+        (
+            format!("file:{short} --seed 3"),
+            2,
+            "--seed repeats a run only with --pages-from zeros",
+        ),
+        ("tape:/x".into(), 2, "use zeros, file:PATH or peer:PATH"),
+        (
+            "zeros --backend kvm".into(),
+            2,
+            "--pages-from needs the soft backend",
+        ),
+    ] {
+        let (found, _, errors) = run(&options);
+        assert_eq!(found, code, "{options}: {errors}");
+        assert!(errors.contains(told), "{options}: {errors}");
+    }
+}
+
+/// Provides what the loader needs, and then nothing.
+struct Ends;
+
+impl PageSource for Ends {
+    fn describe(&self) -> String {
+        "a memory that ends".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let _ = match request.page().0 {
+            0..4096 => request.provide(&[0; 4096]),
+            _ => request.fail("the disk has failed"),
+        };
+    }
+}
+
+#[test]
+fn a_page_that_a_source_loses_ends_the_run_and_is_never_zeros() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("peer");
+    let _server = serves(&path, 32 << 20, Ends);
+    for options in ["", "--exit-on-missing"] {
+        let (code, json, errors) = run(&format!("peer:{} {options}", path.display()));
+        assert_eq!(code, 3, "{json} {errors}");
+        let outcome = json["outcome"].as_str().unwrap();
+        let told = "does not provide it: the disk has failed";
+        assert!(outcome.contains(told), "{outcome}");
+        assert!(json["last"]["pages"]["lost"].as_u64() > Some(0), "{json}");
+    }
+}
