@@ -158,6 +158,8 @@ static IMAGES: &[Image] = &[
             ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the random order"),
+            param("overlap", "0", "1: all threads touch the same pages"),
+            param("gate", "0", "1: waits until the host sets the setting"),
         ]
     ),
     image!(

@@ -3,11 +3,12 @@
 
 #define PAGE 4096ull
 
-static uint64_t share; /* pages of each thread */
+static uint64_t share;  /* pages of each thread */
+static uint64_t stride; /* pages from the first of one thread to the first of the next */
 
 static int toucher(uint64_t index) {
     bool at_random = lacuna_param_is("order", "random");
-    char *base = lacuna_arena() + index * share * PAGE;
+    char *base = lacuna_arena() + index * stride * PAGE;
     struct permute order = permute_new(share, lacuna_param("seed", 1) + index);
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_FAULTER, "touch", share);
     uint64_t start = lacuna_tsc();
@@ -27,14 +28,21 @@ int main(void) {
     uint64_t bytes = lacuna_param("bytes", lacuna_arena_bytes());
     if (bytes > lacuna_arena_bytes())
         bytes = lacuna_arena_bytes();
-    share = threads ? bytes / PAGE / threads : 0;
+    bool overlap = lacuna_param("overlap", 0);
+    share = !threads ? 0 : overlap ? bytes / PAGE : bytes / PAGE / threads;
+    stride = overlap ? 0 : share;
     if (!share || threads >= LACUNA_MAX_THREADS) {
         lacuna_printf("touch: cannot run with threads=%lu bytes=%lu: give 1 to %u threads, and a "
                       "page for each\n",
                       threads, bytes, LACUNA_MAX_THREADS - 1);
         return 2;
     }
-    lacuna_status(LACUNA_KIND_OTHER, "main", 0);
+    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "main", 0);
+    if (lacuna_param("gate", 0)) {
+        me->counter = 1; /* tells the host that this thread waits */
+        while (!lacuna_setting())
+            lacuna_pause();
+    }
     uint64_t start = lacuna_tsc();
     for (uint64_t i = 0; i < threads; i++) {
         if (lacuna_thread(toucher, i, i % lacuna_cpus()) < 0) {
@@ -43,7 +51,7 @@ int main(void) {
         }
     }
     int worst = lacuna_wait();
-    uint64_t cycles = lacuna_tsc() - start, pages = share * threads;
+    uint64_t cycles = lacuna_tsc() - start, pages = overlap ? share : share * threads;
     lacuna_printf("RESULT threads=%lu pages=%lu cycles=%lu ns=%lu ns_per_page=%lu\n", threads,
                   pages, cycles, lacuna_tsc_to_ns(cycles), lacuna_tsc_to_ns(cycles) / pages);
     return worst;

@@ -2,18 +2,21 @@
 //!
 //! * [`Userfaultfd`]: a thread receives the faults of missing pages and supplies the pages, and the
 //!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
+//! * [`MissingArea`]: memory with missing pages, for programs without `unsafe`.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
 //! * [`PageReads`]: reads of pages of a file by io_uring.
 //! * [`clear_dirty_log`], [`reset_dirty_rings`]: two calls of KVM's dirty logging.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or are given its addresses.
 
+mod area;
 mod counted;
 mod dirty_log;
 mod page_reads;
 mod pagemap;
 mod userfaultfd;
 
+pub use area::MissingArea;
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};

@@ -2,7 +2,7 @@
 //! are recorded.
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, Fault, Pagemap, Userfaultfd, Written};
+use lacuna_sys::{Errno, Fault, MissingArea, Pagemap, Userfaultfd, Written};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use rustix::thread::gettid;
 use std::ptr;
@@ -18,8 +18,8 @@ fn open_tracking() -> Option<Userfaultfd> {
     or_skip(Userfaultfd::open_tracking())
 }
 
-/// The descriptor; if there is none, the test is recorded as skipped.
-fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Option<Userfaultfd> {
+/// The descriptor or its memory; if there is none, the test is recorded as skipped.
+fn or_skip<T>(uffd: Result<T, Errno>) -> Option<T> {
     match uffd {
         Ok(uffd) => Some(uffd),
         Err(Errno::PERM | Errno::NOSYS) => {
@@ -151,4 +151,28 @@ fn a_range_that_is_not_tracked_is_refused() {
         .unwrap()
         .written(range, Written::Protect, drop);
     assert!(matches!(scan, Err(Errno::PERM | Errno::NOTTY)), "{scan:?}");
+}
+
+/// A thread that touches a missing page waits for it; an emptied page is missing again.
+#[test]
+fn an_area_waits_for_its_pages() {
+    let Some(area) = or_skip(MissingArea::new(2)) else {
+        return;
+    };
+    for round in 0..2 {
+        thread::scope(|scope| {
+            let toucher = scope.spawn(|| area.touch(1));
+            let mut faults = Vec::new();
+            while faults.is_empty() {
+                thread::yield_now();
+                area.userfaultfd().faults(&mut faults).unwrap();
+            }
+            assert_eq!(faults[0].page, area.page(1), "round {round}");
+            assert!(!toucher.is_finished(), "its page is missing");
+            area.userfaultfd()
+                .copy(&[7; PAGE_SIZE], area.page(1))
+                .unwrap();
+        });
+        area.empty().unwrap();
+    }
 }

@@ -72,11 +72,13 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     ("lacuna-guest", &[]),
+    // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them.
     (
         "lacuna-lab",
         &[
             "lacuna-addr",
             "lacuna-sync",
+            "lacuna-sys",
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",

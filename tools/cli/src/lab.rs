@@ -8,7 +8,7 @@ use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, base, interrupt, pml, thp};
+use lacuna_lab::{apf, base, interrupt, paging, pml, thp};
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -66,6 +66,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
                 Experiment::Apf => apf::run(&options, &mut report),
                 Experiment::Thp => thp::run(&options, &mut report),
                 Experiment::Pml => pml::run(&options, &mut report),
+                Experiment::Paging => paging::run(&options, &mut report),
                 Experiment::Base => base::run(&options, &mut report),
             }
         })

@@ -14,8 +14,8 @@
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: the cost of the host kernel's own page fault, which ours is compared with.
 //! * [`interrupt`]: ends an experiment early.
-//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`], [`pml`]: the
-//!   experiments.
+//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`], [`pml`],
+//!   [`paging`]: the experiments.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
@@ -29,6 +29,7 @@ mod fixture;
 pub mod host_info;
 pub mod interrupt;
 pub mod native;
+pub mod paging;
 mod players;
 pub mod pml;
 pub mod report;

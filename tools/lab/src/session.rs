@@ -8,7 +8,7 @@
 use crate::experiment::LabError;
 use crate::interrupt;
 use lacuna_addr::Gpa;
-use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
+use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, SETTING_AT, Status};
 use lacuna_machine::{Apf, Builder, Ending, GuestMemory, Image, PlatformDevices, Vm};
 use lacuna_soft::Stalls;
 use std::sync::{Arc, Mutex};
@@ -84,9 +84,18 @@ impl<'a> Guest<'a> {
     /// Makes the processes of `kinds` pause, and all others run.
     pub fn pause(&self, kinds: &[Kind]) -> Result<(), LabError> {
         let mask = kinds.iter().fold(0, |mask, kind| mask | kind.paused_bit());
-        let at = self.page.checked_add(PAUSED_AT as u64);
+        self.write_word(PAUSED_AT, mask)
+    }
+
+    /// Gives the workload its setting, whose meaning is the workload's.
+    pub fn set(&self, setting: u32) -> Result<(), LabError> {
+        self.write_word(SETTING_AT, setting)
+    }
+
+    fn write_word(&self, offset: usize, word: u32) -> Result<(), LabError> {
+        let at = self.page.checked_add(offset as u64);
         let at = at.expect("inside the status page");
-        Ok(self.memory.write(at, &u32::to_le_bytes(mask))?)
+        Ok(self.memory.write(at, &word.to_le_bytes())?)
     }
 
     /// Lets the guest run for `time`.

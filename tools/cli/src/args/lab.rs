@@ -9,10 +9,10 @@ use std::str::FromStr;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
-    /// Experiments (apf, thp, pml, base), or parts of them (pml.score, base.scaling). Without a
-    /// name: a first look at each mechanism, in less than a minute
+    /// Experiments (apf, thp, pml, paging, base), or parts of them (pml.score, base.scaling).
+    /// Without a name: a first look at each mechanism, in less than a minute
     pub experiments: Vec<Name>,
-    /// All experiments that compare a mechanism with its absence: apf, thp, pml (about 50 minutes)
+    /// All experiments that compare a mechanism with its absence: apf, thp, pml, paging (an hour)
     #[arg(long, conflicts_with = "experiments")]
     pub full: bool,
     /// Fewer and shorter rounds: for CI, not for figures to quote
@@ -39,7 +39,7 @@ impl LabArgs {
     /// What is to be measured.
     pub fn chosen(&self) -> Chosen {
         if self.full {
-            let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml];
+            let systems = Experiment::SYSTEMS;
             return Chosen::Parts(systems.map(|experiment| (experiment, Vec::new())).into());
         }
         if self.experiments.is_empty() {
@@ -78,7 +78,7 @@ impl FromStr for Name {
             None => (text, None),
         };
         let experiment = Experiment::from_str(name, false)
-            .map_err(|_| "no such experiment: choose apf, thp, pml or base".to_owned())?;
+            .map_err(|_| "no such experiment: choose apf, thp, pml, paging or base".to_owned())?;
         let known = |part: &str| {
             let parts = experiment.parts();
             let found = parts.iter().find(|known| **known == part);
@@ -103,16 +103,22 @@ pub enum Experiment {
     Thp,
     /// Dirty tracking: what it costs to know which pages a running guest writes
     Pml,
+    /// Memory that was never provided: one queue for all vCPUs, and exits to the VMM
+    Paging,
     /// The engine itself: memory overhead, a fault's time, instructions a second. Only by name
     Base,
 }
 
 impl Experiment {
+    /// Those that compare a mechanism with its absence.
+    const SYSTEMS: [Self; 4] = [Self::Apf, Self::Thp, Self::Pml, Self::Paging];
+
     const fn parts(self) -> &'static [&'static str] {
         match self {
             Self::Apf => lacuna_lab::apf::PARTS,
             Self::Thp => lacuna_lab::thp::PARTS,
             Self::Pml => lacuna_lab::pml::PARTS,
+            Self::Paging => lacuna_lab::paging::PARTS,
             Self::Base => lacuna_lab::base::PARTS,
         }
     }
@@ -135,9 +141,9 @@ mod tests {
         for line in ["lacuna lab", "lacuna lab --quick --quiet"] {
             assert_eq!(chosen(line), Chosen::FirstLook, "{line}");
         }
-        let systems = [Experiment::Apf, Experiment::Thp, Experiment::Pml].map(whole);
+        let systems = Experiment::SYSTEMS.map(whole);
         assert_eq!(chosen("lacuna lab --full"), parts(&systems));
-        assert_eq!(chosen("lacuna lab apf thp pml"), parts(&systems));
+        assert_eq!(chosen("lacuna lab apf thp pml paging"), parts(&systems));
         let both = [Experiment::Apf, Experiment::Base].map(whole);
         assert_eq!(chosen("lacuna lab base apf"), parts(&both));
         let base = [whole(Experiment::Base)];
@@ -158,6 +164,9 @@ mod tests {
         let parts = "pml has no such part: choose one of score, page, ending, harvest, kvm";
         assert!(text.contains(parts), "{text}");
         let text = refused("lacuna lab pmk.page");
-        assert!(text.contains("choose apf, thp, pml or base"), "{text}");
+        assert!(
+            text.contains("choose apf, thp, pml, paging or base"),
+            "{text}"
+        );
     }
 }

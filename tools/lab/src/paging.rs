@@ -1,0 +1,91 @@
+//! `lacuna lab paging`: memory that is elsewhere when the guest starts, page by page.
+//!
+//! It is the demand-paging test of the 2023 series: each vCPU touches its own share of the memory
+//! once, or all touch the same. The arms differ in how a missing page comes:
+//!
+//! ```text
+//! queue_N_readers  vCPU sleeps ─► one queue for all vCPUs ─► one of N threads provides ─► wake-up
+//! queue_each       vCPU sleeps ─► a queue for each vCPU ─► its reader provides ─► wake-up
+//! exits            vCPU exits, its own thread provides the page, and enters it again
+//! exits_apf        vCPU exits, the guest is told and goes on; another thread provides the page
+//! ```
+//! All provide the same page by the same call, [`MissingMemory::provide`].
+//!
+//! | id | what is compared |
+//! |---|---|
+//! | `paging.pool.exit_vs_queue.Nvcpu` | pages a second, exits / one queue with one reader |
+//! | `paging.pool.exit_vs_best_queue.Nvcpu` | the same against the best number of readers |
+//! | `paging.pool.exit_vs_queue.Nvcpu_same` | all vCPUs touch the same pages |
+//! | `paging.pool.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs |
+//! | `paging.pool.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less that of threads |
+//! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
+//! | `paging.sim.queue_error_percent` | the simulation against 1 to 16 host threads here |
+//! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
+//!
+//! `pool` is the soft backend's own pool of frames.
+
+mod arms;
+mod costs;
+mod crowd;
+mod curve;
+mod fixture;
+mod machine;
+mod queue;
+mod sim;
+mod threads;
+
+use crate::experiment::{LabError, Options};
+use crate::report::Progress;
+use crate::result::Report;
+use fixture::MemoryKind;
+use lacuna_addr::{Gpa, PAGE_SIZE};
+#[cfg(doc)]
+use lacuna_machine::MissingMemory;
+
+/// What every page contains: the guest expects zeros.
+static PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// vCPUs, and thousand pages a second in the 2023 series: through one userfaultfd, and by exits.
+const SERIES: [(usize, f64, f64); 9] = [
+    (1, 150.0, 340.0),
+    (2, 191.0, 477.0),
+    (4, 210.0, 809.0),
+    (8, 155.0, 1239.0),
+    (16, 130.0, 1595.0),
+    (32, 108.0, 2299.0),
+    (64, 86.0, 3482.0),
+    (128, 62.0, 4134.0),
+    (256, 36.0, 4012.0),
+];
+/// Where [`SERIES`] is from.
+const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
+
+/// The address of a page of a source in guests whose memory is one slot from 0 on.
+fn gpa_of(page: u64) -> Gpa {
+    Gpa::new(page * PAGE_SIZE as u64).expect("a page of a guest")
+}
+
+/// Measures everything, in the order of the table above.
+///
+/// # Errors
+/// The first experiment that could not be carried out.
+pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let progress = Progress::new(arms::STEPS + crowd::STEPS + curve::STEPS, options.verbosity);
+    report.say(
+        "paging: memory that was never provided. A vCPU that needs a page waits in a queue for a \
+         reader's answer, or it exits, and its own thread provides the page.",
+    );
+    if options.wants("arms") {
+        arms::measure(MemoryKind::Pool, options, report, &progress)?;
+    }
+    if options.wants("crowd") {
+        crowd::measure(MemoryKind::Pool, options, report, &progress)?;
+    }
+    if options.wants("curve") {
+        curve::measure(options, report, &progress)?;
+    }
+    Ok(())
+}
+
+/// The parts that can be measured alone.
+pub const PARTS: &[&str] = &["arms", "crowd", "curve"];

@@ -1,0 +1,160 @@
+//! Whether vCPUs that exit delay each other: two vCPUs against two VMs, and more vCPUs than cores
+//! against as many plain threads.
+
+use super::fixture::{Arm, Fixture, MemoryKind, Place, Share, Work, together};
+use super::{PAGE, gpa_of, queue::Queues};
+use crate::experiment::{LabError, Options};
+use crate::report::Progress;
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, paired, rounds};
+use lacuna_addr::PageCount;
+use lacuna_machine::{Apf, MissingMemory, PageSource, Vm as _};
+use std::sync::{Arc, Barrier};
+use std::thread;
+use std::time::Instant;
+
+/// The number of steps that [`measure`] reports as progress.
+pub const STEPS: u64 = 1 + CROWDS.len() as u64;
+
+/// Numbers of vCPUs on fewer cores.
+const CROWDS: [usize; 3] = [4, 8, 16];
+
+/// Measures `scaling_2vcpu` and `crowd_loss_points.*`.
+pub fn measure(
+    kind: MemoryKind,
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    progress.step("missing pages, two vCPUs and two VMs")?;
+    let id = format!("{}.scaling_2vcpu", kind.id());
+    if thread::available_parallelism().map_or(1, usize::from) < 2 {
+        report.skip(id, "this machine has one core");
+    } else {
+        report.push(two_vcpus(kind, &id, options)?);
+    }
+    for vcpus in CROWDS {
+        progress.step(format!("missing pages, {vcpus} vCPUs and as many threads"))?;
+        report.push(crowd(kind, vcpus, options)?);
+    }
+    Ok(())
+}
+
+const fn pages(options: &Options) -> u64 {
+    if options.quick { 4096 } else { 32768 }
+}
+
+const fn times(options: &Options) -> usize {
+    if options.quick { 2 } else { 25 }
+}
+
+fn fixture(kind: MemoryKind, vcpus: usize, pages: u64) -> Result<Fixture, LabError> {
+    let share = Share::Own;
+    Fixture::new(
+        kind,
+        Work {
+            vcpus,
+            pages,
+            share,
+        },
+    )
+}
+
+/// Two vCPUs of one VM against two VMs with one each, which share nothing but the process.
+fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measurement, LabError> {
+    let pages = pages(options);
+    let two = fixture(kind, 2, pages)?;
+    let each = [fixture(kind, 1, pages / 2)?, fixture(kind, 1, pages / 2)?];
+    let rates = rounds(4, times(options), |arm| match arm {
+        0 => together(&[&each[0]], Arm::Exits, Place::Pinned),
+        1 => together(&[&each[0], &each[1]], Arm::Exits, Place::Pinned),
+        _ => together(&[&two], Arm::Exits, Place::Pinned),
+    })?;
+    let ratio = paired(&rates[1], &rates[2]);
+    Ok(Measurement::new(id, "x", Better::Higher, ratio)
+        .bar(0.95)
+        .param("pages", pages)
+        .arm("one_vcpu_pages_per_s", Summary::of(&rates[0]))
+        .arm("two_vms_pages_per_s", Summary::of(&rates[1]))
+        .arm("two_vcpus_pages_per_s", Summary::of(&rates[2]))
+        .arm("two_vms_scaling", paired(&rates[0], &rates[1]))
+        .arm("null", paired(&rates[2], &rates[3])))
+}
+
+/// What `vcpus` vCPUs lose against two, less what as many plain threads lose against two. The
+/// threads provide pages by the same call, without a vCPU.
+fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measurement, LabError> {
+    let pages = pages(options);
+    let (few, many) = (fixture(kind, 2, pages)?, fixture(kind, vcpus, pages)?);
+    let rates = rounds(5, times(options), |arm| match arm {
+        0 => few.rate(Arm::Exits),
+        1 | 4 => many.rate(Arm::Exits),
+        2 => threads(&few, 2, pages),
+        _ => threads(&few, vcpus, pages),
+    })?;
+    let points = |few: usize, many: usize, threads: [usize; 2]| {
+        let round = |i: usize| {
+            let kept = |a: usize, b: usize| 100.0 * rates[b][i] / rates[a][i];
+            kept(threads[0], threads[1]) - kept(few, many)
+        };
+        Summary::of(&(0..rates[0].len()).map(round).collect::<Vec<_>>())
+    };
+    let id = format!("{}.crowd_loss_points.{vcpus}vcpu", kind.id());
+    Ok(
+        Measurement::new(id, "points", Better::Lower, points(0, 1, [2, 3]))
+            .bar(5.0)
+            .param("pages", pages)
+            .arm("two_vcpus_pages_per_s", Summary::of(&rates[0]))
+            .arm("vcpus_pages_per_s", Summary::of(&rates[1]))
+            .arm("two_threads_pages_per_s", Summary::of(&rates[2]))
+            .arm("threads_pages_per_s", Summary::of(&rates[3]))
+            .arm("vcpus_kept", paired(&rates[0], &rates[1]))
+            .arm("threads_kept", paired(&rates[2], &rates[3]))
+            .arm("null", points(0, 1, [0, 4])),
+    )
+}
+
+/// Pages a second of plain threads that provide the pages of a VM without a guest, each its own
+/// share.
+fn threads(fixture: &Fixture, count: usize, pages: u64) -> Result<f64, LabError> {
+    let source = Arc::new(Queues::new(1)) as Arc<dyn PageSource>;
+    let vm = fixture.vm(Apf::Off, source)?;
+    let memory = vm.missing_memory().expect("it has a source");
+    assert!(
+        PageCount::new(pages) <= vm.config().memory,
+        "shares inside the memory"
+    );
+    let (share, start) = (pages / count as u64, Barrier::new(count));
+    let spans = thread::scope(|scope| {
+        let provide = |first: u64| {
+            let start = &start;
+            scope.spawn(move || {
+                start.wait();
+                let began = Instant::now();
+                provide(memory, first, share)?;
+                Ok((began, Instant::now()))
+            })
+        };
+        let threads: Vec<_> = (0..count as u64).map(|i| provide(i * share)).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads
+            .into_iter()
+            .map(join)
+            .collect::<Result<Vec<(Instant, Instant)>, LabError>>()
+    })?;
+    let first = spans.iter().map(|span| span.0).min();
+    let last = spans.iter().map(|span| span.1).max();
+    let (first, last) = first.zip(last).expect("at least one thread");
+    Ok((share * count as u64) as f64 / (last - first).as_secs_f64())
+}
+
+fn provide(memory: &dyn MissingMemory, first: u64, pages: u64) -> Result<(), LabError> {
+    for page in first..first + pages {
+        memory.provide(gpa_of(page), &PAGE)?;
+    }
+    Ok(())
+}

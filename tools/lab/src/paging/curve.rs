@@ -1,0 +1,325 @@
+//! The curve to 256 vCPUs, simulated with service times that are measured in the same run, and the
+//! check of the simulation against threads of this machine.
+
+use super::costs::Measured;
+use super::sim::{Costs, Setting, exits, queue};
+use super::threads::{Cores, area, in_place, through_queue};
+use super::{SERIES, SOURCE};
+use crate::experiment::{LabError, Options};
+use crate::report::{Progress, align, figure, short, wrap};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Summary, rounds};
+use std::array::from_fn;
+use std::thread;
+
+/// The transfer of a cache line between two cores of a large x86 server, in nanoseconds: medians
+/// inside one socket (Ice Lake 8375C) and between two (EPYC 7R13).
+const LINE_NS: [f64; 2] = [51.0, 197.0];
+const LINE_SOURCE: &str = "github.com/nviennot/core-to-core-latency";
+
+/// Numbers of threads that are measured and simulated.
+const CHECKED: [usize; 5] = [1, 2, 4, 8, 16];
+/// The largest error of the simulation, in percent.
+const BAR: f64 = 15.0;
+/// Pages that the simulation counts.
+const SIMULATED: u64 = 20_000;
+/// Faults that a reader of this process takes at once, at most.
+const BATCH: usize = 64;
+
+/// The number of steps that [`measure`] reports as progress.
+pub const STEPS: u64 = 3;
+
+/// Measures `paging.sim.*`.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    let refused = |error: &LabError| {
+        format!("{error}; run it as root, or set vm.unprivileged_userfaultfd to 1")
+    };
+    if let Err(error) = area(1) {
+        report.skip("paging.sim", refused(&error));
+        return Ok(());
+    }
+    progress.step("service times of a userfaultfd")?;
+    let (pages, runs) = if options.quick { (1024, 2) } else { (8192, 9) };
+    let measured = Measured::take(runs, pages)?;
+    progress.step("threads on a userfaultfd, 1 to 16")?;
+    check(&measured, pages, runs, report)?;
+    progress.step("the curve to 256 vCPUs")?;
+    curve(&measured, report);
+    report.detail(service_times(&measured));
+    Ok(())
+}
+
+/// Measures threads on this machine's cores, and simulates them.
+fn check(
+    measured: &Measured,
+    pages: u64,
+    runs: usize,
+    report: &mut Report,
+) -> Result<(), LabError> {
+    let memory = area(pages)?;
+    let count = CHECKED.len();
+    let rates = rounds(2 * count, runs, |arm| {
+        let threads = CHECKED[arm % count];
+        let took = if arm < count {
+            through_queue(&memory, pages, threads, Cores::Any)?
+        } else {
+            in_place(&memory, pages, threads)?
+        };
+        Ok::<_, LabError>(took.rate())
+    })?;
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let simulated = |arm: usize| {
+        let threads = CHECKED[arm % count];
+        if arm < count {
+            queue(&measured.costs, &here(threads, cores), SIMULATED)
+        } else {
+            exits(measured.fill, 0.0, threads, cores, SIMULATED)
+        }
+    };
+    let summaries: Vec<Summary> = rates.iter().map(|rates| Summary::of(rates)).collect();
+    for (name, arms) in [("queue", 0..count), ("exits", count..2 * count)] {
+        let errors = arms
+            .clone()
+            .map(|arm| error(simulated(arm), summaries[arm]));
+        let worst = errors.max_by(|a, b| a.median.total_cmp(&b.median));
+        let id = format!("paging.sim.{name}_error_percent");
+        let result = Measurement::new(id, "%", Better::Lower, worst.expect("five arms"));
+        let mut result = result.bar(BAR).simulated().param("cores", cores);
+        for arm in arms {
+            let threads = CHECKED[arm % count];
+            result = result
+                .arm(&format!("{threads}_threads_measured"), summaries[arm])
+                .arm(&format!("{threads}_threads_simulated"), simulated(arm));
+        }
+        report.push(result);
+    }
+    let mut table =
+        vec![["threads", "queue", "simulated", "in place", "simulated"].map(str::to_owned)];
+    table.extend(CHECKED.iter().enumerate().map(|(i, threads)| {
+        [
+            threads.to_string(),
+            short(summaries[i].median),
+            short(simulated(i)),
+            short(summaries[count + i].median),
+            short(simulated(count + i)),
+        ]
+    }));
+    report.detail(format!(
+        "userfaultfd: pages a second of host threads on {cores} cores, one reader\n{}",
+        align(&table)
+    ));
+    Ok(())
+}
+
+const fn here(threads: usize, cores: usize) -> Setting {
+    Setting {
+        threads,
+        readers: 1,
+        cores,
+        batch: BATCH,
+    }
+}
+
+/// How far `simulated` is from what was measured, in percent. The ends are the errors against the
+/// ends of the interval.
+fn error(simulated: f64, measured: Summary) -> Summary {
+    let off = |rate: f64| 100.0 * (simulated / rate - 1.0).abs();
+    let [low, high] = [measured.low, measured.high].map(off);
+    Summary {
+        median: off(measured.median),
+        low: low.min(high).min(off(measured.median)),
+        high: low.max(high),
+        ..measured
+    }
+}
+
+/// The simulated rates of one number of vCPUs on a core each, for both ends of [`LINE_NS`].
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Band {
+    one_reader: [f64; 2],
+    reader_each: [f64; 2],
+    exits: [f64; 2],
+}
+
+impl Band {
+    fn of(measured: &Measured, vcpus: usize) -> Self {
+        let through = |readers: usize, line: f64| {
+            let costs = Costs {
+                line,
+                ..measured.costs
+            };
+            let setting = Setting {
+                threads: vcpus,
+                readers,
+                cores: vcpus + readers,
+                batch: 1,
+            };
+            queue(&costs, &setting, SIMULATED)
+        };
+        Self {
+            one_reader: LINE_NS.map(|line| through(1, line)),
+            reader_each: LINE_NS.map(|line| through(vcpus, line)),
+            exits: LINE_NS.map(|line| exits(measured.fill, line, vcpus, vcpus, SIMULATED)),
+        }
+    }
+
+    /// Exits against one queue with one reader.
+    fn ratio(&self) -> Summary {
+        let ratios: [f64; 2] = from_fn(|i| self.exits[i] / self.one_reader[i]);
+        let [low, high] = [ratios[0].min(ratios[1]), ratios[0].max(ratios[1])];
+        Summary {
+            median: (low * high).sqrt(),
+            low,
+            high,
+            runs: 1,
+            coverage: 0.0,
+        }
+    }
+}
+
+fn curve(measured: &Measured, report: &mut Report) {
+    let mut table = vec![
+        [
+            "vCPUs",
+            "1 reader",
+            "a reader each",
+            "exits",
+            "ratio",
+            "series: queue",
+            "exits",
+            "ratio",
+        ]
+        .map(str::to_owned),
+    ];
+    for (vcpus, without, with) in SERIES {
+        let band = Band::of(measured, vcpus);
+        let id = format!("paging.sim.exit_vs_queue.{vcpus}vcpu");
+        report.push(
+            Measurement::new(id, "x", Better::Higher, band.ratio())
+                .simulated()
+                .reference(with / without, SOURCE)
+                .param("line_ns", LINE_NS.to_vec())
+                .param("line_source", LINE_SOURCE)
+                .arm("queue_1_readers_pages_per_s", band.one_reader.to_vec())
+                .arm("queue_reader_each_pages_per_s", band.reader_each.to_vec())
+                .arm("exits_pages_per_s", band.exits.to_vec()),
+        );
+        let thousands = |band: [f64; 2]| {
+            let [low, high] = [band[0].min(band[1]), band[0].max(band[1])];
+            format!("{} .. {}", short(low), short(high))
+        };
+        let ratio = band.ratio();
+        table.push([
+            vcpus.to_string(),
+            thousands(band.one_reader),
+            thousands(band.reader_each),
+            thousands(band.exits),
+            format!("{} .. {}", figure(ratio.low), figure(ratio.high)),
+            short(without * 1e3),
+            short(with * 1e3),
+            figure(with / without),
+        ]);
+    }
+    let [low, high] = LINE_NS;
+    let heading = format!(
+        "SIMULATED: pages a second with a core for each thread. The band is a cache line's \
+         transfer of {low} to {high} ns ({LINE_SOURCE}). The last three columns were measured: \
+         {SOURCE}."
+    );
+    report.detail(format!("{}\n{}", wrap(&heading), align(&table)));
+}
+
+fn service_times(measured: &Measured) -> String {
+    let costs = measured.costs;
+    let times = [
+        ("fault", costs.fault),
+        ("read", costs.read),
+        ("read_each", costs.read_each),
+        ("copy", costs.copy),
+        ("scan", costs.scan),
+        ("scan_each", costs.scan_each),
+        ("wake", costs.wake),
+        ("wake_idle", costs.wake_idle),
+        ("idle", costs.idle),
+        ("switch", costs.switch),
+        ("fill in place", measured.fill),
+    ];
+    let mut rows = vec![["service time", "ns"].map(str::to_owned)];
+    rows.extend(times.map(|(name, ns)| [name.to_owned(), figure(ns)]));
+    let scans = measured.scans.iter();
+    rows.extend(scans.map(|(sleepers, ns)| [format!("a call, {sleepers} asleep"), figure(*ns)]));
+    align(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured() -> Measured {
+        Measured {
+            costs: Costs {
+                fault: 1500.0,
+                enqueue: 100.0,
+                read: 400.0,
+                read_each: 100.0,
+                copy: 1500.0,
+                scan: 100.0,
+                scan_each: 5.0,
+                wake: 500.0,
+                wake_idle: 1500.0,
+                idle: 3000.0,
+                switch: 500.0,
+                line: 0.0,
+            },
+            fill: 2900.0,
+            scans: vec![(1, 100.0)],
+        }
+    }
+
+    /// The shape of the published curve: the queue falls with the vCPUs, the exits rise, and the
+    /// ratio is two orders of magnitude.
+    #[test]
+    fn the_queue_collapses_and_the_exits_scale() {
+        let [few, many] = [8, 256].map(|vcpus| Band::of(&measured(), vcpus));
+        for end in 0..2 {
+            assert!(many.one_reader[end] < few.one_reader[end] / 2.0, "{many:?}");
+            assert!(many.reader_each[end] < few.reader_each[end], "{many:?}");
+            assert!(many.exits[end] > few.exits[end], "{many:?}");
+        }
+        let ratio = many.ratio();
+        assert!(ratio.low > 50.0 && ratio.low <= ratio.median && ratio.median <= ratio.high);
+    }
+
+    #[test]
+    fn the_error_is_against_the_interval() {
+        let measured = Summary {
+            median: 100.0,
+            low: 80.0,
+            high: 110.0,
+            runs: 9,
+            coverage: 0.96,
+        };
+        let found = error(120.0, measured);
+        assert!((found.median - 20.0).abs() < 1e-9);
+        assert!((found.high - 50.0).abs() < 1e-9);
+        assert!((found.low - 100.0 / 11.0).abs() < 1e-9);
+        assert_eq!(found.runs, 9);
+    }
+
+    /// All ids of the curve, marked as simulated, with the published figure beside.
+    #[test]
+    fn the_curve_is_marked_as_simulated() {
+        let mut report = Report::new("lacuna lab paging");
+        curve(&measured(), &mut report);
+        assert_eq!(report.results.len(), SERIES.len());
+        assert!(report.results.iter().all(|result| result.simulated));
+        let last = report.results.last().unwrap();
+        assert_eq!(last.id, "paging.sim.exit_vs_queue.256vcpu");
+        assert!((last.reference.unwrap() - 4012.0 / 36.0).abs() < 1e-9);
+        assert!(report.details[0].starts_with("SIMULATED"));
+    }
+}

@@ -1,0 +1,251 @@
+//! One VM of one slice: its vCPUs' threads, the threads that provide its pages, and what its guest
+//! says at the end.
+
+use super::PAGE;
+use super::fixture::{Arm, Fixture};
+use super::queue::{Queues, use_queue};
+use crate::base::pin;
+use crate::experiment::LabError;
+use crate::interrupt;
+use crate::session::{Guest, image};
+use lacuna_addr::Gpa;
+use lacuna_machine::{
+    Apf, Ending, Exit, FaultToken, MemoryError, MemorySlots as _, MissingMemory, PageSource,
+    PlatformDevices, SlotFlags, Vcpu as _, VcpuError, Vm as _, dispatch,
+};
+use lacuna_soft::{Vcpu, Vm};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, Scope};
+use std::time::{Duration, Instant};
+
+/// The longest time for the boot of a guest, and for its touching.
+const LIMIT: Duration = Duration::from_secs(120);
+/// How often the end of a guest is looked for. Rarely, because it takes time from the vCPUs.
+const LOOK: Duration = Duration::from_millis(2);
+/// The beginning of the guest's last line.
+const RESULT: &str = "RESULT threads=";
+
+pub struct Machine {
+    vm: Arc<Vm>,
+    queues: Arc<Queues>,
+    devices: PlatformDevices,
+    lines: Arc<Mutex<Vec<String>>>,
+    arm: Arm,
+}
+
+/// An accepted exit.
+type Accepted = (Gpa, FaultToken);
+
+impl Machine {
+    pub fn new(fixture: &Fixture, arm: Arm) -> Result<Self, LabError> {
+        let queues = match arm {
+            Arm::QueueEach => fixture.builder.vcpus,
+            _ => 1,
+        };
+        let queues = Arc::new(Queues::new(queues));
+        let apf = match arm {
+            Arm::ExitsTold => Apf::On,
+            _ => Apf::Off,
+        };
+        let lines = Arc::<Mutex<Vec<String>>>::default();
+        let kept = Arc::clone(&lines);
+        let keep = move |line: &str| {
+            let mut lines = kept.lock().expect("no panic under this lock");
+            lines.push(line.to_owned());
+        };
+        Ok(Self {
+            vm: fixture.vm(apf, Arc::clone(&queues) as Arc<dyn PageSource>)?,
+            queues,
+            devices: PlatformDevices::new(keep),
+            lines,
+            arm,
+        })
+    }
+
+    /// Boots the guest and starts all threads. The thread of the first vCPU is pinned to the core
+    /// `first_core`, if there is one, and the others to the cores after it.
+    pub fn start<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        command_line: &str,
+        first_core: Option<usize>,
+    ) -> Result<(), LabError> {
+        let vcpus = self.vm.boot(&image("touch")?, command_line)?;
+        let (accepted, told) = channel();
+        match self.arm {
+            Arm::Exits => self.exit_on_missing()?,
+            Arm::ExitsTold => {
+                self.exit_on_missing()?;
+                scope.spawn(move || self.provide_accepted(&told));
+            }
+            Arm::Queue(_) | Arm::QueueEach => self.start_readers(scope),
+        }
+        for (index, vcpu) in vcpus.into_iter().enumerate() {
+            let accepted = accepted.clone();
+            scope.spawn(move || {
+                if let Some(first) = first_core {
+                    pin(first + index);
+                }
+                use_queue(index);
+                self.drive(vcpu, &accepted);
+            });
+        }
+        Ok(())
+    }
+
+    fn exit_on_missing(&self) -> Result<(), LabError> {
+        for slot in self.vm.memory_slots() {
+            self.vm
+                .set_slot_flags(slot.id, SlotFlags::EXIT_ON_MISSING)?;
+        }
+        Ok(())
+    }
+
+    fn start_readers<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let (queues, readers) = match self.arm {
+            Arm::Queue(readers) => (1, readers),
+            _ => (self.vm.config().vcpus, 1),
+        };
+        for queue in (0..queues).flat_map(|queue| (0..readers).map(move |_| queue)) {
+            scope.spawn(move || {
+                if let Err(error) = self.queues.read(queue, self.memory()) {
+                    self.fail(0, &error.to_string());
+                }
+            });
+        }
+        self.queues.open();
+    }
+
+    fn memory(&self) -> &dyn MissingMemory {
+        self.vm.missing_memory().expect("it has a source")
+    }
+
+    /// The work of one vCPU's thread.
+    fn drive(&self, mut vcpu: Vcpu, accepted: &Sender<Accepted>) {
+        let _end = self.end_when_dropped();
+        while self.devices.ending().is_none() {
+            let exit = vcpu.run();
+            if let Ok(Exit::MemoryFault { gpa, token, .. }) = exit {
+                if let Err(error) = self.bring(&mut vcpu, gpa, token, accepted) {
+                    self.fail(vcpu.index(), &error.to_string());
+                }
+            } else {
+                // The loop asks the devices whether to go on.
+                let _ = dispatch(&mut vcpu, exit, &self.devices, &*self.vm);
+            }
+        }
+    }
+
+    fn bring(
+        &self,
+        vcpu: &mut Vcpu,
+        gpa: Gpa,
+        token: FaultToken,
+        accepted: &Sender<Accepted>,
+    ) -> Result<(), MemoryError> {
+        if self.arm == Arm::ExitsTold && vcpu.accept(token).is_ok() {
+            // The other thread ends only after all vCPUs.
+            let _ = accepted.send((gpa, token));
+            return Ok(());
+        }
+        self.memory().provide(gpa, &PAGE).map(|_| ())
+    }
+
+    /// The work of the thread that provides the pages of which the guest was told.
+    fn provide_accepted(&self, accepted: &Receiver<Accepted>) {
+        for (gpa, token) in accepted {
+            if let Err(error) = self.memory().provide(gpa, &PAGE) {
+                self.fail(token.vcpu(), &error.to_string());
+            }
+            // Unknown, if the VM has ended.
+            let _ = self.memory().ready(token);
+        }
+    }
+
+    fn fail(&self, vcpu: usize, cause: &str) {
+        let cause = cause.to_owned();
+        let error = VcpuError::Host { vcpu, cause };
+        self.devices.end(Ending::Failed(error), &*self.vm);
+    }
+
+    /// The guest, once it waits at its gate.
+    pub fn prepared(&self) -> Result<Guest<'_>, LabError> {
+        let deadline = Instant::now() + LIMIT;
+        let guest = loop {
+            if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
+                break guest;
+            }
+            self.check(deadline)?;
+            thread::sleep(Duration::from_millis(1));
+        };
+        match guest.prepared() {
+            Ok(()) => Ok(guest),
+            Err(error) if self.devices.ending().is_none() => Err(error),
+            Err(_) => Err(self.ended()),
+        }
+    }
+
+    /// Waits for the end of the guest.
+    pub fn wait(&self) -> Result<(), LabError> {
+        let deadline = Instant::now() + LIMIT;
+        while self.devices.ending().is_none() {
+            interrupt::check()?;
+            self.check(deadline)?;
+            thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    fn check(&self, deadline: Instant) -> Result<(), LabError> {
+        match self.devices.ending() {
+            Some(_) => Err(self.ended()),
+            None if Instant::now() > deadline => Err(LabError::Guest(format!(
+                "the guest did not end within {LIMIT:?}"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Pages a second, as the guest has timed them.
+    pub fn rate(&self) -> Result<f64, LabError> {
+        let lines = self.lines.lock().expect("no panic under this lock");
+        let found = lines.iter().find(|line| line.starts_with(RESULT));
+        let field = |line: &str, name: &str| {
+            let word = line.split(' ').find_map(|word| word.strip_prefix(name));
+            word.and_then(|value| value.parse::<f64>().ok())
+        };
+        let rate = found.and_then(|line| {
+            let (pages, ns) = field(line, "pages=").zip(field(line, "ns="))?;
+            Some(pages * 1e9 / ns)
+        });
+        let is_done = self.devices.ending() == Some(Ending::Exited(0));
+        drop(lines);
+        rate.filter(|_| is_done).ok_or_else(|| self.ended())
+    }
+
+    fn ended(&self) -> LabError {
+        let lines = self.lines.lock().expect("no panic under this lock");
+        let ending = self.devices.ending();
+        LabError::Guest(format!(
+            "the guest ended with {ending:?}; its last line: {:?}",
+            lines.last().map_or("", |line| line)
+        ))
+    }
+
+    /// Ends the guest and the readers when the value is dropped, also after an error or a panic.
+    pub fn end_when_dropped(&self) -> End<'_> {
+        End(self)
+    }
+}
+
+/// See [`Machine::end_when_dropped`].
+pub struct End<'a>(&'a Machine);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        let Self(machine) = self;
+        machine.devices.end(Ending::Stopped, &*machine.vm);
+        machine.queues.end();
+    }
+}
