@@ -40,11 +40,13 @@
 //! | `holes`, `readers` | parts of `file`: pages that need no read, threads that wait for a read |
 //! | `peer` | the protocol between processes, and its two sides |
 //! | `injected` | faults of a link, from a seed |
+//! | `handler` | [`Handler`]: another process fills the memory, by Firecracker's handshake |
 //!
 //! It imports `base` alone, and has no `unsafe`.
 #![forbid(unsafe_code)]
 
 mod file;
+mod handler;
 mod holes;
 mod injected;
 mod measured;
@@ -55,6 +57,7 @@ mod request;
 mod zeros;
 
 pub use file::{FileError, MemoryFile};
+pub use handler::{Handler, HandlerError, HandlerRegion, send_regions};
 pub use injected::{Fate, Faults, Injected};
 pub use measured::{Measured, SourceStats};
 pub use peer::{Peer, PeerError, Server, serve};

@@ -1,0 +1,194 @@
+//! An external handler that fills memory itself: Firecracker's userfaultfd handshake.
+//!
+//! ```text
+//! handler: bind, listen                      this side
+//!          ◄───────────────── connect
+//!          ◄───────────────── one message: a JSON array of regions, the userfaultfd as SCM_RIGHTS
+//! reads the userfaultfd's events, copies pages to base_host_virt_addr + n from offset + n
+//!          both sides keep the socket open; no other message follows
+//! ```
+//! The guest hangs if the handler dies, because this side has a descriptor of the userfaultfd too.
+//! So a thread watches the socket: a handler keeps it open as long as it serves, and the kernel
+//! closes it when the handler dies.
+
+use crate::SourcePage;
+use crate::readers::join;
+use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::net::{
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg, sockopt::socket_peercred,
+};
+use std::fmt::Write;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// A range of the guest's memory, as the handler is told of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HandlerRegion {
+    /// Where it is mapped in this process. The userfaultfd reports addresses of it.
+    pub memory: HvaRange,
+    /// Its first page in the handler's memory file.
+    pub first: SourcePage,
+    /// The size of its pages: the handler fills whole ones.
+    pub page: Level,
+}
+
+/// Why there is no handler.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HandlerError {
+    /// No process listens there, or it does not take the message.
+    #[error(
+        "the page-fault handler at {} does not answer: {source}; start it first",
+        path.display()
+    )]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// The system's words.
+        source: io::Error,
+    },
+    /// There is no descriptor or thread left.
+    #[error("cannot watch the page-fault handler: {0}; raise the limits (ulimit -n, -u)")]
+    Watch(io::Error),
+}
+
+/// A handler that has the userfaultfd. Dropping it closes the connection; the handler keeps its
+/// descriptor.
+#[derive(Debug)]
+pub struct Handler {
+    socket: Arc<UnixStream>,
+    bell: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Handler {
+    /// Hands `uffd` with its `regions` to the handler that listens at `path`. `on_death` is called
+    /// once, on a thread of its own, if the handler closes the connection or dies: the VM's policy
+    /// decides then, because no page comes any more.
+    ///
+    /// # Errors
+    /// No handler takes the message, or it cannot be watched.
+    pub fn connect(
+        path: &Path,
+        regions: &[HandlerRegion],
+        uffd: BorrowedFd<'_>,
+        on_death: impl FnOnce(&str) + Send + 'static,
+    ) -> Result<Self, HandlerError> {
+        let failed = |source| HandlerError::Connect {
+            path: path.to_owned(),
+            source,
+        };
+        let socket = Arc::new(UnixStream::connect(path).map_err(failed)?);
+        send_regions(&socket, regions, uffd).map_err(failed)?;
+        let bell =
+            eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| HandlerError::Watch(errno.into()))?;
+        let bell = Arc::new(bell);
+        let (watched, ends) = (Arc::clone(&socket), Arc::clone(&bell));
+        let named = std::thread::Builder::new().name("lacuna-handler".into());
+        let path = path.to_owned();
+        let watch = move || {
+            if hangs_up(&watched, &ends) {
+                let path = path.display();
+                let pid = pid(&watched).map_or_else(String::new, |pid| format!(" (process {pid})"));
+                on_death(&format!(
+                    "the page-fault handler at {path}{pid} has closed its connection or died"
+                ));
+            }
+        };
+        let thread = Some(named.spawn(watch).map_err(HandlerError::Watch)?);
+        Ok(Self {
+            socket,
+            bell,
+            thread,
+        })
+    }
+
+    /// The handler's process, as it was when it began to listen.
+    pub fn pid(&self) -> Option<i32> {
+        pid(&self.socket)
+    }
+}
+
+impl Drop for Handler {
+    fn drop(&mut self) {
+        // It fails only if the counter is full: then the thread is woken anyway.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        self.thread.take().into_iter().for_each(join);
+    }
+}
+
+fn pid(socket: &UnixStream) -> Option<i32> {
+    let peer = socket_peercred(socket).ok()?;
+    Some(peer.pid.as_raw_nonzero().get())
+}
+
+/// Waits for the end of the connection; false if `bell` was first. Bytes from the handler are not
+/// read: the protocol has none.
+fn hangs_up(socket: &UnixStream, bell: &OwnedFd) -> bool {
+    loop {
+        let mut fds = [
+            PollFd::new(socket, PollFlags::RDHUP),
+            PollFd::new(bell, PollFlags::IN),
+        ];
+        // Interrupted: nothing has come.
+        if poll(&mut fds, None).is_err() {
+            continue;
+        }
+        if !fds[1].revents().is_empty() {
+            return false;
+        }
+        if !fds[0].revents().is_empty() {
+            return true;
+        }
+    }
+}
+
+/// The handshake's message.
+///
+/// # Errors
+/// The socket does not take it.
+pub fn send_regions(
+    socket: &impl AsFd,
+    regions: &[HandlerRegion],
+    uffd: BorrowedFd<'_>,
+) -> io::Result<()> {
+    let text = json(regions);
+    let fds = [uffd];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut rights = SendAncillaryBuffer::new(&mut space);
+    let fits = rights.push(SendAncillaryMessage::ScmRights(&fds));
+    debug_assert!(fits, "the space is that of one descriptor");
+    let body = [IoSlice::new(text.as_bytes())];
+    let mut sent = sendmsg(socket, &body, &mut rights, SendFlags::NOSIGNAL)?;
+    while sent < text.len() {
+        sent += send(socket, &text.as_bytes()[sent..], SendFlags::NOSIGNAL)?;
+    }
+    Ok(())
+}
+
+/// The regions as Firecracker writes them. `page_size_kib` has bytes too, in spite of its name:
+/// older handlers read only that one.
+fn json(regions: &[HandlerRegion]) -> String {
+    let mut text = String::from("[");
+    for (index, region) in regions.iter().enumerate() {
+        let comma = if index == 0 { "" } else { "," };
+        let base = region.memory.start().get();
+        let size = region.memory.pages() * PAGE_SIZE as u64;
+        let offset = region.first.0 * PAGE_SIZE as u64;
+        let page = region.page.bytes();
+        // Writing to a string does not fail.
+        let _ = write!(
+            text,
+            "{comma}{{\"base_host_virt_addr\":{base},\"size\":{size},\"offset\":{offset},\
+             \"page_size\":{page},\"page_size_kib\":{page}}}"
+        );
+    }
+    text.push(']');
+    text
+}
