@@ -20,4 +20,4 @@ pub use area::MissingArea;
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
-pub use userfaultfd::{Errno, Fault, Userfaultfd};
+pub use userfaultfd::{Errno, Fault, Partial, Userfaultfd, Waiters};

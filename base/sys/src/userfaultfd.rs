@@ -7,6 +7,10 @@
 //! checked so: the source of a move and the page to copy from. Their own contracts have the same
 //! promise.
 
+mod place;
+
+pub use place::{Partial, Waiters};
+
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io;
@@ -150,6 +154,10 @@ impl Userfaultfd {
     fn with(features: u64, modes: u64) -> io::Result<Self> {
         // SAFETY: 1. it acts on no memory before `register`, whose caller makes the promise.
         let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
+        Self::enable(fd, features, modes)
+    }
+
+    fn enable(fd: OwnedFd, features: u64, modes: u64) -> io::Result<Self> {
         let this = Self { fd, modes };
         let mut api = Api {
             api: UFFD_API,
@@ -164,8 +172,8 @@ impl Userfaultfd {
     /// From now on a thread that touches a missing page of `range` waits for it here.
     ///
     /// # Safety
-    /// `range` is private anonymous memory of the caller's and stays mapped while `self` lives. All
-    /// code accesses its bytes only through atomics, because pages come and go.
+    /// `range` is private anonymous memory of the caller's and stays mapped while it is registered.
+    /// All code accesses its bytes only through atomics, because pages come and go.
     ///
     /// # Errors
     /// `INVAL`: not anonymous memory; `BUSY`: registered with another descriptor.

@@ -2,7 +2,7 @@
 //! are recorded.
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, Fault, MissingArea, Pagemap, Userfaultfd, Written};
+use lacuna_sys::{Errno, Fault, MissingArea, Pagemap, Partial, Userfaultfd, Waiters, Written};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use rustix::thread::gettid;
 use std::ptr;
@@ -175,4 +175,98 @@ fn an_area_waits_for_its_pages() {
         });
         area.empty().unwrap();
     }
+}
+
+/// Calls `look` until it finds something.
+fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    loop {
+        match look() {
+            Some(found) => return found,
+            None => thread::yield_now(),
+        }
+    }
+}
+
+fn fault(uffd: &Userfaultfd) -> Hva {
+    let mut faults = Vec::new();
+    until(|| {
+        uffd.faults(&mut faults).unwrap();
+        faults.first().map(|fault| fault.page)
+    })
+}
+
+#[test]
+fn a_run_of_pages_is_placed_up_to_one_that_is_there() {
+    let Some(uffd) = or_skip(Userfaultfd::open_user()) else {
+        return;
+    };
+    let page = register(&uffd);
+    let run: [[u8; PAGE_SIZE]; 4] = [1, 2, 3, 4].map(|byte| [byte; PAGE_SIZE]);
+    let place = |pages, to| uffd.place(pages, page(to), Waiters::LeaveAsleep);
+    assert_eq!(place(&run[2..3], 2), Ok(()));
+    let errno = Errno::EXIST;
+    assert_eq!(place(&run, 0), Err(Partial { done: 2, errno }));
+    assert_eq!(place(&run[2..], 2), Err(Partial { done: 0, errno }));
+    let errno = Errno::NOENT;
+    assert_eq!(place(&run[3..], 4), Err(Partial { done: 0, errno }));
+    assert_eq!(place(&run[3..], 3), Ok(()));
+    for index in 0..4 {
+        let bytes = word(page(index)).load(Ordering::Relaxed).to_ne_bytes();
+        assert_eq!(bytes, [index as u8 + 1; 8]);
+    }
+}
+
+#[test]
+fn a_fill_wakes_when_it_is_told_to() {
+    let Some(uffd) = or_skip(Userfaultfd::open_user()) else {
+        return;
+    };
+    let page = register(&uffd);
+    for (index, waiters) in [(0, Waiters::Wake), (1, Waiters::LeaveAsleep)] {
+        let touched = page(index);
+        let reader = thread::spawn(move || word(touched).load(Ordering::Relaxed));
+        let missing = fault(&uffd);
+        assert_eq!(missing, touched);
+        uffd.place(&[[7; PAGE_SIZE]], missing, waiters).unwrap();
+        if waiters == Waiters::LeaveAsleep {
+            uffd.wake(missing).unwrap();
+        }
+        assert_eq!(reader.join().unwrap(), 0x0707_0707_0707_0707);
+    }
+}
+
+#[test]
+fn threads_that_wait_go_on_when_the_range_is_unregistered() {
+    let Some(uffd) = or_skip(Userfaultfd::open_user()) else {
+        return;
+    };
+    let page = register(&uffd);
+    let range = HvaRange::new(page(0), 4).unwrap();
+    let touched = page(2);
+    let reader = thread::spawn(move || word(touched).load(Ordering::Relaxed));
+    assert_eq!(fault(&uffd), touched);
+    uffd.unregister(range).unwrap();
+    assert_eq!(reader.join().unwrap(), 0);
+    let errno = Errno::NOENT;
+    let late = uffd.place(&[[7; PAGE_SIZE]], page(3), Waiters::Wake);
+    assert_eq!(late, Err(Partial { done: 0, errno }));
+}
+
+/// The kernel does not make a system call wait for a page.
+#[test]
+fn a_system_call_fails_on_a_missing_page() {
+    let Some(uffd) = or_skip(Userfaultfd::open_user()) else {
+        return;
+    };
+    let page = register(&uffd);
+    let zeros = std::fs::File::open("/dev/zero").unwrap();
+    // SAFETY: 1. `register` gave the address of a page that stays mapped; no other thread uses it.
+    let bytes = unsafe {
+        std::slice::from_raw_parts_mut(
+            ptr::with_exposed_provenance_mut::<u8>(page(1).get() as usize),
+            PAGE_SIZE,
+        )
+    };
+    let read = rustix::io::read(&zeros, bytes);
+    assert_eq!(read, Err(Errno::FAULT));
 }

@@ -1,0 +1,136 @@
+//! Descriptors for memory that only user space touches, and runs of pages put in place there.
+
+use super::{COPY, Copy, Errno, FEATURE_THREAD_ID, MODE_MISSING, Range, Userfaultfd, all};
+use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use rustix::fd::{FromRawFd as _, OwnedFd};
+use rustix::fs::{Mode, OFlags, open};
+use rustix::io;
+use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
+use rustix::mm::{UserfaultfdFlags, userfaultfd};
+use std::ffi::c_void;
+use std::ptr::without_provenance_mut;
+
+/// `UFFD_USER_MODE_ONLY`, since Linux 5.11.
+const USER_MODE_ONLY: u32 = 1;
+/// `UFFDIO_COPY_MODE_DONTWAKE`.
+const DONTWAKE: u64 = 1;
+const UNREGISTER: Opcode = opcode::read::<Range>(super::TYPE, 0x01);
+/// Where the device is that makes descriptors for processes that may not make the system call.
+const DEVICE: &str = "/dev/userfaultfd";
+
+/// Whether threads that wait for a page are woken when it is put in place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Waiters {
+    /// They are woken, and the kernel looks through all threads that wait at the descriptor.
+    Wake,
+    /// They sleep on until [`Userfaultfd::wake`].
+    LeaveAsleep,
+}
+
+/// A run of pages of which not all were put in place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Partial {
+    /// How many are in place: the first ones.
+    pub done: usize,
+    /// Why the next one is not.
+    pub errno: Errno,
+}
+
+impl Userfaultfd {
+    /// A descriptor that does not block, for faults of user space only. A system call that is given
+    /// a missing page of its ranges fails with `FAULT`. Needs no privilege where the system call is
+    /// allowed; otherwise it is made by `/dev/userfaultfd`.
+    ///
+    /// # Errors
+    /// The system call's: `NOSYS` where the kernel was built without userfaultfd, `PERM` where a
+    /// filter of system calls forbids it; and the device cannot be opened.
+    pub fn open_user() -> io::Result<Self> {
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+        let flags = flags | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);
+        // SAFETY: 1. it acts on no memory before `register`, whose caller makes the promise.
+        let fd = match unsafe { userfaultfd(flags) } {
+            Ok(fd) => fd,
+            Err(errno) => by_device(flags).map_err(|_| errno)?,
+        };
+        Self::enable(fd, FEATURE_THREAD_ID, MODE_MISSING)
+    }
+
+    /// Ends [`register`](Self::register) of `range`, and wakes the threads that wait there: they
+    /// find pages of zeros.
+    ///
+    /// # Errors
+    /// `INVAL`: not a range of mappings that userfaultfd supports.
+    pub fn unregister(&self, range: HvaRange) -> io::Result<()> {
+        let mut range = all(range);
+        // SAFETY: 1. UFFDIO_UNREGISTER takes a `struct uffdio_range`. 2. It changes no byte.
+        unsafe { self.update::<{ UNREGISTER }, _>(&mut range) }
+    }
+
+    /// Puts `pages` in place from the missing page `to` on.
+    ///
+    /// # Errors
+    /// Why the first page that is not in place is not: as [`copy`](Self::copy). `AGAIN` also while
+    /// an event of the descriptor is unread.
+    pub fn place(
+        &self,
+        pages: &[[u8; PAGE_SIZE]],
+        to: Hva,
+        waiters: Waiters,
+    ) -> Result<(), Partial> {
+        let mut done = 0;
+        while done < pages.len() {
+            let rest = &pages[done..];
+            let mut copy = Copy {
+                dst: to.get() + (done * PAGE_SIZE) as u64,
+                src: rest.as_ptr() as u64,
+                len: size_of_val(rest) as u64,
+                mode: match waiters {
+                    Waiters::Wake => 0,
+                    Waiters::LeaveAsleep => DONTWAKE,
+                },
+                done: 0,
+            };
+            // SAFETY: 1. UFFDIO_COPY takes a `struct uffdio_copy`. 2. It fills only missing pages
+            // of registered ranges, which may change by the contract of `register`.
+            let copied = unsafe { self.update::<{ COPY }, _>(&mut copy) };
+            // The kernel stops at the first page that it cannot place. It reports the bytes before
+            // that page, or the error if there are none.
+            let bytes = usize::try_from(copy.done).unwrap_or(0);
+            match copied {
+                Ok(()) => break,
+                Err(errno) if bytes == 0 => return Err(Partial { done, errno }),
+                Err(_) => done += bytes / PAGE_SIZE,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn by_device(flags: UserfaultfdFlags) -> io::Result<OwnedFd> {
+    let device = open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    // SAFETY: 1. `New` describes USERFAULTFD_IOC_NEW, which changes no memory.
+    unsafe { ioctl(&device, New(flags)) }
+}
+
+/// `USERFAULTFD_IOC_NEW`: makes a descriptor. Its argument is the flags.
+struct New(UserfaultfdFlags);
+
+// SAFETY: 1. the argument is no pointer, so the kernel writes no memory. 2. A result that is no
+// error is a new descriptor, which no other code owns.
+unsafe impl Ioctl for New {
+    type Output = OwnedFd;
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        opcode::none(super::TYPE, 0x00)
+    }
+
+    fn as_ptr(&mut self) -> *mut c_void {
+        without_provenance_mut(self.0.bits() as usize)
+    }
+
+    unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> io::Result<OwnedFd> {
+        // SAFETY: 1. by the trait's contract the call did not fail; see the second point above.
+        Ok(unsafe { OwnedFd::from_raw_fd(out) })
+    }
+}
