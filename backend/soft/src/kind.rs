@@ -37,6 +37,7 @@ const fn host(error: &HostError) -> ErrorKind {
         HostError::BudgetTooSmall { .. }
         | HostError::BudgetTooLarge { .. }
         | HostError::BadRegion(_)
+        | HostError::LinuxRoom { .. }
         | HostError::NoSuchRegion(_) => ErrorKind::Request,
         HostError::Map { .. }
         | HostError::Tables(_)
@@ -44,6 +45,8 @@ const fn host(error: &HostError) -> ErrorKind {
         | HostError::SwapFull { .. }
         | HostError::SwapWrite { .. }
         | HostError::Exhausted { .. }
+        | HostError::Userfaultfd(_)
+        | HostError::Discard { .. }
         | HostError::Lost(_)
         | HostError::Thread(_) => ErrorKind::Host,
     }

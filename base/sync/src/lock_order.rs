@@ -79,6 +79,7 @@ classes! {
         TableLists "Arena::lists",
         FreeFrames "Frames::free (host)",
         RegionTable "Regions::list (host)",
+        LinuxRoom "Room (host, Linux memory)",
         SwapEntries "Core::entries (host)",
         Tickets "Core::tickets (host)",
         LostPages "Core::lost (host)",

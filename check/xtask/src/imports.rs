@@ -17,7 +17,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     (
         "lacuna-host",
-        &["lacuna-addr", "lacuna-sync", "lacuna-source"],
+        // sys: Linux memory is filled by userfaultfd.
+        &["lacuna-addr", "lacuna-sync", "lacuna-source", "lacuna-sys"],
     ),
     (
         "lacuna-stage2",

@@ -234,6 +234,7 @@ impl<'v> SlotFault<'v> {
             Resolution::Ready(frame) => frame,
             Resolution::Pending(ticket) => return Err(Outcome::Pending(ticket)),
             Resolution::Missing(ticket) => return Err(Outcome::Missing(ticket)),
+            Resolution::Busy => return Err(Outcome::Busy),
             Resolution::NoMemory => return Err(Outcome::NoMemory),
             Resolution::Lost(page) => return Err(Outcome::Lost(page)),
         };

@@ -62,6 +62,7 @@ fn touch(host: &Host, addr: BackingAddr, access: Access, cache: &mut PerCpuPages
                 host.wait(&ticket).expect("swap-in");
             }
             Resolution::NoMemory => _ = host.reclaim_direct(cache).expect("reclaim"),
+            Resolution::Busy => unreachable!("no page is discarded"),
             Resolution::Lost(lost) => panic!("{lost}"),
         }
     }

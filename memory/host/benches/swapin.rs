@@ -131,6 +131,7 @@ impl<'a> Vcpu<'a> {
                 Resolution::NoMemory => {
                     let _ = self.host.reclaim_direct(&mut self.cache).expect("reclaim");
                 }
+                Resolution::Busy => unreachable!("no page is discarded"),
                 Resolution::Lost(lost) => panic!("{lost}"),
             }
         }

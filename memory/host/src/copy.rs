@@ -65,6 +65,10 @@ impl Host {
                     level: Level::L2M,
                 }),
                 Place::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
+                Place::Page(PageState::InPlace) => {
+                    let read = |bytes: FramePtr<'_>| bytes.read(offset, out);
+                    return self.core.while_in_place(PageNo::of(addr), read);
+                }
                 // A collapse of the page's block is in progress.
                 Place::Page(PageState::Collapsed) => None,
                 Place::Page(_) => return None,
@@ -113,6 +117,7 @@ impl Host {
                         self.io.help(&self.core, seen, TICK);
                     }
                 }
+                Resolution::Busy => self.io.help(&self.core, seen, TICK),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
         }
@@ -156,6 +161,9 @@ impl Core {
             return own.then_some(());
         }
         let frame = frame.pfn;
+        if self.frames.is_linux(frame) {
+            return self.while_in_place(page, copy);
+        }
         let desc = self.frames.desc(frame);
         let owner = desc.isolate()?;
         if owner == page {

@@ -87,6 +87,31 @@ pub enum HostError {
     /// The page's content is gone.
     #[error(transparent)]
     Lost(#[from] LostPage),
+    /// More Linux memory than the host has addresses for.
+    #[error(
+        "no room for {pages} pages of Linux memory: the host has addresses for {room} pages, some \
+         of them in use; let it reserve more when it is made"
+    )]
+    LinuxRoom {
+        /// Pages that were asked for.
+        pages: PageCount,
+        /// Pages that the host has addresses for, or that it could have.
+        room: PageCount,
+    },
+    /// The kernel refused a userfaultfd.
+    #[error(
+        "cannot use userfaultfd for the guest's memory: {0}; allow the system call or \
+         /dev/userfaultfd for this process, or take the memory from the host's own budget"
+    )]
+    Userfaultfd(String),
+    /// The kernel does not take discarded pages back.
+    #[error("cannot discard pages from {from} on: {reason}; they keep their bytes")]
+    Discard {
+        /// The first page.
+        from: BackingAddr,
+        /// The system's words.
+        reason: String,
+    },
     /// A thread of the manager's own could not be started.
     #[error("cannot start a thread: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),

@@ -94,6 +94,11 @@ impl Frames {
         &self.descs[pfn.index()]
     }
 
+    /// Whether `pfn` is no frame of the budget but Linux memory.
+    pub fn is_linux(&self, pfn: Pfn) -> bool {
+        pfn.index() >= self.descs.len()
+    }
+
     #[inline]
     pub fn block(&self, block: BlockNo) -> &BlockDesc {
         &self.blocks[block.index()]
@@ -120,14 +125,18 @@ impl Frames {
     /// See [`crate::Host::prefetch`].
     #[inline]
     pub fn prefetch(&self, pfn: Pfn) {
-        prefetch(self.desc(pfn));
+        // Linux memory has no descriptors.
+        if let Some(desc) = self.descs.get(pfn.index()) {
+            prefetch(desc);
+        }
     }
 
     /// See [`crate::Host::mark_dirty`].
     #[inline]
     pub fn mark_dirty(&self, pfn: Pfn, level: Level) {
         match level {
-            Level::L4K => self.desc(pfn).mark_dirty(),
+            // Linux memory has no descriptors, and needs no mark.
+            Level::L4K => self.descs.get(pfn.index()).map_or((), Desc::mark_dirty),
             _ => self.mark_block_dirty(pfn),
         }
     }
@@ -350,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_frame_is_owed_to_the_longest_waiting() {
-        let frames = Frames::new(Pool::new(64).unwrap());
+        let frames = Frames::new(Pool::new(64, 0).unwrap());
         let mut all = Vec::new();
         while frames.available() > 0 {
             frames.take_batch(&mut all);

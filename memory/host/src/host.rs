@@ -1,11 +1,12 @@
 //! The manager: its parts and configuration, and the regions that are added to it.
 
-use crate::block_word::PageBlockState;
+use crate::block_word::{BLOCK, PageBlockState};
 use crate::collapse::Collapser;
 use crate::desc::Desc;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
 use crate::io::{Executor, Io};
+use crate::linux::Room;
 use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, Shared};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
 use crate::region::{MmuNotifier, Regions};
@@ -70,6 +71,8 @@ pub struct Host {
 /// The state that the executor's threads share with all others.
 pub(crate) struct Core {
     pub frames: Arc<Frames>,
+    /// Which parts of the addresses for Linux memory are in use.
+    pub linux: Room,
     pub regions: Regions,
     pub huge: HugePages,
     pub store: Box<dyn SwapStore>,
@@ -118,6 +121,12 @@ pub(crate) fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
 impl Host {
     /// Makes a host without regions. Gets the budget's memory from the kernel and touches it.
     pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
+        Self::with_linux_memory(config, PageCount::new(0))
+    }
+
+    /// As [`Host::new`], and reserves addresses for `linux` pages of Linux memory
+    /// ([`Host::add_linux_region`]). Each region takes whole blocks of 2 MiB of them.
+    pub fn with_linux_memory(config: HostConfig, linux: PageCount) -> Result<Arc<Self>, HostError> {
         let HostConfig {
             budget,
             huge,
@@ -133,12 +142,22 @@ impl Host {
             });
         }
         room_for::<Desc>(budget.get())?;
-        let frames = Arc::new(Frames::new(Pool::new(budget.get() as usize)?));
+        // Two blocks: each part is rounded up to one.
+        let room = MAX_FRAMES
+            .get()
+            .saturating_sub(budget.get() + 2 * BLOCK as u64);
+        let room = PageCount::new(room);
+        if linux > room {
+            return Err(HostError::LinuxRoom { pages: linux, room });
+        }
+        let pool = Pool::new(budget.get() as usize, linux.get() as usize)?;
+        let frames = Arc::new(Frames::new(pool));
         // The thread that waits for a swap file.
         room_for_threads(1)?;
         store.attach(StoreFrames::new(frames.clone()));
         let core = Core {
             frames,
+            linux: Room::default(),
             regions: Regions::default(),
             huge,
             device: store.describe(),
@@ -189,7 +208,7 @@ impl Host {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
-        self.core.regions.add(pages, notifier, None)
+        self.core.regions.add(pages, notifier, None, None)
     }
 
     /// Adds a region of `pages` pages that `source` provides, from its page `first` on. A fault on
@@ -203,7 +222,7 @@ impl Host {
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
         let origin = Origin::new(&self.core, source, first);
-        self.core.regions.add(pages, notifier, Some(origin))
+        self.core.regions.add(pages, notifier, Some(origin), None)
     }
 
     /// Whether `range` lies in one region, and `notifier` looks after its mappings. The answer

@@ -29,7 +29,6 @@
 //!
 //! # Unsafe
 //! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
-//! `mmu` implements [`MmuNotifier`]; `soft` uses [`FramePtr`].
 
 mod balance;
 mod block;
@@ -43,6 +42,7 @@ mod frames;
 mod free;
 mod host;
 mod io;
+mod linux;
 mod patience;
 mod per_cpu_pages;
 mod pool;

@@ -2,12 +2,16 @@
 //! to it.
 //!
 //! ```text
-//! mapped ....[base, 2 MiB aligned ............................................)....
-//!            | frame 0 | frame 1 | ...                                        |
+//! mapped ....[base, 2 MiB aligned ..................)[2 MiB aligned ................)....
+//!            | frame 0 | frame 1 | ...    the budget | Linux memory, if any is wanted |
 //! ```
 //! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page.
 //! Prefaulting matters: the first touch of host memory can cost many times the average, because the
 //! machine under us backs it then.
+//!
+//! Linux memory has the frame numbers after the budget's, in the same range of addresses (`linux`).
+//! So any frame number becomes an address with one comparison. Every address of the range is always
+//! readable and writable: a wrong frame number reads wrong bytes, and is never undefined behaviour.
 //!
 //! # Unsafe
 //! A frame is shared between vCPU threads, reclaim and I/O. Everything that may race goes through
@@ -17,14 +21,21 @@
 
 use crate::block_word::{BLOCK, BlockNo};
 use crate::error::HostError;
-use lacuna_addr::{PAGE_SIZE, PageCount, Pfn, aligned_piece};
+use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 const HUGE: usize = BLOCK * PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
+const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
+fn bytes_of(range: HvaRange) -> usize {
+    range.pages() as usize * PAGE_SIZE
+}
 
 /// One page of bytes outside the pool. Swap devices get such pages to write.
 #[derive(Clone)]
@@ -101,7 +112,10 @@ pub(crate) struct Pool {
     map: *mut u8,
     map_len: usize,
     base: NonNull<u8>,
+    /// Frames of the budget.
     frames: usize,
+    /// One past the last frame number, Linux memory included.
+    end: usize,
 }
 
 // SAFETY: the mapping belongs to the pool until drop; its bytes are accessed only through
@@ -112,16 +126,24 @@ unsafe impl Send for Pool {}
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    pub fn new(frames: usize) -> Result<Self, HostError> {
+    /// Memory of `frames` frames, and addresses for `linux` pages of Linux memory.
+    pub fn new(frames: usize, linux: usize) -> Result<Self, HostError> {
         let len = frames * PAGE_SIZE;
-        let map_len = len + HUGE;
+        let (end, flags) = match linux {
+            0 => (frames, MapFlags::PRIVATE),
+            _ => (
+                frames.next_multiple_of(BLOCK) + linux.next_multiple_of(BLOCK),
+                // Linux memory is taken page by page, and perhaps never as a whole.
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            ),
+        };
+        let map_len = end * PAGE_SIZE + HUGE;
         let failed = |e: rustix::io::Errno| HostError::Map {
-            bytes: len as u64,
+            bytes: (end * PAGE_SIZE) as u64,
             reason: e.to_string(),
         };
-        let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice touches nothing.
-        let map = unsafe { mmap_anonymous(null_mut(), map_len, prot, MapFlags::PRIVATE) }
+        let map = unsafe { mmap_anonymous(null_mut(), map_len, READ_WRITE, flags) }
             .map_err(failed)?
             .cast::<u8>();
         let base = map.wrapping_add(map.align_offset(HUGE));
@@ -131,6 +153,7 @@ impl Pool {
             map_len,
             base,
             frames,
+            end,
         };
         // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
         // SAFETY: the range lies inside the mapping. The contents of the mapping are not used yet.
@@ -141,9 +164,59 @@ impl Pool {
         Ok(pool)
     }
 
-    /// How many frames there are.
+    /// How many frames the budget has.
     pub fn frames(&self) -> usize {
         self.frames
+    }
+
+    /// The frame numbers of Linux memory.
+    pub fn linux(&self) -> Range<usize> {
+        self.frames.next_multiple_of(BLOCK).min(self.end)..self.end
+    }
+
+    /// The addresses of `pages` frames from `first` on.
+    pub fn range(&self, first: Pfn, pages: usize) -> HvaRange {
+        assert!(pages <= self.end - first.index(), "frames outside the pool");
+        let start = self.at(first).as_ptr().expose_provenance();
+        HvaRange::new(Hva::new(start as u64), pages as u64).expect("frames are aligned")
+    }
+
+    /// Advises the kernel about Linux memory: its pages come and go one by one, and no child of
+    /// this process shares them.
+    pub fn advise_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
+        let range = self.range(first, pages);
+        assert!(self.linux().contains(&first.index()), "not Linux memory");
+        for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
+            // SAFETY: the range lies inside the mapping; both keep the bytes as they are.
+            match unsafe { madvise(self.at(first).as_ptr().cast(), bytes_of(range), advice) } {
+                // A kernel without transparent huge pages makes none.
+                Ok(()) | Err(Errno::INVAL) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the bytes of Linux memory away: they read as zeros, or are missing if a userfaultfd is
+    /// registered for them.
+    pub fn drop_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
+        let range = self.range(first, pages);
+        assert!(self.linux().contains(&first.index()), "not Linux memory");
+        let at = self.at(first).as_ptr().cast();
+        // SAFETY: the range lies inside the mapping, and its bytes may change at any time: all code
+        // accesses them through `FramePtr`, because no frame of it is ever free.
+        unsafe { madvise(at, bytes_of(range), Advice::LinuxDontNeed) }
+    }
+
+    /// Replaces Linux memory by new memory of zeros, without advice and without a userfaultfd.
+    pub fn renew_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
+        let range = self.range(first, pages);
+        assert!(self.linux().contains(&first.index()), "not Linux memory");
+        let at = self.at(first).as_ptr().cast();
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: the range lies inside the mapping, and its bytes may change at any time: as in
+        // `drop_linux`. It stays readable and writable at each moment.
+        unsafe { mmap_anonymous(at, bytes_of(range), READ_WRITE, flags) }.map(|_| ())
     }
 
     /// Frame `pfn`'s bytes.
@@ -157,8 +230,8 @@ impl Pool {
 
     #[inline]
     fn at(&self, pfn: Pfn) -> NonNull<u8> {
-        assert!(pfn.index() < self.frames, "frame number outside the pool");
-        // SAFETY: the offset is inside the mapping: pfn < frames.
+        assert!(pfn.index() < self.end, "frame number outside the pool");
+        // SAFETY: the offset is inside the mapping: pfn < end.
         unsafe { self.base.add(pfn.index() * PAGE_SIZE) }
     }
 

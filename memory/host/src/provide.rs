@@ -68,6 +68,7 @@ impl Host {
                 Resolution::Ready(_) => break None,
                 Resolution::Pending(ticket) | Resolution::Missing(ticket) => break Some(ticket),
                 Resolution::NoMemory => drop(self.reclaim_direct(&mut cache)?),
+                Resolution::Busy => std::thread::yield_now(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
         };
@@ -114,6 +115,7 @@ impl Host {
                     Some(ticket) => self.wait(&ticket)?,
                     None => drop(self.reclaim_direct(cache)?),
                 },
+                Resolution::Busy => std::thread::yield_now(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
         }
@@ -172,6 +174,9 @@ impl Core {
         }
         if cache.region().origin.is_none() {
             return Some(Ok(Answer::Late));
+        }
+        if cache.region().linux.is_some() {
+            return Some(self.provide_linux(page, content, cache));
         }
         loop {
             match cache.region().word(page).map(PageWord::load) {

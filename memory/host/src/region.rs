@@ -17,6 +17,7 @@
 use crate::block_word::{BLOCK, BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
 use crate::host::HugePages;
+use crate::linux::LinuxMemory;
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::source::Origin;
 use lacuna_addr::{BackingRange, PAGE_SHIFT, PageCount};
@@ -49,13 +50,15 @@ pub trait MmuNotifier: Send + Sync {
 pub(crate) struct Region {
     first: PageNo,
     words: Box<[PageWord]>,
-    /// The block words of all blocks that `words` fills.
+    /// The block words of all blocks that `words` fills; of Linux memory none.
     block_words: Box<[BlockWord]>,
     /// A bit a block word: [`crate::Host::advise_huge`] was called.
     advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
     /// Provides pages that were never provided; `None`: they are zeros.
     pub origin: Option<Origin>,
+    /// Its pages are there, and not in frames of the budget. It has no block words then.
+    pub linux: Option<LinuxMemory>,
     /// Regions of one notifier have one number: their pages go in one call.
     pub listener: usize,
     /// The host that owns it: see [`Regions::owns`].
@@ -287,6 +290,7 @@ impl Regions {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
         origin: Option<Origin>,
+        linux: Option<LinuxMemory>,
     ) -> Result<BackingRange, HostError> {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let end = numbers.next_page.checked_add(pages.get());
@@ -302,7 +306,10 @@ impl Regions {
             .find(|region| Arc::ptr_eq(&region.notifier, &notifier));
         let listener = same.map_or(numbers.next_listener, |region| region.listener);
         numbers.next_listener = numbers.next_listener.max(listener + 1);
-        let block_words = words.len() / BLOCK;
+        let block_words = match linux {
+            None => words.len() / BLOCK,
+            Some(_) => 0,
+        };
         let region = Arc::new(Region {
             first,
             words,
@@ -312,6 +319,7 @@ impl Regions {
                 .collect(),
             notifier,
             origin,
+            linux,
             listener,
             home: self.home.clone(),
             removed: AtomicBool::new(false),

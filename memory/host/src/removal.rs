@@ -22,7 +22,7 @@ use lacuna_addr::{BackingRange, Pfn};
 use std::sync::atomic::Ordering;
 
 #[derive(PartialEq, Eq)]
-enum Removal {
+pub(crate) enum Removal {
     Done,
     /// Another thread has isolated a frame, or an operation is in flight: try again.
     Busy,
@@ -37,6 +37,9 @@ impl Host {
     /// [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does. The caller holds no lock.
     pub fn remove_region(&self, range: BackingRange) -> Result<(), HostError> {
         let region = self.core.regions.remove(range)?;
+        if region.linux.is_some() {
+            return self.remove_linux(&region);
+        }
         loop {
             let seen = self.core.settled.generation();
             let mut busy = 0;
@@ -127,7 +130,7 @@ impl Core {
 
     /// Removes one page. Its frame may still be mapped, so the frame stays isolated and is added to
     /// `frames`: the caller frees it after the invalidation.
-    fn remove_page(&self, page: PageNo, word: &PageWord, frames: &mut Vec<Pfn>) -> Removal {
+    pub fn remove_page(&self, page: PageNo, word: &PageWord, frames: &mut Vec<Pfn>) -> Removal {
         let state = word.load();
         let removed = match (state, state.removed()) {
             (PageState::Gone, _) => return Removal::Done,

@@ -32,6 +32,9 @@
 //! it to Resident. For `Empty` too the block word is read: if the first touch of a block made a
 //! compound page, all its page words are Empty.
 //!
+//! `InPlace` and `Discarding` are states of Linux memory, whose pages have no frame of the budget.
+//! `linux` draws them.
+//!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 
 use crate::block_word::BLOCK;
@@ -123,16 +126,25 @@ pub enum PageState {
     Gone,
     /// Part of a compound page, or a collapse is about to make it one: see `block_word`.
     Collapsed,
+    /// In its region's Linux memory: see `linux`.
+    InPlace,
+    /// In Linux memory; a thread is taking its bytes away.
+    Discarding,
 }
 
 use PageState::{
-    Collapsed, Empty, Evicting, Fetching, Gone, Lost, Reading, Resident, Swapped, Writeback, Zero,
+    Collapsed, Discarding, Empty, Evicting, Fetching, Gone, InPlace, Lost, Reading, Resident,
+    Swapped, Writeback, Zero,
 };
 
 /// Tag 7 is Gone, or Collapsed if the frame field has this value.
 const COLLAPSED: u64 = 1;
 /// As above, for Zero.
 const ZERO: u64 = 2;
+/// As above, for InPlace.
+const IN_PLACE: u64 = 3;
+/// As above, for Discarding.
+const DISCARDING: u64 = 4;
 
 impl PageState {
     #[inline]
@@ -156,6 +168,8 @@ impl PageState {
             Gone => pack(7, 0, None),
             Collapsed => pack(7, COLLAPSED, None),
             Zero => pack(7, ZERO, None),
+            InPlace => pack(7, IN_PLACE, None),
+            Discarding => pack(7, DISCARDING, None),
         }
     }
 
@@ -178,6 +192,8 @@ impl PageState {
             (6, _) => Lost,
             (7, _) if frame.get() == COLLAPSED => Collapsed,
             (7, _) if frame.get() == ZERO => Zero,
+            (7, _) if frame.get() == IN_PLACE => InPlace,
+            (7, _) if frame.get() == DISCARDING => Discarding,
             (7, _) => Gone,
             _ => Empty,
         }
@@ -191,7 +207,7 @@ impl PageState {
             | Writeback { frame, .. }
             | Reading { frame, .. }
             | Fetching { frame } => Some(frame),
-            Empty | Zero | Swapped { .. } | Lost | Gone | Collapsed => None,
+            Empty | Zero | Swapped { .. } | Lost | Gone | Collapsed | InPlace | Discarding => None,
         }
     }
 
@@ -200,7 +216,7 @@ impl PageState {
         match self {
             Resident { entry, .. } | Evicting { entry, .. } => entry,
             Writeback { entry, .. } | Swapped { entry } | Reading { entry, .. } => Some(entry),
-            Empty | Fetching { .. } | Zero | Lost | Gone | Collapsed => None,
+            Empty | Fetching { .. } | Zero | Lost | Gone | Collapsed | InPlace | Discarding => None,
         }
     }
 
@@ -297,6 +313,22 @@ impl PageState {
         }
     }
 
+    /// The page has come into Linux memory.
+    pub const fn arrived_in_place(self) -> Option<Self> {
+        match self {
+            Fetching { .. } => Some(InPlace),
+            _ => None,
+        }
+    }
+
+    /// A thread begins to take the bytes of a page of Linux memory away.
+    pub const fn discarded(self) -> Option<Self> {
+        match self {
+            Empty | Zero | InPlace => Some(Discarding),
+            _ => None,
+        }
+    }
+
     /// The read failed, or the source cannot provide the page.
     pub const fn arrival_failed(self) -> Option<Self> {
         match self {
@@ -308,8 +340,10 @@ impl PageState {
     /// The region is removed. `None` while an operation on the page is in progress.
     pub const fn removed(self) -> Option<Self> {
         match self {
-            Empty | Zero | Resident { .. } | Swapped { .. } | Lost => Some(Gone),
-            Evicting { .. } | Writeback { .. } | Reading { .. } | Fetching { .. } => None,
+            Empty | Zero | Resident { .. } | Swapped { .. } | Lost | InPlace => Some(Gone),
+            Evicting { .. } | Writeback { .. } | Reading { .. } | Fetching { .. } | Discarding => {
+                None
+            }
             Gone | Collapsed => None,
         }
     }
@@ -403,6 +437,8 @@ mod tests {
             Lost,
             Gone,
             Collapsed,
+            InPlace,
+            Discarding,
         ] {
             assert_eq!(PageState::decode(state.encode()), state);
         }

@@ -33,6 +33,9 @@ pub enum Resolution {
     /// Never provided, and the region has a page source. The ticket is used as that of `Pending`; a
     /// VMM may instead provide the page itself.
     Missing(Ticket),
+    /// Another thread takes the page's bytes away ([`Host::discard`]) and waits for vCPUs: a vCPU
+    /// goes offline, then resolves again.
+    Busy,
     /// No frame is free: release all locks, call [`Host::reclaim_direct`], then resolve again.
     NoMemory,
     /// Its content is lost, or the address is in no region.
@@ -107,10 +110,11 @@ impl Core {
                     Some(self.ready(frame, access))
                 }
                 PageState::Empty => match cache.region().block_word(page).map(BlockWord::load) {
-                    None | Some(PageBlockState::Split) => match &cache.region().origin {
+                    Some(PageBlockState::Split) => match &cache.region().origin {
                         None => self.fill(page, PageState::Empty, access, cache),
                         Some(_) => self.begin_fetch(page, cache),
                     },
+                    None => self.touch_without_block(page, access, cache),
                     Some(block_word) => {
                         self.by_block_word(page, block_word, access, max_level, cache)
                     }
@@ -131,6 +135,9 @@ impl Core {
                             unreachable!("{page:?} is collapsed, but its block has no block_word")
                         }
                     }
+                }
+                PageState::InPlace | PageState::Discarding => {
+                    self.resolve_linux(page, state, cache)
                 }
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
             };
@@ -240,7 +247,35 @@ impl Core {
     /// copy of [`Self::fill`] in the fault path is that of a first touch.
     #[cold]
     fn refill(&self, page: PageNo, access: Access, cache: &mut PerCpuPages) -> Option<Resolution> {
-        self.fill(page, PageState::Zero, access, cache)
+        self.fill_cold(page, PageState::Zero, access, cache)
+    }
+
+    /// The first touch of a page that lies in no block: at the end of a region, or in Linux memory.
+    #[cold]
+    fn touch_without_block(
+        &self,
+        page: PageNo,
+        access: Access,
+        cache: &mut PerCpuPages,
+    ) -> Option<Resolution> {
+        match &cache.region().origin {
+            Some(_) if cache.region().linux.is_none() => self.begin_fetch(page, cache),
+            _ => self.fill_cold(page, PageState::Empty, access, cache),
+        }
+    }
+
+    #[cold]
+    fn fill_cold(
+        &self,
+        page: PageNo,
+        from: PageState,
+        access: Access,
+        cache: &mut PerCpuPages,
+    ) -> Option<Resolution> {
+        match cache.region().linux {
+            None => self.fill(page, from, access, cache),
+            Some(_) => self.resolve_linux(page, from, cache),
+        }
     }
 
     /// A frame of zeros for a page that has none.
@@ -341,15 +376,25 @@ impl Core {
         to: PageState,
         cache: &mut PerCpuPages,
     ) -> Option<Ticket> {
-        let frame = to.frame()?;
-        let ticket = Ticket::new(page, cache.region().clone(), frame);
+        let ticket = self.put_in_flight(page, from, to, cache);
+        if ticket.is_none() {
+            cache.untake(to.frame()?);
+        }
+        ticket
+    }
+
+    /// As [`Core::take_off`], for a page whose frame is not of the budget.
+    pub fn put_in_flight(
+        &self,
+        page: PageNo,
+        from: PageState,
+        to: PageState,
+        cache: &PerCpuPages,
+    ) -> Option<Ticket> {
+        let ticket = Ticket::new(page, cache.region().clone(), to.frame()?);
         // Under one lock, so that a thread that sees the new state finds the ticket.
         let mut tickets = lock(&self.tickets);
-        if cache.region().word(page)?.change(from, to).is_err() {
-            drop(tickets);
-            cache.untake(frame);
-            return None;
-        }
+        cache.region().word(page)?.change(from, to).ok()?;
         tickets.insert(page, ticket.clone());
         Some(ticket)
     }

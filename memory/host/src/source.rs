@@ -98,20 +98,21 @@ impl Core {
         };
         // Counted before the ticket is gone: see `in_flight`.
         self.completing.fetch_add(1, Ordering::Relaxed);
-        let result = match content {
-            Ok(content) => {
+        let (answer, result) = match (content, &ticket.region().linux) {
+            (Ok(content), None) => {
                 // SAFETY: the page word says Fetching, so nothing maps or evicts the frame, and
                 // this thread alone has won `Ticket::answer`.
                 let frame = unsafe { self.frames.pool.exclusive(ticket.frame()) };
                 frame.0.copy_from_slice(content);
                 Counters::add(&self.stats.provided, 1);
-                Ok(())
+                (Answer::Taken, Ok(()))
             }
-            Err(reason) => Err(self.lost_by_source(&ticket, reason)),
+            (Ok(content), Some(linux)) => self.fill_in_place(&ticket, linux, content),
+            (Err(reason), _) => (Answer::Taken, Err(self.lost_by_source(&ticket, reason))),
         };
         self.settle(&ticket, result);
         self.completing.fetch_sub(1, Ordering::Release);
-        Answer::Taken
+        answer
     }
 
     /// Fails the fetch of a page whose region is being removed, unless an answer is in progress.

@@ -116,6 +116,9 @@ impl Core {
     /// The page becomes resident, or lost; then its ticket is done. The caller carried out the
     /// read, or has won [`Ticket::answer`].
     pub fn settle(&self, ticket: &Ticket, result: Result<(), LostPage>) {
+        if let Some(linux) = &ticket.region().linux {
+            return self.settle_linux(ticket, linux, result);
+        }
         let page = ticket.number();
         let desc = self.frames.desc(ticket.frame());
         let Some(word) = ticket.region().word(page) else {

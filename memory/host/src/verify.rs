@@ -4,6 +4,7 @@ use crate::block::FrameBlockState;
 use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::FrameState;
 use crate::host::{Core, Host, lock};
+use crate::linux::LinuxMemory;
 use crate::per_cpu_pages::Shared;
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
@@ -36,6 +37,8 @@ struct Found {
     blocks: BTreeSet<usize>,
     entries: BTreeSet<SwapEntry>,
     reading: usize,
+    /// Pages of Linux memory that were asked for.
+    linux_fetching: usize,
     swapped_out: i64,
 }
 
@@ -121,6 +124,10 @@ impl Core {
         let mut reported = 0;
         for region in self.regions.snapshot().iter() {
             reported += region.resident() + self.unreported_to(region);
+            if let Some(linux) = &region.linux {
+                self.verify_linux(region, linux, &mut found);
+                continue;
+            }
             for (page, word) in region.tail() {
                 self.verify_page(page, word, &mut found);
             }
@@ -134,7 +141,11 @@ impl Core {
             "pages counted as resident"
         );
         let tickets = lock(&self.tickets).len();
-        assert_eq!(found.reading, tickets, "tickets against pages being read");
+        assert_eq!(
+            found.reading + found.linux_fetching,
+            tickets,
+            "tickets against pages being read"
+        );
         let swapped_out = self.swapped_out_now.load(Ordering::Relaxed);
         assert_eq!(
             found.swapped_out, swapped_out,
@@ -158,6 +169,24 @@ impl Core {
             let unreported = |cache: &std::sync::Arc<Shared>| cache.unreported_to(region);
             caches.iter().map(unreported).sum()
         })
+    }
+
+    fn verify_linux(&self, region: &Region, linux: &LinuxMemory, found: &mut Found) {
+        let mut in_place = 0;
+        for (page, word) in region.tail() {
+            match word.load() {
+                PageState::Empty | PageState::Zero | PageState::Lost => {}
+                PageState::InPlace => in_place += 1,
+                PageState::Fetching { frame } => {
+                    found.linux_fetching += 1;
+                    assert_eq!(Some(frame), region.linux_frame(page), "{page:?}");
+                    let known = lock(&self.tickets).contains_key(&page);
+                    assert!(known, "{page:?} has no ticket");
+                }
+                state => panic!("{page:?} of Linux memory is {state:?}"),
+            }
+        }
+        assert_eq!(in_place, linux.pages_in_place(), "pages in place");
     }
 
     fn verify_span(&self, span: Span<'_>, found: &mut Found) {
@@ -222,7 +251,9 @@ fn verify_frame_state(page: PageState, frame: FrameState) {
         | PageState::Swapped { .. }
         | PageState::Lost
         | PageState::Gone
-        | PageState::Collapsed => false,
+        | PageState::Collapsed
+        | PageState::InPlace
+        | PageState::Discarding => false,
     };
     assert!(agree, "page {page:?} in a frame that is {frame:?}");
 }

@@ -259,7 +259,7 @@ impl Vm {
         vm
     }
 
-    fn of(
+    pub fn of(
         host: &Arc<Host>,
         clock: &Arc<VirtualClock>,
         mmu: Arc<FakeMmu>,
@@ -335,6 +335,7 @@ impl Vm {
                         assert!(progress.writing > 0 && self.step_time(), "{progress:?}");
                     }
                 }
+                Resolution::Busy => std::thread::yield_now(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
         }

@@ -54,6 +54,7 @@ impl Vcpu {
                     self.host.wait(&ticket)?;
                 }
                 Resolution::NoMemory => _ = self.host.reclaim_direct(&mut cache).unwrap(),
+                Resolution::Busy => std::thread::yield_now(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
             cache.unpin_all();

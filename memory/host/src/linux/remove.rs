@@ -1,0 +1,51 @@
+//! Removes a region of Linux memory.
+//!
+//! ```text
+//! page words -> Gone        a fault from here on resolves to Lost
+//! invalidate                no vCPU has a page any more
+//! wait for users            nor has another thread
+//! unregister, new mapping   threads that sleep on the userfaultfd go on, the bytes are gone
+//! the addresses are free
+//! ```
+
+use crate::balance::TICK;
+use crate::error::HostError;
+use crate::host::{Core, Host};
+use crate::region::Region;
+use crate::removal::Removal;
+
+impl Host {
+    /// As [`Host::remove_region`], for a region that is out of the list.
+    pub(crate) fn remove_linux(&self, region: &Region) -> Result<(), HostError> {
+        loop {
+            let seen = self.core.settled.generation();
+            let mut busy = 0;
+            for (page, word) in region.tail() {
+                let removal = self.core.remove_page(page, word, &mut Vec::new());
+                busy += usize::from(removal == Removal::Busy);
+            }
+            if busy == 0 {
+                break;
+            }
+            self.io.hurry(region);
+            self.io.help(&self.core, seen, TICK);
+        }
+        region.notifier.invalidate(&[region.range()]);
+        self.core.release_linux(region);
+        self.drain_spare_caches();
+        Ok(())
+    }
+}
+
+impl Core {
+    fn release_linux(&self, region: &Region) {
+        let Some(linux) = &region.linux else { return };
+        linux.wait_for_users();
+        if let Some(uffd) = &linux.uffd {
+            // The new mapping ends the registration in any case.
+            let unregistered = uffd.unregister(linux.addresses);
+            debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+        }
+        self.give_linux(linux.first, region.range().pages() as usize);
+    }
+}
