@@ -4,8 +4,8 @@ use crate::error::SoftError;
 use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 use crate::stall::Stalls;
 use crate::vcpu::Vcpu;
-use crate::vm::{Vm, check_vcpus};
-use lacuna_addr::PageCount;
+use crate::vm::{BootMemory, MemoryKind, Vm, check_vcpus};
+use lacuna_addr::{Level, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
     FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting,
@@ -39,6 +39,8 @@ pub struct VmBuilder {
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
+    /// Where the pages of the guest's memory are.
+    pub memory_kind: MemoryKind,
     /// Where the host gives memory by 2 MiB pages.
     pub huge: HugePages,
     /// The place of pages that are swapped out.
@@ -93,6 +95,7 @@ impl VmBuilder {
             memory,
             resident,
             vcpus: 1,
+            memory_kind: MemoryKind::default(),
             huge: HugePages::Never,
             swap: Swap::Memory,
             source: None,
@@ -119,13 +122,28 @@ impl VmBuilder {
             Swap::File(dir) => self.delayed(FileStore::create(dir, capacity)?),
             Swap::Memory => self.delayed(MemoryStore::new()),
         };
-        Host::new(HostConfig {
+        let config = HostConfig {
             budget: self.resident,
             huge: self.huge,
             swap,
             io,
             clock,
-        })
+        };
+        Host::with_linux_memory(config, self.linux_memory())
+    }
+
+    /// The Linux memory that the host reserves addresses for.
+    fn linux_memory(&self) -> PageCount {
+        match (self.memory_kind, Layout::new(self.memory)) {
+            (MemoryKind::Linux, Ok(layout)) => {
+                let slots = layout.ranges().iter();
+                // Each slot has a region of whole blocks.
+                let pages = slots.map(|slot| slot.pages().next_multiple_of(Level::L2M.pages()));
+                PageCount::new(pages.sum())
+            }
+            // A layout that is not possible is refused when the VM is made.
+            _ => PageCount::new(0),
+        }
     }
 
     fn delayed<S: SwapStore + 'static>(&self, store: S) -> Box<dyn SwapStore> {
@@ -213,7 +231,11 @@ impl VmBuilder {
         };
         let clock = time.clock();
         let host = self.host(Arc::clone(&clock))?;
-        let vm = Vm::make(host, clock, self.config(), self.source.clone())?;
+        let memory = BootMemory {
+            kind: self.memory_kind,
+            source: self.source.clone(),
+        };
+        let vm = Vm::make(host, clock, self.config(), memory)?;
         Ok((vm, time))
     }
 

@@ -57,7 +57,8 @@ impl lacuna_machine::Vm for Vm {
     fn stats(&self) -> VmStats {
         let host = self.host.stats();
         let mut stats = VmStats::default();
-        stats.resident = PageCount::new(host.resident);
+        let linux = self.host.linux_pages();
+        stats.resident = PageCount::new(host.resident + linux.get());
         stats.first_touches = host.faults_zero_fill;
         stats.pages_in = host.swapped_in;
         stats.pages_out = host.swapped_out;

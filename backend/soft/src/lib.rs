@@ -77,4 +77,4 @@ pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 pub use stall::Stalls;
 pub use step::{Step, Wait};
 pub use vcpu::{Vcpu, VcpuOf};
-pub use vm::Vm;
+pub use vm::{BootMemory, MemoryKind, Vm};

@@ -38,6 +38,27 @@ impl Wake for VcpuKicks {
     }
 }
 
+/// Where the pages of a VM's boot layout are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum MemoryKind {
+    /// In frames of the resident budget. Reclaim evicts them to swap.
+    #[default]
+    Budget,
+    /// In memory that Linux gives to this process page by page, beside the budget. This backend
+    /// never evicts them; Linux may swap them. A VM with a page source needs userfaultfd, for which
+    /// no privilege is needed.
+    Linux,
+}
+
+/// The memory of a VM's boot layout.
+#[derive(Clone, Debug, Default)]
+pub struct BootMemory {
+    /// Where its pages are.
+    pub kind: MemoryKind,
+    /// Provides its pages; without it they are zeros.
+    pub source: Option<Arc<dyn PageSource>>,
+}
+
 /// One virtual machine.
 pub struct Vm {
     pub(crate) config: VmConfig,
@@ -73,7 +94,7 @@ impl Vm {
         clock: Arc<dyn Clock>,
         config: VmConfig,
     ) -> Result<Arc<Self>, SoftError> {
-        Self::make(host, clock, config, None).map(Arc::new)
+        Self::with_memory(host, clock, config, BootMemory::default())
     }
 
     /// As [`Vm::new`], with a page source for the memory of the boot layout.
@@ -83,7 +104,22 @@ impl Vm {
         config: VmConfig,
         source: Arc<dyn PageSource>,
     ) -> Result<Arc<Self>, SoftError> {
-        Self::make(host, clock, config, Some(source)).map(Arc::new)
+        let memory = BootMemory {
+            source: Some(source),
+            ..BootMemory::default()
+        };
+        Self::with_memory(host, clock, config, memory)
+    }
+
+    /// As [`Vm::new`], with that memory for the boot layout. For [`MemoryKind::Linux`] the host
+    /// must have room ([`Host::with_linux_memory`], [`VmBuilder::host`](crate::VmBuilder::host)).
+    pub fn with_memory(
+        host: Arc<Host>,
+        clock: Arc<dyn Clock>,
+        config: VmConfig,
+        memory: BootMemory,
+    ) -> Result<Arc<Self>, SoftError> {
+        Self::make(host, clock, config, memory).map(Arc::new)
     }
 
     /// As [`Vm::new`], before the VM is shared.
@@ -91,7 +127,7 @@ impl Vm {
         host: Arc<Host>,
         clock: Arc<dyn Clock>,
         config: VmConfig,
-        source: Option<Arc<dyn PageSource>>,
+        boot: BootMemory,
     ) -> Result<Self, SoftError> {
         let VmConfig {
             memory, vcpus, apf, ..
@@ -125,7 +161,7 @@ impl Vm {
             backing: Mutex::new(Vec::new()),
             background: None,
             tokens: (0..vcpus).map(|_| Arc::default()).collect(),
-            source,
+            source: boot.source,
             config,
             layout,
             host,
@@ -133,15 +169,15 @@ impl Vm {
             kicks,
             clock,
         };
-        vm.add_boot_memory()?;
+        vm.add_boot_memory(boot.kind)?;
         Ok(vm)
     }
 
-    fn add_boot_memory(&self) -> Result<(), SoftError> {
+    fn add_boot_memory(&self, kind: MemoryKind) -> Result<(), SoftError> {
         let mut first = SourcePage(0);
         for (id, range) in (0..).map(SlotId).zip(self.layout.ranges()) {
             let origin = self.source.clone().map(|source| (source, first));
-            let backing = self.add_backing(PageCount::new(range.pages()), origin)?;
+            let backing = self.add_backing(kind, PageCount::new(range.pages()), origin)?;
             first.0 += range.pages();
             self.keep_backing(None, backing);
             self.mmu.add_slot(SlotSpec {
@@ -159,13 +195,17 @@ impl Vm {
     /// guest memory. `origin` provides its pages, from that page on; without it they are zeros.
     pub(crate) fn add_backing(
         &self,
+        kind: MemoryKind,
         pages: PageCount,
         origin: Option<(Arc<dyn PageSource>, SourcePage)>,
     ) -> Result<BackingRange, HostError> {
         let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
-        let backing = match origin {
-            None => self.host.add_region(pages, notifier)?,
-            Some((source, first)) => self.host.add_region_from(source, first, pages, notifier)?,
+        let backing = match (kind, origin) {
+            (MemoryKind::Linux, origin) => self.host.add_linux_region(origin, pages, notifier)?,
+            (MemoryKind::Budget, None) => self.host.add_region(pages, notifier)?,
+            (MemoryKind::Budget, Some((source, first))) => {
+                self.host.add_region_from(source, first, pages, notifier)?
+            }
         };
         self.host.advise_huge(backing)?;
         Ok(backing)

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{Backup, Delivery, Detection, RingSize, VmConfig};
-use lacuna_soft::{HugePages, LatencySetting, Swap, Vm, VmBuilder};
+use lacuna_soft::{
+    BootMemory, HostError, HugePages, LatencySetting, MemoryKind, SoftError, Swap, Vm, VmBuilder,
+};
 use lacuna_sync::{Clock, HostClock};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
@@ -14,12 +16,16 @@ use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 pub struct Soft {
     /// Where their pages are 2 MiB.
     pub huge: HugePages,
+    /// Where their pages are.
+    pub memory_kind: MemoryKind,
 }
 
 impl Default for Soft {
     fn default() -> Self {
-        let huge = HugePages::Never;
-        Self { huge }
+        Self {
+            huge: HugePages::Never,
+            memory_kind: MemoryKind::Budget,
+        }
     }
 }
 
@@ -51,10 +57,16 @@ impl Backend for Soft {
 
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
         let (detection, delivery) = modes(request.tracking)?;
+        let evicts = self.memory_kind == MemoryKind::Budget;
+        if !evicts && request.origin.is_none() && request.resident < request.memory {
+            let why = "soft: only Linux evicts pages of Linux memory";
+            return Err(Lacks::because(why));
+        }
         let builder = VmBuilder {
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
             vcpus: request.vcpus,
+            memory_kind: self.memory_kind,
             huge: self.huge,
             swap: Swap::File(std::env::temp_dir()),
             latency: LatencySetting::default(),
@@ -77,13 +89,16 @@ impl Backend for Soft {
             delivery,
             cpu: request.cpu,
         };
-        let vm = match builder.source {
-            None => Vm::new(Arc::clone(&host), clock, config),
-            Some(ref source) => {
-                Vm::with_source(Arc::clone(&host), clock, config, Arc::clone(source))
-            }
+        let memory = BootMemory {
+            kind: self.memory_kind,
+            source: builder.source.clone(),
         };
-        let vm = vm.expect("a VM");
+        let vm = match Vm::with_memory(Arc::clone(&host), clock, config, memory) {
+            Err(refused @ SoftError::Host(HostError::Userfaultfd(_))) => {
+                return Err(Lacks::because(refused));
+            }
+            made => made.expect("a VM"),
+        };
         if let Some(detection) = detection {
             vm.set_detection(detection);
         }

@@ -4,5 +4,6 @@ use lacuna_conformance::Soft;
 use lacuna_soft::HugePages;
 
 lacuna_conformance::suite!(Soft {
-    huge: HugePages::Always
+    huge: HugePages::Always,
+    ..Soft::default()
 });

@@ -6,7 +6,8 @@ use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _, Vm as _};
 use lacuna_soft::{
-    Apf, CpuModel, Host, HugePages, LatencySetting, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait,
+    Apf, CpuModel, Host, HugePages, LatencySetting, MemoryKind, Step, Swap, Vcpu, Vm, VmBuilder,
+    VmConfig, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -32,6 +33,7 @@ pub fn run(run: &mut Run<'_>) {
         memory: PageCount::new(MEMORY),
         resident: PageCount::new(1024),
         vcpus: 1,
+        memory_kind: MemoryKind::Budget,
         huge: HugePages::Never,
         swap: Swap::Memory,
         source: None,

@@ -7,7 +7,8 @@ use crate::runtime::{ApicMode, Manners};
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_soft::{
-    Apf, Backup, CpuModel, Delivery, Host, HugePages, LatencySetting, RingSize, Swap, VmBuilder,
+    Apf, Backup, CpuModel, Delivery, Host, HugePages, LatencySetting, RingSize, Swap,
+    VmBuilder,
 };
 use lacuna_sync::Clock;
 use std::path::PathBuf;
@@ -112,12 +113,12 @@ impl Plan {
                 _ => Apf::On,
             },
             cpu: CpuModel::Host,
-            source: None,
             seed: match mode {
                 Mode::Seeded(seed) => Some(seed),
                 Mode::Threads => None,
             },
             command_line: String::new(),
+            ..VmBuilder::new(PageCount::new(memory), PageCount::new(budget))
         };
         Self {
             builder,

@@ -256,6 +256,7 @@ fn soft(args: &RunArgs, source: &Option<Source>) -> lacuna_soft::VmBuilder {
         memory: PageCount::from_bytes(args.memory.0),
         resident: PageCount::from_bytes(args.resident.0),
         vcpus: args.vcpus as usize,
+        memory_kind: lacuna_soft::MemoryKind::Budget,
         huge: args.thp.unwrap_or_default().pages(),
         swap: match swap.medium {
             SwapMedium::File { dir } => Swap::File(dir),

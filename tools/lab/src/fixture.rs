@@ -11,8 +11,8 @@ use crate::experiment::LabError;
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Image, Segment, Vm as _};
 use lacuna_soft::{
-    Apf, CpuModel, Delivery, Host, HugePages, LatencySetting, Mmu, MmuNotifier, SlotFlags, SlotId,
-    SlotSpec, Swap, Vcpu, Vm, VmBuilder, VmConfig,
+    Apf, CpuModel, Delivery, Host, HugePages, LatencySetting, MemoryKind, Mmu, MmuNotifier,
+    SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmBuilder, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::sync::Arc;
@@ -24,6 +24,7 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
         memory,
         resident,
         vcpus,
+        memory_kind: MemoryKind::Budget,
         huge: HugePages::Never,
         swap: Swap::Memory,
         source: None,

@@ -7,7 +7,8 @@ pub mod shadow;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Ending, Image, PlatformDevices, Vm as _};
 use lacuna_soft::{
-    Apf, CpuModel, HugePages, LatencySetting, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig,
+    Apf, CpuModel, HugePages, LatencySetting, MemoryKind, RunSummary, Swap, Vcpu, Vm, VmBuilder,
+    VmConfig,
 };
 use std::sync::{Arc, Mutex};
 
@@ -49,6 +50,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         memory: PageCount::from_bytes(memory * MIB),
         resident: PageCount::from_bytes(resident * MIB),
         vcpus,
+        memory_kind: MemoryKind::Budget,
         huge: HugePages::Never,
         swap: Swap::File(std::env::temp_dir()),
         source: None,

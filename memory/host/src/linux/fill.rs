@@ -1,8 +1,8 @@
 //! Pages of Linux memory come: by the VMM, by an answer of the source, or as zeros.
 //!
 //! Two threads may fill one page at once. The kernel lets one of them put its page in place, and
-//! the other gets `EEXIST`. The content that is in place counts; the thread that has put it there is
-//! the one whose answer is [`Answer::Taken`].
+//! the other gets `EEXIST`. The content that is in place counts: the thread that has put it there
+//! gets [`Answer::Taken`].
 
 use super::{LinuxMemory, User};
 use crate::error::{HostError, LostPage};

@@ -114,8 +114,8 @@ impl LinuxMemory {
         }
         let uffd = Userfaultfd::open_user().map_err(refused)?;
         // SAFETY: the range is private anonymous memory of the pool. It stays mapped while it is
-        // registered: `remove` unregisters it before it replaces the mapping, and the pool unmaps it
-        // when no region is left. All accesses go through `FramePtr`, which uses atomics.
+        // registered: `remove` unregisters it before it replaces the mapping, and the pool is
+        // unmapped when no region is left. All accesses go through `FramePtr`, which uses atomics.
         unsafe { uffd.register(pool.range(first, pages)) }.map_err(refused)?;
         Ok(Some(uffd))
     }
