@@ -7,7 +7,7 @@ use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
 use lacuna_apf::NotPresent;
-use lacuna_host::{Answer, HostError};
+use lacuna_host::HostError;
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
 };
@@ -139,8 +139,8 @@ impl Vm {
 
 impl MissingMemory for Vm {
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError> {
-        let (chunks, rest) = pages.as_chunks::<PAGE_SIZE>();
-        if gpa.offset() != 0 || !rest.is_empty() {
+        let (chunks, cut) = pages.as_chunks::<PAGE_SIZE>();
+        if gpa.offset() != 0 || !cut.is_empty() {
             return Err(MemoryError::Refused {
                 gpa,
                 cause: format!(
@@ -149,16 +149,21 @@ impl MissingMemory for Vm {
                 ),
             });
         }
+        let slots = self.mmu.slots();
         let mut provided = Provided::default();
-        let mut at = Some(gpa);
-        for page in chunks {
-            let here = at.ok_or(MemoryError::NoSlot(gpa))?;
-            let answer = self.host.provide(self.backing_addr(here)?, page);
-            at = here.checked_add(PAGE_SIZE as u64);
-            match answer.map_err(|error| backing(here, &error))? {
-                Answer::Taken => provided.taken += 1,
-                Answer::Late => provided.late += 1,
-            }
+        let mut rest = chunks;
+        let mut next = Some(gpa);
+        while !rest.is_empty() {
+            let here = next.ok_or(MemoryError::NoSlot(gpa))?;
+            let slot = slots.find(here.gfn()).ok_or(MemoryError::NoSlot(here))?;
+            let in_slot = slot.gfns.end_raw() - here.gfn().get();
+            let run = &rest[..in_slot.min(rest.len() as u64) as usize];
+            let taken = self.host.provide_pages(slot.backing_of(here.gfn()), run);
+            let taken = taken.map_err(|error| backing(here, &error))?;
+            provided.taken += taken as u64;
+            provided.late += (run.len() - taken) as u64;
+            next = here.checked_add(size_of_val(run) as u64);
+            rest = &rest[run.len()..];
         }
         Ok(provided)
     }

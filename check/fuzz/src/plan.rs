@@ -7,8 +7,7 @@ use crate::runtime::{ApicMode, Manners};
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_soft::{
-    Apf, Backup, CpuModel, Delivery, Host, HugePages, LatencySetting, RingSize, Swap,
-    VmBuilder,
+    Apf, Backup, CpuModel, Delivery, Host, HugePages, LatencySetting, RingSize, Swap, VmBuilder,
 };
 use lacuna_sync::Clock;
 use std::path::PathBuf;

@@ -53,6 +53,32 @@ impl Host {
         answer
     }
 
+    /// Provides the pages from `addr` on, which lie in one region, and returns how many of them
+    /// were [`Answer::Taken`]. In Linux memory, pages that are missing are put in place by one
+    /// system call for each run of them. As [`Host::provide`] otherwise.
+    ///
+    /// # Errors
+    /// As [`Host::provide`]; pages before the one with the error are provided.
+    pub fn provide_pages(
+        &self,
+        addr: BackingAddr,
+        pages: &[[u8; PAGE_SIZE]],
+    ) -> Result<usize, HostError> {
+        let (mut at, mut taken) = (0, 0);
+        while at < pages.len() {
+            let here = PageNo::of(addr).plus(at);
+            let run = self.core.provide_run(here, &pages[at..])?;
+            (at, taken) = (at + run.len, taken + run.taken);
+            // The next page is not part of a run.
+            if let Some(page) = pages.get(at) {
+                let here = PageNo::of(addr).plus(at).addr();
+                taken += usize::from(self.provide(here, page)? == Answer::Taken);
+                at += 1;
+            }
+        }
+        Ok(taken)
+    }
+
     /// Asks the source for the page at `addr` if it is missing and was not asked for, or begins to
     /// read it back. Returns the ticket; `None` if the page is there. The call may wait for free
     /// memory. The caller holds no lock.

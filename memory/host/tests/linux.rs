@@ -221,6 +221,34 @@ fn discarded_pages_are_zeros() {
     host.verify();
 }
 
+/// Runs of pages, some of which are there, asked for or behind the region's end.
+#[lacuna_skip::test]
+fn runs_of_pages_are_provided() {
+    let host = host(2 * BLOCK);
+    let source = TestSource::new();
+    let range = region(&host, &source, 600);
+    let mut cache = host.per_cpu_pages().unwrap();
+    let run: Vec<[u8; PAGE_SIZE]> = (0..601).map(|word| page_with(word).0).collect();
+    assert_eq!(
+        host.provide(at(range, 5), &page_with(5).0),
+        Ok(Answer::Taken)
+    );
+    let found = host.resolve(at(range, 9), Access::Read, Level::L4K, &mut cache);
+    let Resolution::Missing(ticket) = found else {
+        panic!("{found:?}");
+    };
+    assert_eq!(host.provide_pages(at(range, 0), &run[..12]), Ok(11));
+    assert!(ticket.is_done(), "its page was in the run");
+    assert_eq!(host.provide_pages(at(range, 3), &run[3..20]), Ok(8));
+    let late = host.provide_pages(at(range, 20), &run[20..]).unwrap_err();
+    assert!(matches!(late, HostError::Lost(_)), "{late}");
+    for page in 0..600 {
+        assert_eq!(word(&host, at(range, page)), page);
+    }
+    assert_eq!((host.stats().provided, source.asked()), (600, 0));
+    host.verify();
+}
+
 /// Two threads provide each page with contents of their own. One of them counts, and it is there.
 #[lacuna_skip::test]
 fn one_of_two_providers_counts() {

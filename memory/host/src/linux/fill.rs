@@ -4,7 +4,7 @@
 //! the other gets `EEXIST`. The content that is in place counts: the thread that has put it there
 //! gets [`Answer::Taken`].
 
-use super::{LinuxMemory, User};
+use super::LinuxMemory;
 use crate::error::{HostError, LostPage};
 use crate::host::{Core, lock};
 use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
@@ -23,6 +23,14 @@ use std::sync::atomic::Ordering;
 const ATTEMPTS: usize = 1 << 16;
 
 const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// A run of pages that one system call has put in place.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Run {
+    pub len: usize,
+    /// How many of them count.
+    pub taken: usize,
+}
 
 /// The result of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -127,16 +135,19 @@ impl Core {
         }
         let filled = linux.fill(region.index_of(page), content);
         let filled = filled.map_err(|errno| not_filled(page, errno))?;
-        Ok(self.note_filled(page, word, filled, user))
+        Ok(self.note_filled(page, word, filled, linux))
     }
 
     /// After a fill of `page`, whose word said Empty: the page is in place, unless it is not wanted
-    /// any more.
-    fn note_filled(&self, page: PageNo, word: &PageWord, filled: Filled, user: User<'_>) -> Answer {
-        let noted = word.change(PageState::Empty, PageState::InPlace);
-        let linux = user.memory();
-        drop(user);
-        match noted {
+    /// any more. The caller is a user of the region.
+    fn note_filled(
+        &self,
+        page: PageNo,
+        word: &PageWord,
+        filled: Filled,
+        linux: &LinuxMemory,
+    ) -> Answer {
+        match word.change(PageState::Empty, PageState::InPlace) {
             Ok(()) => linux.note_in_place(),
             // A fault has made a ticket meanwhile. Its page is there.
             Err(PageState::Fetching { .. }) => self.arrived_without_answer(page),
@@ -151,6 +162,37 @@ impl Core {
             }
             Filled::Before => Answer::Late,
         }
+    }
+
+    /// Puts the empty pages at `first`, up to the first page that is not, in place by one system
+    /// call. The run has no page where that is not possible.
+    pub fn provide_run(&self, first: PageNo, pages: &[[u8; PAGE_SIZE]]) -> Result<Run, HostError> {
+        let region = self.regions.find(first);
+        let mut run = Run::default();
+        let Some((region, uffd)) = region.as_ref().and_then(|region| {
+            let linux = region.linux.as_ref()?;
+            Some((region, linux.uffd.as_ref()?))
+        }) else {
+            return Ok(run);
+        };
+        let linux = region.linux.as_ref().expect("it has a userfaultfd");
+        let words = || (0..pages.len()).map_while(|i| region.word(first.plus(i)));
+        let user = linux.enter();
+        let empty = words()
+            .take_while(|word| word.load() == PageState::Empty)
+            .count();
+        let to = linux.hva(region.index_of(first));
+        run.len = match uffd.place(&pages[..empty], to, Waiters::LeaveAsleep) {
+            Ok(()) => empty,
+            // The caller tries the next page by itself.
+            Err(partial) => partial.done,
+        };
+        for (i, word) in words().take(run.len).enumerate() {
+            let answer = self.note_filled(first.plus(i), word, Filled::Here, linux);
+            run.taken += usize::from(answer == Answer::Taken);
+        }
+        drop(user);
+        Ok(run)
     }
 
     /// Completes a fetch whose page another thread has put in place, unless a thread is answering:

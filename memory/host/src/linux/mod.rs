@@ -64,13 +64,6 @@ pub(crate) struct LinuxMemory {
 #[must_use]
 pub(crate) struct User<'a>(&'a LinuxMemory);
 
-impl<'a> User<'a> {
-    /// The memory that it uses.
-    fn memory(&self) -> &'a LinuxMemory {
-        self.0
-    }
-}
-
 impl Drop for User<'_> {
     fn drop(&mut self) {
         self.0.users.fetch_sub(1, Ordering::Release);
