@@ -80,6 +80,24 @@ impl Vcpu {
         refused
     }
 
+    /// The vCPU has another state. Its exits belonged to the old one. A worker of KVM may still
+    /// wait for one of their pages, so the source is asked for those.
+    pub(crate) fn forget_exits(&mut self) {
+        let last = self.faulted.take();
+        let Some(provider) = self.provider() else {
+            return;
+        };
+        let kicks = &self.vm.kicks;
+        let found = std::iter::from_fn(|| kicks.take_missing(self.index));
+        for missing in found.chain(last.map(|last| last.missing)) {
+            if provider.provision.state(missing.page) == State::Held {
+                provider.ask(missing.page);
+            }
+        }
+        kicks.set_waits(self.index, None);
+        provider.provision.tokens.enter(self.index);
+    }
+
     /// The source has failed, so the vCPU cannot go on.
     pub(crate) fn check_source(&self) -> Result<(), VcpuError> {
         let vcpu = self.index;

@@ -449,3 +449,6 @@ fn raise_priority() {
 
 #[cfg(test)]
 mod tests;
+
+#[cfg(test)]
+mod provided_tests;

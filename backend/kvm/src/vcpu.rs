@@ -315,7 +315,7 @@ impl SaveRestore for Vcpu {
         let (fd, features, fresh) = (&self.fd, &self.vm.features, &self.fresh);
         let before = arch::save(fd, features, fresh);
         let accepted = arch::accept(fd, self.index, features, fresh, state)?;
-        arch::restore(fd, fresh, accepted).or_else(|refused| {
+        let restored = arch::restore(fd, fresh, accepted).or_else(|refused| {
             // KVM may refuse when a part is set. The vCPU gets its own state back.
             let own = before.and_then(|own| {
                 let accepted = arch::accept(fd, self.index, features, fresh, &own)?;
@@ -326,7 +326,8 @@ impl SaveRestore for Vcpu {
                 cause: format!("{error}, after another state was refused: {refused}"),
             })?;
             Err(refused)
-        })
+        });
+        restored.inspect(|()| self.forget_exits())
     }
 }
 

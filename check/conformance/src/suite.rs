@@ -24,7 +24,8 @@ macro_rules! suite {
                 a_vcpu_with_interrupts_exits_once;
             missing_races:
                 two_vcpus_need_one_page, the_flag_is_cleared_while_a_vcpu_waits,
-                the_flag_is_set_while_a_vcpu_waits, a_silent_source_delays_no_end;
+                the_flag_is_set_while_a_vcpu_waits, a_silent_source_delays_no_end,
+                a_lost_page_is_reported, a_restored_vcpu_has_no_exit;
             async_faults:
                 every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
                 nothing_is_lost_with_async_faults;

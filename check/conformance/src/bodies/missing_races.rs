@@ -8,8 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use lacuna_machine::{
-    Answer, Exit, Kick as _, PageRequest, PageSource, Provided, SlotFlags, TokenError, Vcpu as _,
-    Vm as _,
+    Answer, Exit, GuestMemory as _, Kick as _, MemoryError, PageRequest, PageSource, Provided,
+    SaveRestore as _, SlotFlags, TokenError, Vcpu as _, VcpuError, Vm as _,
 };
 
 use super::Outcome;
@@ -192,4 +192,64 @@ pub fn a_silent_source_delays_no_end<B: Backend>(backend: &B) -> Outcome {
         })?;
     }
     Ok(())
+}
+
+/// A page that the source has lost ends the runs of the vCPUs, and is not read as anything else.
+pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
+    for interrupts in [Interrupts::Off, Interrupts::On] {
+        let backend = backend.clone();
+        within(move || {
+            let (source, requests) = Silent::new();
+            let code = program(interrupts);
+            let request = silent_request(&source, Missing::Waits);
+            let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+            source.silence();
+            let run = thread::scope(|scope| {
+                let runs = scope.spawn(|| vcpus[0].run());
+                let asked = requests.recv().unwrap();
+                assert_eq!(asked.fail("the peer is gone"), Answer::Taken);
+                assert_eq!(asked.provide(&page_of(1)), Answer::Late);
+                runs.join().unwrap()
+            });
+            let lost = |run: Result<Exit, VcpuError>| match run {
+                Err(VcpuError::PageLost { gpa, cause, .. }) => {
+                    assert_eq!(gpa, at(READ));
+                    assert!(cause.contains("the peer is gone"), "{cause}");
+                }
+                other => panic!("{other:?}"),
+            };
+            lost(run);
+            lost(vcpus[0].run());
+            let read = vm.read(at(READ), &mut [0; 8]);
+            assert!(matches!(read, Err(MemoryError::Backing { .. })), "{read:?}");
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// An exit belongs to the state in which the vCPU made it.
+pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let source = Words::at_once();
+        let code = program(Interrupts::Off);
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let memory = vm.missing_memory().expect("it has a source");
+        let vcpu = &mut vcpus[0];
+        let (_, _, token) = fault::<B>(vcpu);
+        let state = vcpu.save().unwrap();
+        vcpu.restore(&state).unwrap();
+        assert_eq!(vcpu.accept(token), Err(TokenError::Unknown));
+        assert_eq!(memory.ready(token), Err(TokenError::Unknown));
+        wait_for_read::<B>(vcpu);
+        vcpu.restore(&state).unwrap();
+        let (gpa, _, later) = fault::<B>(vcpu);
+        assert_eq!(gpa, at(READ), "it waits no longer");
+        assert_ne!(token, later);
+        memory.provide(gpa, &page_of(3)).unwrap();
+        assert_eq!(fault::<B>(vcpu).0, at(WRITTEN));
+        Ok(())
+    })
 }

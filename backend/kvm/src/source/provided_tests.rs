@@ -1,0 +1,266 @@
+//! Pages that a VM's own source, or its VMM, provides. Threads of the tests stand for vCPUs: they
+//! are in user space, where a signal does not end a fault, as in an access of KVM's own.
+
+use super::*;
+use crate::memory::copy_out;
+use crate::slots::SlotSpec;
+use lacuna_addr::{Gpa, PageCount};
+use lacuna_machine::{Answer, PageSource, Provided};
+use lacuna_slots::{SlotFlags, SlotId};
+use lacuna_source::{PageRequest, SourcePage};
+use lacuna_sync::LatencySetting;
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU8;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+const PAGES: u64 = 4096;
+const SLOT: SlotId = SlotId(0);
+
+/// Keeps what it is asked.
+struct Keeps(Sender<PageRequest>);
+
+impl PageSource for Keeps {
+    fn describe(&self) -> String {
+        "keeps".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let _ = self.0.send(request);
+    }
+}
+
+struct Bench {
+    source: Source,
+    memory: Arc<Memory>,
+    slots: Arc<SlotTable>,
+    kicks: Arc<VcpuKicks>,
+}
+
+/// `None` if this host has no userfaultfd; the skip is recorded then.
+fn bench(flags: SlotFlags) -> Option<(Bench, Receiver<PageRequest>)> {
+    let uffd = match Source::open(Tracker::Kvm) {
+        Ok(uffd) => uffd,
+        Err((what, errno)) => {
+            lacuna_skip::skip(format!("userfaultfd: {what}: {errno}"));
+            return None;
+        }
+    };
+    let memory = Arc::new(Memory::new(PageCount::new(PAGES)).unwrap());
+    let kicks = Arc::new(VcpuKicks::new(1));
+    let slots = Arc::new(SlotTable::new());
+    let spec = SlotSpec {
+        id: SLOT,
+        guest: 0,
+        backing: memory.guest.range().start(),
+        bytes: PAGES * PAGE_SIZE as u64,
+        flags,
+    };
+    slots.insert(spec, None).unwrap();
+    let (sender, requests) = channel();
+    let config = SourceConfig {
+        resident: PageCount::new(Pages::BUDGET_MIN as u64),
+        latency: LatencySetting::default(),
+        first_touch: FirstTouch::Immediate,
+        from: Some(Arc::new(Keeps(sender))),
+    };
+    let source = Source::start(
+        uffd,
+        Arc::clone(&memory),
+        &slots,
+        config,
+        Arc::clone(&kicks),
+    );
+    let bench = Bench {
+        source: source.unwrap(),
+        memory,
+        slots,
+        kicks,
+    };
+    Some((bench, requests))
+}
+
+impl Bench {
+    fn provision(&self) -> &Provision {
+        &self.source.provider().unwrap().provision
+    }
+
+    fn read(&self, page: Page) -> u64 {
+        let mut word = [0; 8];
+        // SAFETY: 1. the page is in the guest's mapping.
+        unsafe { copy_out(self.memory.guest.page(page), &mut word) };
+        u64::from_ne_bytes(word)
+    }
+
+    /// Reads as vCPU 0 does, while it is in the guest.
+    fn read_in_guest(&self, page: Page) -> u64 {
+        let immediate_exit = AtomicU8::new(0);
+        let at = NonNull::new(immediate_exit.as_ptr()).unwrap();
+        // SAFETY: 1. the byte outlives the entry.
+        let _entry = unsafe { self.kicks.enter(0, at) };
+        self.read(page)
+    }
+
+    fn wait_for(&self, page: Page, state: State) {
+        while self.provision().state(page) != state {
+            thread::yield_now();
+        }
+    }
+}
+
+fn content(word: u64) -> [u8; PAGE_SIZE] {
+    let bytes = word.to_ne_bytes().repeat(PAGE_SIZE / 8);
+    bytes.try_into().unwrap()
+}
+
+/// Linux has a page that was not provided by us: the page keeps its content, and waits end.
+#[test]
+fn a_page_that_is_there_keeps_its_content() {
+    let Some((bench, requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    let uffd = bench.source.uffd.upgrade().unwrap();
+    uffd.copy(&content(3), bench.memory.guest.page(7)).unwrap();
+    let filled = bench.provision().fill(6, &[content(4); 3]);
+    assert_eq!(filled, Ok(Provided { taken: 2, late: 1 }));
+    assert_eq!([6, 7, 8].map(|page| bench.read(page)), [4, 3, 4]);
+    assert_eq!(bench.provision().state(7), State::Provided);
+    assert!(requests.try_recv().is_err());
+}
+
+/// Of several threads that provide one page, one does.
+#[test]
+fn each_page_is_provided_once() {
+    let Some((bench, _requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    let fill = |word: u64| {
+        let each = |page| {
+            bench
+                .provision()
+                .fill(page, &[content(word)])
+                .unwrap()
+                .taken
+        };
+        (0..PAGES as Page).map(each).sum::<u64>()
+    };
+    let taken = thread::scope(|scope| {
+        let threads = [1, 2, 3].map(|word| scope.spawn(move || fill(word)));
+        threads
+            .map(|thread| thread.join().unwrap())
+            .iter()
+            .sum::<u64>()
+    });
+    assert_eq!(taken, PAGES);
+    assert!((0..PAGES as Page).all(|page| (1..=3).contains(&bench.read(page))));
+}
+
+/// A provided page that is evicted comes back with its content, and the source is not asked.
+#[test]
+fn provided_pages_are_evicted_and_come_back() {
+    let Some((bench, requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    for page in 0..PAGES as Page {
+        let filled = bench.provision().fill(page, &[content(u64::from(page))]);
+        assert_eq!(filled, Ok(Provided { taken: 1, late: 0 }));
+    }
+    for page in 0..PAGES as Page {
+        assert_eq!(bench.read(page), u64::from(page));
+        let late = bench.provision().fill(page, &[content(0)]);
+        assert_eq!(late, Ok(Provided { taken: 0, late: 1 }));
+    }
+    let stats = bench.source.stats();
+    assert!(stats.evicted > PAGES / 2, "{stats:?}");
+    assert_eq!(stats.first_touches, PAGES);
+    assert!(requests.try_recv().is_err());
+}
+
+/// An access that no signal ends makes no exit: the source is asked for its page.
+#[test]
+fn an_access_that_cannot_leave_waits_for_the_source() {
+    let Some((bench, requests)) = bench(SlotFlags::EXIT_ON_MISSING) else {
+        return;
+    };
+    thread::scope(|scope| {
+        let reads = scope.spawn(|| bench.read_in_guest(5));
+        let asked = requests.recv().unwrap();
+        assert_eq!(asked.page(), SourcePage(5));
+        assert_eq!(bench.kicks.take_missing(0), None);
+        assert_eq!(asked.provide(&content(9)), Answer::Taken);
+        assert_eq!(reads.join().unwrap(), 9);
+    });
+}
+
+/// A vCPU that sleeps on a page without an exit gets it from the source when the flag is cleared.
+#[test]
+fn a_held_page_is_asked_for_when_the_flag_is_cleared() {
+    let Some((bench, requests)) = bench(SlotFlags::EXIT_ON_MISSING) else {
+        return;
+    };
+    bench.kicks.set_waits(0, Some(5));
+    thread::scope(|scope| {
+        let reads = scope.spawn(|| bench.read_in_guest(5));
+        bench.wait_for(5, State::Held);
+        assert!(requests.try_recv().is_err());
+        bench.slots.set_own_flags(SLOT, SlotFlags::empty()).unwrap();
+        bench.source.slots_changed();
+        let asked = requests.recv().unwrap();
+        assert_eq!(asked.provide(&content(9)), Answer::Taken);
+        assert_eq!(reads.join().unwrap(), 9);
+    });
+}
+
+/// A VMM may provide a page for which a vCPU sleeps, and the source's answer is late then.
+#[test]
+fn an_answer_after_the_vmms_page_is_late() {
+    let Some((bench, requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    thread::scope(|scope| {
+        let reads = scope.spawn(|| bench.read(5));
+        let asked = requests.recv().unwrap();
+        let filled = bench.provision().fill(5, &[content(2)]);
+        assert_eq!(filled, Ok(Provided { taken: 1, late: 0 }));
+        assert_eq!(asked.provide(&content(9)), Answer::Late);
+        assert_eq!(asked.fail("late"), Answer::Late);
+        assert_eq!(reads.join().unwrap(), 2);
+    });
+    assert_eq!(bench.source.failure(), None);
+}
+
+/// The end of a VM lets go of threads that wait, also of those that touch a page after it.
+#[test]
+fn the_end_of_a_vm_waits_for_no_source() {
+    let Some((bench, requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    let asked = thread::scope(|scope| {
+        let reads = scope.spawn(|| bench.read(5));
+        let asked = requests.recv().unwrap();
+        bench.source.close();
+        assert_eq!(reads.join().unwrap(), 0);
+        assert_eq!(bench.read(6), 0);
+        asked
+    });
+    drop(bench);
+    assert_eq!(asked.provide(&content(9)), Answer::Late);
+}
+
+/// A page that the source drops is lost, and the run ends.
+#[test]
+fn a_dropped_request_ends_the_run() {
+    let Some((bench, requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| bench.read(5));
+        drop(requests.recv().unwrap());
+    });
+    let failure = bench.source.failure().unwrap();
+    assert_eq!(failure.lost, Gpa::new(5 * PAGE_SIZE as u64));
+    assert!(
+        failure.cause.contains("keeps cannot provide it"),
+        "{failure:?}"
+    );
+    assert!(bench.kicks.is_stopping());
+}
