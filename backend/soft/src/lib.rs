@@ -73,7 +73,7 @@ pub use lacuna_mmu::{Recovery, RmapWalk, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId};
 pub use lacuna_stage2::Walk;
 pub use platform::Platform;
-pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
+pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Timed, Trace};
 pub use stall::Stalls;
 pub use step::{Step, Wait};
 pub use vcpu::{Vcpu, VcpuOf};

@@ -6,7 +6,8 @@
 //!       -> advance the time by 1 ns an instruction -> deliver I/O that is due
 //!       -> sometimes one step of background reclaim, or of making pages huge
 //!       -> the caller's operations between slices: harvests, switches, checks
-//!       no vCPU can run: jump to the next completion or timer; if there is none, the guest hangs
+//!       no vCPU can run: jump to the next completion, timer, or act of a page source; if there is
+//!       none, the guest hangs
 //! ```
 //! The same code runs in thread mode; only time, I/O and the choice of the next vCPU come from
 //! here. The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs
@@ -57,6 +58,16 @@ pub struct Trace {
     pub end: Nanos,
 }
 
+/// Something outside of the VMs that acts at times of the virtual clock, such as a page source. The
+/// simulator's thread makes all calls, between two slices.
+pub trait Timed {
+    /// When it acts next; `None` if it waits for something else.
+    fn next_due(&self) -> Option<Nanos>;
+
+    /// Does what is due at `now`.
+    fn act(&self, now: Nanos);
+}
+
 enum State {
     Ready,
     Halted(Option<Nanos>),
@@ -79,6 +90,7 @@ pub struct Simulator {
     host: Arc<Host>,
     guests: Vec<(Arc<Vm>, Arc<PlatformDevices>)>,
     runners: Vec<Runner>,
+    timed: Vec<Arc<dyn Timed>>,
     trace: Trace,
 }
 
@@ -98,6 +110,7 @@ impl Simulator {
             host,
             guests: Vec::new(),
             runners: Vec::new(),
+            timed: Vec::new(),
             trace,
         }
     }
@@ -112,6 +125,11 @@ impl Simulator {
         };
         self.runners.extend(guest.vcpus.into_iter().map(runner));
         self.guests.push((guest.vm, guest.devices));
+    }
+
+    /// Adds something that acts beside the VMs.
+    pub fn add_timed(&mut self, timed: Arc<dyn Timed>) {
+        self.timed.push(timed);
     }
 
     /// Runs until every guest has an ending. `watch` is called now and then, for live views.
@@ -239,8 +257,15 @@ impl Simulator {
             }
             Step::Failed(error) => devices.end(Ending::Failed(error), &**vm),
         }
-        self.host.poll(self.clock.now());
+        self.deliver();
         self.note(index, fuel);
+    }
+
+    /// Lets everything happen that is due now.
+    fn deliver(&self) {
+        let now = self.clock.now();
+        self.host.poll(now);
+        self.timed.iter().for_each(|timed| timed.act(now));
     }
 
     fn note(&mut self, index: usize, fuel: u64) {
@@ -267,10 +292,12 @@ impl Simulator {
             State::Memory(until) => Some(until),
             State::Ready | State::Page(_) | State::Over => None,
         });
-        match timers.chain(self.host.next_completion()).min() {
+        let timed = self.timed.iter().filter_map(|timed| timed.next_due());
+        let events = timers.chain(timed).chain(self.host.next_completion());
+        match events.min() {
             Some(at) => {
                 self.clock.advance_to(at);
-                self.host.poll(self.clock.now());
+                self.deliver();
             }
             None => {
                 for (vm, devices) in &self.guests {

@@ -116,7 +116,11 @@ pub fn boot_image(
         apf: builder.apf,
         ..VmConfig::default()
     };
-    let vm = Vm::new(Arc::clone(host), clock, config).unwrap();
+    let vm = match &builder.source {
+        None => Vm::new(Arc::clone(host), clock, config),
+        Some(source) => Vm::with_source(Arc::clone(host), clock, config, Arc::clone(source)),
+    };
+    let vm = vm.unwrap();
     before_vcpus(&vm);
     let vcpus = vm.boot(image, &builder.full_command_line()).unwrap();
     let lines = Lines::default();
