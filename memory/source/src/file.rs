@@ -17,7 +17,7 @@ use crate::policy::{Asked, Outage, Policy};
 use crate::readers::{ReadError, ReadPages, Readers, join};
 use crate::{PageRequest, PageSource};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_sync::{Mutex, lock_order};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{PageReads, Waker};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -83,10 +83,26 @@ struct Ring {
 struct Shared {
     file: Arc<Opened>,
     readers: Readers<Opened>,
-    /// Requests that the ring's thread has not taken. The thread that makes it non-empty wakes the
-    /// ring's thread.
-    asked: Mutex<VecDeque<Asked>, lock_order::SourceAsked>,
+    inbox: Mutex<Inbox, lock_order::SourceAsked>,
     stop: AtomicBool,
+}
+
+/// What the ring's thread has to do.
+#[derive(Default)]
+struct Inbox {
+    asked: VecDeque<Asked>,
+    /// How the thread sleeps. The thread that asks reads it under the lock, wakes the sleeper once,
+    /// and makes no system call while the ring's thread is awake.
+    sleep: Sleep,
+}
+
+#[derive(Clone, Copy, Default)]
+enum Sleep {
+    #[default]
+    Awake,
+    /// No read is in flight. To wake a parked thread takes less than to wake one in the ring.
+    Parked,
+    InRing,
 }
 
 /// The file as it was opened.
@@ -143,7 +159,7 @@ impl MemoryFile {
         let shared = Arc::new(Shared {
             readers: Readers::new(Arc::clone(&file)).map_err(FileError::Thread)?,
             file,
-            asked: Mutex::default(),
+            inbox: Mutex::default(),
             stop: AtomicBool::new(false),
         });
         let ring = reads.map(|reads| {
@@ -176,12 +192,14 @@ impl PageSource for MemoryFile {
         let Some(ring) = &self.ring else {
             return self.shared.readers.read(asked);
         };
-        let mut queue = self.shared.asked();
-        let is_first = queue.is_empty();
-        queue.push_back(asked);
-        drop(queue);
-        if is_first {
-            ring.waker.wake();
+        let mut inbox = self.shared.inbox();
+        inbox.asked.push_back(asked);
+        let sleep = std::mem::take(&mut inbox.sleep);
+        drop(inbox);
+        match sleep {
+            Sleep::Awake => {}
+            Sleep::Parked => ring.unpark(),
+            Sleep::InRing => ring.waker.wake(),
         }
     }
 }
@@ -192,22 +210,31 @@ impl Drop for MemoryFile {
         self.shared.stop.store(true, Ordering::Release);
         if let Some(ring) = &mut self.ring {
             ring.waker.wake();
+            ring.unpark();
             ring.thread.take().into_iter().for_each(join);
         }
     }
 }
 
+impl Ring {
+    fn unpark(&self) {
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+}
+
 impl Shared {
-    fn asked(&self) -> lacuna_sync::MutexGuard<'_, VecDeque<Asked>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The thread of the ring.
     fn run(&self, mut reads: PageReads<Asked>) {
         let (mut holes, mut waiting) = (Holes::default(), VecDeque::new());
         while !self.stop.load(Ordering::Acquire) {
-            let arrived = std::mem::take(&mut *self.asked());
-            for asked in arrived {
+            let arrived = std::mem::take(&mut *self.inbox());
+            for asked in arrived.asked {
                 match self.file.examine(asked.request.page().0, &mut holes) {
                     Ok(Place::Data(offset)) => waiting.push_back((asked, offset)),
                     Ok(Place::Hole) => self.file.provide(&asked, &ZEROS),
@@ -220,6 +247,18 @@ impl Shared {
                 // There is room.
                 let _ = reads.start(asked, offset);
             }
+            let mut inbox = self.inbox();
+            if !inbox.asked.is_empty() && reads.has_room() {
+                continue;
+            }
+            if reads.is_idle() {
+                inbox.sleep = Sleep::Parked;
+                drop(inbox);
+                std::thread::park();
+                continue;
+            }
+            inbox.sleep = Sleep::InRing;
+            drop(inbox);
             if reads.wait().is_err() {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -100,7 +100,12 @@ impl<R> Drop for Readers<R> {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         // Under the lock, so that a thread that is about to wait sees the flag.
-        let rest = std::mem::take(&mut *self.shared.queue());
+        let mut queue = self.shared.queue();
+        let rest = (
+            std::mem::take(&mut queue.asked),
+            std::mem::take(&mut queue.again),
+        );
+        drop(queue);
         self.shared.arrived.notify_all();
         drop(rest);
         let threads = self.threads.get_mut();
@@ -114,7 +119,8 @@ impl<R> Drop for Readers<R> {
 pub(crate) fn join(thread: JoinHandle<()>) {
     if thread.thread().id() != std::thread::current().id() {
         // A thread that panicked has reported it.
-        let _ = thread.join();
+        let ended = thread.join();
+        debug_assert!(ended.is_ok() || std::thread::panicking());
     }
 }
 

@@ -184,12 +184,17 @@ impl Link {
     /// Takes the requests that the answer to `page` is for.
     fn answered(&mut self, page: SourcePage) -> Option<Vec<Asked>> {
         let asked = self.in_flight.remove(&page.0)?;
+        self.refill();
+        Some(asked)
+    }
+
+    /// Asks for pages that had to wait for room. The peer's time for them begins now.
+    fn refill(&mut self) {
         while self.in_flight.len() < IN_FLIGHT
             && let Some(next) = self.waiting.pop_front()
         {
-            self.ask(next);
+            self.ask(Asked::now(next.request));
         }
-        Some(asked)
     }
 
     fn open(&mut self, socket: Arc<OwnedFd>) {
@@ -199,6 +204,7 @@ impl Link {
         for page in pages {
             self.request(SourcePage(page));
         }
+        self.refill();
     }
 
     fn close(&mut self) {
@@ -206,9 +212,9 @@ impl Link {
         self.unsent.clear();
     }
 
-    /// The page that has waited longest.
+    /// The page for which the peer has taken the longest.
     fn oldest(&self) -> Option<&Asked> {
-        let asked = self.in_flight.values().flatten().chain(&self.waiting);
+        let asked = self.in_flight.values().flatten();
         asked.min_by_key(|asked| asked.at)
     }
 
@@ -260,13 +266,13 @@ impl Shared {
                     self.link().close();
                     error
                 }
-                Err(error) => {
-                    let _ = self.wait(None, PAUSE);
-                    error
-                }
+                Err(error) => error,
             };
             self.link().trouble = Some(error.to_string());
             self.give_up(&error, |at| self.outage.deadline_after_failure(at));
+            if !self.stops() {
+                let _ = self.wait(None, PAUSE);
+            }
         }
         let link = std::mem::take(&mut *self.link());
         // Requests that are dropped fail; that takes other locks.
