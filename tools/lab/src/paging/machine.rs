@@ -10,7 +10,7 @@ use crate::interrupt;
 use crate::session::{Guest, image};
 use lacuna_addr::Gpa;
 use lacuna_machine::{
-    Apf, Ending, Exit, FaultToken, MemoryError, MemorySlots as _, MissingMemory, PageSource,
+    Apf, Ending, Exit, FaultToken, MemoryError, MemorySlots as _, MissingMemory, Next, PageSource,
     PlatformDevices, SlotFlags, Vcpu as _, VcpuError, Vm as _, dispatch,
 };
 use lacuna_soft::{Vcpu, Vm};
@@ -124,15 +124,16 @@ impl Machine {
     /// The work of one vCPU's thread.
     fn drive(&self, mut vcpu: Vcpu, accepted: &Sender<Accepted>) {
         let _end = self.end_when_dropped();
-        while self.devices.ending().is_none() {
+        loop {
             let exit = vcpu.run();
             if let Ok(Exit::MemoryFault { gpa, token, .. }) = exit {
+                // Whether the run is over is not asked here: the answer is under a lock that all
+                // vCPUs share. The end kicks every vCPU, which is another exit.
                 if let Err(error) = self.bring(&mut vcpu, gpa, token, accepted) {
                     self.fail(vcpu.index(), &error.to_string());
                 }
-            } else {
-                // The loop asks the devices whether to go on.
-                let _ = dispatch(&mut vcpu, exit, &self.devices, &*self.vm);
+            } else if dispatch(&mut vcpu, exit, &self.devices, &*self.vm) == Next::Stop {
+                break;
             }
         }
     }
