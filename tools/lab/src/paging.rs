@@ -13,16 +13,17 @@
 //!
 //! | id | what is compared |
 //! |---|---|
-//! | `paging.pool.exit_vs_queue.Nvcpu` | pages a second, exits / one queue with one reader |
-//! | `paging.pool.exit_vs_best_queue.Nvcpu` | the same against the best number of readers |
-//! | `paging.pool.exit_vs_queue.Nvcpu_same` | all vCPUs touch the same pages |
-//! | `paging.pool.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs |
-//! | `paging.pool.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less that of threads |
+//! | `paging.exit_vs_queue.Nvcpu` | pages a second, exits / one queue with one reader |
+//! | `paging.exit_vs_best_queue.Nvcpu` | the same against the best number of readers |
+//! | `paging.exit_vs_queue.Nvcpu_same` | all vCPUs touch the same pages |
+//! | `paging.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs |
+//! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less that of threads |
 //! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
 //! | `paging.sim.queue_error_percent` | the simulation against 1 to 16 host threads here |
 //! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
 //!
-//! `pool` is the soft backend's own pool of frames.
+//! All but the last three are measured twice: for Linux memory, which a userfaultfd fills, and for
+//! the soft backend's own pool of frames, with ids that begin with `paging.pool`.
 
 mod arms;
 mod costs;
@@ -37,10 +38,10 @@ mod threads;
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::Report;
-use fixture::MemoryKind;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 #[cfg(doc)]
 use lacuna_machine::MissingMemory;
+use lacuna_soft::MemoryKind;
 
 /// What every page contains: the guest expects zeros.
 static PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
@@ -70,16 +71,25 @@ fn gpa_of(page: u64) -> Gpa {
 /// # Errors
 /// The first experiment that could not be carried out.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let progress = Progress::new(arms::STEPS + crowd::STEPS + curve::STEPS, options.verbosity);
+    let progress = Progress::new(
+        2 * (arms::STEPS + crowd::STEPS) + curve::STEPS,
+        options.verbosity,
+    );
     report.say(
         "paging: memory that was never provided. A vCPU that needs a page waits in a queue for a \
          reader's answer, or it exits, and its own thread provides the page.",
     );
-    if options.wants("arms") {
-        arms::measure(MemoryKind::Pool, options, report, &progress)?;
-    }
-    if options.wants("crowd") {
-        crowd::measure(MemoryKind::Pool, options, report, &progress)?;
+    for kind in [MemoryKind::Linux, MemoryKind::Budget] {
+        if let Some(why) = fixture::unavailable(kind) {
+            report.skip(format!("{}.*", fixture::prefix(kind)), why);
+            continue;
+        }
+        if options.wants("arms") {
+            arms::measure(kind, options, report, &progress)?;
+        }
+        if options.wants("crowd") {
+            crowd::measure(kind, options, report, &progress)?;
+        }
     }
     if options.wants("curve") {
         curve::measure(options, report, &progress)?;

@@ -1,7 +1,7 @@
 //! Whether vCPUs that exit delay each other: two vCPUs against two VMs, and more vCPUs than cores
 //! against as many plain threads.
 
-use super::fixture::{Arm, Fixture, MemoryKind, Place, Share, Work, together};
+use super::fixture::{Arm, Fixture, Place, Share, Work, prefix, together};
 use super::{PAGE, gpa_of, queue::Queues};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
@@ -9,6 +9,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Apf, MissingMemory, PageSource, Vm as _};
+use lacuna_soft::MemoryKind;
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Instant;
@@ -27,7 +28,7 @@ pub fn measure(
     progress: &Progress,
 ) -> Result<(), LabError> {
     progress.step("missing pages, two vCPUs and two VMs")?;
-    let id = format!("{}.scaling_2vcpu", kind.id());
+    let id = format!("{}.scaling_2vcpu", prefix(kind));
     if thread::available_parallelism().map_or(1, usize::from) < 2 {
         report.skip(id, "this machine has one core");
     } else {
@@ -99,7 +100,7 @@ fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measuremen
         };
         Summary::of(&(0..rates[0].len()).map(round).collect::<Vec<_>>())
     };
-    let id = format!("{}.crowd_loss_points.{vcpus}vcpu", kind.id());
+    let id = format!("{}.crowd_loss_points.{vcpus}vcpu", prefix(kind));
     Ok(
         Measurement::new(id, "points", Better::Lower, points(0, 1, [2, 3]))
             .bar(5.0)

@@ -208,21 +208,19 @@ impl Machine {
         }
     }
 
-    /// Pages a second, as the guest has timed them.
-    pub fn rate(&self) -> Result<f64, LabError> {
+    /// The pages that were touched, and the nanoseconds from the opening of the gate until the last
+    /// was, as the guest has timed them.
+    pub fn touched(&self) -> Result<(f64, f64), LabError> {
         let lines = self.lines.lock().expect("no panic under this lock");
         let found = lines.iter().find(|line| line.starts_with(RESULT));
         let field = |line: &str, name: &str| {
             let word = line.split(' ').find_map(|word| word.strip_prefix(name));
             word.and_then(|value| value.parse::<f64>().ok())
         };
-        let rate = found.and_then(|line| {
-            let (pages, ns) = field(line, "pages=").zip(field(line, "ns="))?;
-            Some(pages * 1e9 / ns)
-        });
+        let touched = found.and_then(|line| field(line, "pages=").zip(field(line, "ns=")));
         let is_done = self.devices.ending() == Some(Ending::Exited(0));
         drop(lines);
-        rate.filter(|_| is_done).ok_or_else(|| self.ended())
+        touched.filter(|_| is_done).ok_or_else(|| self.ended())
     }
 
     fn ended(&self) -> LabError {
