@@ -41,13 +41,19 @@ pub fn run(args: &RunArgs) -> Exit {
         Ok(image) => image,
         Err(error) => return refuse(Exit::Usage, &format!("{}: {error}", args.image)),
     };
-    match choose(args) {
-        Ok(Backend::Kvm) => run_on(&kvm(args), args, &image, (&signals, None)),
-        Ok(Backend::Soft | Backend::Auto) => match pages::open(args) {
-            Ok(source) => run_on(&soft(args, &source), args, &image, (&signals, source)),
-            Err(error) => refuse(error.exit(), &error.to_string()),
-        },
-        Err((exit, text)) => refuse(exit, &text),
+    let backend = match choose(args) {
+        Ok(backend) => backend,
+        Err((exit, text)) => return refuse(exit, &text),
+    };
+    let source = match pages::open(args) {
+        Ok(source) => source,
+        Err(error) => return refuse(error.exit(), &error.to_string()),
+    };
+    match backend {
+        Backend::Kvm => run_on(&kvm(args, &source), args, &image, (&signals, source)),
+        Backend::Soft | Backend::Auto => {
+            run_on(&soft(args, &source), args, &image, (&signals, source))
+        }
     }
 }
 
@@ -249,8 +255,12 @@ fn apf(args: &RunArgs) -> Apf {
     }
 }
 
+/// The source as a builder takes it.
+fn as_pages(source: &Option<Source>) -> Option<Arc<dyn PageSource>> {
+    source.clone().map(|source| source as Arc<dyn PageSource>)
+}
+
 fn soft(args: &RunArgs, source: &Option<Source>) -> lacuna_soft::VmBuilder {
-    let source = source.clone().map(|source| source as Arc<dyn PageSource>);
     let swap = args.swap.clone().unwrap_or_default();
     lacuna_soft::VmBuilder {
         memory: PageCount::from_bytes(args.memory.0),
@@ -265,14 +275,14 @@ fn soft(args: &RunArgs, source: &Option<Source>) -> lacuna_soft::VmBuilder {
         latency: LatencySetting::new(swap.latency),
         apf: apf(args),
         cpu: CpuModel::default(),
-        source,
+        source: as_pages(source),
         seed: args.seed,
         command_line: args.append.clone(),
     }
 }
 
 /// The builder for the kvm backend. Evicted pages are kept in memory, as `--swap mem` says.
-fn kvm(args: &RunArgs) -> lacuna_kvm::VmBuilder {
+fn kvm(args: &RunArgs, source: &Option<Source>) -> lacuna_kvm::VmBuilder {
     let latency = args.swap.as_ref().map(|swap| swap.latency);
     lacuna_kvm::VmBuilder {
         memory: PageCount::from_bytes(args.memory.0),
@@ -284,7 +294,7 @@ fn kvm(args: &RunArgs) -> lacuna_kvm::VmBuilder {
         delivery: Delivery::Bitmap,
         tracker: lacuna_kvm::Tracker::default(),
         cpu: CpuModel::default(),
-        source: None,
+        source: as_pages(source),
         command_line: args.append.clone(),
     }
 }

@@ -108,15 +108,25 @@ fn sources_that_cannot_be_used_are_refused() {
         ),
         ("tape:/x".into(), 2, "use zeros, file:PATH or peer:PATH"),
         (
-            "zeros --backend kvm".into(),
+            "zeros --backend kvm --thp always".into(),
             2,
-            "--pages-from needs the soft backend",
+            "--thp needs the soft backend",
         ),
     ] {
         let (found, _, errors) = run(&options);
         assert_eq!(found, code, "{options}: {errors}");
         assert!(errors.contains(told), "{options}: {errors}");
     }
+}
+
+#[test]
+fn a_guest_on_kvm_runs_from_a_source() {
+    if let Err(reason) = lacuna_kvm::available() {
+        lacuna_skip::skip_test(reason);
+    }
+    assert_done("zeros --backend kvm");
+    assert_done("zeros --backend kvm --exit-on-missing --vcpus 2");
+    assert_done("zeros --backend kvm --exit-on-missing --apf off");
 }
 
 /// Provides what the loader needs, and then nothing.

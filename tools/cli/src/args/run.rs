@@ -42,8 +42,8 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
-    /// raw memory file) or peer:PATH (the socket of a process that serves pages); soft only
-    /// [default: zeros, without a source]
+    /// raw memory file) or peer:PATH (the socket of a process that serves pages) [default: zeros,
+    /// without a source]
     #[arg(long, value_name = "SOURCE")]
     pub pages_from: Option<PagesFrom>,
     /// A vCPU that needs a page of the source exits to the run loop, instead of waiting in the
@@ -85,7 +85,6 @@ impl RunArgs {
         match () {
             () if self.seed.is_some() => Some("--seed"),
             () if self.thp.is_some() => Some("--thp"),
-            () if self.pages_from.is_some() => Some("--pages-from"),
             () if self.swap.as_ref().is_some_and(file) => Some("--swap file"),
             () => None,
         }
