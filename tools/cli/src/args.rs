@@ -13,7 +13,7 @@ mod pages;
 mod run;
 
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts};
-pub use pages::PagesFrom;
+pub use pages::{PagesFrom, Patience};
 pub use run::{Apf, Backend, RunArgs, SwapMedium, SwapSpec, Thp};
 
 use std::path::PathBuf;

@@ -1,11 +1,13 @@
 //! The page source of a run: `--pages-from`, and its counters.
 
-use crate::args::{PagesFrom, RunArgs};
+use crate::args::{PagesFrom, Patience, RunArgs};
 use crate::exit::Exit;
 use crate::sample::Pages;
 use lacuna_addr::PageCount;
 use lacuna_machine::{MemorySlotError, SlotFlags, Vm};
-use lacuna_source::{FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros};
+use lacuna_source::{
+    FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, WhenGone, Zeros,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -60,7 +62,7 @@ pub fn open(args: &RunArgs) -> Result<Option<Source>, SourceError> {
         return Err(SourceError::Seed(from.clone()));
     }
     let pages = PageCount::from_bytes(args.memory.0);
-    let policy = Policy::default();
+    let policy = policy(args.patience);
     let source: Box<dyn PageSource> = match from {
         PagesFrom::Zeros => Box::new(Zeros),
         PagesFrom::File(path) => Box::new(MemoryFile::open(path, pages, policy)?),
@@ -73,6 +75,16 @@ pub fn open(args: &RunArgs) -> Result<Option<Source>, SourceError> {
         }
     };
     Ok(Some(Arc::new(Measured::new(source))))
+}
+
+fn policy(patience: Option<Patience>) -> Policy {
+    let mut policy = Policy::default();
+    match patience {
+        Some(Patience::Until(time)) => policy.patience = time,
+        Some(Patience::Forever) => policy.when_gone = WhenGone::Hold,
+        None => {}
+    }
+    policy
 }
 
 /// Makes vCPUs exit for missing pages, in every slot that may have such exits.

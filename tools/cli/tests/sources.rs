@@ -6,7 +6,8 @@ use lacuna_skip::test;
 use lacuna_source::{Faults, Injected, PageRequest, PageSource, Server, Zeros, serve};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::Arc;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -157,5 +158,58 @@ fn a_page_that_a_source_loses_ends_the_run_and_is_never_zeros() {
         let told = "does not provide it: the disk has failed";
         assert!(outcome.contains(told), "{outcome}");
         assert!(json["last"]["pages"]["lost"].as_u64() > Some(0), "{json}");
+    }
+}
+
+/// Provides what the loader needs, and keeps all other requests.
+#[derive(Default)]
+struct Keeps(Mutex<Vec<PageRequest>>);
+
+impl PageSource for Keeps {
+    fn describe(&self) -> String {
+        "a memory that takes its time".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        match request.page().0 {
+            0..4096 => _ = request.provide(&[0; 4096]),
+            _ => self.0.lock().unwrap().push(request),
+        }
+    }
+}
+
+#[test]
+fn patience_says_when_a_page_is_lost() {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("peer");
+    let _server = serves(&path, 32 << 20, Keeps::default());
+    let (code, json, errors) = run(&format!("peer:{} --patience 100ms", path.display()));
+    assert_eq!(code, 3, "{json} {errors}");
+    let outcome = json["outcome"].as_str().unwrap();
+    assert!(outcome.contains("the peer has not sent page"), "{outcome}");
+}
+
+#[test]
+fn a_guest_that_waits_forever_is_ended_by_a_signal() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("peer");
+    let keeps = Arc::new(Keeps::default());
+    let _server = serves(&path, 32 << 20, Arc::clone(&keeps));
+    for exits in ["", "--exit-on-missing"] {
+        keeps.0.lock().unwrap().clear();
+        let line = format!("{RUN} peer:{} --patience forever {exits}", path.display());
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
+        let command = command.args(line.split_whitespace());
+        let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+        // The guest waits for a page.
+        while keeps.0.lock().unwrap().is_empty() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(130), "{exits}");
     }
 }

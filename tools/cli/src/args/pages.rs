@@ -1,8 +1,10 @@
 //! `--pages-from`: where the guest's memory comes from.
 
+use crate::size::parse_duration;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// A page source, as `--pages-from` describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -41,6 +43,28 @@ impl fmt::Display for PagesFrom {
     }
 }
 
+/// `--patience`: how long a source may take for a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Patience {
+    /// After this time the page is lost.
+    Until(Duration),
+    /// The guest waits as long as it takes.
+    Forever,
+}
+
+impl FromStr for Patience {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "forever" => Ok(Self::Forever),
+            _ => parse_duration(text)
+                .map(Self::Until)
+                .map_err(|error| format!("{error}; or give forever")),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -62,5 +86,14 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn patience() {
+        assert_eq!("forever".parse(), Ok(Patience::Forever));
+        let seconds = Patience::Until(Duration::from_secs(3));
+        assert_eq!("3s".parse(), Ok(seconds));
+        let error = "3".parse::<Patience>().unwrap_err();
+        assert!(error.ends_with("; or give forever"), "{error}");
     }
 }

@@ -1,6 +1,6 @@
 //! The options of `lacuna run`.
 
-use super::{Output, PagesFrom};
+use super::{Output, PagesFrom, Patience};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, ValueEnum};
@@ -46,6 +46,10 @@ pub struct RunArgs {
     /// without a source]
     #[arg(long, value_name = "SOURCE")]
     pub pages_from: Option<PagesFrom>,
+    /// How long the source may take for a page, until the page is lost and the run ends; or forever
+    /// [default: 10s]
+    #[arg(long, value_name = "TIME|forever", requires = "pages_from")]
+    pub patience: Option<Patience>,
     /// A vCPU that needs a page of the source exits to the run loop, instead of waiting in the
     /// engine
     #[arg(long, requires = "pages_from")]
