@@ -4,10 +4,10 @@ use crate::builder::VmBuilder;
 use crate::error::SoftError;
 use crate::meter::Meter;
 use crate::vcpu::Vcpu;
-use crate::vm::Vm;
+use crate::vm::{MemoryKind, Vm};
 use lacuna_addr::{GfnRange, PageCount};
 use lacuna_machine::{
-    Apf, ApfSwitch, Backend, BackendError, Builder, ErrorKind, HugePagePolicy, Image,
+    Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
     MissingMemory, Observed, PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
 };
 use lacuna_x86::Cpu;
@@ -78,6 +78,10 @@ impl lacuna_machine::Vm for Vm {
 
     fn missing_memory(&self) -> Option<&dyn MissingMemory> {
         self.source.is_some().then_some(self)
+    }
+
+    fn balloon(&self) -> Option<&dyn Balloon> {
+        (self.memory_kind == MemoryKind::Linux).then_some(self)
     }
 
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {

@@ -20,7 +20,7 @@ impl Vm {
         self.mmu.add_slot(spec)
     }
 
-    fn forget_code(&self) {
+    pub(crate) fn forget_code(&self) {
         self.code.forget_all(self.qsbr());
     }
 

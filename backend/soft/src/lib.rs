@@ -16,7 +16,7 @@
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
 //! | `interface` | the backend interface of `lacuna_machine` |
 //! | `error`, `kind`, `builder` | from a description of a run to its end, or why not |
-//! | `layout` | memory slots of a running VM |
+//! | `layout`, `balloon` | memory slots of a running VM, and pages that are taken back |
 //! | `platform`, `x86` | what an architecture adds to its processor |
 //! | `dirty` | dirty tracking |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
@@ -29,6 +29,7 @@
 #![deny(unsafe_code)]
 
 mod apf;
+mod balloon;
 mod boot;
 mod builder;
 mod bus;

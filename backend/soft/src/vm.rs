@@ -77,6 +77,8 @@ pub struct Vm {
     pub(crate) stands_still: bool,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
+    /// Where the pages of the boot layout are.
+    pub(crate) memory_kind: MemoryKind,
     /// Provides the pages of the boot layout; without it they are zeros.
     pub(crate) source: Option<Arc<dyn PageSource>>,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
@@ -161,6 +163,7 @@ impl Vm {
             backing: Mutex::new(Vec::new()),
             background: None,
             tokens: (0..vcpus).map(|_| Arc::default()).collect(),
+            memory_kind: boot.kind,
             source: boot.source,
             config,
             layout,

@@ -38,7 +38,8 @@ macro_rules! suite {
                 a_log_begins_with_all_pages_set;
             powers:
                 huge_pages_are_disallowed_and_allowed, async_faults_are_switched,
-                detection_is_switched, a_bitmap_is_read_and_cleared_in_two_steps;
+                detection_is_switched, a_bitmap_is_read_and_cleared_in_two_steps,
+                discarded_pages_are_zeros;
             slots:
                 a_slot_comes_moves_and_goes, writes_to_a_read_only_slot_exit,
                 slots_that_cannot_be_are_refused, slots_change_beside_a_guest;

@@ -50,7 +50,7 @@ pub use lacuna_slots::{
     Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
 };
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
-pub use memory::{GuestMemory, MemoryError};
+pub use memory::{Balloon, GuestMemory, MemoryError};
 pub use missing::{FaultToken, MissingMemory, Provided, TokenError, Told};
 pub use run::{Next, dispatch, run, run_watched, status_page};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};

@@ -1,7 +1,7 @@
 //! Guest memory as bytes.
 
 use crate::ErrorKind;
-use lacuna_addr::Gpa;
+use lacuna_addr::{GfnRange, Gpa};
 
 /// Why bytes could not be moved.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
@@ -53,4 +53,16 @@ pub trait GuestMemory {
     /// Copies out of the guest without I/O. Returns `false` if a page is not resident or has no
     /// memory slot.
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool;
+}
+
+/// Takes memory back that a guest does not need, as a balloon device does.
+pub trait Balloon {
+    /// Discards the pages of `gfns`, which slots hold: they read as zeros from now on, and a page
+    /// source is not asked for them. On return no vCPU sees the old bytes. Dirty tracking reports
+    /// the pages, as after a write.
+    ///
+    /// # Errors
+    /// No slot holds all of `gfns`, or the backend cannot discard pages of that slot. Pages before
+    /// it may be discarded.
+    fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 }

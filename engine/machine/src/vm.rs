@@ -5,7 +5,7 @@
 //! returns as an `Option`.
 
 use crate::{
-    Apf, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick, MemorySlots,
+    Apf, Balloon, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick, MemorySlots,
     MissingMemory, PlatformDevices, SaveRestore,
 };
 use lacuna_addr::PageCount;
@@ -134,6 +134,11 @@ pub trait Vm:
 
     /// Memory that the VMM provides, if the VM was made with a page source.
     fn missing_memory(&self) -> Option<&dyn MissingMemory>;
+
+    /// Memory that the VMM may take back, if the backend can discard pages of this VM.
+    fn balloon(&self) -> Option<&dyn Balloon> {
+        None
+    }
 
     /// The switch of asynchronous page faults, if the VMM may use it while the VM runs.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch>;

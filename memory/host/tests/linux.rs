@@ -165,6 +165,9 @@ fn requests_beyond_the_room_are_refused() {
         let refused = host.discard(range);
         assert!(matches!(refused, Err(HostError::NoSuchRegion(_))));
     }
+    let budget = host.add_region(PageCount::new(8), mmu(&host)).unwrap();
+    let refused = host.discard(budget).unwrap_err().to_string();
+    assert!(refused.contains("the resident budget"), "{refused}");
     host.remove_region(second).unwrap();
     host.remove_region(third).unwrap();
     assert!(add(2 * BLOCK).is_ok());

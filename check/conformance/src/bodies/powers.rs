@@ -3,14 +3,16 @@
 use std::thread;
 use std::time::Duration;
 
-use lacuna_addr::{Gpa, PAGE_SIZE};
+use iced_x86::code_asm::*;
+use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Detection, DirtyError, DirtyTracking as _, GuestMemory as _, MemorySlots as _, SlotId,
-    Vm as _,
+    Apf, Detection, DirtyError, DirtyTracking as _, Exit, GuestMemory as _, MemorySlots as _,
+    SlotId, Vcpu as _, Vm as _,
 };
 
 use super::Outcome;
-use crate::backend::{Backend, Lacks, Made, Request, harvest, start_tracking};
+use crate::backend::{Backend, Lacks, Made, Request, VcpuOf, harvest, start_tracking};
+use crate::program::{assemble, image};
 use crate::running::{Running, Start, beside, guest, within};
 
 fn lacks<T>(power: Option<T>, why: &str) -> Result<T, Lacks> {
@@ -125,4 +127,56 @@ pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Out
         "a buffer that is too short"
     );
     Ok(())
+}
+
+/// The page that the program below reads.
+const TAKEN_BACK: u64 = 4 << 20;
+
+fn put_out<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
+    match vcpu.run() {
+        Ok(Exit::IoOut {
+            port: 0x80, value, ..
+        }) => value,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A page that is discarded reads as zeros, also by a vCPU that has it in its TLB, and is dirty.
+pub fn discarded_pages_are_zeros<B: Backend>(backend: &B) -> Outcome {
+    let code = assemble(|a| {
+        let mut again = a.create_label();
+        a.mov(rsi, TAKEN_BACK)?;
+        a.set_label(&mut again)?;
+        a.mov(eax, dword_ptr(rsi))?;
+        a.inc(dword_ptr(rsi))?;
+        a.mov(dx, 0x80)?;
+        a.out(dx, eax)?;
+        a.jmp(again)
+    });
+    let backend = backend.clone();
+    within(move || {
+        let Made { vm, mut vcpus, .. } =
+            backend.make(&Request::new(16, 16, 1, ""), &image(&code))?;
+        let balloon = lacks(vm.balloon(), "this VM's pages cannot be discarded")?;
+        let at = Gpa::truncate(TAKEN_BACK);
+        let vcpu = &mut vcpus[0];
+        vm.write(at, &77u32.to_le_bytes()).expect("guest memory");
+        assert_eq!([0; 2].map(|_| put_out::<B>(vcpu)), [77, 78]);
+        let pages = GfnRange::new(at.gfn(), 700).expect("two pages");
+        balloon.discard(pages).expect("pages of a slot");
+        assert_eq!([0; 2].map(|_| put_out::<B>(vcpu)), [0, 1]);
+        vm.write(at, &5u32.to_le_bytes()).expect("guest memory");
+        assert_eq!(put_out::<B>(vcpu), 5);
+        start_tracking(&*vm);
+        drop(harvest(&*vm));
+        let one = GfnRange::new(at.gfn(), 1).expect("a page");
+        balloon.discard(one).expect("a page of a slot");
+        let index = at.gfn().get() as usize;
+        let dirty = harvest(&*vm);
+        assert!(dirty.iter().any(|&(_, page)| page == index), "{dirty:?}");
+        assert_eq!(put_out::<B>(vcpu), 0);
+        let beyond = GfnRange::new(Gpa::truncate(15 << 20).gfn(), 600).expect("pages");
+        assert!(balloon.discard(beyond).is_err());
+        Ok(())
+    })
 }

@@ -31,10 +31,14 @@ impl Host {
     /// The range is not inside one region of Linux memory, or Linux refuses.
     pub fn discard(&self, range: BackingRange) -> Result<(), HostError> {
         let region = self.core.regions.find(PageNo::of(range.start()));
-        let region = region.filter(|region| {
-            region.linux.is_some() && region.range().intersect(range) == Some(range)
-        });
+        let region = region.filter(|region| region.range().intersect(range) == Some(range));
         let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
+        if region.linux.is_none() {
+            return Err(HostError::Discard {
+                from: range.start(),
+                reason: "they belong to the resident budget, which reclaim frees".into(),
+            });
+        }
         let mut from = 0;
         while from < range.pages() {
             let start = range.start().checked_add_pages(from).expect("in the range");

@@ -1,0 +1,67 @@
+//! Pages that the VMM takes back: Linux memory of the boot layout.
+
+use crate::vm::Vm;
+use lacuna_addr::{BackingRange, Gfn, GfnRange};
+use lacuna_machine::{Balloon, MemoryError};
+use lacuna_mmu::Rmap;
+use lacuna_slots::Slot;
+use std::sync::Arc;
+
+/// A part of a request that lies in one slot.
+type Part = (Arc<Slot<Rmap>>, GfnRange);
+
+impl Vm {
+    /// Splits `gfns` at the ends of slots.
+    fn parts(&self, gfns: GfnRange) -> Result<Vec<Part>, MemoryError> {
+        let slots = self.mmu.slots();
+        let mut parts = Vec::new();
+        let mut next = Some(gfns.start());
+        while let Some(gfn) = next.filter(|gfn| gfns.contains(*gfn)) {
+            let slot = slots.find(gfn).ok_or(MemoryError::NoSlot(gfn.gpa()))?;
+            let rest = gfns.start().get() + gfns.pages() - gfn.get();
+            let pages = rest.min(slot.gfns.end_raw() - gfn.get());
+            parts.push((
+                Arc::clone(slot),
+                GfnRange::new(gfn, pages).expect("a part of the request"),
+            ));
+            next = gfn.checked_add(pages);
+        }
+        Ok(parts)
+    }
+
+    /// Reports the page at `gfn` to dirty tracking: its bytes have changed.
+    fn mark_changed(&self, slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Result<(), MemoryError> {
+        let writing = self.mmu.host_write(slot, gfn);
+        let writing = writing.map_err(|error| MemoryError::Refused {
+            gpa: gfn.gpa(),
+            cause: error.to_string(),
+        })?;
+        writing.done();
+        Ok(())
+    }
+
+    fn discard_part(&self, (slot, part): &Part) -> Result<(), MemoryError> {
+        let first = part.start();
+        // A log that cannot take the marks refuses here, before a byte has changed.
+        self.mark_changed(slot, first)?;
+        let range = BackingRange::new(slot.backing_of(first), part.pages());
+        let discarded = self.host.discard(range.expect("a part of the slot"));
+        discarded.map_err(|error| MemoryError::Backing {
+            gpa: first.gpa(),
+            cause: error.to_string(),
+        })?;
+        // After the change: a harvest that misses the mark comes before the copy of the next one.
+        let mut pages = (0..part.pages()).filter_map(|page| first.checked_add(page));
+        pages.try_for_each(|gfn| self.mark_changed(slot, gfn))
+    }
+}
+
+impl Balloon for Vm {
+    fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError> {
+        let parts = self.parts(gfns)?;
+        let discarded = parts.iter().try_for_each(|part| self.discard_part(part));
+        // The pages may have held code.
+        self.forget_code();
+        discarded
+    }
+}
