@@ -18,9 +18,8 @@
 //! | `error`, `kind`, `builder` | from a description of a run to its end, or why not |
 //! | `layout`, `balloon` | memory slots of a running VM, and pages that are taken back |
 //! | `platform`, `x86` | what an architecture adds to its processor |
-//! | `dirty` | dirty tracking |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
-//! | `memory` | guest memory for threads other than vCPUs: loaders, devices, viewers |
+//! | `memory`, `dirty` | guest memory for loaders, devices and viewers; dirty tracking |
 //! | `state` | a vCPU's whole state, saved and restored |
 //!
 //! # Unsafe

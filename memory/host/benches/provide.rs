@@ -1,4 +1,4 @@
-//! What one provided page costs: in a frame of the budget, and in Linux memory by itself and in runs.
+//! What one provided page costs: in a frame of the budget, and in Linux memory, alone or in runs.
 //!
 //! `cargo bench -p lacuna-host --bench provide`
 
