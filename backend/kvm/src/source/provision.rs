@@ -28,9 +28,11 @@ use lacuna_machine::{Answer, FaultToken, PageSource, Provided};
 use lacuna_slots::SlotFlags;
 use lacuna_source::{Asker, PageRequest, SourcePage};
 use lacuna_sync::{Mutex, lock_order};
-use lacuna_sys::{Errno, Userfaultfd};
+use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::slice;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -164,75 +166,87 @@ impl Provision {
 
     /// Provides pages from `first` on. Those that were provided before keep their content.
     pub fn fill(&self, first: Page, content: &[[u8; PAGE_SIZE]]) -> Result<Provided, Unfilled> {
-        let mut provided = Provided::default();
-        for (page, content) in (first..).zip(content) {
-            match self.fill_one(page, content)? {
-                Answer::Taken => provided.taken += 1,
-                Answer::Late => provided.late += 1,
+        let (mut provided, mut at) = (Provided::default(), 0);
+        while at < content.len() {
+            let page = first + at as Page;
+            match self.claim(page, content.len() - at) {
+                0 => {
+                    provided.late += 1;
+                    at += 1;
+                }
+                run => {
+                    let filled = self.fill_claimed(page, &content[at..at + run])?;
+                    provided.taken += filled.taken;
+                    provided.late += filled.late;
+                    at += run;
+                }
             }
         }
         Ok(provided)
     }
 
-    fn fill_one(&self, page: Page, content: &[u8; PAGE_SIZE]) -> Result<Answer, Unfilled> {
+    /// Claims missing pages from `first` on, at most `max`, and returns their number.
+    fn claim(&self, first: Page, max: usize) -> usize {
         const FROM: [State; 3] = [State::Missing, State::Held, State::Asked];
-        // A state only moves towards `Filling`, so a failed attempt means that another thread has
-        // claimed the page, or that the state has moved to the next of `FROM`.
-        if !self.change(page, &FROM, State::Filling) {
-            return Ok(Answer::Late);
-        }
-        let hva = self.memory.guest.page(page);
-        match self.copy(page, content) {
-            Ok(()) => {
-                self.set(page, State::Provided);
-                count(&self.shared.counters.first_touches, 1);
-                self.has_come(page);
-                Ok(Answer::Taken)
-            }
-            Err(Some(Errno::EXIST)) => {
-                self.set(page, State::Provided);
-                self.has_come(page);
-                // A failed copy wakes no thread. Linux may have swapped the page out.
-                if let Some(uffd) = self.uffd.upgrade() {
-                    let _ = uffd.wake(hva);
-                }
-                let _ = memory::populate(hva, 1);
-                Ok(Answer::Late)
-            }
-            Err(Some(errno)) => {
-                self.set(page, State::Lost);
-                let cause = format!("cannot put the page in place: {errno}");
-                self.fail(page, cause.clone());
-                Err(cause)
-            }
-            Err(None) => {
-                self.set(page, State::Lost);
-                let failure = self.shared.failure();
-                Err(failure.map_or("the VM has ended".into(), |failure| failure.cause))
-            }
-        }
+        // A state only moves forward, so an attempt that fails for all three means that another
+        // thread has claimed the page.
+        let claimed = |page: &Page| self.change(*page, &FROM, State::Filling);
+        (first..).take(max).take_while(claimed).count()
     }
 
-    /// `None`: the descriptor is closed.
-    fn copy(&self, page: Page, content: &[u8; PAGE_SIZE]) -> Result<(), Option<Errno>> {
-        let uffd = self.uffd.upgrade().ok_or(None)?;
-        let since = Instant::now();
-        loop {
-            match uffd.copy(content, self.memory.guest.page(page)) {
+    fn fill_claimed(&self, first: Page, content: &[[u8; PAGE_SIZE]]) -> Result<Provided, Unfilled> {
+        let end = first + content.len() as Page;
+        let Some(uffd) = self.uffd.upgrade() else {
+            (first..end).for_each(|page| self.set(page, State::Lost));
+            let failure = self.shared.failure();
+            return Err(failure.map_or("the VM has ended".into(), |failure| failure.cause));
+        };
+        let (mut provided, mut page, since) = (Provided::default(), first, Instant::now());
+        while page < end {
+            let rest = &content[(page - first) as usize..];
+            let placed = uffd.place(rest, self.memory.guest.page(page), Waiters::Wake);
+            let done = placed.map_or_else(|partial| partial.done, |()| rest.len());
+            self.have_come(page..page + done as Page);
+            count(&self.shared.counters.first_touches, done as u64);
+            provided.taken += done as u64;
+            page += done as Page;
+            match placed.map_err(|partial| partial.errno) {
+                Ok(()) => {}
+                Err(Errno::EXIST) => {
+                    self.have_come(page..page + 1);
+                    // A failed copy wakes no thread. Linux may have swapped the page out.
+                    let hva = self.memory.guest.page(page);
+                    let _ = uffd.wake(hva);
+                    let _ = memory::populate(hva, 1);
+                    provided.late += 1;
+                    page += 1;
+                }
                 Err(Errno::AGAIN | Errno::NOMEM) if since.elapsed() < SHORTAGE_MAX => {
                     thread::sleep(RETRY);
                 }
-                result => return result.map_err(Some),
+                Err(errno) => {
+                    (page..end).for_each(|page| self.set(page, State::Lost));
+                    let cause = format!("cannot put the page in place: {errno}");
+                    self.fail(page, cause.clone());
+                    return Err(cause);
+                }
             }
         }
+        Ok(provided)
     }
 
-    /// `page` is in place.
-    fn has_come(&self, page: Page) {
-        if self.budget == Budget::Some {
-            self.shared.arrived(page..page + 1);
+    /// `pages` are in place.
+    fn have_come(&self, pages: Range<Page>) {
+        if pages.is_empty() {
+            return;
         }
-        self.tell(page);
+        for page in pages.clone() {
+            self.set(page, State::Provided);
+        }
+        if self.budget == Budget::Some {
+            self.shared.arrived(pages.clone());
+        }
+        pages.for_each(|page| self.tell(page));
     }
 
     fn tell(&self, page: Page) {
@@ -286,9 +300,10 @@ impl Asker for Answers {
             return Answer::Late;
         };
         match content {
-            Ok(content) => provision
-                .fill_one(key as Page, content)
-                .unwrap_or(Answer::Late),
+            Ok(content) => match provision.fill(key as Page, slice::from_ref(content)) {
+                Ok(Provided { taken: 1, .. }) => Answer::Taken,
+                _ => Answer::Late,
+            },
             Err(reason) => provision.lose(key as Page, reason),
         }
     }
