@@ -3,18 +3,20 @@
 //! | time | measured as |
 //! |---|---|
 //! | `copy` | a fill while no thread sleeps |
-//! | `read`, `read_each` | the reader's calls with one thread asleep, and with 64 |
+//! | `read`, `read_each` | the reader's calls without a fault, and for each fault of a full batch |
 //! | `scan`, `scan_each` | a wake-up call for another page, with 1 to 256 threads asleep |
 //! | `wake`, `switch` | the reader's CPU time for a page, all threads on one core, less the above |
 //! | `fault` | the CPU time of the faulting thread in the same run, less a wake-up and a switch |
-//! | `wake_idle`, `idle` | the same run with the reader on another core: what it takes longer |
+//! | `wake_idle`, `idle` | the same run with threads on any core: what it takes longer |
 //!
 //! All but the last row are CPU time of a thread, so other programs on the machine count little.
 //! The lock is held for `enqueue` as long as for `read_each`: both change one list by one entry. A
 //! wake-up and a switch are measured together, and half of the time is attributed to each.
 
 use super::sim::Costs;
-use super::threads::{Cores, Took, area, copy, in_place, queue_costs, refused, through_queue};
+use super::threads::{
+    Cores, MOST_AT_ONCE, Took, area, copy, in_place, queue_costs, refused, through_queue,
+};
 use crate::experiment::LabError;
 use crate::interrupt;
 use crate::native::thread_cpu_ns;
@@ -32,11 +34,12 @@ const FILLS: u64 = 4096;
 struct Sample {
     copy: f64,
     fill: f64,
-    read: [f64; 2],
+    read_none: f64,
+    read_each: f64,
     no_scan: f64,
     scans: Vec<f64>,
     same: Took,
-    apart: Took,
+    any: Took,
 }
 
 /// The service times of this machine.
@@ -61,17 +64,17 @@ impl Sample {
             .iter()
             .map(|&sleepers| queue_costs(sleepers, CALLS));
         let scans = scans.collect::<Result<Vec<_>, _>>()?;
-        let batch = SLEEPERS.iter().position(|&sleepers| sleepers == 64);
-        let batch = batch.expect("one of them");
+        let most = scans.last().expect("several numbers");
         let touched = area(pages)?;
         Ok(Self {
             copy,
             fill: in_place(&fills, FILLS, 1)?.touchers,
-            read: [scans[0].read, scans[batch].read],
+            read_none: most.read_none,
+            read_each: most.read_each,
             no_scan: empty_call()?,
             scans: scans.iter().map(|costs| costs.scan).collect(),
             same: through_queue(&touched, pages, 1, Cores::Same)?,
-            apart: through_queue(&touched, pages, 1, Cores::Apart)?,
+            any: through_queue(&touched, pages, 1, Cores::Any)?,
         })
     }
 }
@@ -109,16 +112,16 @@ impl Measured {
             .collect();
         let scan_each = slope(&scans);
         let scan = (scans[0].1 - scan_each - median(&|s| s.no_scan)).max(0.0);
-        // One call reads 1 or 64 faults.
-        let [one, many] = [0, 1].map(|i| median(&|s| s.read[i]));
-        let read_each = ((64.0 * many - one) / 63.0).clamp(0.0, one);
-        let (read, copy) = (one - read_each, median(&|s| s.copy));
+        let (read, copy) = (median(&|s| s.read_none), median(&|s| s.copy));
+        let batch = MOST_AT_ONCE as f64;
+        let read_each = (median(&|s| s.read_each) - read / batch).max(0.0);
+        let one = read + read_each;
         let reader = median(&|s| s.same.reader);
         let wake_and_switch = (reader - one - copy - scan - scan_each).max(0.0);
         let fault = (median(&|s| s.same.touchers) - wake_and_switch - read_each).max(0.0);
         let cpu = |took: &Took| took.reader + took.touchers;
-        let longer = median(&|s| s.apart.wall - s.same.wall).max(0.0) / 2.0;
-        let wake_idle = median(&|s| cpu(&s.apart) - cpu(&s.same)).max(0.0) / 2.0;
+        let longer = median(&|s| s.any.wall - s.same.wall).max(0.0) / 2.0;
+        let wake_idle = median(&|s| cpu(&s.any) - cpu(&s.same)).max(0.0) / 2.0;
         let wake_idle = wake_idle.min(longer);
         let half = wake_and_switch / 2.0;
         Self {
@@ -171,11 +174,12 @@ mod tests {
         let sample = Sample {
             copy: 2000.0,
             fill: 2500.0,
-            read: [500.0, 100.0],
+            read_none: 400.0,
+            read_each: 106.25,
             no_scan: 200.0,
             scans: SLEEPERS.iter().map(|&n| 290.0 + 10.0 * n as f64).collect(),
             same: took(6000.0, 2500.0, 3500.0),
-            apart: took(46_000.0, 4500.0, 5500.0),
+            any: took(46_000.0, 4500.0, 5500.0),
         };
         let measured = Measured::of(&[sample]);
         let costs = measured.costs;

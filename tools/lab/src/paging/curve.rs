@@ -3,7 +3,7 @@
 
 use super::costs::Measured;
 use super::sim::{Costs, Setting, exits, queue};
-use super::threads::{Cores, area, in_place, through_queue};
+use super::threads::{Cores, MOST_AT_ONCE, area, in_place, through_queue};
 use super::{SERIES, SOURCE};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure, short, wrap};
@@ -23,8 +23,6 @@ const CHECKED: [usize; 5] = [1, 2, 4, 8, 16];
 const BAR: f64 = 15.0;
 /// Pages that the simulation counts.
 const SIMULATED: u64 = 20_000;
-/// Faults that a reader of this process takes at once, at most.
-const BATCH: usize = 64;
 
 /// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 3;
@@ -62,16 +60,17 @@ fn check(
 ) -> Result<(), LabError> {
     let memory = area(pages)?;
     let count = CHECKED.len();
+    let cores = thread::available_parallelism().map_or(1, usize::from);
     let rates = rounds(2 * count, runs, |arm| {
         let threads = CHECKED[arm % count];
-        let took = if arm < count {
-            through_queue(&memory, pages, threads, Cores::Any)?
+        // In place no thread sleeps. So the threads' CPU time has the rate, and other programs on
+        // the machine count little.
+        Ok::<_, LabError>(if arm < count {
+            through_queue(&memory, pages, threads, Cores::Any)?.rate()
         } else {
-            in_place(&memory, pages, threads)?
-        };
-        Ok::<_, LabError>(took.rate())
+            in_place(&memory, pages, threads)?.rate_on(threads.min(cores))
+        })
     })?;
-    let cores = thread::available_parallelism().map_or(1, usize::from);
     let simulated = |arm: usize| {
         let threads = CHECKED[arm % count];
         if arm < count {
@@ -120,7 +119,7 @@ const fn here(threads: usize, cores: usize) -> Setting {
         threads,
         readers: 1,
         cores,
-        batch: BATCH,
+        batch: MOST_AT_ONCE,
     }
 }
 

@@ -17,6 +17,12 @@ const LOOK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 5_000_000,
 };
+const NOW: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 0,
+};
+/// Faults that one call reads, at most.
+pub const MOST_AT_ONCE: usize = 64;
 /// Bytes of a thread's stack: there are hundreds of threads.
 const STACK: usize = 128 << 10;
 
@@ -27,21 +33,11 @@ pub enum Cores {
     Any,
     /// All on one core.
     Same,
-    /// Readers on one core, the others on another one.
-    Apart,
 }
 
 impl Cores {
-    fn pin_reader(self) {
-        match self {
-            Self::Any => {}
-            Self::Same => pin(0),
-            Self::Apart => pin(1),
-        }
-    }
-
-    fn pin_toucher(self) {
-        if self != Self::Any {
+    fn pin(self) {
+        if self == Self::Same {
             pin(0);
         }
     }
@@ -59,9 +55,14 @@ pub struct Took {
 }
 
 impl Took {
-    /// Pages a second.
+    /// Pages a second by the wall clock.
     pub fn rate(&self) -> f64 {
         1e9 / self.wall
+    }
+
+    /// Pages a second if the threads that touch had this number of cores for themselves.
+    pub fn rate_on(&self, cores: usize) -> f64 {
+        cores as f64 * 1e9 / self.touchers
     }
 }
 
@@ -89,7 +90,7 @@ pub fn through_queue(
     let (is_over, reader_ns) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
-            cores.pin_reader();
+            cores.pin();
             let before = thread_cpu_ns();
             let done = read(area, &is_over);
             reader_ns.store(thread_cpu_ns() - before, Ordering::Relaxed);
@@ -102,7 +103,7 @@ pub fn through_queue(
                 area.touch(page);
                 Ok(())
             },
-            || cores.pin_toucher(),
+            || cores.pin(),
         );
         is_over.store(true, Ordering::Relaxed);
         joined(reader)?;
@@ -156,10 +157,14 @@ fn read(area: &MissingArea, is_over: &AtomicBool) -> Result<(), LabError> {
 }
 
 /// Sleeps until a fault can be read, or some milliseconds.
-pub fn wait_for_fault(area: &MissingArea) {
+fn wait_for_fault(area: &MissingArea) {
+    ask(area, &LOOK);
+}
+
+fn ask(area: &MissingArea, limit: &Timespec) {
     let mut fds = [PollFd::new(area.userfaultfd(), PollFlags::IN)];
     // After an error the caller reads, and finds no fault.
-    let _ = poll(&mut fds, Some(&LOOK));
+    let _ = poll(&mut fds, Some(limit));
 }
 
 /// Calls `page` for all pages, from `count` threads with a share each.
@@ -209,8 +214,10 @@ fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
 /// What the wait queues cost if `sleepers` threads wait for their pages: CPU time in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueCosts {
-    /// Reading faults, of each that was read by the first call.
-    pub read: f64,
+    /// Reading one fault, with many read by one call.
+    pub read_each: f64,
+    /// The calls that ask for faults when there is none.
+    pub read_none: f64,
     /// A call that wakes no thread: it takes the lock and looks at all that sleep.
     pub scan: f64,
 }
@@ -244,22 +251,38 @@ fn with_sleepers(area: &MissingArea, sleepers: u64, calls: u32) -> Result<QueueC
     // Most threads sleep when a call reads 64 faults; the loop waits for the others.
     thread::sleep(Duration::from_millis(2 + sleepers / 4));
     let (uffd, mut faults) = (area.userfaultfd(), Vec::new());
-    let mut read = 0.0;
+    let mut read_ns = 0;
     while (faults.len() as u64) < sleepers {
-        let before = faults.len();
+        // The first call finds cold caches. So it counts only if there is no other.
+        if faults.len() <= MOST_AT_ONCE {
+            read_ns = 0;
+        }
         let began = thread_cpu_ns();
         wait_for_fault(area);
-        let read_faults = uffd.faults(&mut faults);
-        read_faults.map_err(refused("read a userfaultfd"))?;
-        if before == 0 && !faults.is_empty() {
-            read = (thread_cpu_ns() - began) as f64 / faults.len() as f64;
-        }
+        let read = uffd.faults(&mut faults);
+        read.map_err(refused("read a userfaultfd"))?;
+        read_ns += thread_cpu_ns() - began;
     }
+    let counted = match sleepers.checked_sub(MOST_AT_ONCE as u64) {
+        None | Some(0) => sleepers,
+        Some(later) => later,
+    };
+    let began = thread_cpu_ns();
+    for _ in 0..calls {
+        ask(area, &NOW);
+        let none = uffd.faults(&mut faults);
+        none.map_err(refused("read a userfaultfd"))?;
+    }
+    let read_none = (thread_cpu_ns() - began) as f64 / f64::from(calls);
     let missing = area.page(sleepers);
     let began = thread_cpu_ns();
     for _ in 0..calls {
         uffd.wake(missing).map_err(refused("UFFDIO_WAKE"))?;
     }
     let scan = (thread_cpu_ns() - began) as f64 / f64::from(calls);
-    Ok(QueueCosts { read, scan })
+    Ok(QueueCosts {
+        read_each: read_ns as f64 / counted as f64,
+        read_none,
+        scan,
+    })
 }
