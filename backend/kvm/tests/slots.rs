@@ -13,6 +13,7 @@ use lacuna_machine::{
 };
 use lacuna_skip::test;
 use std::thread;
+use std::time::Duration;
 
 const LATER: SlotId = SlotId(7);
 
@@ -88,6 +89,8 @@ fn flags_change_beside_a_running_guest() {
             while !runner.is_finished() {
                 vm.set_slot_flags(LATER, flags).unwrap();
                 flags.toggle(SlotFlags::READONLY);
+                // A change keeps every vCPU out of the guest for a moment.
+                thread::sleep(Duration::from_millis(1));
             }
         });
         devices.ending()

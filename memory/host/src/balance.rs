@@ -119,7 +119,7 @@ impl Host {
         stop: &AtomicBool,
     ) -> Result<Progress, HostError> {
         Counters::add(&self.core.stats.direct_reclaims, 1);
-        self.drain_spare_caches();
+        self.spare_caches.drain();
         if self.io.may_wait() {
             self.wait_for_frame(cache, stop)
         } else {

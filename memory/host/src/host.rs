@@ -14,6 +14,7 @@ use crate::residency::PageNo;
 use crate::sampled_split::SampledSplits;
 use crate::settled::Settled;
 use crate::source::Origin;
+use crate::spare_caches::SpareCaches;
 use crate::stats::Counters;
 use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
 use crate::ticket::Ticket;
@@ -65,7 +66,7 @@ pub struct Host {
     pub(crate) core: Arc<Core>,
     pub(crate) io: Executor,
     /// Page caches of threads that are no vCPUs, between two operations.
-    pub(crate) spare_caches: Mutex<Vec<PerCpuPages>, lock_order::SpareCaches>,
+    pub(crate) spare_caches: SpareCaches,
 }
 
 /// The state that the executor's threads share with all others.
@@ -185,7 +186,7 @@ impl Host {
         Ok(Arc::new(Self {
             io: Executor::new(io, core.clone()),
             core,
-            spare_caches: Mutex::default(),
+            spare_caches: SpareCaches::default(),
         }))
     }
 

@@ -23,8 +23,8 @@
 //! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
 //!   instruction retires. A budget of [`Host::minimum_budget`] suffices. Reclaim takes no region
 //!   below its floor for another.
-//! * **No page is silently wrong.** If the checksum of a page differs when it is read back, the
-//!   page is lost, with a reason. A page that cannot be written out keeps its frame.
+//! * **No page is silently wrong.** A page with another checksum when it is read back is lost, with
+//!   a reason. A page that cannot be written out keeps its frame.
 //! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
 //! # Unsafe
@@ -55,6 +55,7 @@ mod resolve;
 mod sampled_split;
 mod settled;
 mod source;
+mod spare_caches;
 mod stats;
 mod swap;
 mod swapin;

@@ -59,6 +59,7 @@ pub(crate) struct FaultCounters {
     pub huge_fallback: AtomicU64,
     pub zeroing_ns: AtomicU64,
     pub missing: AtomicU64,
+    pub provided: AtomicU64,
 }
 
 impl FaultCounters {
@@ -74,7 +75,7 @@ impl FaultCounters {
         counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
     }
 
-    pub fn all(&self) -> [&AtomicU64; 9] {
+    pub fn all(&self) -> [&AtomicU64; 10] {
         [
             &self.zero_fill,
             &self.resident,
@@ -85,6 +86,7 @@ impl FaultCounters {
             &self.huge_fallback,
             &self.zeroing_ns,
             &self.missing,
+            &self.provided,
         ]
     }
 }
@@ -239,12 +241,17 @@ impl PerCpuPages {
 
     /// Drops its references to regions that were removed. Such a region keeps its page source.
     pub(crate) fn forget_removed(&mut self) {
+        // The rare case: a report changes a counter that all vCPUs of the region share.
+        if !self.regions.iter().any(|region| region.is_removed()) {
+            return;
+        }
         self.report();
         self.regions.retain(|region| !region.is_removed());
     }
 
     #[cold]
     fn find_slow(&mut self, page: PageNo) -> Option<()> {
+        self.report();
         self.forget_removed();
         self.shared.reports_to.store(page.get(), Ordering::Relaxed);
         if let Some(at) = self.regions.iter().position(|region| region.contains(page)) {

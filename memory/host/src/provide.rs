@@ -7,11 +7,10 @@
 use crate::block_word::{BlockWord, PageBlockState};
 use crate::desc::Dirt;
 use crate::error::HostError;
-use crate::host::{Core, Host, lock};
-use crate::per_cpu_pages::PerCpuPages;
+use crate::host::{Core, Host};
+use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::resolve::Resolution;
-use crate::stats::Counters;
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_source::Answer;
@@ -49,7 +48,7 @@ impl Host {
                 None => drop(self.reclaim_direct(&mut cache)?),
             }
         };
-        self.return_cache(cache);
+        self.spare_caches.put(cache);
         answer
     }
 
@@ -98,7 +97,7 @@ impl Host {
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
         };
-        self.return_cache(cache);
+        self.spare_caches.put(cache);
         ticket.iter().for_each(|ticket| self.start(ticket));
         Ok(ticket)
     }
@@ -112,7 +111,7 @@ impl Host {
     pub fn populate(&self, range: BackingRange) -> Result<(), HostError> {
         let mut cache = self.borrow_cache();
         let populated = self.populate_with(range, &mut cache);
-        self.return_cache(cache);
+        self.spare_caches.put(cache);
         populated
     }
 
@@ -148,22 +147,10 @@ impl Host {
         coming.iter().try_for_each(|ticket| self.wait(ticket))
     }
 
-    /// A page cache for one operation of a thread that is no vCPU. A cache per operation would have
-    /// to be registered each time, under a lock.
+    /// A page cache for one operation of a thread that is no vCPU.
     fn borrow_cache(&self) -> PerCpuPages {
-        let spare = lock(&self.spare_caches).pop();
+        let spare = self.spare_caches.take();
         spare.unwrap_or_else(|| PerCpuPages::new(self.core.clone()))
-    }
-
-    fn return_cache(&self, mut cache: PerCpuPages) {
-        cache.forget_removed();
-        lock(&self.spare_caches).push(cache);
-    }
-
-    /// Gives back the free frames in the caches that no thread uses at present: a thread needs one.
-    pub(crate) fn drain_spare_caches(&self) {
-        let caches = std::mem::take(&mut *lock(&self.spare_caches));
-        drop(caches);
     }
 }
 
@@ -263,7 +250,7 @@ impl Core {
         }
         desc.publish();
         cache.shared.allocated();
-        Counters::add(&self.stats.provided, 1);
+        FaultCounters::bump(&cache.shared.count.provided);
         Some(Answer::Taken)
     }
 }

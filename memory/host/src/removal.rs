@@ -51,7 +51,7 @@ impl Host {
                 busy += usize::from(self.core.remove_span(&region, span) == Removal::Busy);
             }
             if busy == 0 {
-                self.drain_spare_caches();
+                self.spare_caches.drain();
                 return Ok(());
             }
             self.io.hurry(&region);

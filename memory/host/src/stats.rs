@@ -84,7 +84,7 @@ pub struct HostStats {
     pub faults_shared_ticket: u64,
     /// Faults that found a page that its source had not provided, and gave it a ticket.
     pub faults_missing: u64,
-    /// Pages that page sources have provided.
+    /// Pages that page sources and VMMs have provided.
     pub provided: u64,
     /// Pages read from the swap device.
     pub swapped_in: u64,
@@ -174,6 +174,7 @@ impl Core {
             fallback,
             zeroing_ns,
             missing,
+            provided,
         ] = faults;
         let frames = &self.frames;
         let entries = lock(&self.entries).used() as u64;
@@ -192,7 +193,7 @@ impl Core {
             faults_swap_in: swap_in,
             faults_shared_ticket: shared_ticket,
             faults_missing: missing,
-            provided: get(&counters.provided),
+            provided: provided + get(&counters.provided),
             swapped_in: get(&counters.swapped_in),
             reads_started: get(&counters.reads_started),
             polled: get(&counters.polled),

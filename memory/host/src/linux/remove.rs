@@ -32,7 +32,7 @@ impl Host {
         }
         region.notifier.invalidate(&[region.range()]);
         self.core.release_linux(region);
-        self.drain_spare_caches();
+        self.spare_caches.drain();
         Ok(())
     }
 }
