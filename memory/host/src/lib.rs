@@ -16,7 +16,7 @@
 //! Reclaim decides which compound pages are split (`sampled_split`); a background thread collapses
 //! pages into compound pages (`collapse`).
 //!
-//! * **No thread waits under a lock.** [`Host::resolve`] never sleeps. A caller that waits holds none.
+//! * **No thread waits under a lock.** [`Host::resolve`] never sleeps. A waiting thread has none.
 //! * **Dirty marks are exact about writes.** A page is marked before a write to it goes on, and
 //!   when a leaf with D is removed. A page without the mark is dropped; it keeps its swap entry.
 //! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
