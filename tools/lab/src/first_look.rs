@@ -135,6 +135,8 @@ impl FirstLook {
         for system in ["apf", "pml"] {
             self.report.skip(format!("{system}.kvm"), &why);
         }
+        self.report
+            .skip("paging", "it takes longer: `lacuna lab paging`");
         Ok(())
     }
 
