@@ -37,7 +37,9 @@ impl<P: Platform> VcpuOf<P> {
         if waits {
             return self.wait_for_page(gfn, access);
         }
-        if self.apf.is_in_flight(gfn) {
+        // A VMM that said ready and provided nothing gets another exit: it would not provide the
+        // page for a wait of which it does not know.
+        if self.apf.awaits(gfn) {
             return self.missing_again(gfn, access);
         }
         let mut flags = match access {
@@ -68,6 +70,8 @@ impl<P: Platform> VcpuOf<P> {
         let now = self.vm.clock.now();
         match self.apf.not_present(gfn, access, now, &mut self.entry) {
             NotPresent::Halt(None) => Step::Ran,
+            // The VMM has said ready at this moment: the access is tried again.
+            NotPresent::Wait if !self.apf.awaits(gfn) => Step::Ran,
             NotPresent::Wait => self.wait_for_page(gfn, access),
             NotPresent::Injected(_) | NotPresent::Halt(Some(_)) => {
                 unreachable!("a fault on the page is in flight")

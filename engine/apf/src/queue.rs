@@ -117,8 +117,13 @@ impl<A: Abi> Queue<A> {
     }
 
     /// Whether a fault on `gfn` is in flight.
-    pub fn is_in_flight(&self, gfn: Gfn) -> bool {
+    fn is_in_flight(&self, gfn: Gfn) -> bool {
         self.flights.contains_key(&gfn)
+    }
+
+    /// Whether a fault on `gfn` is in flight, and its page was not said to have come.
+    pub fn awaits(&self, gfn: Gfn) -> bool {
+        self.is_in_flight(gfn) && !self.arrivals.contains(gfn)
     }
 
     /// Whether no more faults may be in flight.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{AS_INT, Answer, ENABLED, Event, Fixture, Memory, SEND_ALWAYS, answer};
+use common::{AS_INT, Answer, ENABLED, Event, Fixture, Memory, SEND_ALWAYS, answer, gfn};
 use lacuna_apf::{Completion, NotPresent, QUEUED_MAX};
 
 /// EN for the two forms of page-ready. Page-not-present is the same in both.
@@ -53,6 +53,25 @@ fn delivery_depends_on_privilege_and_paging() {
             assert_eq!(fixture.guest.events.is_empty(), halts);
             assert_eq!(fixture.queue.stats().halted, u64::from(halts));
         }
+    }
+}
+
+/// `can_tell` foretells a fault and changes nothing. A page that was said to have come is not
+/// awaited any more, though its fault is in flight until the guest is told.
+#[test]
+fn a_fault_is_foretold_and_awaited_until_its_page_has_come() {
+    for en in BOTH {
+        let mut fixture = Fixture::new(en);
+        let page = gfn(5);
+        assert!(fixture.queue.can_tell(page, &mut fixture.guest));
+        assert!(fixture.guest.events.is_empty() && fixture.guest.words == [0, 0]);
+        assert!(!fixture.queue.awaits(page));
+        let completion = claim_of(fixture.fault(5));
+        assert!(fixture.queue.awaits(page) && !completion.is_cancelled());
+        assert!(!fixture.queue.can_tell(page, &mut fixture.guest));
+        completion.complete();
+        assert!(!fixture.queue.awaits(page));
+        assert!(!fixture.queue.can_tell(page, &mut fixture.guest));
     }
 }
 

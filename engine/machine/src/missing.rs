@@ -129,7 +129,8 @@ pub trait MissingMemory: Send + Sync {
     fn populate(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 
     /// The page of `token` is provided: the guest, which was told that it is not present, is told
-    /// that it is ready. Any thread may call this.
+    /// that it is ready. Any thread may call this. If the page is not provided, the guest's next
+    /// access exits again; a vCPU that waits for the page goes on waiting.
     ///
     /// # Errors
     /// [`TokenError::Unknown`], and [`TokenError::Ready`] if this was said before.
